@@ -1,0 +1,230 @@
+"""The one configuration tree: YAML files and `key=value` overrides, validated as a whole before anything starts.
+
+Each section is a frozen pydantic model; an unknown key, a wrong type or a value out of range is a `ConfigError` of one
+line that names the key and, for a typo, the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from penstock.errors import ConfigError
+
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+S = TypeVar("S", bound="Section")
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EngineConfig(Section):
+    """One vLLM engine (R4). Names follow vLLM's options; `extra_args` passes anything else through."""
+
+    model: str
+    """Path or hub name of the checkpoint."""
+    tokenizer: str | None = None
+    served_model_name: str | None = None
+    profile: Literal["auto", "cpu", "gpu"] = "auto"
+    """`cpu`: vLLM's CPU build, fast start, fp32; `gpu`: vLLM's defaults; `auto`: `gpu` where an NVIDIA device is."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    tensor_parallel_size: Positive = 1
+    pipeline_parallel_size: Positive = 1
+    data_parallel_size: Positive = 1
+    enable_expert_parallel: bool = False
+    max_model_len: Positive | None = None
+    max_num_seqs: Positive | None = None
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    fp32_lm_head: bool = False
+    """Compute logits in fp32 under a bf16 model."""
+    enable_lora: bool = False
+    quantization: str | None = None
+    load_format: str = "auto"
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    kv_cache_memory_bytes: Positive | None = None
+    seed: int = 0
+    extra_args: Mapping[str, str | int | float | bool | None] = Field(default_factory=dict[str, Any])
+    """More vLLM options by their long name: `{"block-size": 64}`; true is a bare flag."""
+    start_timeout_s: Seconds = 600.0
+    control_timeout_s: Seconds = 60.0
+    """Deadline of one control call (pause, resume, update, ...)."""
+    request_timeout_s: Seconds = 3600.0
+    """Deadline of one generation request."""
+
+
+class RouterConfig(Section):
+    """The data plane in front of a fleet."""
+
+    host: str = "127.0.0.1"
+    port: Port = 0
+    """0: any free port."""
+    policy: Literal["sticky-least-loaded", "round-robin", "random"] = "sticky-least-loaded"
+    max_hold_s: Seconds = 300.0
+    """How long a request is held while no engine can serve it; then 503 with Retry-After."""
+    max_held: Positive = 100_000
+    max_header_bytes: Positive = 65_536
+    max_body_bytes: Positive = 256 * 2**20
+    header_timeout_s: Seconds = 20.0
+
+
+class FleetConfig(Section):
+    """The engines that serve one base model."""
+
+    engines: Positive = 1
+    min_engines: Positive = 1
+    """An update counts as committed if at least this many engines made it."""
+    health_interval_s: Seconds = 1.0
+    stop_timeout_s: Seconds = 10.0
+    log_dir: Path | None = None
+    """Where engine and router logs go; default: a temporary folder, kept when something failed."""
+
+
+class EnvironmentConfig(Section):
+    """What the policy is trained on."""
+
+    name: str = "reasoning_gym"
+    """`reasoning_gym`, or `module:Class` of your own environment."""
+    options: Mapping[str, Any] = Field(default_factory=dict[str, Any])
+
+
+class RolloutConfig(Section):
+    """How episodes are made."""
+
+    groups_per_batch: Positive = 64
+    group_size: Positive = 8
+    max_tokens: Positive = 64
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    concurrency: Positive = 1024
+    """Most samples in flight."""
+
+
+class TrainConfig(Section):
+    """The learner and its schedule."""
+
+    steps: Positive = 80
+    schedule: Literal["async"] = "async"
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    adam_betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    grad_clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dapo"
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    importance_cap: Annotated[float, Field(gt=0)] = 2.0
+    """Truncation of the trainer/engine importance weight (TIS)."""
+    advantage: Literal["group_norm", "group_mean", "leave_one_out"] = "group_norm"
+    max_staleness: Annotated[int, Field(ge=0)] = 2
+    """Largest trainer version minus the version that made a token, at the time of training on it."""
+    micro_batch_tokens: Positive = 16_384
+    checkpoint_every: Positive = 20
+    threads: Positive | None = None
+    """Torch threads of the learner; default: torch's."""
+
+
+class EvalConfig(Section):
+    """Held-out evaluation: greedy, exact match, before and after."""
+
+    size: Positive = 512
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations in the middle; 0: none."""
+
+
+class RunConfig(Section):
+    """A whole training run: what `penstock train` reads."""
+
+    name: str = "run"
+    seed: int = 0
+    run_dir: Path = Path("runs")
+    engine: EngineConfig
+    router: RouterConfig = RouterConfig()
+    fleet: FleetConfig = FleetConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+
+
+def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file, apply `section.key=value` overrides (values are YAML), and validate the whole.
+
+    Raises:
+        ConfigError: with one line that names the key.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        file = Path(path)
+        try:
+            loaded = yaml.safe_load(file.read_text())
+        except FileNotFoundError:
+            raise ConfigError(f"no such config file: {file}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read config file {file}: {error}") from error
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(loaded, dict):
+            raise ConfigError(f"{file} must hold a mapping of sections, not {type(loaded).__name__}")
+        tree = cast("dict[str, Any]", loaded)
+    for override in overrides:
+        _apply_override(tree, override)
+    return validate(RunConfig, tree)
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, eq, text = override.partition("=")
+    if not eq or not key:
+        raise ConfigError(f"override {override!r} is not of the form section.key=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
+    *parents, last = key.split(".")
+    node = tree
+    for parent in parents:
+        child: Any = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {override!r}: {parent!r} is a value, not a section")
+        node = cast("dict[str, Any]", child)
+    node[last] = value
+
+
+def validate(section: type[S], values: Mapping[str, Any]) -> S:
+    """Build one section; pydantic's complaints become one `ConfigError` line."""
+    try:
+        return section.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(section, dict(e)) for e in error.errors())) from None
+
+
+def _explain(section: type[Section], error: Mapping[str, Any]) -> str:
+    location = [str(part) for part in error["loc"]]
+    key = ".".join(location)
+    if error["type"] == "extra_forbidden":
+        known = sorted(_fields_at(section, location[:-1]))
+        near = difflib.get_close_matches(location[-1], known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
+        return f"unknown config key {key!r}; {hint}"
+    if error["type"] == "missing":
+        return f"config key {key!r} is required"
+    return f"config key {key!r}: {error['msg']}, got {error['input']!r}"
+
+
+def _fields_at(section: type[Section], path: Sequence[str]) -> list[str]:
+    current: type[BaseModel] = section
+    for part in path:
+        annotation = current.model_fields[part].annotation if part in current.model_fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        current = annotation
+    return list(current.model_fields)

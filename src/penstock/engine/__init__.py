@@ -1,0 +1,1 @@
+"""One engine: the interface, its HTTP implementation, and how a vLLM server is launched."""

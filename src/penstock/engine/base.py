@@ -1,0 +1,180 @@
+"""The interface of one engine, which a fleet of engines shares (R1, R5): code written for one runs on many."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from penstock.types import (
+    GenerateBatch,
+    GenerateOutput,
+    Message,
+    PauseMode,
+    Sample,
+    SamplingParams,
+    SessionId,
+    UpdateReport,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Engine(ABC):
+    """One inference engine, or many seen as one. All methods are coroutines but the sizes and `weight_version`.
+
+    Every method raises `DeadlineError` when the other side does not answer in time, `EngineDeadError` when it is gone,
+    and `EngineHTTPError` with its status and type when it answers with an error.
+    """
+
+    # --- sizes -------------------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks."""
+
+    @property
+    @abstractmethod
+    def pp_size(self) -> int:
+        """Pipeline-parallel ranks."""
+
+    @property
+    @abstractmethod
+    def dp_size(self) -> int:
+        """Data-parallel ranks."""
+
+    @property
+    @abstractmethod
+    def weight_version(self) -> int:
+        """Version of the weights in force: 0 as loaded, +1 for each committed update."""
+
+    # --- generation --------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompts: GenerateBatch | Sequence[Sequence[Message] | str] | None = None,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        *,
+        prompt_token_ids: Sequence[Sequence[int]] | None = None,
+        session_ids: Sequence[SessionId] | None = None,
+    ) -> GenerateOutput:
+        """Complete a batch; the answers are in input order (R2).
+
+        Args:
+            prompts: chats or plain strings; or a whole `GenerateBatch`, and then nothing else.
+            sampling_params: for every prompt; `SamplingParams` or a mapping.
+            prompt_token_ids: instead of `prompts`, ragged `[B][P_i]`.
+            session_ids: one for each prompt; equal ids go to the same engine.
+
+        Raises:
+            RequestError: both or neither of prompts and ids, an empty batch, ids outside the vocabulary, an unknown
+                sampling parameter, a session list of another length. Nothing was sent.
+        """
+        if isinstance(prompts, GenerateBatch):
+            return await self.generate_batch(prompts)
+        batch = GenerateBatch(
+            prompts=prompts, prompt_token_ids=prompt_token_ids, sampling_params=sampling_params, session_ids=session_ids
+        )
+        return await self.generate_batch(batch)
+
+    @abstractmethod
+    async def generate_batch(self, batch: GenerateBatch) -> GenerateOutput:
+        """Complete a batch (R2); see `generate`."""
+
+    @abstractmethod
+    async def sample(
+        self,
+        prompt_token_ids: Sequence[int],
+        num_samples: int,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        session_id: SessionId | None = None,
+    ) -> list[Sample]:
+        """`num_samples` independent samples of one prompt, tokens in and tokens out, as one n-way request (R3)."""
+
+    @abstractmethod
+    async def completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
+        """OpenAI `/v1/completions`: the body as the API has it, the answer as it came (R7)."""
+
+    @abstractmethod
+    async def chat_completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
+        """OpenAI `/v1/chat/completions`: the body as the API has it, the answer as it came."""
+
+    # --- pause, resume, memory ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def pause_generation(self, mode: PauseMode = PauseMode.KEEP, *, clear_cache: bool = True) -> None:
+        """Stop making tokens; returns when none is being made (R22, R23). New requests wait.
+
+        Args:
+            mode: what happens to requests in flight.
+            clear_cache: recompute KV at resume, so that no cached block outlives its weights (G5).
+
+        Raises:
+            StateError: already paused.
+        """
+
+    @abstractmethod
+    async def resume_generation(self) -> None:
+        """Go on after `pause_generation`. Raises StateError when not paused."""
+
+    @abstractmethod
+    async def abort_generation(self) -> None:
+        """End every request in flight with the tokens it has and the finish reason `abort`; new ones are served."""
+
+    @abstractmethod
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes; running requests are recomputed."""
+
+    @abstractmethod
+    async def sleep(self, level: int = 1) -> None:
+        """Free memory for a colocated trainer (R26): level 1 keeps the weights in host memory, level 2 drops them."""
+
+    @abstractmethod
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory back; `tags` (`weights`, `kv_cache`) restricts what."""
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> None:
+        """VLLM's native `/init_weight_transfer_engine` on every engine (R18)."""
+
+    @abstractmethod
+    async def update_named_weights(self, update_info: Mapping[str, Any], *, version: int) -> None:
+        """One round of vLLM's native start, update, finish on paused engines, labelled `version` (R18)."""
+
+    @abstractmethod
+    async def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> UpdateReport:
+        """Put new weights in force while requests are in flight; version + 1.
+
+        Args:
+            named_tensors: `(checkpoint name, tensor)` for every tensor of the model, as `model.named_parameters()`
+                gives them; tied weights once.
+
+        Raises:
+            WeightsError: a missing, extra or misshapen tensor, a wrong dtype, or NaN; nothing was changed.
+            StateError: another update is under way.
+            UpdateError: it did not commit on enough engines; the old version is still served.
+        """
+
+    # --- figures and escape hatch ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def get_num_unfinished_requests(self, index: int | None = None) -> int:
+        """Requests running or waiting, on engine `index` or on all (R10)."""
+
+    @abstractmethod
+    async def get_cache_usage(self, index: int | None = None) -> float:
+        """Fraction of KV blocks in use, on engine `index` or the mean of all (R10)."""
+
+    @abstractmethod
+    async def collective_rpc(
+        self, method: str, timeout: float = 60.0, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Call a worker method on every worker of every engine, in rank order (R11). `timeout` in seconds."""
+
+    @abstractmethod
+    async def teardown(self) -> None:
+        """Close connections, and end what this object launched."""

@@ -1,0 +1,72 @@
+"""The one error family.
+
+Every error that Penstock raises on purpose is a `PenstockError`. The message says what was wrong, with which value,
+and what to do about it. The command line turns any of them into one line and exit status 2 (`UserError`) or 1.
+"""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """Base of everything Penstock raises on purpose."""
+
+
+class UserError(PenstockError, ValueError):
+    """What the caller asked for cannot be done; nothing was changed."""
+
+
+class ConfigError(UserError):
+    """A configuration key, type, path or value is wrong."""
+
+
+class RequestError(UserError):
+    """A generation request is malformed (both prompts and ids, empty batch, unknown sampling key, ...)."""
+
+
+class WeightsError(UserError):
+    """Weights do not fit the engine (missing, extra or misshapen tensor, wrong dtype, NaN); refused before a change."""
+
+
+class StateError(PenstockError):
+    """The call does not fit the present state (paused twice, resumed while not paused, update during an update)."""
+
+
+class EngineError(PenstockError):
+    """One engine failed. `engine` names it."""
+
+    def __init__(self, message: str, *, engine: str | None = None) -> None:
+        super().__init__(message if engine is None else f"engine {engine}: {message}")
+        self.engine = engine
+
+
+class EngineStartError(EngineError):
+    """An engine process did not become ready; the message holds the telling lines of its log."""
+
+
+class EngineHTTPError(EngineError):
+    """An engine answered with an HTTP error: its status, OpenAI error type and message are kept (R7, R8)."""
+
+    def __init__(self, message: str, *, status: int, error_type: str = "", engine: str | None = None) -> None:
+        super().__init__(message, engine=engine)
+        self.status = status
+        self.error_type = error_type
+
+
+class EngineDeadError(EngineError):
+    """The engine is gone: connection refused or broken, or its process ended."""
+
+
+class DeadlineError(EngineError):
+    """An engine (or the router) did not answer in time. `seconds` is the deadline that passed."""
+
+    def __init__(self, message: str, *, seconds: float, engine: str | None = None) -> None:
+        super().__init__(message, engine=engine)
+        self.seconds = seconds
+
+
+class UpdateError(PenstockError):
+    """A weight update did not commit on enough engines; the fleet still serves the version before it."""
+
+
+class CheckpointError(PenstockError):
+    """A checkpoint is missing, truncated or of another run."""

@@ -1,0 +1,1 @@
+"""Many engines as one: client, control fan-out, lifecycle, supervision, launchers."""

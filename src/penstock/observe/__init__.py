@@ -1,0 +1,1 @@
+"""Run records, metrics, plots, live display."""

@@ -1,0 +1,1 @@
+"""Generators and environments: prompts to trajectories."""

@@ -1,0 +1,1 @@
+"""A simulated engine that speaks vLLM's HTTP with deterministic tokens."""

@@ -1,0 +1,1 @@
+"""Learner, losses, advantages, staleness, schedules."""

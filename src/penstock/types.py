@@ -1,0 +1,265 @@
+"""The words of the domain as frozen dataclasses. Nothing here does I/O or imports anything of ours but errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, Self
+
+from penstock.errors import RequestError
+
+Message = Mapping[str, Any]
+"""One chat message in OpenAI's form: `{"role": ..., "content": ...}`."""
+
+SessionId = int | str
+"""Names a conversation; equal ids go to the same engine."""
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class PauseMode(StrEnum):
+    """What happens to requests in flight when generation is paused (R23)."""
+
+    KEEP = "keep"
+    """Frozen in the scheduler, they go on after `resume`."""
+    WAIT = "wait"
+    """The pause returns when they have finished."""
+    ABORT = "abort"
+    """They end at once with the tokens they have and the finish reason `abort`."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Output tokens `[start, end)` of one sample were made by weight version `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample; names and defaults are vLLM's, except that `max_tokens` has no hidden default of 16.
+
+    `logprobs` asks for the logprob of each sampled token after temperature scaling.
+    `seed` with `n > 1` gives sample `i` the seed `seed + i`.
+    """
+
+    max_tokens: int = 256
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    skip_special_tokens: bool = True
+    logprobs: bool = True
+    detokenize: bool = True
+    """Whether the answer carries text; token-space callers turn it off and save a call."""
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise RequestError(f"sampling parameter n must be at least 1, got {self.n}")
+        if self.max_tokens < 1:
+            raise RequestError(f"sampling parameter max_tokens must be at least 1, got {self.max_tokens}")
+        if self.temperature < 0:
+            raise RequestError(f"sampling parameter temperature must not be negative, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"sampling parameter top_p must be in (0, 1], got {self.top_p}")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise RequestError(f"sampling parameter min_tokens must be in [0, max_tokens], got {self.min_tokens}")
+
+    @classmethod
+    def of(cls, value: Self | Mapping[str, Any] | None) -> Self:
+        """Take what a caller gave: an instance, a mapping of names to values, or None for the defaults.
+
+        Raises:
+            RequestError: for an unknown name (with the nearest known one) or a value out of range.
+        """
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise RequestError(f"sampling parameters must be SamplingParams or a mapping, got {type(value).__name__}")
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name in value:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+                raise RequestError(f"unknown sampling parameter {name!r}{hint}")
+        values = dict(value)
+        for name in ("stop", "stop_token_ids"):
+            given = values.get(name)
+            if given is not None:
+                values[name] = (given,) if isinstance(given, (str, int)) else tuple(given)
+            else:
+                values.pop(name, None)
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise RequestError(f"sampling parameters {values!r}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One completion. `logprobs` is None when not asked for; else one float a token. Spans cover the tokens exactly."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[float, ...] | None
+    spans: tuple[VersionSpan, ...]
+    text: str = ""
+
+    def versions(self) -> tuple[int, ...]:
+        """Weight version of each token, shape `[len(token_ids)]`."""
+        return tuple(span.version for span in self.spans for _ in range(span.start, span.end))
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateBatch:
+    """Input of `generate` (R2): exactly one of `prompts` (chats or plain strings) and `prompt_token_ids`."""
+
+    prompts: Sequence[Sequence[Message] | str] | None = None
+    prompt_token_ids: Sequence[Sequence[int]] | None = None
+    sampling_params: SamplingParams | Mapping[str, Any] | None = None
+    session_ids: Sequence[SessionId] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.prompts is None) == (self.prompt_token_ids is None):
+            both = self.prompts is not None
+            raise RequestError(
+                f"give exactly one of prompts and prompt_token_ids; this batch has {'both' if both else 'neither'}"
+            )
+        if len(self) == 0:
+            raise RequestError("empty batch: give at least one prompt")
+        if self.session_ids is not None and len(self.session_ids) != len(self):
+            raise RequestError(
+                f"session_ids has {len(self.session_ids)} entries for {len(self)} prompts; give one for each"
+            )
+        for i, ids in enumerate(self.prompt_token_ids or ()):
+            if len(ids) == 0:
+                raise RequestError(f"prompt_token_ids[{i}] is empty")
+
+    def __len__(self) -> int:
+        given = self.prompts if self.prompts is not None else self.prompt_token_ids
+        return len(given) if given is not None else 0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOutput:
+    """Output of `generate` (R2), all lists in input order, `n` samples of a prompt one after another.
+
+    Attributes:
+        responses: decoded text, `""` where `detokenize` is off.
+        response_ids: token ids, ragged `[B * n][T_i]`.
+        stop_reasons: `stop`, `length` or `abort`.
+        response_logprobs: ragged as `response_ids`, or None when not asked for.
+        response_spans: weight versions of the tokens (G1).
+    """
+
+    responses: list[str]
+    response_ids: list[tuple[int, ...]]
+    stop_reasons: list[FinishReason]
+    response_logprobs: list[tuple[float, ...]] | None
+    response_spans: list[tuple[VersionSpan, ...]]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Self:
+        """Join samples, in order."""
+        logprobs = [s.logprobs for s in samples if s.logprobs is not None]
+        return cls(
+            responses=[s.text for s in samples],
+            response_ids=[s.token_ids for s in samples],
+            stop_reasons=[s.finish_reason for s in samples],
+            response_logprobs=logprobs if len(logprobs) == len(samples) else None,
+            response_spans=[s.spans for s in samples],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor as a checkpoint names it. `dtype` is torch's name without the prefix: `float32`, `bfloat16`, ..."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUpdate:
+    """What one engine reports of one weight update; times in seconds."""
+
+    engine: str
+    seconds: Mapping[str, float]
+    """Seconds of each phase: `prepare` (before the pause), `pause`, `load`, `resume`; `bubble` is pause to resume."""
+    preempted: int
+    """Requests that were running and had their KV recomputed."""
+    checksum: str
+    """Of the weights now in force, over every parameter of every worker; equal for engines of one layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """What the trainer gets of one weight update (DESIGN: life of an update)."""
+
+    version: int
+    bytes: int
+    seconds: Mapping[str, float]
+    """Wall seconds of the fleet's phases: `publish`, `prepare`, `gate` (closed to open), `total`."""
+    engines: tuple[EngineUpdate, ...]
+    failures: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Engines that left the fleet during the update, with the reason."""
+
+    @property
+    def bubble(self) -> float:
+        """Longest time, in seconds, in which an engine made no token because of this update."""
+        return max((e.seconds["bubble"] for e in self.engines), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Load of one engine, read from its own metrics."""
+
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    """Fraction of KV blocks in use, 0 to 1."""
+    generation_tokens: int
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One episode in token space: what the trainer learns from (R27, R28).
+
+    `response_ids` holds everything after the prompt; `loss_mask` is 1 where the policy made the token and 0 where the
+    environment did. All per-token fields have the length of `response_ids`; tokens of the environment carry logprob
+    0.0 and the version of the turn before them.
+    """
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    reward: float
+    stop_reason: FinishReason
+    group_id: str
+    """Trajectories of one prompt share it; advantages are taken within it."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.response_ids), len(self.loss_mask), len(self.logprobs), len(self.versions)}
+        if len(lengths) != 1:
+            raise ValueError(f"per-token fields of a trajectory differ in length: {sorted(lengths)}")

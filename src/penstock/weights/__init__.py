@@ -1,0 +1,1 @@
+"""Versions, and how bytes go from trainer to engine workers."""
