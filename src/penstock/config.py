@@ -35,8 +35,9 @@ class EngineConfig(Section):
     """Path or hub name of the checkpoint."""
     tokenizer: str | None = None
     served_model_name: str | None = None
-    profile: Literal["auto", "cpu", "gpu"] = "auto"
-    """`cpu`: vLLM's CPU build, fast start, fp32; `gpu`: vLLM's defaults; `auto`: `gpu` where an NVIDIA device is."""
+    profile: Literal["auto", "cpu", "gpu", "sim"] = "auto"
+    """`cpu`: vLLM's CPU build, fast start, fp32; `gpu`: vLLM's defaults; `auto`: `gpu` where an NVIDIA
+    device is; `sim`: the simulated engine (no model is loaded)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     tensor_parallel_size: Positive = 1
     pipeline_parallel_size: Positive = 1

@@ -146,12 +146,16 @@ class Engine(ABC):
         """One round of vLLM's native start, update, finish on paused engines, labelled `version` (R18)."""
 
     @abstractmethod
-    async def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> UpdateReport:
+    async def update_weights(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, version: int | None = None
+    ) -> UpdateReport:
         """Put new weights in force while requests are in flight; version + 1.
 
         Args:
             named_tensors: `(checkpoint name, tensor)` for every tensor of the model, as `model.named_parameters()`
                 gives them; tied weights once.
+            version: label of the new weights, greater than the present one; default: the present one + 1. A resumed
+                run uses it to take up its count.
 
         Raises:
             WeightsError: a missing, extra or misshapen tensor, a wrong dtype, or NaN; nothing was changed.
@@ -171,9 +175,9 @@ class Engine(ABC):
 
     @abstractmethod
     async def collective_rpc(
-        self, method: str, timeout: float = 60.0, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self, method: str, timeout_s: float = 60.0, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """Call a worker method on every worker of every engine, in rank order (R11). `timeout` in seconds."""
+        """Call a worker method on every worker of every engine, in rank order (R11). `timeout_s` in seconds."""
 
     @abstractmethod
     async def teardown(self) -> None:

@@ -1,0 +1,93 @@
+"""One child process in a process group of its own, tied to our life by a lifeline, its output in a log file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from penstock import lifeline
+
+
+class ChildProcess:
+    """A running child. Build it with `start`; `stop` it, or let the lifeline end it with us."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path, lifeline_fd: int) -> None:
+        self.name = name
+        self.log = log
+        self._process = process
+        self._lifeline_fd = lifeline_fd
+        self._reaper = asyncio.create_task(self._reap(), name=f"reap-{name}")
+
+    @classmethod
+    async def start(cls, argv: Sequence[str], *, name: str, log: Path, env: Mapping[str, str] | None = None) -> Self:
+        """Start `argv`; stdout and stderr are appended to `log`. `env` is added to our environment.
+
+        The child must call `penstock.lifeline.watch()` first thing.
+        """
+        read_fd, write_fd = os.pipe()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with log.open("ab") as out:
+                process = await asyncio.create_subprocess_exec(
+                    *argv,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    env={**os.environ, **(env or {}), lifeline.ENV: str(read_fd)},
+                    pass_fds=(read_fd,),
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(write_fd)
+            raise
+        finally:
+            os.close(read_fd)
+        return cls(name, process, log, write_fd)
+
+    @property
+    def pid(self) -> int:
+        """Process id, also the id of its process group."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs."""
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        """Wait until it has ended and its group is gone; cancelling this wait leaves the child alone."""
+        return await asyncio.shield(self._reaper)
+
+    async def stop(self, timeout_s: float) -> None:
+        """SIGTERM to the whole group, and SIGKILL after `timeout_s` seconds; returns when it has ended."""
+        self._signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self.wait(), timeout_s)
+        except TimeoutError:
+            self._signal(signal.SIGKILL)
+            await self.wait()
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group, at once."""
+        self._signal(signal.SIGKILL)
+
+    def log_tail(self, lines: int = 20) -> str:
+        """Last lines of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def _signal(self, number: signal.Signals) -> None:
+        if not self._reaper.done():
+            with suppress(ProcessLookupError):  # it ended on its own in between
+                os.killpg(self.pid, number)
+
+    async def _reap(self) -> int:
+        status = await self._process.wait()
+        with suppress(ProcessLookupError):  # the usual case: nobody of the group is left
+            os.killpg(self.pid, signal.SIGKILL)
+        os.close(self._lifeline_fd)
+        return status

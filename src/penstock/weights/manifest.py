@@ -1,0 +1,78 @@
+"""What one version of the weights consists of: the contract between a trainer's store and every engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from penstock.errors import WeightsError
+
+DTYPE_BYTES: Mapping[str, int] = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor: its checkpoint name, torch dtype name, shape, and where its bytes lie."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    crc32: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightManifest:
+    """One version: which transport holds it, where, and every tensor in it.
+
+    Attributes:
+        version: the weight version these bytes will be served under.
+        transport: name of the transport, `shared_memory`.
+        location: what the transport needs to find the bytes, such as `{"path": ...}`.
+        tensors: in the order they lie.
+    """
+
+    version: int
+    transport: str
+    location: Mapping[str, str]
+    tensors: tuple[TensorEntry, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors)
+
+    def to_json(self) -> dict[str, Any]:
+        """As it goes over the wire."""
+        return {
+            "version": self.version,
+            "transport": self.transport,
+            "location": dict(self.location),
+            "tensors": [[t.name, t.dtype, list(t.shape), t.offset, t.crc32] for t in self.tensors],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what `to_json` wrote. Raises WeightsError where a field is missing or of the wrong form."""
+        try:
+            return cls(
+                version=int(data["version"]),
+                transport=str(data["transport"]),
+                location={str(k): str(v) for k, v in data["location"].items()},
+                tensors=tuple(
+                    TensorEntry(str(name), str(dtype), tuple(int(d) for d in shape), int(offset), int(crc))
+                    for name, dtype, shape, offset, crc in data["tensors"]
+                ),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise WeightsError(f"malformed weight manifest: {error!r}") from error
