@@ -52,6 +52,11 @@ class WeightManifest:
         """Bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors)
 
+    @property
+    def extent(self) -> int:
+        """Bytes from the start of the buffer to the end of the last tensor."""
+        return max((t.offset + t.nbytes for t in self.tensors), default=0)
+
     def to_json(self) -> dict[str, Any]:
         """As it goes over the wire."""
         return {

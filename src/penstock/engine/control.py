@@ -1,0 +1,161 @@
+"""The control plane's client of one engine: it speaks to the engine itself, never through the router."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.engine.metrics import engine_stats
+from penstock.engine.transport import HttpTransport
+from penstock.engine.wire import version_number
+from penstock.errors import EngineHTTPError, StateError, WeightsError
+from penstock.types import EngineStats, EngineUpdate, PauseMode
+from penstock.weights.manifest import WeightManifest
+
+BAD_REQUEST = 400
+HEALTH_S = 5.0
+"""Deadline of one health check."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine says of itself at `GET /penstock/info`."""
+
+    engine: str
+    vllm: str
+    weight_version: int
+    paused: bool
+    tp: int
+    pp: int
+    dp: int
+    vocab_size: int
+    max_model_len: int
+    transports: tuple[str, ...]
+
+
+class ControlClient:
+    """Control calls to one engine, each with a deadline of `timeout_s` seconds.
+
+    Raises (every method): `EngineDeadError`, `DeadlineError`, `EngineHTTPError`.
+    """
+
+    def __init__(self, name: str, url: str, *, api_key: str | None = None, timeout_s: float = 60.0) -> None:
+        self.name = name
+        self.url = url
+        self.http = HttpTransport(url, api_key=api_key, name=name)
+        self._timeout_s = timeout_s
+
+    async def info(self) -> EngineInfo:
+        """Version, sizes and state."""
+        answer = await self.http.get("/penstock/info", timeout_s=self._timeout_s)
+        return EngineInfo(**{**answer, "transports": tuple(answer["transports"])})
+
+    async def health(self) -> None:
+        """Returns when the engine says it is well; raises otherwise."""
+        await self.http.get("/health", timeout_s=HEALTH_S)
+
+    async def stats(self) -> EngineStats:
+        """Load, from the engine's own metrics."""
+        return engine_stats(await self.http.get_text("/metrics", timeout_s=self._timeout_s))
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = True) -> None:
+        """VLLM's /pause; the return is the barrier: no token is being made."""
+        params = {"mode": mode.value, "clear_cache": str(clear_cache).lower()}
+        await self._post("/pause", params=params)
+
+    async def resume(self) -> None:
+        """VLLM's /resume."""
+        await self._post("/resume")
+
+    async def is_paused(self) -> bool:
+        """Whether the scheduler is paused."""
+        answer = await self.http.get("/is_paused", timeout_s=self._timeout_s)
+        return bool(answer["is_paused"])
+
+    async def abort(self) -> None:
+        """End every request in flight with what it has."""
+        await self._post("/abort_requests", {})
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes, recomputing running requests."""
+        await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+
+    async def sleep(self, level: int) -> None:
+        """VLLM's /sleep."""
+        await self._post("/sleep", params={"level": str(level)})
+
+    async def wake_up(self, tags: Sequence[str] | None) -> None:
+        """VLLM's /wake_up."""
+        query = "?" + "&".join(f"tags={tag}" for tag in tags) if tags else ""
+        await self._post("/wake_up" + query)
+
+    async def collective_rpc(
+        self, method: str, timeout_s: float, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> list[Any]:
+        """A worker method on every worker, results in rank order; deadline `timeout_s` seconds."""
+        body = {"method": method, "timeout": timeout_s, "args": list(args), "kwargs": dict(kwargs or {})}
+        # A second more than the engine's own deadline, so that its message arrives.
+        answer = await self.http.post("/collective_rpc", body, timeout_s=timeout_s + 1.0)
+        return list(answer["results"]) if answer else []
+
+    async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
+        """VLLM's native /init_weight_transfer_engine (R18)."""
+        await self._post("/init_weight_transfer_engine", {"init_info": dict(init_info)})
+
+    async def native_update(self, update_info: Mapping[str, Any], *, version: int) -> None:
+        """VLLM's native start, update, finish (R18).
+
+        Raises:
+            StateError: the engine is not paused: vLLM 0.26 to 0.32 dies of a start while requests run.
+        """
+        if not await self.is_paused():
+            raise StateError(f"engine {self.name}: pause generation before a native weight update")
+        await self._post("/start_weight_update")
+        await self._post("/update_weights", {"update_info": dict(update_info)})
+        await self._post("/finish_weight_update", {"weight_version": str(version)})
+
+    async def prepare_weights(self, manifest: WeightManifest) -> None:
+        """Let the engine map and check a version while it generates; nothing changes in what it serves.
+
+        Raises:
+            WeightsError: names, shapes, dtypes or checksums do not fit.
+        """
+        try:
+            await self._post("/penstock/weights/prepare", {"manifest": manifest.to_json()})
+        except EngineHTTPError as error:
+            if error.status == BAD_REQUEST:
+                raise WeightsError(str(error)) from error
+            raise
+
+    async def apply_weights(self, version: int, *, clear_cache: bool = True) -> EngineUpdate:
+        """Pause (keep), load the prepared version, label it, resume: one call, so that it queues once.
+
+        Any error means that the engine must not serve again.
+        """
+        body = {"version": version, "clear_cache": clear_cache}
+        answer = await self._post("/penstock/weights/apply", body)
+        confirmed = int(answer["version"])
+        if confirmed != version:
+            message = f"applied weight version {version} but says it serves {confirmed}"
+            raise EngineHTTPError(message, status=200, engine=self.name)
+        return EngineUpdate(
+            engine=self.name,
+            seconds={str(k): float(v) for k, v in answer["seconds"].items()},
+            preempted=int(answer["preempted"]),
+            checksum=str(answer["checksum"]),
+        )
+
+    async def weight_version(self) -> int:
+        """The version the engine itself says it serves (vLLM's /weight_info, 0.32 and newer)."""
+        answer = await self.http.get("/weight_info", timeout_s=self._timeout_s)
+        return version_number(str(answer["weight_version"]))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.http.close()
+
+    async def _post(
+        self, path: str, body: Mapping[str, Any] | None = None, *, params: Mapping[str, str] | None = None
+    ) -> Any:
+        return await self.http.post(path, body, timeout_s=self._timeout_s, params=params)

@@ -1,0 +1,130 @@
+"""HTTP with JSON bodies, a deadline on every call, and our errors instead of the library's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, cast
+
+import aiohttp
+import orjson
+
+from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError
+
+IDLE_CONNECTION_S = 4.0
+"""vLLM's server closes idle connections after 5 s; a pool that keeps them longer posts on dead ones."""
+
+CONNECT_S = 10.0
+"""Deadline of the TCP connection alone: on one host or one network a live server accepts at once."""
+
+
+class HttpTransport:
+    """One server's base URL. The session is made at the first call, in the loop that makes it.
+
+    Args:
+        url: base URL, such as `http://127.0.0.1:8000`.
+        api_key: sent as a bearer token with every call.
+        name: names the server in errors; default: the URL.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None, name: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.name = name or self.url
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float,
+        params: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
+        """POST `body` as JSON and return the decoded answer (None for an empty one).
+
+        Raises:
+            DeadlineError: no complete answer within `timeout_s` seconds.
+            EngineDeadError: the connection was refused or broke.
+            EngineHTTPError: an error status, with the server's message, type and status.
+        """
+        data = b"" if body is None else orjson.dumps(body)
+        answer, _ = await self.call("POST", path, data, timeout_s=timeout_s, params=params, headers=headers)
+        return decode(answer)
+
+    async def get(self, path: str, *, timeout_s: float) -> Any:
+        """GET and decode JSON; raises as `post` does."""
+        answer, _ = await self.call("GET", path, None, timeout_s=timeout_s)
+        return decode(answer)
+
+    async def get_text(self, path: str, *, timeout_s: float) -> str:
+        """GET plain text; raises as `post` does."""
+        answer, _ = await self.call("GET", path, None, timeout_s=timeout_s)
+        return answer.decode()
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        data: bytes | None,
+        *,
+        timeout_s: float,
+        params: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[bytes, Mapping[str, str]]:
+        """The raw call: body and headers of a 2xx answer; raises as `post` does."""
+        sent = {**self._headers, **(headers or {})}
+        if data is not None:
+            sent["Content-Type"] = "application/json"
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_S, timeout_s))
+        try:
+            async with self._open().request(
+                method, self.url + path, data=data, params=params, headers=sent, timeout=timeout
+            ) as response:
+                answer = await response.read()
+                if response.status >= 300:  # noqa: PLR2004 - HTTP's own boundary
+                    raise self._http_error(response.status, answer)
+                return answer, response.headers
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"no answer to {method} {path} within {timeout_s:g} s", seconds=timeout_s, engine=self.name
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            detail = str(error) or type(error).__name__
+            raise EngineDeadError(f"{method} {path}: {detail}", engine=self.name) from error
+
+    async def close(self) -> None:
+        """Close the connections. A later call opens new ones."""
+        if self._session is not None:
+            session, self._session = self._session, None
+            await session.close()
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None or self._session.closed:
+            # No limit: the caller bounds what is in flight, and a queue hidden here would look like engine latency.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
+            self._session = aiohttp.ClientSession(connector=connector, loop=asyncio.get_running_loop())
+        return self._session
+
+    def _http_error(self, status: int, answer: bytes) -> EngineHTTPError:
+        message, kind = answer.decode(errors="replace").strip() or f"HTTP {status}", ""
+        try:
+            body: Any = orjson.loads(answer)
+        except orjson.JSONDecodeError:
+            body = None
+        if isinstance(body, dict):
+            fields = cast("dict[str, Any]", body)
+            error: Any = fields.get("error", fields)
+            if isinstance(error, dict):
+                described = cast("dict[str, Any]", error)
+                message = str(described.get("message") or described.get("detail") or message)
+                kind = str(described.get("type") or "")
+            elif isinstance(error, str):
+                message = error
+        return EngineHTTPError(message, status=status, error_type=kind, engine=self.name)
+
+
+def decode(answer: bytes) -> Any:
+    """JSON, or None for an empty body."""
+    return orjson.loads(answer) if answer else None

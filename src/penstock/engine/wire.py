@@ -1,0 +1,110 @@
+"""Between our types and the JSON bodies of vLLM's token endpoint, `POST /inference/v1/generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from penstock.errors import EngineError
+from penstock.types import FinishReason, Sample, SamplingParams, SessionId, VersionSpan
+
+SESSION_HEADER = "X-Session-ID"
+PROMPT_TOKENS_HEADER = "X-Prompt-Tokens"
+EXPECTED_TOKENS_HEADER = "X-Expected-Tokens"
+SPANS_HEADER = "X-Penstock-Weight-Versions"
+"""Set by our plugin where vLLM's answer has no spans of its own (0.26): for each choice `[[version, start, end], ...]`."""
+
+INITIAL_VERSION = "default"
+"""vLLM's label before the first update; our version 0."""
+
+
+def version_number(label: str) -> int:
+    """A weight version as vLLM writes it, as our integer."""
+    return 0 if label == INITIAL_VERSION else int(label)
+
+
+def request_headers(prompt_tokens: int | None, params: SamplingParams, session_id: SessionId | None) -> dict[str, str]:
+    """What the router needs to place a request, so that it need not parse the body."""
+    headers = {EXPECTED_TOKENS_HEADER: str(params.max_tokens * params.n)}
+    if prompt_tokens is not None:
+        headers[PROMPT_TOKENS_HEADER] = str(prompt_tokens)
+    if session_id is not None:
+        headers[SESSION_HEADER] = str(session_id)
+    return headers
+
+
+def generate_body(token_ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:
+    """The request: token ids in; vLLM's sampling parameters under vLLM's names."""
+    sampling: dict[str, Any] = {
+        "max_tokens": params.max_tokens,
+        "n": params.n,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "min_tokens": params.min_tokens,
+        "ignore_eos": params.ignore_eos,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
+        # Stop strings are found in text, so they need it; otherwise the engine can leave it out.
+        "detokenize": bool(params.stop),
+    }
+    if params.logprobs:
+        sampling["logprobs"] = 0
+    if params.seed is not None:
+        sampling["seed"] = params.seed
+    if params.stop:
+        sampling["stop"] = list(params.stop)
+    if params.stop_token_ids:
+        sampling["stop_token_ids"] = list(params.stop_token_ids)
+    return {"token_ids": list(token_ids), "sampling_params": sampling}
+
+
+def samples_of(answer: Mapping[str, Any], headers: Mapping[str, str], params: SamplingParams) -> list[Sample]:
+    """The answer's samples, in order of their index.
+
+    Raises:
+        EngineError: samples are missing, or their parts do not fit together (a logprob or a version for each token).
+    """
+    choices: list[Any] = sorted(answer["choices"], key=lambda choice: choice["index"])
+    if [choice["index"] for choice in choices] != list(range(params.n)):
+        raise EngineError(f"asked for {params.n} samples, got those with index {[c['index'] for c in choices]}")
+    given = headers.get(SPANS_HEADER)
+    by_header: Any = orjson.loads(given) if given is not None else None
+    return [_sample(choice, by_header[i] if by_header else None, params) for i, choice in enumerate(choices)]
+
+
+def _sample(choice: Mapping[str, Any], header_spans: Any, params: SamplingParams) -> Sample:
+    ids = tuple(int(i) for i in choice["token_ids"] or ())
+    logprobs = None
+    if params.logprobs:
+        content: Any = (choice.get("logprobs") or {}).get("content") or ()
+        logprobs = tuple(float(entry["logprob"]) for entry in content)
+        if len(logprobs) != len(ids):
+            raise EngineError(f"the answer has {len(ids)} tokens but {len(logprobs)} logprobs")
+    reason: FinishReason = choice["finish_reason"]
+    if reason not in ("stop", "length", "abort"):
+        raise EngineError(f"the answer ended with the unknown finish reason {reason!r}")
+    return Sample(token_ids=ids, finish_reason=reason, logprobs=logprobs, spans=_spans(choice, header_spans, len(ids)))
+
+
+def _spans(choice: Mapping[str, Any], header_spans: Any, length: int) -> tuple[VersionSpan, ...]:
+    native: Any = choice.get("weight_versions")
+    if native is not None:
+        spans = tuple(VersionSpan(version_number(s["version"]), s["start"], s["end"]) for s in native)
+    elif header_spans is not None:
+        spans = tuple(VersionSpan(version, start, end) for version, start, end in header_spans)
+    elif length == 0:
+        spans = ()
+    else:
+        raise EngineError(
+            "the answer does not say which weights made its tokens; use vLLM 0.32 or newer, or launch the engine "
+            "through Penstock, whose plugin supplies it"
+        )
+    edges = [0, *(span.end for span in spans)]
+    if edges[-1] != length or [span.start for span in spans] != edges[:-1]:
+        raise EngineError(f"the answer's weight versions {spans} do not cover its {length} tokens exactly")
+    return spans

@@ -1,0 +1,84 @@
+"""Tensors into a byte buffer, and views of them out of it. The only file of the store that needs torch."""
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import math
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from penstock.errors import WeightsError
+from penstock.weights.manifest import DTYPE_BYTES, TensorEntry
+
+ALIGNMENT = 256
+"""Bytes; satisfies every dtype and a device copy."""
+
+NamedTensors = Sequence[tuple[str, torch.Tensor]]
+
+
+def layout(tensors: NamedTensors) -> tuple[int, list[int]]:
+    """Total bytes and the offset of each tensor.
+
+    Raises:
+        WeightsError: no tensors, a name given twice, or a dtype that cannot be sent.
+    """
+    if not tensors:
+        raise WeightsError("no tensors given: pass every parameter of the model, as model.named_parameters() does")
+    seen: set[str] = set()
+    offsets: list[int] = []
+    end = 0
+    for name, tensor in tensors:
+        if name in seen:
+            raise WeightsError(f"tensor {name!r} is given twice")
+        seen.add(name)
+        if dtype_name(tensor.dtype) not in DTYPE_BYTES:
+            raise WeightsError(f"tensor {name!r} has dtype {tensor.dtype}, which no engine loads")
+        offsets.append(end)
+        end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+    return max(end, ALIGNMENT), offsets
+
+
+def write(buffer: memoryview, tensors: NamedTensors, offsets: Sequence[int]) -> tuple[TensorEntry, ...]:
+    """Copy the tensors to their offsets and checksum them.
+
+    Raises:
+        WeightsError: a tensor holds NaN or infinity; a policy with such weights produces nothing but noise.
+    """
+    entries: list[TensorEntry] = []
+    with torch.no_grad():
+        for (name, tensor), offset in zip(tensors, offsets, strict=True):
+            source = tensor.detach()
+            if source.is_floating_point() and not bool(torch.isfinite(source).all()):
+                raise WeightsError(f"tensor {name!r} holds NaN or infinity; the update was not sent")
+            entry = TensorEntry(name, dtype_name(source.dtype), tuple(source.shape), offset, 0)
+            if entry.nbytes:
+                view(buffer, entry).copy_(source)
+            crc = zlib.crc32(buffer[offset : offset + entry.nbytes])
+            entries.append(TensorEntry(entry.name, entry.dtype, entry.shape, offset, crc))
+    return tuple(entries)
+
+
+def view(buffer: memoryview, entry: TensorEntry) -> torch.Tensor:
+    """The tensor that lies in `buffer`, without a copy."""
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    if entry.nbytes == 0:
+        return torch.empty(entry.shape, dtype=dtype)
+    with warnings.catch_warnings():
+        # torch warns of read-only buffers; the engine only reads.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        flat = torch.frombuffer(buffer, dtype=dtype, count=math.prod(entry.shape), offset=entry.offset)
+    return flat.view(entry.shape)
+
+
+def read(buffer: memoryview, entries: Sequence[TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Views of all tensors, in the manifest's order."""
+    for entry in entries:
+        yield entry.name, view(buffer, entry)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` -> `float32`."""
+    return str(dtype).removeprefix("torch.")

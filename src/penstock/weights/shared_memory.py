@@ -1,0 +1,116 @@
+"""The weights of the current version in memory that engines on this host map: the store and its transport.
+
+The bytes lie in a memfd, a file without a name: engines open it through `/proc/PID/fd/N` of this process. When this
+process ends, by any signal, and the engines have unmapped it, the kernel frees it; there is no name to clean up.
+
+Two buffers take turns, so that a version can be written while the one before it is still being read, and a joining
+engine can always be given the current one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from penstock.errors import WeightsError
+from penstock.weights.manifest import WeightManifest
+
+if TYPE_CHECKING:
+    import torch
+
+TRANSPORT = "shared_memory"
+
+
+class SharedMemoryStore:
+    """Holds the current version's bytes. `publish` is blocking; one caller at a time."""
+
+    def __init__(self) -> None:
+        self.current: WeightManifest | None = None
+        self._buffers: list[_Buffer] = [_Buffer("penstock-weights-0"), _Buffer("penstock-weights-1")]
+
+    def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
+        """Copy the tensors into the buffer that is not current and describe them.
+
+        Args:
+            version: what they will be served under; `current` changes only when `commit` is called.
+            named_tensors: `(checkpoint name, tensor)`; any device, dense.
+
+        Raises:
+            WeightsError: a name twice, no tensor at all, a dtype no engine loads, NaN or infinity.
+        """
+        from penstock.weights.pack import layout, write  # noqa: PLC0415 - the core must import without torch
+
+        tensors = list(named_tensors)
+        size, offsets = layout(tensors)
+        buffer = self._buffers[0] if self._holds_current(self._buffers[1]) else self._buffers[1]
+        view = buffer.resize(size)
+        entries = write(view, tensors, offsets)
+        return WeightManifest(version=version, transport=TRANSPORT, location={"path": buffer.path}, tensors=entries)
+
+    def commit(self, manifest: WeightManifest) -> None:
+        """Make a published version the current one: its bytes stay until the one after the next is published."""
+        self.current = manifest
+
+    def close(self) -> None:
+        """Free the memory (engines that still map it keep their view until they let go)."""
+        self.current = None
+        for buffer in self._buffers:
+            buffer.close()
+
+    def _holds_current(self, buffer: _Buffer) -> bool:
+        return self.current is not None and self.current.location.get("path") == buffer.path
+
+
+class _Buffer:
+    """One memfd and our mapping of it."""
+
+    def __init__(self, name: str) -> None:
+        self._fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        self._map: mmap.mmap | None = None
+
+    @property
+    def path(self) -> str:
+        """Where another process of the same user finds it."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def resize(self, size: int) -> memoryview:
+        """A writable view of at least `size` bytes. It never shrinks: an engine may still map what was there."""
+        if self._map is None or len(self._map) < size:
+            if self._map is not None:
+                self._map.close()
+            os.ftruncate(self._fd, size)
+            self._map = mmap.mmap(self._fd, size)
+        return memoryview(self._map)
+
+    def close(self) -> None:
+        """Unmap and close; closing twice is harmless."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def open_mapping(path: str, nbytes: int) -> mmap.mmap:
+    """Map the store's file read-only, in another process.
+
+    Raises:
+        WeightsError: the file is gone (the store's process ended) or shorter than the manifest says.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise WeightsError(
+            f"cannot open the weights at {path}: {error.strerror}; the process that published them must be alive, on "
+            "this host, and of the same user"
+        ) from error
+    try:
+        size = os.fstat(fd).st_size
+        if size < nbytes:
+            raise WeightsError(f"the weights at {path} are {size} bytes, the manifest needs {nbytes}")
+        return mmap.mmap(fd, size, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
