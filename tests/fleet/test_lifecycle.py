@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import itertools
+import logging
+
+import pytest
+
+from penstock.errors import StateError
+from penstock.fleet.lifecycle import TRANSITIONS, Lifecycle, State
+
+EDGES = {
+    "launching": {"syncing", "dead"},
+    "syncing": {"serving", "dead"},
+    "serving": {"paused", "draining", "dead"},
+    "paused": {"serving", "draining", "dead"},
+    "draining": {"stopped", "dead"},
+    "stopped": set(),
+    "dead": {"launching"},
+}  # the drawing in ARCHITECTURE.md, written out a second time on purpose
+ROUTE_TO = {
+    "launching": (),
+    "syncing": ("syncing",),
+    "serving": ("syncing", "serving"),
+    "paused": ("syncing", "serving", "paused"),
+    "draining": ("syncing", "serving", "draining"),
+    "stopped": ("syncing", "serving", "draining", "stopped"),
+    "dead": ("dead",),
+}
+
+
+def engine_in(state: str, **options) -> Lifecycle:
+    life = Lifecycle("e", **options)
+    for step in ROUTE_TO[state]:
+        life.to(State(step), "test")
+    return life
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(EDGES, EDGES)))
+def test_every_pair_of_states(old: str, new: str) -> None:
+    life = engine_in(old)
+    before = list(life.history)
+    if new in EDGES[old]:
+        life.to(State(new), "why")
+        assert life.state == new
+        assert (life.history[-1].old, life.history[-1].new, life.reason) == (old, new, "why")
+    else:
+        with pytest.raises(StateError, match=f"engine e cannot go from {old} to {new}"):
+            life.to(State(new), "why")
+        assert life.state == old
+        assert life.history == before
+
+
+def test_the_table_names_every_state() -> None:
+    assert set(TRANSITIONS) == set(State) == {State(s) for s in EDGES}
+
+
+def test_into_serving_lead_only_confirmed_weights_and_a_pause() -> None:
+    assert {old for old, new in TRANSITIONS.items() if State.SERVING in new} == {State.SYNCING, State.PAUSED}
+
+
+def test_a_dead_engine_comes_back_only_through_syncing() -> None:
+    reach = {State.DEAD}
+    for _ in State:  # breadth first, never stepping on SYNCING
+        reach |= {new for old in reach for new in TRANSITIONS[old] if new is not State.SYNCING}
+    assert State.SERVING not in reach
+
+
+def test_changes_are_stamped_by_the_injected_clock_and_logged_with_their_reason(caplog) -> None:
+    ticks = itertools.count(10.0, 5.0)
+    with caplog.at_level(logging.INFO, "penstock.fleet.lifecycle"):
+        life = engine_in("serving", clock=lambda: next(ticks))
+        life.to(State.DEAD, "its process exited with status -9")
+    assert [change.at for change in life.history] == [10.0, 15.0, 20.0]
+    assert caplog.messages[-1] == "engine e: serving -> dead: its process exited with status -9"
+    assert caplog.records[-1].levelno == logging.WARNING
