@@ -1,0 +1,36 @@
+# `make demo` and `make test` set themselves up; `make help` lists the rest.
+.DEFAULT_GOAL := help
+.PHONY: setup demo test test-slow bench lint clean help
+
+BIN := .venv/bin
+READY := .venv/.ready
+
+$(READY): requirements/cpu.lock pyproject.toml scripts/setup.sh
+	@scripts/setup.sh
+	@touch $@
+
+setup: $(READY) ## build .venv: torch, vLLM for CPU, everything pinned, penstock (about 3 GB)
+
+demo: $(READY) ## train a small model with rollouts from two real vLLM engines, updated in flight
+	@$(BIN)/penstock train examples/DEMO.yaml
+
+test: $(READY) ## every test but the slow ones
+	@$(BIN)/pytest
+
+test-slow: $(READY) ## the tests that take minutes
+	@$(BIN)/pytest -m slow
+
+bench: $(READY) ## every benchmark, one JSON document each
+	@for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file || exit 1; done
+
+lint: $(READY) ## ruff check, ruff format, pyright (strict)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright
+
+clean: ## remove caches and build folders (.venv and runs/ stay)
+	@rm -rf .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	@find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
