@@ -1,0 +1,98 @@
+"""What the policy is trained on: tasks, their split, and the reward of a response."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from penstock.config import EnvironmentConfig
+from penstock.errors import ConfigError
+
+Split = Literal["heldout", "warm_start", "train"]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem. `prompt` is the text the policy sees; `metadata` is what the environment needs to score it."""
+
+    id: str
+    prompt: str
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the environment says after a response, in an episode of more than one turn."""
+
+    observation: str
+
+
+class Environment(ABC):
+    """A stream of tasks and a reward. Methods are deterministic: the same seed and index give the same task.
+
+    An environment of one's own subclasses this, takes `seed` and its options as keyword arguments, and is named
+    `module:Class` in the config.
+    """
+
+    @abstractmethod
+    def train_task(self, index: int) -> Task:
+        """Task `index` (from 0, unbounded) of the training stream; a function of the seed and `index` alone."""
+
+    @abstractmethod
+    def heldout_tasks(self, n: int) -> list[Task]:
+        """`n` distinct tasks, none of which `train_task` can return for any seed and index (see `split_of`)."""
+
+    @abstractmethod
+    def reward(self, task: Task, response_text: str) -> float:
+        """Reward of the decoded response, special tokens left out. Never raises for any text a policy could write."""
+
+    async def step(self, task: Task, responses: Sequence[str]) -> Turn | None:
+        """What follows the latest of the policy's `responses` so far; None ends the episode.
+
+        The default is an episode of one turn.
+        """
+        del task, responses
+        return None
+
+
+def split_of(prompt: str) -> Split:
+    """The split a prompt belongs to, by a stable hash of its text: 10% held out, 30% warm start, 60% training.
+
+    Since the text alone decides, no seed or index can carry a prompt from one split into another.
+    """
+    bucket = int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest()) % 10
+    if bucket == 0:
+        return "heldout"
+    return "warm_start" if bucket <= 3 else "train"  # noqa: PLR2004 - three of ten buckets
+
+
+def load_environment(config: EnvironmentConfig, seed: int) -> Environment:
+    """Build the environment that `config` names, with its options and `seed`.
+
+    Raises:
+        ConfigError: no such environment, not an `Environment`, or options that it does not take.
+    """
+    cls = _environment_class(config.name)
+    try:
+        return cls(seed=seed, **config.options)
+    except TypeError as error:
+        raise ConfigError(f"environment.options {dict(config.options)!r} of {config.name!r}: {error}") from error
+
+
+def _environment_class(name: str) -> Callable[..., Environment]:
+    if name == "reasoning_gym":
+        name = "penstock.rollout.reasoning_gym_env:ReasoningGymEnvironment"
+    module_name, colon, class_name = name.partition(":")
+    if not (module_name and colon and class_name):
+        raise ConfigError(f"environment.name must be 'reasoning_gym' or 'module:Class', got {name!r}")
+    try:
+        cls = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"environment.name {name!r} cannot be imported: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, Environment)):
+        raise ConfigError(f"environment.name {name!r} is not a subclass of penstock.rollout.environment.Environment")
+    return cls

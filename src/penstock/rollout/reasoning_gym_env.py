@@ -1,0 +1,140 @@
+"""Any reasoning-gym dataset as an environment."""
+
+# reasoning-gym ships no types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from typing import Any, cast
+
+from penstock.errors import ConfigError, UserError
+from penstock.rollout.environment import Environment, Split, Task, split_of
+
+CHUNK = 1024
+"""Items drawn from one dataset object: building one reads word lists in some datasets and takes up to 0.4 s."""
+
+TRIES = 64
+"""Items looked at for one training task; with 60% of prompts in the split, all 64 fail once in 10^25 tasks."""
+
+SORTING = "number_sorting"
+
+
+class ReasoningGymEnvironment(Environment):
+    """Tasks of one reasoning-gym dataset, split by the hash of the prompt.
+
+    Args:
+        dataset: the dataset's name, such as `number_sorting`.
+        seed: of the task streams.
+        exact: 1.0 only for the answer itself, where the dataset's own scorer would give part marks. Always so for
+            `number_sorting`, whose scorer accepts every number within 1.0 of the right one.
+        compact: `number_sorting` only: a prompt of about a dozen characters, `<56 25 75=` (ascending) or `>56 25 75=`,
+            answered by `25 56 75`, for policies over characters.
+        dataset_options: the dataset's own, such as `min_numbers`.
+
+    Raises:
+        ConfigError: unknown dataset, or options that it does not take.
+    """
+
+    def __init__(
+        self, *, dataset: str, seed: int, exact: bool = False, compact: bool = False, **dataset_options: Any
+    ) -> None:
+        if compact and dataset != SORTING:
+            raise ConfigError(f"environment option compact is for {SORTING} only, not {dataset!r}")
+        self.dataset = dataset
+        self.seed = seed
+        self.exact = exact or dataset == SORTING
+        self.compact = compact
+        self._options = dataset_options
+        self._chunk = functools.lru_cache(maxsize=4)(self._build_chunk)
+        self._scorer = self._chunk("train", 0)
+
+    def train_task(self, index: int) -> Task:
+        """Task `index` of the training stream."""
+        return self._task("train", index)
+
+    def warm_start_task(self, index: int) -> Task:
+        """Task `index` of the stream for supervised warm starts; its answer is `metadata["answer"]`."""
+        return self._task("warm_start", index)
+
+    def heldout_tasks(self, n: int) -> list[Task]:
+        """`n` distinct held-out tasks, another draw for each seed.
+
+        Raises:
+            UserError: the dataset has too few distinct prompts.
+        """
+        tasks: dict[str, Task] = {}
+        for number in range(n * TRIES + CHUNK):
+            if len(tasks) == n:
+                break
+            task = self._draw("heldout", number)
+            if split_of(task.prompt) == "heldout":
+                tasks.setdefault(task.prompt, task)
+        if len(tasks) < n:
+            raise UserError(
+                f"{self.dataset} with {self._options} has too few distinct prompts: "
+                f"{len(tasks)} held out, {n} asked for"
+            )
+        return list(tasks.values())
+
+    def reward(self, task: Task, response_text: str) -> float:
+        """1.0 for the right answer; else 0.0, or what the dataset's own scorer gives where `exact` is off."""
+        answer = response_text.strip()
+        if self.dataset == SORTING and not self.compact:
+            return float(_numbers(answer) == _numbers(task.metadata["answer"]))
+        if self.exact:
+            return float(answer == task.metadata["answer"])
+        try:
+            return float(self._scorer.score_answer(answer, task.metadata["entry"]))
+        except Exception:  # noqa: BLE001 - scorers parse free text; one that trips over it has not accepted it
+            return 0.0
+
+    def _task(self, split: Split, index: int) -> Task:
+        if index < 0:
+            raise UserError(f"task index must not be negative, got {index}")
+        for number in range(index * TRIES, (index + 1) * TRIES):
+            task = self._draw(split, number)
+            if split_of(task.prompt) == split:
+                return task
+        raise UserError(f"{self.dataset} with {self._options} has too few distinct prompts to be split by their hash")
+
+    def _draw(self, split: Split, number: int) -> Task:
+        chunk, offset = divmod(number, CHUNK)
+        entry = cast("dict[str, Any]", self._chunk(split, chunk)[offset])
+        prompt, answer = _compact(entry["metadata"]) if self.compact else (entry["question"], entry["answer"])
+        return Task(f"{self.dataset}/{split}/{self.seed}/{number}", prompt, {"answer": answer, "entry": entry})
+
+    def _build_chunk(self, split: Split, chunk: int) -> Any:
+        try:
+            import reasoning_gym  # noqa: PLC0415 - takes 1.5 s and is not a dependency of the core
+        except ImportError as error:
+            raise ConfigError("the reasoning_gym environment needs `pip install 'penstock[train]'`") from error
+        # Datasets seed item i with seed + i, so that neighbouring seeds would share items; hashed seeds do not.
+        name = f"{self.seed}/{split}/{chunk}".encode()
+        seed = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest()) >> 1
+        try:
+            return reasoning_gym.create_dataset(self.dataset, seed=seed, size=CHUNK, **self._options)
+        except (ValueError, TypeError, AssertionError) as error:
+            raise ConfigError(f"reasoning_gym dataset {self.dataset!r} with {self._options}: {error}") from error
+
+
+def _compact(metadata: Mapping[str, Any]) -> tuple[str, str]:
+    """Prompt and answer of a number-sorting item in few characters; whole numbers lose their `.0`."""
+    sign = "<" if metadata["direction"] == "ascending" else ">"
+    return f"{sign}{_join(metadata['original_numbers'])}=", _join(metadata["sorted_numbers"])
+
+
+def _join(numbers: list[str]) -> str:
+    return " ".join(number.removesuffix(".0") for number in numbers)
+
+
+def _numbers(text: str) -> list[float] | None:
+    """The numbers of a list such as `['1.0', '2.0']`, quoted or not; None where it is not one."""
+    if not (text.startswith("[") and text.endswith("]")):
+        return None
+    try:
+        return [float(part.strip().strip("'\"")) for part in text[1:-1].split(",")]
+    except ValueError:
+        return None
