@@ -1,0 +1,64 @@
+"""A tokenizer of one token a character, for policies small enough to be trained on a CPU."""
+
+# The tokenizers library ships no complete types.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+
+from penstock.errors import ConfigError, UserError
+
+PAD, BOS, EOS, UNK = SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+"""Their ids are 0 to 3."""
+
+ALPHABET = "\n " + string.digits + string.ascii_letters + string.punctuation
+"""Printable ASCII and the newline; any other character becomes `<unk>`."""
+
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""The messages' text and nothing else: a chat of one message is that message as a plain prompt."""
+
+
+def save_char_tokenizer(folder: Path, *, max_length: int, alphabet: str = ALPHABET) -> int:
+    """Write `tokenizer.json` and `tokenizer_config.json`, as Hugging Face's fast tokenizers and vLLM load them.
+
+    No special token is added to a prompt; a response ends with `<eos>`.
+
+    Args:
+        folder: of the model; it must exist.
+        max_length: longest sequence of the model, in tokens.
+        alphabet: the characters, in the order of their ids from 4 on.
+
+    Returns:
+        Size of the vocabulary.
+
+    Raises:
+        UserError: a character occurs twice in the alphabet.
+        ConfigError: the tokenizers library is not installed.
+    """
+    if len(set(alphabet)) != len(alphabet):
+        raise UserError(f"each character may occur once in the alphabet, got {alphabet!r}")
+    try:
+        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415 - extra
+    except ImportError as error:
+        raise ConfigError("the character tokenizer needs `pip install 'penstock[train]'`") from error
+    vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": PAD,
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "unk_token": UNK,
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return len(vocabulary)
