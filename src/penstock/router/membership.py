@@ -1,0 +1,83 @@
+"""The set of engines behind the router: always a full set with an epoch, never a delta."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from penstock.errors import StateError, UserError
+
+_NAME = re.compile(r"[!-~]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEntry:
+    """One engine as the fleet announces it.
+
+    Raises:
+        UserError: for a name that is not 1 to 128 printable characters without spaces, a URL that is not
+            `http://host:port`, or a negative weight version.
+    """
+
+    name: str
+    url: str
+    weight_version: int = 0
+    eligible: bool = True
+    """Whether new requests may go there; False while it is draining, loading weights or dead."""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise UserError(f"engine name {self.name!r} must be 1 to 128 printable ASCII characters without spaces")
+        if self.weight_version < 0:
+            raise UserError(f"engine {self.name}: weight_version must not be negative, got {self.weight_version}")
+        self.address()
+
+    def address(self) -> tuple[str, int]:
+        """Host and port of `url`."""
+        try:
+            parts = urlsplit(self.url)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise UserError(f"engine {self.name}: url {self.url!r} is malformed: {error}") from None
+        extra = parts.path.rstrip("/") or parts.query or parts.fragment or parts.username or parts.password
+        if parts.scheme != "http" or not host or not port or extra:
+            raise UserError(f"engine {self.name}: url must be of the form http://host:port, got {self.url!r}")
+        return host, port
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """A full set of engines; a greater epoch replaces it."""
+
+    epoch: int = -1
+    """-1: nothing has been announced yet."""
+    engines: tuple[EngineEntry, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("name", "url"):
+            seen: set[str] = set()
+            for entry in self.engines:
+                value: str = getattr(entry, field)
+                if value in seen:
+                    raise UserError(f"two engines have the {field} {value!r}; give each its own")
+                seen.add(value)
+
+    def replaced_by(self, epoch: int, engines: Sequence[EngineEntry]) -> Membership:
+        """The set in force after `epoch` was announced; the present one again where nothing changes.
+
+        Raises:
+            StateError: an older or equal epoch with other engines, so that a late message cannot undo a newer one.
+            UserError: a negative epoch, or a name or URL that occurs twice.
+        """
+        if epoch < 0:
+            raise UserError(f"epoch must not be negative, got {epoch}")
+        announced = Membership(epoch, tuple(engines))
+        if epoch > self.epoch:
+            return announced
+        if announced.engines != self.engines:
+            raise StateError(
+                f"epoch {epoch} is not newer than {self.epoch} and its engines differ; nothing was changed"
+            )
+        return self
