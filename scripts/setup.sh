@@ -27,13 +27,21 @@ find_python() {
     fail "Python 3.11 or newer is needed; install it, or name it: make setup PYTHON=/path/to/python3.11"
 }
 
-pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check -qq "$@"; }
 
 if ! is_new_enough "$VENV/bin/python"; then
     python=$(find_python)
     say "creating $VENV with $("$python" --version)"
     "$python" -m venv "$VENV" || fail "cannot create $VENV (on Debian and Ubuntu: apt install python3-venv)"
 fi
+
+# reasoning-gym needs pycosat, which is published as source only.
+can_compile() {
+    command -v "${CC:-cc}" >/dev/null && "$VENV/bin/python" -c \
+        'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
+}
+"$VENV/bin/python" -c 'import pycosat' 2>/dev/null || can_compile \
+    || fail "a C compiler and Python's headers are needed (on Debian and Ubuntu: apt install gcc python3-dev)"
 
 if ! "$VENV/bin/python" -c 'import torch, sys; sys.exit(torch.__version__ != "2.13.0+cpu")' 2>/dev/null; then
     say "installing $TORCH"

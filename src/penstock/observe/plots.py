@@ -1,0 +1,179 @@
+# matplotlib ships partial types; its names are unknown to pyright in places.
+# pyright: reportUnknownMemberType=false
+"""The plots of a run as PNG files, drawn from its folder. Needs matplotlib (the extra `train`)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+
+from penstock.errors import UserError
+from penstock.observe.run_folder import RunFolder
+from penstock.observe.summary import STALENESS_PREFIX
+
+Row = Mapping[str, float]
+
+BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#8A8A8A"
+"""The palette of Okabe and Ito (2008), told apart by every kind of colour vision; grey for what matters less."""
+SMOOTHING = 9
+"""Steps in the moving mean of noisy curves."""
+LOGPROB_BAR = 1e-4
+"""Largest difference of fp32 logprobs at equal weights that we accept (invariant 1)."""
+
+
+def draw_plots(folder: RunFolder) -> list[Path]:
+    """Draw every plot of a run into its folder `plots`.
+
+    Returns:
+        The files, in the order drawn.
+
+    Raises:
+        UserError: the run has no step yet.
+    """
+    rows = folder.metrics()
+    if not rows:
+        raise UserError(f"{folder.path} has no step to plot yet: metrics.jsonl is empty or missing")
+    out = folder.path / "plots"
+    out.mkdir(exist_ok=True)
+    files: list[Path] = []
+    plots = {"learning": partial(draw_learning, evaluations=_evaluations(folder, rows)), **PLOTS}
+    for name, draw in plots.items():
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        draw(figure, rows)
+        files.append(out / f"{name}.png")
+        figure.savefig(files[-1], dpi=130)
+    return files
+
+
+def draw_learning(figure: Figure, rows: Sequence[Row], evaluations: Mapping[int, float]) -> None:
+    """Mean reward of each batch with its moving mean, and held-out accuracy by the step after which it was measured."""
+    axes = _axes(figure, "Reward and held-out accuracy", "mean reward")
+    steps, rewards = _column(rows, "step"), _column(rows, "reward_mean")
+    axes.plot(steps, rewards, color=BLUE, alpha=0.3, linewidth=1)
+    axes.plot(steps, _moving_mean(rewards), color=BLUE, linewidth=2, label=f"reward (mean of {SMOOTHING} steps)")
+    if evaluations:
+        right = axes.twinx()
+        right.plot(*zip(*evaluations.items(), strict=True), color=ORANGE, marker="o", linewidth=2, label="accuracy")
+        right.set_ylabel("held-out accuracy")
+        right.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        right.spines[["top"]].set_visible(False)
+        if min(rewards) >= 0 and max(rewards) <= 1:  # both are fractions, so one scale for both tells the truth
+            limits = (*axes.get_ylim(), *right.get_ylim())
+            axes.set_ylim(min(limits), max(limits))
+            right.set_ylim(min(limits), max(limits))
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+
+
+def draw_seconds(figure: Figure, rows: Sequence[Row]) -> None:
+    """Where the trainer's wall time went, each step; the engines generate during all of it but the bubble."""
+    axes = _axes(figure, "Where a step's time goes", "wall time in s")
+    steps = _column(rows, "step")
+    parts = {
+        "training": (_column(rows, "seconds/training"), BLUE),
+        "waiting for rollouts": (_column(rows, "seconds/waiting"), ORANGE),
+        "updating weights": (_column(rows, "seconds/update"), GREEN),
+    }
+    known = [sum(values) for values in zip(*(part for part, _ in parts.values()), strict=True)]
+    whole = _column(rows, "seconds/step")
+    parts["evaluation, checkpoint, rest"] = ([max(w - k, 0.0) for w, k in zip(whole, known, strict=True)], GREY)
+    bottom = [0.0] * len(rows)
+    for label, (values, color) in parts.items():
+        axes.bar(steps, values, bottom=bottom, width=1.0, color=color, label=label)
+        bottom = [b + v for b, v in zip(bottom, values, strict=True)]
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+
+
+def draw_bubble(figure: Figure, rows: Sequence[Row]) -> None:
+    """Update bubble of each update: the time in which an engine made no token because of it."""
+    axes = _axes(figure, "Update bubble: no token is made because of the update", "bubble in ms", x="update")
+    bubbles = [1e3 * value for value in _column(rows, "update/bubble")]
+    middle = statistics.median(bubbles)
+    axes.bar(_column(rows, "version"), bubbles, width=0.8, color=BLUE, label="each update")
+    axes.axhline(middle, color=ORANGE, linewidth=2, linestyle="--", label=f"median, {middle:.0f} ms")
+    axes.set_ylim(bottom=0)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+
+
+def draw_staleness(figure: Figure, rows: Sequence[Row]) -> None:
+    """Share of the tokens trained on, by age in weight versions."""
+    counts: dict[int, float] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith(STALENESS_PREFIX):
+                age = int(key.removeprefix(STALENESS_PREFIX))
+                counts[age] = counts.get(age, 0.0) + value
+    total = sum(counts.values()) or 1.0
+    ages = list(range(max(counts, default=0) + 1))
+    axes = _axes(
+        figure, "Staleness of the tokens trained on", "share of tokens", x="trainer version minus the token's version"
+    )
+    bars = axes.bar(ages, [counts.get(age, 0.0) / total for age in ages], width=0.7, color=BLUE)
+    axes.bar_label(bars, labels=[f"{counts.get(age, 0.0) / total:.1%}" for age in ages], padding=2)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.margins(y=0.12)
+
+
+def draw_logprobs(figure: Figure, rows: Sequence[Row]) -> None:
+    """Largest difference between the trainer's and the engines' logprobs on tokens of the trainer's own version."""
+    axes = _axes(figure, "Trainer against engine, at equal weights", "largest |difference of logprobs| in nats")
+    points = [(row["step"], row["logprob_difference"]) for row in rows if row.get("logprob_difference", 0.0) > 0]
+    axes.set_yscale("log")
+    if points:
+        axes.plot(*zip(*points, strict=True), color=BLUE, marker=".", linestyle="none", label="each step")
+    axes.axhline(LOGPROB_BAR, color=ORANGE, linewidth=2, linestyle="--", label=f"bar for fp32, {LOGPROB_BAR:.0e}")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+
+
+def draw_throughput(figure: Figure, rows: Sequence[Row]) -> None:
+    """Response tokens a second, all engines together."""
+    axes = _axes(figure, "Generation, all engines together", "tokens per s")
+    steps, rates = _column(rows, "step"), _column(rows, "tokens_per_second")
+    axes.plot(steps, rates, color=BLUE, alpha=0.3, linewidth=1)
+    axes.plot(steps, _moving_mean(rates), color=BLUE, linewidth=2)
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.set_ylim(bottom=0)
+
+
+PLOTS: Mapping[str, Callable[[Figure, Sequence[Row]], None]] = {
+    "seconds": draw_seconds,
+    "bubble": draw_bubble,
+    "staleness": draw_staleness,
+    "logprobs": draw_logprobs,
+    "throughput": draw_throughput,
+}
+"""Plots that need the rows only, by the names of their files."""
+
+
+def _axes(figure: Figure, title: str, y: str, x: str = "step") -> Axes:
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#DDDDDD", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return axes
+
+
+def _evaluations(folder: RunFolder, rows: Sequence[Row]) -> dict[int, float]:
+    """Held-out accuracy by step: the summary's, which has those before and after; of a run under way, its rows'."""
+    if (folder.path / "summary.json").exists():
+        return {int(step): accuracy for step, accuracy in folder.summary()["evaluations"].items()}
+    return {int(row["step"]): row["accuracy"] for row in rows if "accuracy" in row}
+
+
+def _column(rows: Sequence[Row], key: str) -> list[float]:
+    return [row[key] for row in rows]
+
+
+def _moving_mean(values: Sequence[float]) -> list[float]:
+    """Mean over the `SMOOTHING` values around each; fewer at the ends."""
+    half = SMOOTHING // 2
+    return [statistics.fmean(values[max(i - half, 0) : i + half + 1]) for i in range(len(values))]

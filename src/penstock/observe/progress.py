@@ -1,0 +1,195 @@
+"""What a run shows while it goes on: a live panel on a terminal, a plain line every few steps elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from penstock.observe.summary import Summary
+from penstock.observe.table import clock, end_table, milliseconds
+from penstock.types import UpdateReport
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 48
+ETA_WINDOW = 20
+"""Steps whose mean duration predicts the rest."""
+LINE_EVERY = 5
+"""Steps between two plain lines."""
+REFRESH_PER_SECOND = 4
+PHASES: Mapping[str, str] = {
+    "resume": "resuming from the last checkpoint",
+    "evaluate": "evaluating on the held-out set",
+    "train": "training",
+    "checkpoint": "writing a checkpoint",
+    "done": "done",
+}
+
+
+class RunDisplay:
+    """A `Reporter` for people. A context manager: on leaving it, the terminal is as it was.
+
+    `clock_s` gives monotonic seconds; a test passes its own.
+    """
+
+    def __init__(
+        self, name: str, steps: int, *, console: Console | None = None, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._name = name
+        self._steps = steps
+        self._console = console or Console()
+        self._now = clock_s
+        self._started = clock_s()
+        self._step = 0
+        self._first_step: int | None = None
+        self._phase = "starting engines"
+        self._last: Mapping[str, float] = {}
+        self._rewards: list[float] = []
+        self._durations: deque[float] = deque(maxlen=ETA_WINDOW)
+        self._bubbles: list[float] = []
+        self._evaluations: dict[str, float] = {}
+        self._update: UpdateReport | None = None
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, refresh_per_second=REFRESH_PER_SECOND, get_renderable=self._panel)
+            self._live.start()
+        else:
+            self._line(self._phase)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop_live()
+
+    # --- Reporter ----------------------------------------------------------------------------------------------------
+
+    def on_phase(self, name: str) -> None:
+        """Show what goes on."""
+        self._phase = PHASES.get(name, name)
+        if name in {"resume", "evaluate"}:
+            self._line(self._phase)
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        """Show the figures of one step."""
+        self._last = metrics
+        self._step = int(metrics["step"])
+        self._rewards.append(metrics["reward_mean"])
+        self._durations.append(metrics["seconds/step"])
+        self._phase = PHASES["train"]
+        if self._step % LINE_EVERY == 0 or self._step == self._steps:
+            self._line(self._step_line())
+
+    def on_update(self, report: UpdateReport) -> None:
+        """Show the engines' new version, and count the bubble."""
+        self._update = report
+        self._bubbles.append(report.bubble)
+        for engine, reason in report.failures.items():
+            self._console.print(f"engine {engine} left the fleet: {reason}", style="yellow", markup=False)
+
+    def on_eval(self, name: str, accuracy: float) -> None:
+        """Show a held-out accuracy."""
+        self._evaluations[name] = accuracy
+        self._line(f"held-out accuracy {name}: {accuracy:.1%}")
+
+    def on_end(self, summary: Summary) -> None:
+        """End the live panel, and print the closing table."""
+        self._stop_live()
+        self._console.print(end_table(summary))
+
+    # --- how it looks ------------------------------------------------------------------------------------------------
+
+    def eta_s(self) -> float | None:
+        """Seconds that the remaining steps will take, by the mean of the last ones; None before the first step."""
+        return statistics.fmean(self._durations) * (self._steps - self._step) if self._durations else None
+
+    def _stop_live(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _line(self, text: str) -> None:
+        """A plain line, where there is no live panel to say it."""
+        if not self._console.is_terminal:
+            self._console.print(
+                f"[{clock(self._now() - self._started)}] {text}", markup=False, highlight=False, soft_wrap=True
+            )
+
+    def _step_line(self) -> str:
+        row = self._last
+        return (
+            f"step {self._step}/{self._steps}  reward {row['reward_mean']:.3f}  "
+            f"staleness {row['staleness_mean']:.2f} (max {row['staleness_max']:.0f})  "
+            f"{row['tokens_per_second']:,.0f} tokens/s  bubble {milliseconds(row['update/bubble'])}  "
+            f"version {row['version']:.0f}  eta {clock(self.eta_s() or 0)}"
+        )
+
+    def _panel(self) -> RenderableType:
+        rows = Table.grid(padding=(0, 2))
+        rows.add_column(style="bold", no_wrap=True)
+        rows.add_column()
+        rows.add_row(f"step {self._step}/{self._steps}", self._progress())
+        rows.add_row("now", self._phase)
+        rows.add_row("reward", self._reward())
+        rows.add_row("held-out", self._accuracy())
+        rows.add_row("staleness", self._figure("mean {staleness_mean:.2f}, max {staleness_max:.0f} versions"))
+        rows.add_row("tokens/s", self._figure("{tokens_per_second:,.0f}"))
+        rows.add_row("bubble", self._bubble())
+        rows.add_row("engines", self._engines())
+        return Panel(rows, title=f"penstock train: {self._name}", title_align="left", border_style="cyan", expand=False)
+
+    def _progress(self) -> RenderableType:
+        left = self.eta_s()
+        times = f"{clock(self._now() - self._started)} elapsed" + ("" if left is None else f", {clock(left)} left")
+        grid = Table.grid(padding=(0, 2))
+        grid.add_row(ProgressBar(total=self._steps, completed=self._step, width=32, complete_style="cyan"), times)
+        return grid
+
+    def _reward(self) -> RenderableType:
+        if not self._rewards:
+            return Text("-", style="dim")
+        return Text.assemble(f"{self._rewards[-1]:.3f}  ", (sparkline(self._rewards, SPARK_WIDTH), "cyan"))
+
+    def _accuracy(self) -> RenderableType:
+        if not self._evaluations:
+            return Text("-", style="dim")
+        return ", ".join(f"{value:.1%} {name}" for name, value in self._evaluations.items())
+
+    def _figure(self, template: str) -> RenderableType:
+        return template.format_map(self._last) if self._last else Text("-", style="dim")
+
+    def _bubble(self) -> RenderableType:
+        if not self._bubbles:
+            return Text("-", style="dim")
+        middle, longest = statistics.median(self._bubbles), max(self._bubbles)
+        return f"{milliseconds(self._bubbles[-1])} (median {milliseconds(middle)}, max {milliseconds(longest)})"
+
+    def _engines(self) -> RenderableType:
+        if self._update is None:
+            return Text("-", style="dim")
+        version = self._update.version
+        serving = [(f"{engine.engine} v{version}  ", "green") for engine in self._update.engines]
+        return Text.assemble(*serving, *((f"{engine} gone  ", "red") for engine in self._update.failures))
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The course of `values` in at most `width` characters; neighbours are averaged where there are more values."""
+    count = min(width, len(values))
+    edges = [i * len(values) // count for i in range(count + 1)]
+    means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((value - low) * scale)] for value in means)

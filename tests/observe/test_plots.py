@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+from sample_run import sample_rows, sample_summary
+
+from penstock.config import EngineConfig, RunConfig
+from penstock.errors import UserError
+from penstock.observe.plots import PLOTS, draw_learning, draw_plots, draw_seconds, draw_staleness
+from penstock.observe.run_folder import RunFolder
+
+
+def folder_with(path: Path, rows: list[dict[str, float]]) -> RunFolder:
+    folder = RunFolder.create(path, RunConfig(engine=EngineConfig(model="m")))
+    for row in rows:
+        folder.append_metrics(row)
+    return folder
+
+
+def test_every_plot_is_a_readable_picture(tmp_path: Path) -> None:
+    rows = sample_rows(12)
+    folder = folder_with(tmp_path, rows)
+    folder.write_summary(sample_summary(rows))
+    files = draw_plots(folder)
+    assert [file.stem for file in files] == ["learning", *PLOTS]
+    for file in files:
+        with Image.open(file) as picture:
+            assert picture.width >= 1000
+            assert len(picture.convert("RGB").getcolors(maxcolors=2**24)) > 10, f"{file.name} is empty"
+
+
+def test_a_run_under_way_is_drawn_too(tmp_path: Path) -> None:
+    [row] = sample_rows(1)
+    del row["logprob_difference"]  # no token of the trainer's own version yet
+    assert len(draw_plots(folder_with(tmp_path, [row]))) == 1 + len(PLOTS)
+
+
+def test_no_step_yet_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no step to plot yet"):
+        draw_plots(folder_with(tmp_path, []))
+
+
+def test_learning_shows_accuracy_from_before_the_first_step() -> None:
+    figure = Figure()
+    draw_learning(figure, sample_rows(10), {0: 0.44, 10: 0.7})
+    _, right = figure.axes
+    [line] = right.lines
+    assert list(line.get_xdata()) == [0, 10]
+    assert list(line.get_ydata()) == [0.44, 0.7]
+
+
+def test_seconds_stack_to_the_whole_step() -> None:
+    rows = sample_rows(5)
+    figure = Figure()
+    draw_seconds(figure, rows)
+    *_, top = figure.axes[0].containers
+    assert [bar.get_y() + bar.get_height() for bar in top] == pytest.approx([row["seconds/step"] for row in rows])
+
+
+def test_staleness_shares_add_up_and_no_age_is_left_out() -> None:
+    figure = Figure()
+    draw_staleness(figure, [{"staleness/0": 30, "staleness/3": 10}, {"staleness/0": 40}])
+    [bars] = figure.axes[0].containers
+    assert [bar.get_height() for bar in bars] == pytest.approx([0.875, 0, 0, 0.125])

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+from sample_run import sample_report, sample_rows, sample_summary
+
+from penstock.observe.progress import BLOCKS, LINE_EVERY, RunDisplay, sparkline
+from penstock.observe.report import Reporter
+from penstock.observe.table import bar, clock, end_table, milliseconds
+
+
+class Run:
+    """A run of `steps` steps told to a display, and what that wrote."""
+
+    def __init__(self, *, terminal: bool, steps: int = 20, width: int = 100) -> None:
+        self.out = io.StringIO()
+        self.rows = sample_rows(steps)
+        self.console = Console(file=self.out, force_terminal=terminal, width=width, _environ={"TERM": "xterm"})
+        self.display = RunDisplay("demo", steps, console=self.console, clock_s=lambda: 65.0)
+
+    def steps(self, count: int) -> None:
+        reporter: Reporter = self.display
+        reporter.on_phase("evaluate")
+        reporter.on_eval("before", 0.441)
+        reporter.on_phase("train")
+        for row in self.rows[:count]:
+            reporter.on_update(sample_report(int(row["version"]), row["update/bubble"]))
+            reporter.on_step(row)
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    run = Run(terminal=False)
+    with run.display:
+        run.steps(20)
+        run.display.on_end(sample_summary(run.rows))
+    text = run.out.getvalue()
+    assert "\x1b" not in text
+    lines = [line for line in text.splitlines() if " step " in line]
+    assert [line.split(" step ")[1].split()[0] for line in lines] == [
+        f"{n}/20" for n in range(LINE_EVERY, 21, LINE_EVERY)
+    ]
+    assert "held-out accuracy before: 44.1%" in text
+    assert "version 20" in lines[-1]
+    assert "44.1% before" in text
+    assert "71.3% after" in text
+
+
+def test_live_panel_on_a_terminal() -> None:
+    run = Run(terminal=True)
+    with run.display:
+        run.steps(7)
+    text = run.out.getvalue()
+    for piece in ("step 7/20", "44.1% before", "engine-0 v7", "engine-1 v7", "median", "tokens/s", "left"):
+        assert piece in text
+    assert "[0:00] step" not in text
+    assert text.rstrip().endswith("\x1b[?25h"), "the cursor is shown again"
+
+
+def test_the_terminal_is_given_back_when_the_run_fails() -> None:
+    run = Run(terminal=True)
+    with pytest.raises(RuntimeError), run.display:  # noqa: PT012 - the error has to come from inside
+        run.steps(2)
+        raise RuntimeError
+    assert "\x1b[?25h" in run.out.getvalue()
+
+
+def test_eta_is_by_the_last_steps() -> None:
+    run = Run(terminal=False)
+    assert run.display.eta_s() is None
+    for row in run.rows[:10]:
+        run.display.on_step({**row, "seconds/step": 2.0})
+    assert run.display.eta_s() == pytest.approx(20.0)
+
+
+def test_an_engine_that_left_is_named() -> None:
+    run = Run(terminal=False)
+    run.display.on_update(sample_report(1, failures={"engine-1": "its [checksum] differs"}))
+    assert "engine engine-1 left the fleet: its [checksum] differs" in run.out.getvalue()
+
+
+def test_a_resumed_run_counts_from_where_it_was() -> None:
+    run = Run(terminal=True)
+    with run.display:
+        run.display.on_step(run.rows[14])
+    assert "step 15/20" in run.out.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_table_fits_the_terminal(width: int) -> None:
+    run = Run(terminal=False, width=width)
+    run.console.print(end_table(sample_summary(run.rows)))
+    lines = run.out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    text = " ".join(run.out.getvalue().split())
+    for piece in ("+27.2 points", "wasted tokens │ 0", "2 versions", "at most", "median 4", "unused tokens │ 4,120"):
+        assert piece in text
+
+
+def test_table_of_a_run_without_evaluations() -> None:
+    run = Run(terminal=False)
+    run.console.print(end_table(sample_summary(run.rows, evaluations={})))
+    assert "not measured" in run.out.getvalue()
+
+
+def test_shares_of_the_table_are_those_of_the_summary() -> None:
+    run = Run(terminal=False)
+    summary = sample_summary(run.rows)
+    run.console.print(end_table(summary))
+    share = summary.staleness[0] / sum(summary.staleness.values())
+    assert f"{share:.1%}" in run.out.getvalue()
+    assert f"{summary.seconds['training']:.1f} s" in run.out.getvalue()
+
+
+def test_sparkline() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == BLOCKS
+    assert sparkline([0, 0, 7, 7], 2) == "▁█"
+    assert sparkline([5.0], 8) == "▁"
+    assert len(sparkline(list(range(1000)), 48)) == 48
+
+
+def test_bar_draws_eighths() -> None:
+    assert [bar(share, 1) for share in (0, 0.125, 0.5, 1, 2)] == ["", "▏", "▌", "█", "█"]
+    assert len(bar(0.99, 24)) == 24
+
+
+def test_times() -> None:
+    assert [clock(s) for s in (5, 65.4, 7209)] == ["0:05", "1:05", "2:00:09"]
+    assert [milliseconds(s) for s in (0.0448, 1.234)] == ["45 ms", "1.23 s"]
