@@ -1,0 +1,127 @@
+"""Episodes of one turn: a prompt, one response, its reward. Tokens in and tokens out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.engine.base import Engine
+from penstock.engine.concurrent import all_or_first_error
+from penstock.errors import ConfigError, EngineError
+from penstock.rollout.environment import Environment, Task
+from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
+from penstock.rollout.tokenizer import Tokenizer
+from penstock.types import Sample, SamplingParams, SessionId, Trajectory
+
+
+class SingleTurnGenerator(Generator):
+    """One n-way request for each group; the text is decoded here, so that an engine is asked for tokens alone.
+
+    Args:
+        client: one engine or a fleet.
+        tokenizer: of the policy.
+        environment: scores the responses. `reward` runs on the event loop: a slow one belongs in a process of its own.
+        sampling_params: of training; `n` and `seed` come with each batch.
+        concurrency: most samples in flight at the engines; a group waits whole for its places, first come first served.
+
+    Raises:
+        ConfigError: stop strings, which only text has; name stop tokens instead.
+    """
+
+    def __init__(
+        self,
+        client: Engine,
+        tokenizer: Tokenizer,
+        environment: Environment,
+        sampling_params: SamplingParams,
+        concurrency: int,
+    ) -> None:
+        self._client = client
+        self._tokenizer = tokenizer
+        self._environment = environment
+        self._params = _token_space(sampling_params)
+        self._places = _Places(concurrency)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of the policy."""
+        return self._tokenizer
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        """Complete every task `num_samples` times and score the completions."""
+        given = input_batch.sampling_params
+        params = self._params if given is None else _token_space(given)
+        groups = await all_or_first_error(self._group(input_batch, i, params) for i in range(len(input_batch.tasks)))
+        return GeneratorOutput.of([trajectory for group in groups for trajectory in group])
+
+    async def _group(self, batch: GeneratorInput, index: int, params: SamplingParams) -> list[Trajectory]:
+        task = batch.tasks[index]
+        seed = batch.seeds[index] if batch.seeds is not None else params.seed
+        session = batch.session_ids[index] if batch.session_ids is not None else None
+        group_id = batch.group_ids[index] if batch.group_ids is not None else task.id
+        prompt_ids = tuple(self._tokenizer.encode(task.prompt))
+        samples = await self._sample(prompt_ids, batch.num_samples, replace(params, seed=seed), session)
+        return [self._trajectory(task, group_id, prompt_ids, sample) for sample in samples]
+
+    async def _sample(
+        self, prompt_ids: Sequence[int], n: int, params: SamplingParams, session: SessionId | None
+    ) -> list[Sample]:
+        await self._places.take(n)
+        try:
+            samples = await self._client.sample(prompt_ids, n, params, session)
+        finally:
+            self._places.give_back(n)
+        if len(samples) != n:
+            raise EngineError(f"asked for {n} samples of one prompt, got {len(samples)}")
+        return samples
+
+    def _trajectory(self, task: Task, group_id: str, prompt_ids: tuple[int, ...], sample: Sample) -> Trajectory:
+        if sample.logprobs is None:
+            raise EngineError(f"the engine returned no logprobs for task {task.id}, although they were asked for")
+        return Trajectory(
+            prompt_ids=prompt_ids,
+            response_ids=sample.token_ids,
+            loss_mask=(1,) * len(sample.token_ids),
+            logprobs=sample.logprobs,
+            versions=sample.versions(),
+            reward=self._environment.reward(task, self._tokenizer.decode(sample.token_ids)),
+            stop_reason=sample.finish_reason,
+            group_id=group_id,
+        )
+
+
+def _token_space(params: SamplingParams) -> SamplingParams:
+    if params.stop:
+        raise ConfigError(f"stop strings {params.stop!r} need text, but rollouts are in tokens: use stop_token_ids")
+    return replace(params, n=1, detokenize=False, logprobs=True)
+
+
+class _Places:
+    """A semaphore that hands out several places at once, in the order of asking.
+
+    A larger request at the head of the queue holds back smaller ones behind it, so that none starves; one larger than
+    the whole is served alone.
+    """
+
+    def __init__(self, places: int) -> None:
+        if places < 1:
+            raise ConfigError(f"concurrency must be at least 1, got {places}")
+        self._all = places
+        self._free = places
+        self._turn = asyncio.Lock()  # a fair lock: its waiters are served in order
+        self._freed = asyncio.Event()
+
+    async def take(self, places: int) -> None:
+        """Wait for `places` of them."""
+        wanted = min(places, self._all)
+        async with self._turn:
+            while self._free < wanted:
+                self._freed.clear()
+                await self._freed.wait()
+            self._free -= wanted
+
+    def give_back(self, places: int) -> None:
+        """Undo one `take` of the same number."""
+        self._free += min(places, self._all)
+        self._freed.set()

@@ -1,0 +1,67 @@
+"""Text to token ids and back: the little of a tokenizer that rollouts need."""
+
+# transformers ships partial types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock.errors import ConfigError
+
+
+class Tokenizer(Protocol):
+    """What a generator asks of a tokenizer."""
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id that ends a response, where there is one."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the model expects around one."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids, exactly as they spell it."""
+        ...
+
+
+class HFTokenizer:
+    """A Hugging Face tokenizer folder. Build it with `load_tokenizer`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id that ends a response, where there is one."""
+        return self._tokenizer.eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt."""
+        return list(self._tokenizer(text)["input_ids"])
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; spaces before punctuation stay, so that the text is what the tokens spell."""
+        return self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+
+def load_tokenizer(path: Path | str) -> HFTokenizer:
+    """Load a tokenizer from a folder (or a hub name that transformers has at hand).
+
+    Raises:
+        ConfigError: no tokenizer there, or transformers is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds and is not a dependency of the core
+    except ImportError as error:
+        raise ConfigError("a tokenizer needs `pip install 'penstock[train]'`") from error
+    try:
+        return HFTokenizer(AutoTokenizer.from_pretrained(str(path)))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no tokenizer in {path}: {' '.join(str(error).split())}") from error
