@@ -48,8 +48,9 @@ class ControlClient:
 
     async def info(self) -> EngineInfo:
         """Version, sizes and state."""
-        answer = await self.http.get("/penstock/info", timeout_s=self._timeout_s)
-        return EngineInfo(**{**answer, "transports": tuple(answer["transports"])})
+        answer: dict[str, Any] = await self.http.get("/penstock/info", timeout_s=self._timeout_s)
+        transports: list[str] = answer.pop("transports")
+        return EngineInfo(**answer, transports=tuple(transports))
 
     async def health(self) -> None:
         """Returns when the engine says it is well; raises otherwise."""
@@ -59,10 +60,16 @@ class ControlClient:
         """Load, from the engine's own metrics."""
         return engine_stats(await self.http.get_text("/metrics", timeout_s=self._timeout_s))
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool = True) -> None:
-        """VLLM's /pause; the return is the barrier: no token is being made."""
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = True, timeout_s: float | None = None) -> None:
+        """VLLM's /pause; the return is the barrier: no token is being made.
+
+        Args:
+            mode: `wait` returns when the last request has finished, so it needs a `timeout_s` of a request's length.
+            clear_cache: recompute KV at resume.
+            timeout_s: deadline in seconds; default: that of every control call.
+        """
         params = {"mode": mode.value, "clear_cache": str(clear_cache).lower()}
-        await self._post("/pause", params=params)
+        await self.http.post("/pause", timeout_s=timeout_s or self._timeout_s, params=params)
 
     async def resume(self) -> None:
         """VLLM's /resume."""

@@ -14,7 +14,7 @@ SESSION_HEADER = "X-Session-ID"
 PROMPT_TOKENS_HEADER = "X-Prompt-Tokens"
 EXPECTED_TOKENS_HEADER = "X-Expected-Tokens"
 SPANS_HEADER = "X-Penstock-Weight-Versions"
-"""Set by our plugin where vLLM's answer has no spans of its own (0.26): for each choice `[[version, start, end], ...]`."""
+"""Set by our plugin where vLLM's answer has no spans (0.26): for each choice `[[version, start, end], ...]`."""
 
 INITIAL_VERSION = "default"
 """vLLM's label before the first update; our version 0."""
@@ -81,7 +81,8 @@ def _sample(choice: Mapping[str, Any], header_spans: Any, params: SamplingParams
     ids = tuple(int(i) for i in choice["token_ids"] or ())
     logprobs = None
     if params.logprobs:
-        content: Any = (choice.get("logprobs") or {}).get("content") or ()
+        given: Any = choice.get("logprobs")
+        content: Any = given["content"] if given else ()
         logprobs = tuple(float(entry["logprob"]) for entry in content)
         if len(logprobs) != len(ids):
             raise EngineError(f"the answer has {len(ids)} tokens but {len(logprobs)} logprobs")

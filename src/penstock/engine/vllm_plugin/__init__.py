@@ -1,1 +1,28 @@
-"""The only code that runs inside vLLM, hung in by its own extension points."""
+"""The only code that runs inside vLLM, hung in by vLLM's own extension points.
+
+- `register` (entry point `vllm.general_plugins`): our weight-transfer backend.
+- `worker.WorkerExtension` (`--worker-extension-cls`): loads and checksums weights on a worker.
+- `middleware.PenstockMiddleware` (`--middleware`): our routes on the API server.
+- `server`: starts vLLM's API server as a child that ends with its launcher.
+
+Works with vLLM 0.26 and 0.32; where they differ, the line says so.
+"""
+
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+BACKEND = "penstock_shm"
+"""Name of our backend for vLLM's `--weight-transfer-config`."""
+
+
+def register() -> None:
+    """Register the backend; vLLM calls this in every process it starts, maybe more than once."""
+    from vllm.distributed.weight_transfer.factory import (  # noqa: PLC0415 - only inside vLLM
+        WeightTransferEngineFactory,
+    )
+
+    if BACKEND not in WeightTransferEngineFactory._registry:  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "penstock.engine.vllm_plugin.shm_backend", "SharedMemoryWeightTransferEngine"
+        )

@@ -1,0 +1,157 @@
+"""An `EngineConfig` to the command line and environment of a server process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import orjson
+
+from penstock.config import EngineConfig
+from penstock.engine.vllm_plugin import BACKEND
+from penstock.errors import ConfigError
+
+CPU_KV_CACHE_BYTES = 64 * 2**20
+CPU_BLOCK_SIZE = 32
+"""vLLM's default on CPU is 128, with which short prompts never hit the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """What to execute: `argv`, and variables added to our environment."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str]
+
+
+def resolve_profile(config: EngineConfig) -> Literal["cpu", "gpu", "sim"]:
+    """`auto` is `gpu` where an NVIDIA device is, else `cpu`."""
+    if config.profile != "auto":
+        return config.profile
+    return "gpu" if Path("/proc/driver/nvidia").exists() or Path("/dev/nvidiactl").exists() else "cpu"
+
+
+def server_command(config: EngineConfig, *, port: int, api_key: str | None, host: str = "127.0.0.1") -> ServerCommand:
+    """The command of one engine server.
+
+    Raises:
+        ConfigError: the model path does not exist.
+    """
+    profile = resolve_profile(config)
+    if profile == "sim":
+        return _sim_command(config, port=port, api_key=api_key, host=host)
+    _check_model(config.model)
+    options = _options(config, port, host)
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if config.enable_lora:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if api_key:
+        # Not on the command line, which every user of the machine can read.
+        env["VLLM_API_KEY"] = api_key
+    if profile == "cpu":
+        env.update(_cpu_env(config))
+        options.update(_cpu_options(config))
+    options.update({name.removeprefix("--").replace("_", "-"): value for name, value in config.extra_args.items()})
+    argv = [sys.executable, "-m", "penstock.engine.vllm_plugin.server", *_arguments(options)]
+    return ServerCommand(tuple(argv), env)
+
+
+Option = str | int | float | bool | None
+
+
+def _options(config: EngineConfig, port: int, host: str) -> dict[str, Option]:
+    """VLLM's long option names to values; None and False are left out, True is a bare flag."""
+    return {
+        "model": config.model,
+        "tokenizer": config.tokenizer,
+        "served-model-name": config.served_model_name,
+        "host": host,
+        "port": port,
+        "dtype": config.dtype,
+        "tensor-parallel-size": config.tensor_parallel_size,
+        "pipeline-parallel-size": config.pipeline_parallel_size,
+        "data-parallel-size": config.data_parallel_size,
+        "enable-expert-parallel": config.enable_expert_parallel,
+        "max-model-len": config.max_model_len,
+        "max-num-seqs": config.max_num_seqs,
+        "enable-prefix-caching": config.enable_prefix_caching,
+        "no-enable-prefix-caching": not config.enable_prefix_caching,
+        "enforce-eager": config.enforce_eager,
+        "enable-lora": config.enable_lora,
+        "quantization": config.quantization,
+        "load-format": config.load_format,
+        "gpu-memory-utilization": config.gpu_memory_utilization,
+        "kv-cache-memory-bytes": config.kv_cache_memory_bytes,
+        "seed": config.seed,
+        "hf-overrides": '{"head_dtype": "float32"}' if config.fp32_lm_head else None,
+        # An RL loss needs log-softmax(logits / T); vLLM's default ignores the temperature.
+        "logprobs-mode": "processed_logprobs",
+        "enable-scale-out": True,
+        "weight-transfer-config": orjson.dumps({"backend": BACKEND}).decode(),
+        "worker-extension-cls": "penstock.engine.vllm_plugin.worker.WorkerExtension",
+        "middleware": "penstock.engine.vllm_plugin.middleware.PenstockMiddleware",
+        "disable-uvicorn-access-log": True,
+    }
+
+
+def _cpu_options(config: EngineConfig) -> dict[str, Option]:
+    options: dict[str, Option] = {
+        "enforce-eager": True,
+        "block-size": CPU_BLOCK_SIZE,
+        "gpu-memory-utilization": None,
+        # A seeded request whose prefill is cut in chunks ends a CPU engine ("CPU Generator does not use offset", vLLM
+        # 0.32), and after an update many requests are prefilled at once.
+        "no-enable-chunked-prefill": True,
+    }
+    if config.dtype == "auto":
+        options["dtype"] = "float32"
+    if config.kv_cache_memory_bytes is None:
+        options["kv-cache-memory-bytes"] = CPU_KV_CACHE_BYTES
+    return options
+
+
+def _cpu_env(config: EngineConfig) -> dict[str, str]:
+    # One process for engine core and worker, no kernel compilation: starts in half the time and memory of the default.
+    env = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "CUDA_VISIBLE_DEVICES": ""}
+    ranks = config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size
+    if ranks == 1:
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # Unset, OpenMP threads of several engines fight over the cores: about ten times slower.
+    env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    return env
+
+
+def _sim_command(config: EngineConfig, *, port: int, api_key: str | None, host: str) -> ServerCommand:
+    options: dict[str, Option] = {
+        "host": host,
+        "port": port,
+        "max-model-len": config.max_model_len,
+        "max-num-seqs": config.max_num_seqs,
+        "served-model-name": config.served_model_name or config.model,
+        "seed": config.seed,
+        **config.extra_args,
+    }
+    env = {"PENSTOCK_API_KEY": api_key} if api_key else {}
+    return ServerCommand((sys.executable, "-m", "penstock.sim", *_arguments(options)), env)
+
+
+def _arguments(options: dict[str, Option]) -> Sequence[str]:
+    arguments: list[str] = []
+    for name, value in options.items():
+        if value is True:
+            arguments.append(f"--{name}")
+        elif value is not None and value is not False:
+            arguments += [f"--{name}", str(value)]
+    return arguments
+
+
+def _check_model(model: str) -> None:
+    path = Path(model).expanduser()
+    looks_like_path = model.startswith(("/", ".", "~")) or path.exists()
+    if looks_like_path and not (path / "config.json").is_file():
+        what = "has no config.json" if path.is_dir() else "does not exist"
+        raise ConfigError(f"model path {model} {what}; give a checkpoint folder or a hub name such as Qwen/Qwen3-0.6B")

@@ -1,0 +1,202 @@
+"""One engine over HTTP: the engine interface on top of the data and the control client."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from penstock.engine.base import Engine
+from penstock.engine.control import ControlClient, EngineInfo
+from penstock.engine.data import DataClient
+from penstock.errors import PenstockError, RequestError, StateError, UpdateError, WeightsError
+from penstock.types import (
+    GenerateBatch,
+    GenerateOutput,
+    PauseMode,
+    Sample,
+    SamplingParams,
+    SessionId,
+    UpdateReport,
+)
+from penstock.weights.shared_memory import SharedMemoryStore
+
+if TYPE_CHECKING:
+    import torch
+
+
+class HTTPEngine(Engine):
+    """A running engine server, launched by us or by someone else. Build it with `connect`."""
+
+    def __init__(self, control: ControlClient, data: DataClient, info: EngineInfo) -> None:
+        self.control = control
+        self.data = data
+        self._info = info
+        self._version = info.weight_version
+        self._paused = info.paused
+        self._updating = asyncio.Lock()
+        self._store = SharedMemoryStore()
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        *,
+        name: str | None = None,
+        api_key: str | None = None,
+        control_timeout_s: float = 60.0,
+        request_timeout_s: float = 3600.0,
+    ) -> Self:
+        """Read what the engine says of itself and return it ready for use."""
+        control = ControlClient(name or url, url, api_key=api_key, timeout_s=control_timeout_s)
+        try:
+            info = await control.info()
+        except BaseException:
+            await control.close()
+            raise
+        data = DataClient(
+            url, api_key=api_key, request_timeout_s=request_timeout_s, name=name, vocab_size=info.vocab_size
+        )
+        return cls(control, data, info)
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks."""
+        return self._info.tp
+
+    @property
+    def pp_size(self) -> int:
+        """Pipeline-parallel ranks."""
+        return self._info.pp
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks."""
+        return self._info.dp
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights in force."""
+        return self._version
+
+    async def generate_batch(self, batch: GenerateBatch) -> GenerateOutput:
+        """Complete a batch (R2)."""
+        return await self.data.generate_batch(batch)
+
+    async def sample(
+        self,
+        prompt_token_ids: Sequence[int],
+        num_samples: int,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        session_id: SessionId | None = None,
+    ) -> list[Sample]:
+        """Samples of one prompt as one n-way request (R3)."""
+        return await self.data.sample(prompt_token_ids, num_samples, sampling_params, session_id)
+
+    async def completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
+        """OpenAI completions."""
+        return await self.data.completion(body, session_id)
+
+    async def chat_completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
+        """OpenAI chat completions."""
+        return await self.data.chat_completion(body, session_id)
+
+    async def pause_generation(self, mode: PauseMode = PauseMode.KEEP, *, clear_cache: bool = True) -> None:
+        """Stop making tokens (R22, R23)."""
+        if self._paused:
+            raise StateError("generation is already paused; call resume_generation first")
+        await self.control.pause(mode, clear_cache=clear_cache)
+        self._paused = True
+
+    async def resume_generation(self) -> None:
+        """Go on."""
+        if not self._paused:
+            raise StateError("generation is not paused; there is nothing to resume")
+        await self.control.resume()
+        self._paused = False
+
+    async def abort_generation(self) -> None:
+        """End every request in flight with what it has."""
+        await self.control.abort()
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes."""
+        await self.control.reset_prefix_cache()
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free memory (R26)."""
+        if level not in (1, 2):
+            raise RequestError(f"sleep level must be 1 (weights kept in host memory) or 2 (dropped), got {level}")
+        await self.control.sleep(level)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory back."""
+        await self.control.wake_up(tags)
+
+    async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> None:
+        """VLLM's native /init_weight_transfer_engine (R18)."""
+        await self.control.init_weight_transfer(init_info)
+
+    async def update_named_weights(self, update_info: Mapping[str, Any], *, version: int) -> None:
+        """VLLM's native start, update, finish (R18)."""
+        await self.control.native_update(update_info, version=version)
+        self._version = version
+
+    async def update_weights(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, version: int | None = None
+    ) -> UpdateReport:
+        """Put new weights in force while requests are in flight."""
+        if self._updating.locked():
+            raise StateError("another weight update is under way; wait for it to return")
+        async with self._updating:
+            target = self._version + 1 if version is None else version
+            if target <= self._version:
+                raise WeightsError(f"version {target} is not newer than the present version {self._version}")
+            begin = time.perf_counter()
+            manifest = await asyncio.to_thread(self._store.publish, target, named_tensors)
+            published = time.perf_counter()
+            await self.control.prepare_weights(manifest)
+            prepared = time.perf_counter()
+            try:
+                update = await self.control.apply_weights(target)
+            except PenstockError as error:
+                raise UpdateError(f"version {target} did not commit, and the engine must not serve: {error}") from error
+            self._store.commit(manifest)
+            self._version = target
+            end = time.perf_counter()
+            seconds = {
+                "publish": published - begin,
+                "prepare": prepared - published,
+                "gate": end - prepared,
+                "total": end - begin,
+            }
+            return UpdateReport(version=target, bytes=manifest.nbytes, seconds=seconds, engines=(update,))
+
+    async def get_num_unfinished_requests(self, index: int | None = None) -> int:
+        """Requests running or waiting (R10)."""
+        _only(index)
+        stats = await self.control.stats()
+        return stats.running + stats.waiting
+
+    async def get_cache_usage(self, index: int | None = None) -> float:
+        """Fraction of KV blocks in use (R10)."""
+        _only(index)
+        return (await self.control.stats()).kv_cache_usage
+
+    async def collective_rpc(
+        self, method: str, timeout_s: float = 60.0, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """A worker method on every worker (R11)."""
+        return await self.control.collective_rpc(method, timeout_s, args, kwargs)
+
+    async def teardown(self) -> None:
+        """Close connections and free the published weights; the server itself is its launcher's to end."""
+        await self.data.close()
+        await self.control.close()
+        self._store.close()
+
+
+def _only(index: int | None) -> None:
+    if index not in (None, 0):
+        raise RequestError(f"this is one engine: index must be 0 or None, got {index}")

