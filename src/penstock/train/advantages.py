@@ -1,0 +1,67 @@
+"""Advantages of the trajectories of a batch, each from the rewards of its group (the samples of one prompt).
+
+Axes: N trajectories, G groups. `groups_N` holds the index of each trajectory's group, from 0 to G - 1, in any order.
+In a group whose rewards are all equal every advantage is exactly 0: there is nothing to prefer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+Advantage = Callable[[Tensor, Tensor], Tensor]
+
+
+def group_mean(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
+    """Reward minus the group's mean: A_i = R_i - mean(R) (Dr. GRPO, arXiv:2503.20783)."""
+    return (rewards_N - _mean(rewards_N, groups_N)).masked_fill(_constant(rewards_N, groups_N), 0.0)
+
+
+def group_norm(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
+    """The same divided by the group's standard deviation: A_i = (R_i - mean(R)) / std(R) (GRPO, arXiv:2402.03300).
+
+    The standard deviation is that of the population (divided by n), so that a group's advantages have variance 1.
+    """
+    centred_N = group_mean(rewards_N, groups_N)
+    std_N = _mean(centred_N.square(), groups_N).sqrt()
+    return torch.where(std_N > 0, centred_N / std_N, torch.zeros_like(centred_N))
+
+
+def leave_one_out(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
+    """Reward minus the mean of the group's others: A_i = R_i - mean_{j != i} R_j (RLOO, arXiv:2402.14740, eq. 8).
+
+    This is n / (n - 1) times `group_mean`; a group of one has advantage 0.
+    """
+    count_N = groups_N.bincount().to(rewards_N.dtype)[groups_N]
+    return group_mean(rewards_N, groups_N) * count_N / (count_N - 1).clamp(min=1)
+
+
+ADVANTAGES: Mapping[str, Advantage] = {
+    "group_norm": group_norm,
+    "group_mean": group_mean,
+    "leave_one_out": leave_one_out,
+}
+"""By the name that `train.advantage` has in the config."""
+
+
+def group_indices(group_ids: Sequence[str]) -> Tensor:
+    """Index of each trajectory's group, `[N]`, groups numbered in the order of their first trajectory."""
+    numbers: dict[str, int] = {}
+    return torch.tensor([numbers.setdefault(group_id, len(numbers)) for group_id in group_ids])
+
+
+def _mean(values_N: Tensor, groups_N: Tensor) -> Tensor:
+    """Mean of each trajectory's group, `[N]`."""
+    count_G = groups_N.bincount()
+    total_G = values_N.new_zeros(len(count_G)).index_add_(0, groups_N, values_N)
+    return (total_G / count_G)[groups_N]
+
+
+def _constant(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
+    """Where all rewards of the group are equal; the rounded mean of equal numbers need not be that number."""
+    groups = int(groups_N.max()) + 1
+    low_G = rewards_N.new_zeros(groups).scatter_reduce_(0, groups_N, rewards_N, "amin", include_self=False)
+    high_G = rewards_N.new_zeros(groups).scatter_reduce_(0, groups_N, rewards_N, "amax", include_self=False)
+    return (low_G == high_G)[groups_N]

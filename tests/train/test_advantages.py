@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config import TrainConfig
+from penstock.train.advantages import ADVANTAGES, group_indices
+
+batches = st.lists(st.tuples(st.integers(0, 4), st.floats(-5, 5).map(lambda x: round(x, 2))), min_size=1, max_size=40)
+
+
+def by_loops(name: str, groups: list[str], rewards: list[float]) -> list[float]:
+    result = []
+    for i, (group, reward) in enumerate(zip(groups, rewards, strict=True)):
+        members = [r for g, r in zip(groups, rewards, strict=True) if g == group]
+        others = [r for j, (g, r) in enumerate(zip(groups, rewards, strict=True)) if g == group and j != i]
+        if len(set(members)) == 1:
+            result.append(0.0)
+        elif name == "leave_one_out":
+            result.append(reward - statistics.fmean(others))
+        else:
+            centred = reward - statistics.fmean(members)
+            result.append(centred / statistics.pstdev(members) if name == "group_norm" else centred)
+    return result
+
+
+def computed(name: str, groups: list[str], rewards: list[float]) -> torch.Tensor:
+    return ADVANTAGES[name](torch.tensor(rewards, dtype=torch.float64), group_indices(groups))
+
+
+def test_every_advantage_of_the_config_is_here():
+    assert set(ADVANTAGES) == set(TrainConfig.model_fields["advantage"].annotation.__args__)
+
+
+@given(name=st.sampled_from(sorted(ADVANTAGES)), batch=batches)
+def test_they_are_those_of_the_loops(name: str, batch: list[tuple[int, float]]):
+    groups, rewards = [f"g{g}" for g, _ in batch], [r for _, r in batch]
+    want = torch.tensor(by_loops(name, groups, rewards), dtype=torch.float64)
+    torch.testing.assert_close(computed(name, groups, rewards), want, rtol=1e-6, atol=1e-9)
+
+
+@given(name=st.sampled_from(sorted(ADVANTAGES)), batch=batches, shift=st.integers(-3, 3))
+def test_they_sum_to_zero_in_a_group_and_ignore_a_shift_of_all_rewards(
+    name: str, batch: list[tuple[int, float]], shift: int
+):
+    groups, rewards = [f"g{g}" for g, _ in batch], [r for _, r in batch]
+    advantages = computed(name, groups, rewards)
+    for group in set(groups):
+        chosen = torch.tensor([g == group for g in groups])
+        assert abs(advantages[chosen].sum().item()) < 1e-9
+    shifted = computed(name, groups, [r + shift for r in rewards])
+    torch.testing.assert_close(advantages, shifted, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_group_of_equal_rewards_is_exactly_zero(name: str, dtype: torch.dtype):
+    # The mean of seven times 0.1 is not 0.1 in floats; the difference must not be blown up to +-1.
+    rewards_N = torch.tensor([0.1] * 7 + [0.0, 1.0], dtype=dtype)
+    advantages_N = ADVANTAGES[name](rewards_N, group_indices(["a"] * 7 + ["b"] * 2))
+    assert (advantages_N[:7] == 0).all()
+    assert advantages_N[7] < 0 < advantages_N[8]
+    assert ADVANTAGES[name](torch.tensor([3.0]), group_indices(["alone"])).item() == 0
+
+
+def test_closed_forms():
+    assert computed("group_norm", ["a"] * 4, [1, 0, 0, 0]).tolist() == pytest.approx(
+        [3**0.5, *([-(3**-0.5)] * 3)],
+    )
+    assert computed("group_mean", ["a", "b", "a"], [1, 5, 0]).tolist() == [0.5, 0.0, -0.5]
+    assert computed("leave_one_out", ["a"] * 4, [1, 0, 0, 0]).tolist() == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+    assert group_indices(["x", "y", "x", "z"]).tolist() == [0, 1, 0, 2]

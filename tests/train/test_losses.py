@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.config import TrainConfig
+from penstock.train.losses import LOSSES, Limits, LossTerms, Totals
+
+LIMITS = Limits(low=0.2, high=0.28, importance_cap=2.0)
+
+
+def terms_of(seed: int, rows: int = 5, width: int = 7, spread: float = 0.8) -> LossTerms:
+    """Random sequences with holes in the mask and rubbish outside it, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    behaviour_B_T = -3 * torch.rand(rows, width, generator=generator, dtype=torch.float64)
+    noise_B_T = spread * torch.randn(rows, width, generator=generator, dtype=torch.float64)
+    mask_B_T = torch.rand(rows, width, generator=generator) < 0.7
+    mask_B_T[:, 0] = True
+    logprobs_B_T = (behaviour_B_T + noise_B_T).masked_fill(~mask_B_T, 1e6).requires_grad_()
+    advantages_B = torch.randn(rows, generator=generator, dtype=torch.float64)
+    return LossTerms(logprobs_B_T, behaviour_B_T.masked_fill(~mask_B_T, -77.0), advantages_B, mask_B_T)
+
+
+def totals_of(terms: LossTerms, max_tokens: int = 9) -> Totals:
+    return Totals(len(terms.advantages_B), int(terms.mask_B_T.sum()), max_tokens)
+
+
+# --- loops over single numbers, written from the papers' formulas -----------------------------------------------------
+
+
+def surrogate(ratio: float, advantage: float) -> tuple[float, float]:
+    """-min(r A, clip(r) A) with the weight cut at the cap, and its derivative by log pi."""
+    low, high, cap = 1 - LIMITS.low, 1 + LIMITS.high, LIMITS.importance_cap
+    if advantage > 0 and ratio > high:
+        return -high * advantage, 0.0
+    if advantage < 0 and ratio < low:
+        return -low * advantage, 0.0
+    weight = min(ratio, cap)
+    return -weight * advantage, -weight * advantage
+
+
+def tokens_of(terms: LossTerms, row: int) -> list[tuple[int, float, float]]:
+    """Position, log pi and log mu of each token under the mask."""
+    return [
+        (t, terms.logprobs_B_T[row, t].item(), terms.behaviour_B_T[row, t].item())
+        for t in range(terms.mask_B_T.shape[1])
+        if terms.mask_B_T[row, t]
+    ]
+
+
+def by_loops(name: str, terms: LossTerms, totals: Totals) -> tuple[float, Tensor]:
+    """The loss, and its gradient by `logprobs_B_T`."""
+    loss = 0.0
+    gradient_B_T = torch.zeros_like(terms.logprobs_B_T)
+    for row, advantage in enumerate(terms.advantages_B.tolist()):
+        tokens = tokens_of(terms, row)
+        size = len(tokens)
+        scale = {
+            "grpo": 1 / (size * totals.sequences),
+            "dr_grpo": 1 / (totals.max_tokens * totals.sequences),
+            "gspo": 1 / totals.sequences,
+        }.get(name, 1 / totals.tokens)
+        if name == "gspo":
+            sequence_ratio = math.exp(sum(new - old for _, new, old in tokens) / size)
+            value, slope = surrogate(sequence_ratio, advantage)
+            loss += scale * value
+            for t, _, _ in tokens:
+                gradient_B_T[row, t] = scale * slope / size
+            continue
+        for t, new, old in tokens:
+            ratio = math.exp(new - old)
+            if name == "cispo":
+                slope = -min(ratio, 1 + LIMITS.high, LIMITS.importance_cap) * advantage
+                value = slope * new
+            else:
+                value, slope = surrogate(ratio, advantage)
+            loss += scale * value
+            gradient_B_T[row, t] = scale * slope
+    return loss, gradient_B_T
+
+
+def test_every_loss_of_the_config_is_here():
+    assert set(LOSSES) == set(TrainConfig.model_fields["loss"].annotation.__args__)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("seed", range(8))
+def test_value_and_gradient_are_those_of_the_loops(name: str, seed: int):
+    terms = terms_of(seed)
+    totals = totals_of(terms)
+    output = LOSSES[name](terms, LIMITS, totals)
+    output.loss.backward()
+    want, gradient_B_T = by_loops(name, terms, totals)
+    assert output.loss.item() == pytest.approx(want, rel=1e-12, abs=1e-14)
+    torch.testing.assert_close(terms.logprobs_B_T.grad, gradient_B_T, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_on_policy_every_loss_is_the_policy_gradient(name: str):
+    """At ratio 1 the gradient by log pi is -A times the loss's weight of the token, whatever the limits."""
+    terms = terms_of(3, spread=0.0)
+    totals = totals_of(terms)
+    LOSSES[name](terms, Limits(low=1e-3, high=1e-3, importance_cap=1.0), totals).loss.backward()
+    length_B_1 = terms.mask_B_T.sum(-1, keepdim=True)
+    weight = {
+        "grpo": 1 / (length_B_1 * totals.sequences),
+        "gspo": 1 / (length_B_1 * totals.sequences),
+        "dr_grpo": torch.tensor(1 / (totals.max_tokens * totals.sequences)),
+    }.get(name, torch.tensor(1 / totals.tokens))
+    want_B_T = -terms.advantages_B.unsqueeze(-1) * weight * terms.mask_B_T
+    torch.testing.assert_close(terms.logprobs_B_T.grad, want_B_T.double(), rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_parts_of_a_batch_add_up_to_the_whole(name: str):
+    """Loss, gradient and metrics of micro-batches sum to those of the batch, whose totals they divide by."""
+    whole = terms_of(11, rows=6)
+    totals = totals_of(whole)
+    output = LOSSES[name](whole, LIMITS, totals)
+    output.loss.backward()
+    leaf_B_T = whole.logprobs_B_T.detach().clone().requires_grad_()
+    parts = []
+    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
+        part = LossTerms(leaf_B_T[rows], whole.behaviour_B_T[rows], whole.advantages_B[rows], whole.mask_B_T[rows])
+        parts.append(LOSSES[name](part, LIMITS, totals))
+        parts[-1].loss.backward()
+    assert sum(p.loss.item() for p in parts) == pytest.approx(output.loss.item(), rel=1e-12)
+    torch.testing.assert_close(leaf_B_T.grad, whole.logprobs_B_T.grad)
+    for key, value in output.metrics.items():
+        assert sum(p.metrics[key].item() for p in parts) == pytest.approx(
+            value.item(), rel=1e-6
+        )  # counts divide in fp32
+
+
+def one_token(ratio: float, advantage: float) -> LossTerms:
+    logprobs_B_T = torch.tensor([[math.log(ratio) - 1.0]], dtype=torch.float64, requires_grad=True)
+    behaviour_B_T = torch.tensor([[-1.0]], dtype=torch.float64)
+    mask_B_T = torch.ones(1, 1, dtype=torch.bool)
+    return LossTerms(logprobs_B_T, behaviour_B_T, torch.tensor([advantage], dtype=torch.float64), mask_B_T)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "slope", "clipped", "truncated"),
+    [
+        (1.0, 1.0, -1.0, 0, 0),
+        (1.27, 1.0, -1.27, 0, 0),  # within the upper limit of clip-higher, above that of a symmetric clip
+        (1.29, 1.0, 0.0, 1, 0),  # likelier by enough
+        (0.5, 1.0, -0.5, 0, 0),  # less likely: the pessimistic side keeps its gradient
+        (0.79, -1.0, 0.0, 1, 0),  # unlikelier by enough
+        (1.9, -1.0, 1.9, 0, 0),
+        (7.0, -1.0, 2.0, 0, 1),  # likelier and bad: pushed down, with the weight cut at the cap
+        (7.0, 0.0, 0.0, 0, 0),
+    ],
+)
+def test_where_the_clip_and_the_cap_act(ratio: float, advantage: float, slope: float, clipped: int, truncated: int):
+    terms = one_token(ratio, advantage)
+    output = LOSSES["dapo"](terms, LIMITS, Totals(1, 1))
+    output.loss.backward()
+    assert terms.logprobs_B_T.grad.item() == pytest.approx(slope, abs=1e-12)
+    assert output.metrics["clip_fraction"].item() == clipped
+    assert output.metrics["truncated_fraction"].item() == truncated
+    assert output.metrics["ratio_mean"].item() == pytest.approx(ratio)
+    assert output.metrics["kl"].item() == pytest.approx(ratio - 1 - math.log(ratio))
+
+
+def test_k3_is_an_unbiased_estimate_of_the_divergence():
+    """E_mu[r - 1 - log r] = KL(mu || pi), summed over a small vocabulary instead of sampled."""
+    mu_V = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    pi_V = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
+    k3 = 0.0
+    for mu, pi in zip(mu_V.tolist(), pi_V.tolist(), strict=True):
+        ones = torch.ones(1, 1, dtype=torch.bool)
+        terms = LossTerms(torch.tensor([[pi]]).log(), torch.tensor([[mu]]).log(), torch.ones(1), ones)
+        k3 += mu * LOSSES["grpo"](terms, LIMITS, Totals(1, 1)).metrics["kl"].item()
+    assert k3 == pytest.approx((mu_V * (mu_V / pi_V).log()).sum().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_ratio_beyond_floats_stays_finite(name: str):
+    for shift in (-300.0, 300.0):
+        terms = LossTerms(
+            torch.tensor([[-1.0, -2.0]], requires_grad=True),
+            torch.tensor([[-1.0 - shift, -2.0 - shift]]),
+            torch.tensor([-1.0]),
+            torch.ones(1, 2, dtype=torch.bool),
+        )
+        output = LOSSES[name](terms, LIMITS, Totals(1, 2))
+        output.loss.backward()
+        assert output.loss.isfinite()
+        assert terms.logprobs_B_T.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_sequence_without_tokens_of_the_policy_adds_nothing(name: str):
+    logprobs_B_T = torch.full((1, 3), -1.0, requires_grad=True)
+    empty = LossTerms(logprobs_B_T, torch.zeros(1, 3), torch.ones(1), torch.zeros(1, 3, dtype=torch.bool))
+    output = LOSSES[name](empty, LIMITS, Totals(4, 10))
+    output.loss.backward()
+    assert output.loss.item() == 0
+    assert logprobs_B_T.grad.abs().max() == 0
+    assert all(value.item() == 0 for value in output.metrics.values())
+
+
+@given(name=st.sampled_from(sorted(LOSSES)), seed=st.integers(0, 10_000), factor=st.floats(0.1, 10))
+def test_the_gradient_is_linear_in_the_advantage_and_blind_outside_the_mask(name: str, seed: int, factor: float):
+    terms = terms_of(seed, rows=3, width=4)
+    totals = totals_of(terms)
+    (gradient_B_T,) = torch.autograd.grad(LOSSES[name](terms, LIMITS, totals).loss, terms.logprobs_B_T)
+    scaled = LossTerms(terms.logprobs_B_T, terms.behaviour_B_T, factor * terms.advantages_B, terms.mask_B_T)
+    (scaled_B_T,) = torch.autograd.grad(LOSSES[name](scaled, LIMITS, totals).loss, terms.logprobs_B_T)
+    torch.testing.assert_close(scaled_B_T, factor * gradient_B_T)
+    assert (gradient_B_T[~terms.mask_B_T] == 0).all()
+    # What is good is never made less likely, and the reverse.
+    assert (gradient_B_T * terms.advantages_B.unsqueeze(-1) <= 0).all()
