@@ -1,0 +1,108 @@
+"""What every benchmark prints: one JSON document with the machine, the versions, and ours against the peer's.
+
+{"benchmark": ..., "machine": {...}, "versions": {...},
+ "rows": [{"case", "ours", "peer", "ratio", "bar", "ok"}]}
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.observe.summary import package_versions
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One case: our figure, the peer's, ours by the peer's, and whether that meets the bar.
+
+    `peer` is None where a figure stands alone and the bar is for `ours` itself.
+    """
+
+    case: str
+    ours: float
+    peer: float | None
+    ratio: float | None
+    bar: float
+    ok: bool
+
+
+def compare(case: str, ours: float, peer: float, *, bar: float, want: Literal["at least", "at most"]) -> Row:
+    """A row whose bar is for the ratio ours/peer."""
+    if peer <= 0:
+        raise ValueError(f"case {case!r}: the peer's figure must be positive, got {peer}")
+    ratio = ours / peer
+    return Row(case, ours, peer, ratio, bar, ratio >= bar if want == "at least" else ratio <= bar)
+
+
+def single(case: str, ours: float, *, bar: float, want: Literal["at least", "at most"]) -> Row:
+    """A row without a peer, whose bar is for our figure itself."""
+    return Row(case, ours, None, None, bar, ours >= bar if want == "at least" else ours <= bar)
+
+
+def document(benchmark: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """The document of one benchmark on this machine."""
+    return {
+        "benchmark": benchmark,
+        "machine": machine(),
+        "versions": package_versions(),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def report(benchmark: str, rows: Sequence[Row]) -> int:
+    """Print the document on stdout.
+
+    Returns:
+        The exit status: 0 where every row meets its bar, else 1.
+    """
+    print(json.dumps(document(benchmark, rows), indent=2))
+    return 0 if all(row.ok for row in rows) else 1
+
+
+def machine() -> dict[str, Any]:
+    """What a figure depends on: processor, cores that this process may use, memory, GPUs, system."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 1),
+        "gpus": _gpus(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """A parser of a benchmark's options; each has `--quick`, which shows that it runs and measures little."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--quick", action="store_true", help="few repetitions, to see that it runs")
+    return options
+
+
+def note(text: str) -> None:
+    """Say on stderr how far a benchmark is; stdout is for the document."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _gpus() -> list[str]:
+    """Models of the NVIDIA devices, from the driver's own files."""
+    names: list[str] = []
+    for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        names += [line.partition(":")[2].strip() for line in file.read_text().splitlines() if line.startswith("Model")]
+    return names

@@ -1,0 +1,68 @@
+"""What can be known to be wrong before anything starts, each said in one line."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from penstock.errors import UserError
+
+if TYPE_CHECKING:
+    from penstock.config import EngineConfig
+
+_HOW = {
+    "train": "pip install 'penstock[train]'",
+    "vllm": "pip install 'penstock[vllm]' on a machine with GPUs, or `make setup` in a checkout without one",
+}
+_HUB_TIMEOUT_S = 10.0
+
+
+def require_extra(extra: str, *modules: str) -> None:
+    """Raise UserError, with the command that installs `extra`, where one of its modules is missing."""
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        raise UserError(f"not installed: {', '.join(missing)}; {_HOW[extra]}")
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise UserError where a server could not listen on `host` and `port`; 0 is any free port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise UserError(f"port {port} of {host} is in use; choose another, or --port 0 for any") from None
+            raise UserError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+
+
+def check_engine(config: EngineConfig) -> None:
+    """Raise UserError where vLLM, the device or the model is missing. The simulated engine needs none of them."""
+    from penstock.engine.command import resolve_profile, server_command  # noqa: PLC0415
+
+    profile = resolve_profile(config)
+    if profile == "sim":
+        return
+    require_extra("vllm", "vllm")
+    if profile == "gpu" and resolve_profile(config.model_copy(update={"profile": "auto"})) != "gpu":
+        raise UserError("there is no NVIDIA device on this machine; use --cpu")
+    server_command(config, port=0, api_key=None)  # refuses a path without a checkpoint
+    from pathlib import Path  # noqa: PLC0415
+
+    if not Path(config.model).expanduser().is_dir():
+        _check_hub_name(config.model)
+
+
+def _check_hub_name(model: str) -> None:
+    from huggingface_hub import hf_hub_download  # noqa: PLC0415  # pyright: ignore[reportUnknownVariableType]
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        hf_hub_download(model, "config.json", etag_timeout=_HUB_TIMEOUT_S)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        unreachable = isinstance(error, LocalEntryNotFoundError)
+        why = "cannot be reached" if unreachable else "has none of that name, or does not let you read it"
+        raise UserError(f"no model {model!r}: there is no such folder, and the Hugging Face hub {why}") from None

@@ -1,0 +1,88 @@
+"""The `penstock` command: its subcommands, and how an error becomes one line and an exit status.
+
+Only typer is imported at start-up; each command imports what it needs inside, so `--help` stays fast.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, NoReturn, cast
+
+import typer
+
+from penstock import PenstockError, __version__
+from penstock.cli.plot import plot
+from penstock.cli.serve import serve
+from penstock.cli.signals import Interrupted
+from penstock.cli.sim import sim
+from penstock.cli.status import status
+from penstock.cli.train import train
+from penstock.errors import UserError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
+"""Click's base of every wrong invocation, reached through typer, because newer typers carry a click of their own."""
+
+app = typer.Typer(
+    name="penstock",
+    help="Rollout inference for reinforcement learning: many vLLM engines seen as one, updated while they generate.",
+    add_completion=False,
+    invoke_without_command=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="`penstock COMMAND --help` shows examples. Errors are one line; PENSTOCK_DEBUG=1 adds where they come from.",
+)
+for command in (serve, status, train, plot, sim):
+    app.command()(command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"penstock {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    context: typer.Context,
+    *,
+    version: Annotated[  # noqa: ARG001 - its callback does the work
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Without a command, show the help."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main() -> NoReturn:
+    """Entry point. Exit status: 0 done, 1 something failed, 2 the request was wrong (nothing started), 130 Ctrl-C."""
+    try:
+        status_code = app(standalone_mode=False)
+    except UsageError as error:
+        _fail(_one_line(error.format_message()), EXIT_USAGE, error)
+    except UserError as error:
+        _fail(str(error), EXIT_USAGE, error)
+    except PenstockError as error:
+        _fail(str(error), EXIT_FAILED, error)
+    except Interrupted as error:
+        sys.exit(error.exit_status)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(EXIT_INTERRUPTED)
+    sys.exit(status_code if isinstance(status_code, int) else 0)
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())
+
+
+def _fail(message: str, exit_status: int, error: Exception) -> NoReturn:
+    if os.environ.get("PENSTOCK_DEBUG") == "1":
+        raise error
+    typer.echo(f"penstock: {message}", err=True)
+    sys.exit(exit_status)

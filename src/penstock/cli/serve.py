@@ -1,0 +1,107 @@
+"""`penstock serve`: engines of one model behind one OpenAI endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.checks import check_engine, check_port
+from penstock.cli.signals import run_until_signal
+from penstock.errors import UserError
+
+if TYPE_CHECKING:
+    from penstock.config import RunConfig
+
+SECTIONS = ("engine.", "fleet.", "router.")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def serve(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub name.", show_default=False)],
+    options: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Options of the engines.", show_default=False)
+    ] = None,
+    *,
+    engines: Annotated[int, typer.Option(help="How many engines.", min=1)] = 1,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PENSTOCK_API_KEY", help="What callers must send; rather by the variable: ps shows options."
+        ),
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="vLLM's CPU build.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="vLLM on GPUs.")] = False,
+    sim: Annotated[bool, typer.Option("--sim", help="The simulated engine; no model is loaded.")] = False,
+) -> None:
+    """Serve a model by several engines behind one OpenAI endpoint, until Ctrl-C.
+
+    Without `--cpu`, `--gpu` or `--sim`: on GPUs where there are any, else on the CPU.
+
+    **Examples**
+
+    - `penstock serve Qwen/Qwen3-0.6B --engines 2`
+    - `penstock serve ./checkpoint --engines 2 --cpu max_model_len=512`
+    - `penstock serve Qwen/Qwen3-8B --engines 4 tensor_parallel_size=2 router.policy=round-robin`
+    - `penstock serve any-name --sim --port 0` (to try a client against)
+
+    Keys and their meaning: docs/configuration.md; `extra_args.NAME=VALUE` passes any other option on to vLLM.
+    """
+    profiles = [name for name, chosen in (("cpu", cpu), ("gpu", gpu), ("sim", sim)) if chosen]
+    if len(profiles) > 1:
+        raise UserError(f"--{profiles[0]} and --{profiles[1]} exclude each other; give one of them")
+    if host not in LOOPBACK and not api_key:
+        raise UserError(f"--host {host} opens the endpoint to others; set a key by PENSTOCK_API_KEY or --api-key")
+    config = _config(model, options or [], engines=engines, host=host, port=port, profiles=profiles)
+    check_port(config.router.host, config.router.port)
+    check_engine(config.engine)
+    run_until_signal(_serve(config, api_key or None))
+
+
+def _config(model: str, options: list[str], *, engines: int, host: str, port: int, profiles: list[str]) -> RunConfig:
+    """The flags and the `key=value` options as one validated tree; a key without a section is the engine's."""
+    from penstock.config import load_config  # noqa: PLC0415
+
+    flags: dict[str, Any] = {"engine.model": model, "fleet.engines": engines, "router.host": host, "router.port": port}
+    if profiles:
+        flags["engine.profile"] = profiles[0]
+    given = [option if option.startswith(SECTIONS) else f"engine.{option}" for option in options]
+    return load_config(None, [*(f"{key}={json.dumps(value)}" for key, value in flags.items()), *given])
+
+
+async def _serve(config: RunConfig, api_key: str | None) -> None:
+    from rich.console import Console  # noqa: PLC0415
+    from rich.logging import RichHandler  # noqa: PLC0415
+
+    from penstock.fleet.fleet import Fleet  # noqa: PLC0415
+
+    console = Console(stderr=True)
+    log = logging.getLogger("penstock")
+    log.addHandler(RichHandler(console=console, show_path=False, omit_repeated_times=False))
+    log.setLevel(logging.INFO)
+    count = config.fleet.engines
+    what = f"{count} engine{'' if count == 1 else 's'} of {config.engine.model}"
+    opening = Fleet.launch(config.engine, fleet=config.fleet, router=config.router, api_key=api_key)
+    with console.status(f"starting {what}"):
+        fleet = await opening
+    async with fleet:
+        typer.echo(f"ready: {what} at {fleet.url}/v1\n{_usage(fleet.url, config, with_key=api_key is not None)}")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:  # a signal: the way in which serving ends
+            console.print("stopping")
+
+
+def _usage(url: str, config: RunConfig, *, with_key: bool) -> str:
+    body = {"model": config.engine.served_model_name or config.engine.model, "prompt": "Hello", "max_tokens": 16}
+    key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if with_key else ""
+    return (
+        f"\n  curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'\n"
+        f"  penstock status {url}\n"
+        "\nCtrl-C stops everything."
+    )

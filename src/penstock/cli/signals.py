@@ -1,0 +1,55 @@
+"""Run a coroutine that SIGINT and SIGTERM end in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Interrupted(BaseException):
+    """A signal ended the coroutine. `exit_status` is the shell's convention, 128 + the signal's number."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.exit_status = 128 + number
+
+
+def run_until_signal(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main`; the first SIGINT or SIGTERM cancels it, so its context managers end what it started.
+
+    A second signal finds the default handlers again and ends this process at once; children then end by their
+    lifelines. A `main` that catches the cancellation and returns has its value returned.
+
+    Raises:
+        Interrupted: `main` was cancelled by a signal.
+    """
+    return asyncio.run(_cancel_on_signal(main))
+
+
+async def _cancel_on_signal(main: Coroutine[Any, Any, T]) -> T:
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(main)
+    received: list[signal.Signals] = []
+    watched = (signal.SIGINT, signal.SIGTERM)
+
+    def on_signal(number: signal.Signals) -> None:
+        received.append(number)
+        for other in watched:
+            loop.remove_signal_handler(other)
+        task.cancel()
+
+    for number in watched:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if received:
+            raise Interrupted(received[0]) from None
+        raise
+    finally:
+        for number in watched:
+            loop.remove_signal_handler(number)

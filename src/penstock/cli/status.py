@@ -1,0 +1,114 @@
+"""`penstock status`: what the engines behind a router are doing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.errors import EngineDeadError, EngineError, PenstockError, UserError
+
+if TYPE_CHECKING:
+    from penstock.router.admin_client import EngineLoad, RouterState
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+ENGINE_TIMEOUT_S = 5.0
+"""Deadline of one question to one engine; the table does not wait longer for an engine that hangs."""
+
+
+def status(
+    url: Annotated[str, typer.Argument(help="Address that `penstock serve` printed.")] = DEFAULT_URL,
+    *,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="The key that `penstock serve` was given.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show the engines behind a router: state, weight version and load.
+
+    **Examples**
+
+    - `penstock status`
+    - `penstock status http://127.0.0.1:9000 --json`
+    """
+    if not url.startswith(("http://", "https://")):
+        raise UserError(f"{url!r} is not an address; give one such as {DEFAULT_URL}")
+    report = asyncio.run(_collect(url.rstrip("/").removesuffix("/v1"), api_key or None))
+    if as_json:
+        import json  # noqa: PLC0415
+
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        _print_table(report)
+
+
+async def _collect(url: str, api_key: str | None) -> dict[str, Any]:
+    """What the router knows, and what each engine says of itself."""
+    from dataclasses import asdict  # noqa: PLC0415
+
+    from penstock.router.admin_client import RouterAdmin  # noqa: PLC0415
+
+    admin = RouterAdmin(url, api_key)
+    try:
+        state = await admin.engines()
+    except EngineDeadError as error:
+        raise PenstockError(f"nothing answers at {url}; is `penstock serve` running there?") from error
+    finally:
+        await admin.close()
+    engines = await asyncio.gather(*(_engine(load, state, api_key) for load in state.engines))
+    return {"url": url, **asdict(state), "engines": engines}
+
+
+async def _engine(load: EngineLoad, router: RouterState, api_key: str | None) -> dict[str, Any]:
+    from dataclasses import asdict  # noqa: PLC0415
+
+    from penstock.engine.control import ControlClient  # noqa: PLC0415
+
+    control = ControlClient(load.name, load.url, api_key=api_key, timeout_s=ENGINE_TIMEOUT_S)
+    try:
+        info, stats = await asyncio.gather(control.info(), control.stats())
+    except EngineError as error:
+        return {**asdict(load), "state": "down", "error": str(error)}
+    finally:
+        await control.close()
+    return {**asdict(load), "state": _state(load, router, paused=info.paused), **asdict(info), **asdict(stats)}
+
+
+def _state(load: EngineLoad, router: RouterState, *, paused: bool) -> str:
+    if load.down:
+        return "down"
+    if not load.eligible:
+        return "not serving"
+    if paused:
+        return "paused"
+    return "gate closed" if router.gate_closed else "serving"
+
+
+def _print_table(report: dict[str, Any]) -> None:
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table(
+        title=f"{report['url']}: {report['requests']:,} requests so far, {report['held']} held", title_justify="left"
+    )
+    for name in ("engine", "state", "version", "running", "waiting", "KV cache", "tokens made", "address"):
+        table.add_column(name, justify="left" if name in {"engine", "state", "address"} else "right")
+    for engine in report["engines"]:
+        color = "green" if engine["state"] == "serving" else "red" if engine["state"] == "down" else "yellow"
+        known = "error" not in engine
+        table.add_row(
+            engine["name"],
+            f"[{color}]{engine['state']}[/]",
+            str(engine["weight_version"]),
+            f"{engine['running']}" if known else "-",
+            f"{engine['waiting']}" if known else "-",
+            f"{engine['kv_cache_usage']:.0%}" if known else "-",
+            f"{engine['generation_tokens']:,}" if known else "-",
+            engine["url"],
+        )
+    console = Console()
+    console.print(table)
+    for engine in report["engines"]:
+        if "error" in engine:
+            console.print(engine["error"], style="red", markup=False, highlight=False)

@@ -1,0 +1,41 @@
+"""`penstock train`: a training run from a YAML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.checks import require_extra
+from penstock.cli.signals import run_until_signal
+
+
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values instead of the file's.", show_default=False)
+    ] = None,
+    *,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with this run from its last checkpoint.")] = False,
+) -> None:
+    """Train a model with rollouts from a fleet of engines, updated while they generate.
+
+    **Examples**
+
+    - `penstock train examples/DEMO.yaml`
+    - `penstock train examples/DEMO.yaml seed=1 train.steps=40 fleet.engines=4`
+    - `penstock train examples/DEMO.yaml --resume` (after a crash or Ctrl-C)
+
+    The run folder, `run_dir`/`name`, holds the resolved config, metrics.jsonl, summary.json, plots, and sample
+    trajectories. What each key means: docs/configuration.md.
+    """
+    from penstock.config import load_config  # noqa: PLC0415
+
+    settings = load_config(config, overrides or [])
+    require_extra("train", "torch", "transformers", "safetensors", "matplotlib")
+    from penstock.observe.progress import RunDisplay  # noqa: PLC0415
+    from penstock.train.run import run  # noqa: PLC0415
+
+    with RunDisplay(settings.name, settings.train.steps) as display:
+        run_until_signal(run(settings, resume=resume, reporter=display))
