@@ -1,0 +1,63 @@
+"""`python -m penstock.sim --port 8000`: one simulated engine until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import signal
+import sys
+from collections.abc import Sequence
+
+from penstock import lifeline
+from penstock.errors import PenstockError, UserError
+from penstock.sim.config import SimConfig
+from penstock.sim.faults import Fault
+from penstock.sim.server import SimServer
+
+READY = "penstock-sim ready"
+"""The line printed once it serves: `penstock-sim ready NAME http://127.0.0.1:PORT`."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, serve, and return the exit status: 2 for bad options, 1 where it cannot start."""
+    lifeline.watch()
+    try:
+        return asyncio.run(_serve(_config(argv)))
+    except PenstockError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2 if isinstance(error, UserError) else 1
+
+
+def _config(argv: Sequence[str] | None) -> SimConfig:
+    parser = argparse.ArgumentParser(prog="python -m penstock.sim", description="A simulated vLLM engine.")
+    for field in dataclasses.fields(SimConfig):
+        flag = "--" + field.name.replace("_", "-")
+        default: object = field.default
+        if field.name in ("faults", "tensor_specs"):
+            continue
+        if isinstance(default, bool):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default)
+        else:
+            parser.add_argument(flag, type=type(default) if isinstance(default, (int, float)) else str, default=default)
+    parser.add_argument("--fault", action="append", default=[], help="such as hang:phase=pause or exit:phase=load")
+    options = vars(parser.parse_args(argv))
+    faults = tuple(Fault.parse(text) for text in options.pop("fault"))
+    return SimConfig(**options, faults=faults)
+
+
+async def _serve(config: SimConfig) -> int:
+    server = SimServer(config, own_process=True)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with server:
+        sys.stdout.write(f"{READY} {config.name} {server.url}\n")
+        sys.stdout.flush()
+        await stop.wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Requests and answers in vLLM's forms: JSON bodies in, JSON or its error form out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import orjson
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from penstock.errors import EngineDeadError, RequestError, StateError, UserError
+from penstock.sim.adapters import AdapterNotFoundError
+from penstock.sim.engine import SimEngine
+from penstock.sim.faults import RefusedError
+from penstock.types import SamplingParams
+
+ENGINE: web.AppKey[SimEngine] = web.AppKey("engine", SimEngine)
+
+GUARDED = ("/v1", "/v2", "/inference", "/cohere", "/penstock", "/sim")
+"""Paths that need the API key: vLLM's AuthenticationMiddleware's, and ours."""
+
+_INTEGERS = ("max_tokens", "n", "top_k", "seed", "min_tokens")
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+class InvalidFieldError(RequestError):
+    """A field of the body or the query is missing or of the wrong form; FastAPI finds these in vLLM."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"1 validation error:\n  {field}: {message}")
+        self.field = field
+
+
+class ModelNotFoundError(UserError):
+    """The model asked for is not served here."""
+
+
+def json_answer(data: Any, status: int = 200) -> web.Response:
+    """JSON, as vLLM's JSONResponse."""
+    return web.Response(body=orjson.dumps(data), status=status, content_type="application/json")
+
+
+def error_body(message: str, kind: str, status: int, param: str | None = None) -> dict[str, Any]:
+    """VLLM's `ErrorResponse`."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def error_answer(message: str, kind: str, status: int, param: str | None = None) -> web.Response:
+    """VLLM's `ErrorResponse` with its status."""
+    return json_answer(error_body(message, kind, status, param), status)
+
+
+@web.middleware
+async def errors_as_vllm(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Exceptions become the answers that vLLM gives for them."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return error_answer(error.reason, error.reason, error.status)
+    except InvalidFieldError as error:
+        return error_answer(str(error), "Bad Request", 400, error.field)
+    except UserError as error:
+        missing = isinstance(error, (ModelNotFoundError, AdapterNotFoundError))
+        param = "model" if isinstance(error, ModelNotFoundError) else None
+        return error_answer(str(error), *(("NotFoundError", 404) if missing else ("BadRequestError", 400)), param)
+    except (EngineDeadError, RefusedError, StateError) as error:
+        return error_answer(str(error), "InternalServerError", 500)
+
+
+def require_key(api_key: str | None) -> Middleware:
+    """Middleware: 401 without the key, on the paths that vLLM guards and on ours."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "")
+        if api_key is not None and request.path.startswith(GUARDED) and given != f"Bearer {api_key}":
+            return json_answer({"error": "Unauthorized"}, 401)
+        return await handler(request)
+
+    return check
+
+
+async def json_body(request: web.Request, *, optional: bool = False) -> dict[str, Any]:
+    """The body as an object. Raises RequestError where it is no JSON, web.HTTPException where it is too large."""
+    raw = await request.read()
+    if not raw and optional:
+        return {}
+    try:
+        data: Any = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InvalidFieldError("body", f"JSON decode error: {error}") from error
+    if not isinstance(data, dict):
+        raise InvalidFieldError("body", "Input should be a valid dictionary")
+    return cast("dict[str, Any]", data)
+
+
+def model_asked_for(engine: SimEngine, body: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Name to answer with, and the LoRA's name where the model is one.
+
+    Raises:
+        ModelNotFoundError: neither the served model nor a loaded adapter.
+    """
+    served = engine.config.served_model_name
+    model = body.get("model")
+    if not model or model == served:
+        return served, None
+    if model in engine.adapters.loaded:
+        return model, model
+    raise ModelNotFoundError(f"The model `{model}` does not exist. Valid aliases: {served}.")
+
+
+def sampling_of(
+    given: Mapping[str, Any], *, logprobs: bool, detokenize: bool, default_max_tokens: int
+) -> SamplingParams:
+    """VLLM's sampling parameters as ours; what the simulated model has no use for is ignored.
+
+    Raises:
+        RequestError: a value of the wrong type or out of range.
+    """
+    values: dict[str, Any] = {"max_tokens": default_max_tokens, "logprobs": logprobs, "detokenize": detokenize}
+    for name, types in (*((i, int) for i in _INTEGERS), *((f, (int, float)) for f in _NUMBERS)):
+        value = given.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, types) or isinstance(value, bool):
+            raise InvalidFieldError(name, f"Input should be a valid number, got {value!r}")
+        values[name] = value
+    values["ignore_eos"] = bool(given.get("ignore_eos"))
+    for name, kind in (("stop", str), ("stop_token_ids", int)):
+        value: Any = given.get(name) or []
+        items = cast("list[Any]", value) if isinstance(value, list) else [value]
+        if any(not isinstance(item, kind) for item in items):
+            raise InvalidFieldError(name, f"Input should be a list of {kind.__name__}, got {value!r}")
+        values[name] = tuple(items)
+    return SamplingParams.of(values)
+
+
+def stream_option(body: Mapping[str, Any], name: str) -> bool:
+    """One of OpenAI's `stream_options`."""
+    options: Any = body.get("stream_options")
+    return isinstance(options, dict) and bool(cast("dict[str, Any]", options).get(name))

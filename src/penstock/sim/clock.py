@@ -1,0 +1,98 @@
+"""Time as the simulated engine sees it: real for servers, virtual for tests and discrete-event fleets.
+
+Virtual time is a property of the event loop: when nothing is ready to run, the loop's clock jumps to its next timer
+instead of waiting for it. So every `asyncio.sleep`, `wait_for` and `timeout` of a program is virtual at once, ours and
+anybody's, and a run is deterministic because asyncio runs what is ready in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Clock(Protocol):
+    """What the simulated engine asks of time. All in seconds."""
+
+    def time(self) -> float:
+        """Now; only differences mean anything."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Return `seconds` later."""
+        ...
+
+
+class LoopClock:
+    """The running event loop's own time: real under an ordinary loop, virtual inside `run_virtual`."""
+
+    def time(self) -> float:
+        """Now, by the loop."""
+        return asyncio.get_running_loop().time()
+
+    async def sleep(self, seconds: float) -> None:
+        """`asyncio.sleep`."""
+        await asyncio.sleep(seconds)
+
+
+class DeadlockError(RuntimeError):
+    """Under virtual time: every task waits and no timer is set, so nothing can ever happen again."""
+
+
+class VirtualClock:
+    """Virtual time, from 0. `now` only moves when a loop driven by it has nothing else to do."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def time(self) -> float:
+        """Virtual seconds since the start."""
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        """Virtual sleep: the program must run inside `run_virtual` with this clock."""
+        await asyncio.sleep(seconds)
+
+
+class _VirtualSelector(selectors.DefaultSelector):
+    """Never waits: a timeout that would pass is added to the clock."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if ready:
+            return ready
+        if timeout is None:
+            raise DeadlockError("every task waits for another and no timer is set: nothing can happen any more")
+        self._clock.now += max(0.0, timeout)
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop on a virtual clock. Threads and sockets of other processes have no place in it."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__(_VirtualSelector(clock))
+        self._virtual_clock = clock
+
+    def time(self) -> float:
+        """Virtual seconds."""
+        return self._virtual_clock.now
+
+
+def run_virtual(main: Callable[[VirtualClock], Coroutine[Any, Any, T]]) -> T:
+    """Run `main(clock)` to its end in virtual time; the counterpart of `asyncio.run`.
+
+    Raises:
+        DeadlockError: the program waits for something that can never happen.
+    """
+    clock = VirtualClock()
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(clock)) as runner:
+        return runner.run(main(clock))

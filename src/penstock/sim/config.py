@@ -1,0 +1,72 @@
+"""How one simulated engine is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.errors import ConfigError
+from penstock.sim.faults import Fault
+from penstock.sim.tokens import Model
+from penstock.types import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SimConfig:
+    """One simulated engine. Sizes in tokens, times in seconds."""
+
+    name: str = "sim"
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: any free port."""
+    api_key: str | None = None
+    served_model_name: str = "sim-model"
+    max_body_bytes: int = 64 * 2**20
+
+    vocab_size: int = 1024
+    eos_token_id: int = 0
+    eos_share: float = 0.0
+    """Probability that a token is EOS; 0: samples end at `max_tokens` or a stop token only."""
+    seed: int = 0
+    """Of requests that carry none. Equal on all engines of a fleet, their answers are too."""
+    max_model_len: int = 4096
+    context_overflow: Literal["refuse", "clamp"] = "refuse"
+    """Prompt + max_tokens over the context: vLLM up to 0.26 refuses with 400, 0.32 clamps max_tokens. Refusing is the
+    default because a client that lives with it lives with both."""
+
+    tokens_per_second: float = 1000.0
+    """Decoding rate of one sample alone."""
+    sequence_seconds: float = 5e-6
+    """What one more sample in the batch adds to a step."""
+    prefill_tokens_per_second: float = 200_000.0
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    """Prompt tokens computed in one step, at most."""
+    block_size: int = 16
+    kv_blocks: int = 16_384
+    enable_prefix_caching: bool = True
+
+    prepare_seconds: float = 0.0
+    pause_seconds: float = 0.0
+    load_seconds: float = 0.005
+    resume_seconds: float = 0.0
+    tensor_specs: tuple[TensorSpec, ...] | None = None
+    """What an update must hold; None: anything."""
+    max_loras: int = 16
+    faults: tuple[Fault, ...] = ()
+
+    def __post_init__(self) -> None:
+        positive = ("vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_blocks")
+        for name in (*positive, "tokens_per_second", "prefill_tokens_per_second", "max_body_bytes"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"sim option {name} must be positive, got {getattr(self, name)}")
+        if self.kv_blocks * self.block_size < self.max_model_len:
+            raise ConfigError(
+                f"sim options: {self.kv_blocks} KV blocks of {self.block_size} tokens cannot hold one sequence of "
+                f"max_model_len={self.max_model_len}; raise kv_blocks or lower max_model_len"
+            )
+
+    @property
+    def model(self) -> Model:
+        """The part of it that decides tokens; give it to `verify`."""
+        return Model(self.vocab_size, self.eos_token_id, self.eos_share, self.seed)

@@ -1,0 +1,89 @@
+"""Server-sent events as vLLM sends them, with the faults that break a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from penstock.errors import EngineDeadError
+from penstock.sim.answers import error_body
+from penstock.sim.engine import SimEngine
+from penstock.sim.faults import FaultKind, Phase
+from penstock.sim.sequence import Delta, SimRequest
+
+
+class CutError(Exception):
+    """The connection is to break here."""
+
+
+async def deltas_of(engine: SimEngine, requests: Sequence[SimRequest]) -> AsyncIterator[tuple[int, Delta]]:
+    """New tokens of several requests as they come, each with its request's index.
+
+    Raises:
+        EngineDeadError: the engine died, or a fault says to send an error event.
+        CutError: a fault says to break the connection.
+    """
+    fault = engine.faults.take(Phase.REQUEST, FaultKind.CUT, FaultKind.ERROR_EVENT)
+    made = 0
+    queue: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
+    tasks = [asyncio.create_task(_forward(i, request, queue)) for i, request in enumerate(requests)]
+    try:
+        open_requests = len(requests)
+        while open_requests:
+            if fault is not None and made >= fault.after_tokens:
+                raise CutError if fault.kind is FaultKind.CUT else EngineDeadError("a fault ends this stream")
+            item = await queue.get()
+            if item is None:
+                open_requests -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                made += item[1].end - item[1].start
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _forward(
+    index: int, request: SimRequest, queue: asyncio.Queue[tuple[int, Delta] | BaseException | None]
+) -> None:
+    try:
+        async for delta in request.deltas():
+            queue.put_nowait((index, delta))
+        queue.put_nowait(None)
+    except EngineDeadError as error:
+        queue.put_nowait(error)
+
+
+async def finished(engine: SimEngine, requests: Sequence[SimRequest]) -> None:
+    """Wait until all have ended; the faults of streams break a plain answer too."""
+    async for _ in deltas_of(engine, requests):
+        pass
+
+
+async def send_events(http: web.Request, chunks: AsyncIterator[Mapping[str, Any]]) -> web.StreamResponse:
+    """Answer with a stream of events and `[DONE]`. A dead engine gives an error event and `[DONE]`, as in vLLM."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await response.prepare(http)
+    try:
+        async for chunk in chunks:
+            await response.write(b"data: " + orjson.dumps(chunk) + b"\n\n")
+    except EngineDeadError as error:
+        await response.write(b"data: " + orjson.dumps(error_body(str(error), "InternalServerError", 500)) + b"\n\n")
+    except CutError:
+        break_connection(http)
+        return response
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+def break_connection(http: web.Request) -> None:
+    """Drop the connection without an end."""
+    if http.transport is not None:
+        http.transport.abort()

@@ -1,0 +1,57 @@
+"""Penstock's own engine routes (ARCHITECTURE.md, Wires), and `POST /sim/fault`."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from penstock.errors import StateError, WeightsError
+from penstock.sim.answers import ENGINE, json_answer, json_body
+from penstock.sim.control_routes import VLLM_VERSION
+from penstock.sim.faults import Fault, Phase
+from penstock.weights.manifest import WeightManifest
+
+
+async def info(http: web.Request) -> web.Response:
+    """`GET /penstock/info`."""
+    engine = http.app[ENGINE]
+    engine.check_alive()
+    sizes = {"tp": 1, "pp": 1, "dp": 1}
+    limits = {"vocab_size": engine.config.vocab_size, "max_model_len": engine.config.max_model_len}
+    state = {"weight_version": engine.weights.version, "paused": engine.paused}
+    transports = {"transports": ["shared_memory"]}
+    return json_answer({"engine": "sim", "vllm": VLLM_VERSION, **state, **sizes, **limits, **transports})
+
+
+async def prepare(http: web.Request) -> web.Response:
+    """`POST /penstock/weights/prepare`: 400 and nothing changed where the offer does not fit."""
+    body = await json_body(http)
+    try:
+        await http.app[ENGINE].weights.prepare(WeightManifest.from_json(body.get("manifest", {})))
+    except WeightsError as error:
+        return json_answer({"error": str(error)}, 400)
+    return json_answer({"ok": True})
+
+
+async def apply(http: web.Request) -> web.Response:
+    """`POST /penstock/weights/apply`: any answer but 200 means that the engine must not serve again."""
+    body = await json_body(http)
+    version = body.get("version")
+    if type(version) is not int:
+        return json_answer({"error": f"version must be an integer, got {version!r}"}, 400)
+    try:
+        done = await http.app[ENGINE].weights.apply(version, clear_cache=bool(body.get("clear_cache", True)))
+    except StateError as error:
+        return json_answer({"error": str(error)}, 409)
+    return json_answer(done)
+
+
+async def set_fault(http: web.Request) -> web.Response:
+    """`POST /sim/fault`: one fault, as `Fault.of` reads it, or `{"clear": true}`."""
+    engine = http.app[ENGINE]
+    body = await json_body(http)
+    if body.get("clear"):
+        engine.faults.clear()
+    else:
+        engine.faults.add(Fault.of(body))
+        await engine.at(Phase.NOW)
+    return json_answer({"ok": True})

@@ -1,0 +1,200 @@
+"""One request in the simulated engine and its `n` sequences."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from penstock.errors import EngineDeadError
+from penstock.sim import text
+from penstock.sim.blocks import Block
+from penstock.sim.tokens import Model, Prefix, Weights, banned_before_min, expected_logprob, expected_token
+from penstock.types import FinishReason, Sample, SamplingParams, VersionSpan
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Output tokens `[start, end)` of sequence `index` are new; `finished` where they are its last."""
+
+    index: int
+    start: int
+    end: int
+    finished: bool
+
+
+class SimSequence:
+    """One sample in the making. The scheduler moves it; `advance` makes its next token."""
+
+    def __init__(self, request: SimRequest, index: int, model: Model, max_tokens: int) -> None:
+        params = request.params
+        self.request = request
+        self.index = index
+        self.prefix = request.prefix
+        self.block_ends = list(request.block_ends)
+        """Length and CRC-32 at the end of each block that prompt and output fill."""
+        self.output: list[int] = []
+        self.logprobs: list[float] = []
+        self.spans: list[VersionSpan] = []
+        self.labels: list[str] = []
+        """vLLM's label of each span's version."""
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.text_end: int | None = None
+        """Where a stop string cut the text."""
+        self.blocks: list[Block] = []
+        self.published = 0
+        """Blocks of it that others can find."""
+        self.kv_version = 0
+        self.counted = False
+        """Its prompt is already in the prefix cache's figures."""
+        self._model = model
+        self._max_tokens = max_tokens
+        base = model.seed if params.seed is None else params.seed
+        self._seed = None if params.temperature == 0 else base + index
+        self._banned = banned_before_min(model, params)
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and output."""
+        return self.prefix.length
+
+    @property
+    def text(self) -> str:
+        """Decoded output; EOS and a final stop token have no text, a stop string cuts it."""
+        ids = self.output
+        if self.finish_reason == "stop" and isinstance(self.stop_reason, int):
+            ids = ids[:-1]
+        return text.decode(ids, self._model.eos_token_id)[: self.text_end]
+
+    def advance(self, weights: Weights, label: str) -> None:
+        """Make the next token under `weights`, labelled `label`, and see whether it ends the sequence."""
+        params = self.request.params
+        position = len(self.output)
+        banned = self._banned if position < params.min_tokens else ()
+        token = expected_token(self._model, self.prefix, weights, seed=self._seed, banned=banned)
+        self.logprobs.append(expected_logprob(self.prefix, token, weights, temperature=params.temperature))
+        self.output.append(token)
+        self.prefix = self.prefix.then(token)
+        if self.prefix.length % self.request.block_size == 0:
+            self.block_ends.append((self.prefix.length, self.prefix.crc))
+        if self.labels and self.labels[-1] == label:
+            last = self.spans[-1]
+            self.spans[-1] = VersionSpan(last.version, last.start, position + 1)
+        else:
+            self.spans.append(VersionSpan(version_of(label), position, position + 1))
+            self.labels.append(label)
+        self._stop(token, params)
+
+    def finish(self, reason: FinishReason) -> None:
+        """End it for a reason from outside, with the tokens it has."""
+        self.finish_reason = reason
+        self.request.changed(self, len(self.output))
+
+    def sample(self) -> Sample:
+        """As the engine interface has it."""
+        params = self.request.params
+        return Sample(
+            token_ids=tuple(self.output),
+            finish_reason=self.finish_reason or "abort",
+            logprobs=tuple(self.logprobs) if params.logprobs else None,
+            spans=tuple(self.spans),
+            text=self.text if params.detokenize else "",
+        )
+
+    def _stop(self, token: int, params: SamplingParams) -> None:
+        count = len(self.output)
+        if count >= params.min_tokens:
+            if token == self._model.eos_token_id and not params.ignore_eos:
+                self.finish_reason = "stop"
+            elif token in params.stop_token_ids:
+                self.finish_reason, self.stop_reason = "stop", token
+            elif params.stop:
+                self._stop_at_string(params.stop)
+        if self.finish_reason is None and count >= self._max_tokens:
+            self.finish_reason = "length"
+        self.request.changed(self, count - 1)
+
+    def _stop_at_string(self, stops: tuple[str, ...]) -> None:
+        written = self.text
+        for stop in stops:
+            found = written.find(stop, max(0, len(written) - len(stop)))
+            if found >= 0:
+                self.finish_reason, self.stop_reason, self.text_end = "stop", stop, found
+                return
+
+
+class SimRequest:
+    """One prompt and its `n` sequences; whoever sent it waits here."""
+
+    def __init__(
+        self, request_id: str, prompt_ids: tuple[int, ...], params: SamplingParams, *, lora: str | None, block_size: int
+    ) -> None:
+        self.id = request_id
+        self.prompt_ids = prompt_ids
+        self.block_size = block_size
+        self.prefix, self.block_ends = _fold(prompt_ids, block_size)
+        self.params = params
+        self.lora = lora
+        """Name of the adapter it asked for."""
+        self.cached_tokens = 0
+        """Prompt tokens found in the prefix cache."""
+        self.sequences: list[SimSequence] = []
+        self.death: str | None = None
+        """Why it will never finish."""
+        self._unfinished = params.n
+        self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+        self._done = asyncio.Event()
+
+    @property
+    def finished(self) -> bool:
+        """All its sequences have ended."""
+        return self._unfinished == 0
+
+    def changed(self, sequence: SimSequence, start: int) -> None:
+        """A sequence has new tokens from `start` on, or has ended."""
+        ended = sequence.finish_reason is not None
+        self._deltas.put_nowait(Delta(sequence.index, start, len(sequence.output), ended))
+        if ended:
+            self._unfinished -= 1
+            if self.finished:
+                self._end()
+
+    def die(self, reason: str) -> None:
+        """The engine is gone."""
+        self.death = reason
+        self._end()
+
+    async def wait(self) -> None:
+        """Return when all its sequences have ended. Raises EngineDeadError when the engine died first."""
+        await self._done.wait()
+        if self.death is not None:
+            raise EngineDeadError(self.death)
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """New tokens as they are made. Raises EngineDeadError when the engine dies."""
+        while (delta := await self._deltas.get()) is not None:
+            yield delta
+        if self.death is not None:
+            raise EngineDeadError(self.death)
+
+    def _end(self) -> None:
+        self._done.set()
+        self._deltas.put_nowait(None)
+
+
+def _fold(token_ids: tuple[int, ...], block_size: int) -> tuple[Prefix, list[tuple[int, int]]]:
+    prefix, ends = Prefix(), list[tuple[int, int]]()
+    for start in range(0, len(token_ids), block_size):
+        prefix = prefix.extend(token_ids[start : start + block_size])
+        if prefix.length % block_size == 0:
+            ends.append((prefix.length, prefix.crc))
+    return prefix, ends
+
+
+def version_of(label: str) -> int:
+    """A label as an integer: vLLM's `default` is 0; a label that is no number gets a stable one, far from any count."""
+    if label == "default":
+        return 0
+    return int(label) if label.lstrip("-").isdigit() else (1 << 32) + zlib.crc32(label.encode())

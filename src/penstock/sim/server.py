@@ -1,0 +1,129 @@
+"""The simulated engine behind vLLM's HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from types import TracebackType
+from typing import Self
+
+from aiohttp import web
+
+from penstock.errors import EngineStartError
+from penstock.sim import control_routes, openai_routes, penstock_routes, token_routes
+from penstock.sim.answers import ENGINE, errors_as_vllm, require_key
+from penstock.sim.clock import Clock
+from penstock.sim.config import SimConfig
+from penstock.sim.engine import SimEngine
+from penstock.sim.faults import FaultKind
+
+CORE_DEATH_EXIT_S = 0.3
+"""How long vLLM's API server outlives its engine core (facts: port closed at 0.3 s)."""
+
+EXIT_STATUS = 1
+
+
+class SimServer:
+    """One engine on one port: `async with SimServer(SimConfig()) as server: server.url`.
+
+    Args:
+        config: how it is built.
+        clock: of the engine.
+        own_process: True where death is to end the process, False where it only closes port and connections.
+    """
+
+    def __init__(
+        self, config: SimConfig | None = None, *, clock: Clock | None = None, own_process: bool = False
+    ) -> None:
+        self.config = config or SimConfig()
+        self.engine = SimEngine(self.config, clock=clock, on_death=self._on_death)
+        self.gone = asyncio.Event()
+        """Set when the engine died and the port is closed."""
+        self._own_process = own_process
+        self._runner: web.AppRunner | None = None
+        self._port = self.config.port
+        self._closing: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it serves; the port is known once it is started."""
+        return f"http://{self.config.host}:{self._port}"
+
+    async def start(self) -> None:
+        """Serve. Raises EngineStartError where the port is taken."""
+        # Cancelling a handler when its client has gone aborts the request, as vLLM does.
+        runner = web.AppRunner(_app(self.engine), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self.config.host, self.config.port).start()
+        except OSError as error:
+            await runner.cleanup()
+            address = f"{self.config.host}:{self.config.port}"
+            raise EngineStartError(f"cannot listen on {address}: {error.strerror}", engine=self.config.name) from error
+        self._runner = runner
+        self._port = runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        """Close port and connections."""
+        if self._closing is not None:
+            self._closing.cancel()
+        if self._runner is not None:
+            self._break_connections()
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def _on_death(self, kind: FaultKind) -> None:
+        if kind is FaultKind.EXIT:
+            if self._own_process:
+                os._exit(EXIT_STATUS)
+            self._break_connections()
+        delay = 0.0 if kind is FaultKind.EXIT else CORE_DEATH_EXIT_S
+        self._closing = asyncio.get_running_loop().create_task(self._close_after(delay), name="sim-closing")
+
+    async def _close_after(self, seconds: float) -> None:
+        await self.engine.clock.sleep(seconds)
+        if self._own_process:
+            os._exit(EXIT_STATUS)
+        if self._runner is not None:
+            for site in tuple(self._runner.sites):
+                await site.stop()
+            self._break_connections()
+        self.gone.set()
+
+    def _break_connections(self) -> None:
+        server = self._runner.server if self._runner is not None else None
+        if server is not None:
+            for connection in server.connections:
+                if connection.transport is not None:
+                    connection.transport.abort()
+
+
+def _app(engine: SimEngine) -> web.Application:
+    middlewares = [require_key(engine.config.api_key), errors_as_vllm]
+    app = web.Application(client_max_size=engine.config.max_body_bytes, middlewares=middlewares)
+    app[ENGINE] = engine
+    get, post = app.router.add_get, app.router.add_post
+    post("/inference/v1/generate", token_routes.generate)
+    post("/v1/completions", openai_routes.completions)
+    post("/v1/chat/completions", openai_routes.chat_completions)
+    get("/v1/models", openai_routes.models)
+    post("/tokenize", openai_routes.tokenize)
+    post("/detokenize", openai_routes.detokenize)
+    for path, handler in control_routes.GET.items():
+        get(path, handler)
+    for path, handler in control_routes.POST.items():
+        post(path, handler)
+    get("/penstock/info", penstock_routes.info)
+    post("/penstock/weights/prepare", penstock_routes.prepare)
+    post("/penstock/weights/apply", penstock_routes.apply)
+    post("/sim/fault", penstock_routes.set_fault)
+    return app

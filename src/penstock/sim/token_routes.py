@@ -1,0 +1,139 @@
+"""`POST /inference/v1/generate`: tokens in, tokens out, in the form of vLLM 0.32."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, cast
+from uuid import uuid4
+
+from aiohttp import web
+
+from penstock.sim.answers import (
+    ENGINE,
+    InvalidFieldError,
+    json_answer,
+    json_body,
+    model_asked_for,
+    sampling_of,
+    stream_option,
+)
+from penstock.sim.engine import SimEngine
+from penstock.sim.events import CutError, break_connection, deltas_of, finished, send_events
+from penstock.sim.sequence import SimRequest, SimSequence
+from penstock.types import VersionSpan
+
+
+async def generate(http: web.Request) -> web.StreamResponse:
+    """VLLM's ServingTokens."""
+    engine = http.app[ENGINE]
+    body = await json_body(http)
+    name, lora = model_asked_for(engine, body)
+    token_ids = checked_ids(body.get("token_ids"), "token_ids")
+    sampling: Any = body.get("sampling_params")
+    if not isinstance(sampling, dict):
+        raise InvalidFieldError("sampling_params", "Field required, an object of sampling parameters")
+    given = cast("dict[str, Any]", sampling)
+    with_logprobs = given.get("logprobs") is not None
+    room = engine.config.max_model_len
+    params = sampling_of(given, logprobs=with_logprobs, detokenize=False, default_max_tokens=room)
+    request_id = http.headers.get("X-Request-Id") or str(body.get("request_id") or uuid4().hex)
+    request = await engine.submit(
+        token_ids,
+        params,
+        request_id=f"generate-tokens-{request_id}",
+        lora=lora,
+        max_tokens=room if given.get("max_tokens") is None else None,
+    )
+    try:
+        if body.get("stream"):
+            return await send_events(http, _chunks(engine, request, body))
+        await finished(engine, [request])
+        return json_answer(_answer(request, name, body))
+    except CutError:
+        break_connection(http)
+        return web.Response()
+    finally:
+        engine.drop(request)
+
+
+def checked_ids(value: Any, name: str) -> list[int]:
+    """A list of token ids. Raises RequestError where it is none."""
+    if not isinstance(value, list) or not value:
+        raise InvalidFieldError(name, "List should have at least 1 item of token ids")
+    ids = cast("list[Any]", value)
+    if any(type(i) is not int for i in ids):
+        raise InvalidFieldError(name, "Input should be a valid integer")
+    return ids
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """VLLM's UsageInfo."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": completion_tokens,
+        "prompt_tokens_details": None,
+    }
+
+
+def _answer(request: SimRequest, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    made = sum(len(s.output) for s in request.sequences)
+    return {
+        "request_id": request.id,
+        "model": model,
+        "created": int(time.time()),
+        "usage": usage_of(len(request.prompt_ids), made),
+        "prompt_logprobs": None,
+        "prompt_token_ids": request.prompt_ids if body.get("return_token_ids") else None,
+        "kv_transfer_params": None,
+        "output_mode": "tokens",
+        "choices": [_choice(s, 0, len(s.output)) | {"weight_versions": _weight_versions(s)} for s in request.sequences],
+    }
+
+
+async def _chunks(engine: SimEngine, request: SimRequest, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    first = bool(body.get("return_token_ids"))
+    async for _, delta in deltas_of(engine, [request]):
+        sequence = request.sequences[delta.index]
+        choice = _choice(sequence, delta.start, delta.end)
+        if not delta.finished:
+            choice |= {"finish_reason": None, "stop_reason": None}
+        # The spans come once, at the end, and cover the whole output.
+        choice["weight_versions"] = _weight_versions(sequence) if delta.finished else None
+        chunk: dict[str, Any] = {"request_id": request.id, "usage": None, "output_mode": "tokens", "choices": [choice]}
+        if first:
+            chunk["prompt_token_ids"], first = request.prompt_ids, False
+        if stream_option(body, "continuous_usage_stats"):
+            chunk["usage"] = usage_of(len(request.prompt_ids), delta.end)
+        yield chunk
+    if stream_option(body, "include_usage"):
+        made = sum(len(s.output) for s in request.sequences)
+        usage = usage_of(len(request.prompt_ids), made)
+        yield {"request_id": request.id, "output_mode": "tokens", "choices": [], "usage": usage}
+
+
+def _choice(sequence: SimSequence, start: int, end: int) -> dict[str, Any]:
+    logprobs = None
+    if sequence.request.params.logprobs:
+        pairs = zip(sequence.output[start:end], sequence.logprobs[start:end], strict=True)
+        logprobs = {"content": [_logprob(token, logprob) for token, logprob in pairs]}
+    return {
+        "index": sequence.index,
+        "logprobs": logprobs,
+        "finish_reason": sequence.finish_reason,
+        "stop_reason": sequence.stop_reason,
+        "token_ids": sequence.output[start:end],
+        "routed_experts": None,
+    }
+
+
+def _logprob(token_id: int, logprob: float) -> dict[str, Any]:
+    # vLLM's top_logprobs always holds the sampled token; the simulated model has no other candidates.
+    entry = {"token_id": token_id, "logprob": logprob, "rank": 1}
+    return {**entry, "top_logprobs": [entry]}
+
+
+def _weight_versions(sequence: SimSequence) -> list[dict[str, Any]]:
+    pairs: list[tuple[VersionSpan, str]] = list(zip(sequence.spans, sequence.labels, strict=True))
+    return [{"version": label, "start": span.start, "end": span.end} for span, label in pairs]

@@ -1,0 +1,187 @@
+"""What the simulated model says: pure functions, so that any token can be checked against where it claims to be from.
+
+A token depends on every token before it, on its position, on the weights and on the seed. So a token that is lost,
+doubled, moved to another request or labelled with another weight version shows in what follows or in its own logprob;
+and a request that goes on elsewhere with prompt + partial gives the same continuation, as a real model's would.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from array import array
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from penstock.types import SamplingParams, VersionSpan
+
+_MASK = 2**64 - 1
+_GREEDY = 0x67726565
+_ID = struct.Struct("<q")
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Everything before a token, folded: length and CRC-32 of the ids as little-endian int64."""
+
+    length: int = 0
+    crc: int = 0
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int]) -> Self:
+        """Fold a whole sequence."""
+        return cls().extend(token_ids)
+
+    def extend(self, token_ids: Sequence[int]) -> Self:
+        """Several tokens more."""
+        crc = zlib.crc32(array("q", token_ids).tobytes(), self.crc)
+        return type(self)(self.length + len(token_ids), crc)
+
+    def then(self, token_id: int) -> Prefix:
+        """One token more."""
+        return Prefix(self.length + 1, zlib.crc32(_ID.pack(token_id), self.crc))
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What makes one simulated model unlike another; equal for all engines of a fleet.
+
+    Attributes:
+        vocab_size: ids lie in `[0, vocab_size)`.
+        eos_token_id: ends a sample.
+        eos_share: probability that a token is EOS, so 1 / mean length; 0: only limits and stop tokens end a sample.
+        seed: of requests that carry none.
+    """
+
+    vocab_size: int = 1024
+    eos_token_id: int = 0
+    eos_share: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights under which a token is made.
+
+    `version` is theirs; `kv_version` the oldest of the KV blocks that the token attends to: differing from `version`,
+    the token belongs to no version at all, which is what stale KV does to a real model. `adapter` names a LoRA.
+    """
+
+    version: int
+    kv_version: int
+    adapter: str = ""
+
+
+def expected_token(
+    model: Model, prefix: Prefix, weights: Weights, *, seed: int | None, banned: Collection[int] = ()
+) -> int:
+    """The id that follows `prefix`.
+
+    Args:
+        model: whose token.
+        prefix: prompt and output before it.
+        weights: in force when it is made.
+        seed: the request's seed plus the sample's index (as vLLM seeds sample `i`); None: greedy, temperature 0.
+        banned: ids that must not come (EOS and stop tokens before `min_tokens`).
+    """
+    noise = _GREEDY if seed is None else _mix(seed & _MASK)
+    draw = _draw(prefix, weights, noise)
+    if model.eos_token_id not in banned and (draw >> 11) / 2**53 < model.eos_share:
+        return model.eos_token_id
+    while True:
+        draw = _mix(draw)
+        token = draw % model.vocab_size
+        if token not in banned and (token != model.eos_token_id):
+            return token
+
+
+def expected_logprob(prefix: Prefix, token_id: int, weights: Weights, *, temperature: float) -> float:
+    """Log-probability of `token_id` after `prefix`, after temperature scaling, in [-8, 0).
+
+    It does not depend on the seed: the same token in the same place has the same probability, however it came.
+    Temperature 0 counts as 1, as in vLLM.
+    """
+    scale = _mix(struct.unpack("<q", struct.pack("<d", temperature or 1.0))[0] & _MASK)
+    draw = _draw(prefix, weights, scale ^ _mix(token_id + 1))
+    return -8.0 * (1 + (draw >> 32)) / 2**32
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """One token that is not what its claims say."""
+
+    position: int
+    """Index in the output."""
+    token_id: int
+    version: int
+    reason: str
+
+
+def verify(
+    model: Model,
+    prompt_ids: Sequence[int],
+    token_ids: Sequence[int],
+    spans: Iterable[VersionSpan],
+    *,
+    logprobs: Sequence[float] | None = None,
+    params: SamplingParams | None = None,
+    seeds: Iterable[int] | None = None,
+    adapter: str = "",
+) -> list[Mismatch]:
+    """Check every token and logprob of a sample against its position and claimed version; empty: all is right.
+
+    Args:
+        model: of the engine that made it.
+        prompt_ids: shape `[P]`.
+        token_ids: shape `[T]`.
+        spans: claimed versions; must cover `[0, T)` exactly.
+        logprobs: shape `[T]`, or None when not asked for.
+        params: of the request; default: `SamplingParams()`.
+        seeds: a token may come from any of these. Default: `[s, s + n)` for the request's (or the model's) seed `s`;
+            give `[s + i]` to hold sample `i` to its own.
+        adapter: LoRA that made it.
+    """
+    params = params or SamplingParams()
+    start = model.seed if params.seed is None else params.seed
+    choices: list[int | None] = [None] if params.temperature == 0 else list(seeds or range(start, start + params.n))
+    versions = [span.version for span in spans for _ in range(span.start, span.end)]
+    if len(versions) != len(token_ids) or (logprobs is not None and len(logprobs) != len(token_ids)):
+        lengths = f"{len(token_ids)} tokens, {len(versions)} versions"
+        lengths += "" if logprobs is None else f", {len(logprobs)} logprobs"
+        return [Mismatch(0, -1, -1, f"lengths differ: {lengths}")]
+    wrong: list[Mismatch] = []
+    prefix = Prefix.of(prompt_ids)
+    for i, (token, version) in enumerate(zip(token_ids, versions, strict=True)):
+        weights = Weights(version, version, adapter)
+        banned = banned_before_min(model, params) if i < params.min_tokens else ()
+        if all(token != expected_token(model, prefix, weights, seed=s, banned=banned) for s in choices):
+            wrong.append(Mismatch(i, token, version, "not the token of this position and version"))
+        elif logprobs is not None:
+            expected = expected_logprob(prefix, token, weights, temperature=params.temperature)
+            if abs(logprobs[i] - expected) > 1e-9:  # noqa: PLR2004 - JSON carries floats exactly; this is for arithmetic
+                wrong.append(Mismatch(i, token, version, f"logprob {logprobs[i]} where {expected} is expected"))
+        prefix = prefix.then(token)
+    return wrong
+
+
+def banned_before_min(model: Model, params: SamplingParams) -> frozenset[int]:
+    """Ids masked out until `min_tokens` have been made (vLLM's MinTokensLogitsProcessor)."""
+    return frozenset({model.eos_token_id, *params.stop_token_ids})
+
+
+def _draw(prefix: Prefix, weights: Weights, noise: int) -> int:
+    adapter = zlib.crc32(weights.adapter.encode()) if weights.adapter else 0
+    place = _mix((prefix.length << 32) ^ prefix.crc)
+    made_by = _mix((weights.version & _MASK) ^ (adapter << 32))
+    if weights.kv_version != weights.version:
+        made_by ^= _mix(~weights.kv_version & _MASK)
+    return _mix(place ^ made_by ^ _mix(noise ^ 0x5EED))
+
+
+def _mix(value: int) -> int:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
