@@ -2,6 +2,7 @@
 
     config.yaml          the resolved configuration
     metrics.jsonl        one row a step, flushed as it is written (keys below)
+    evaluations.jsonl    held-out accuracy: `step` (0: before the first) and `accuracy`, a fraction
     trajectories.jsonl   a few trajectories of each step, every token with its text, logprob and weight version
     trajectories.md      some of them, to read
     summary.json         the figures of the whole run (`penstock.observe.summary.Summary`)
@@ -31,8 +32,9 @@ Keys of a row of metrics.jsonl, all of them numbers; seconds are wall seconds:
     update/PHASE         seconds of the fleet's phases: publish, prepare, gate, total
     seconds/waiting, seconds/training, seconds/update
                          the trainer's time: for rollouts, in the learner, for new weights to be in force
-    seconds/step         since the row before, evaluation and checkpoint included
-    accuracy             held-out accuracy after this step, where it was measured
+    seconds/evaluation, seconds/checkpoint
+                         between the row before and this one, where there was one
+    seconds/step         all of the time since the row before
 """
 
 from __future__ import annotations
@@ -121,6 +123,14 @@ class RunFolder:
         """All rows of metrics.jsonl, in order."""
         return cast("list[dict[str, float]]", _read(self.path / "metrics.jsonl"))
 
+    def append_evaluation(self, step: int, accuracy: float) -> None:
+        """Add the held-out accuracy measured after `step`."""
+        _append(self.path / "evaluations.jsonl", [{"step": step, "accuracy": accuracy}])
+
+    def evaluations(self) -> dict[int, float]:
+        """Held-out accuracy by the step after which it was measured, in order."""
+        return {row["step"]: row["accuracy"] for row in _read(self.path / "evaluations.jsonl")}
+
     def append_trajectories(self, records: Sequence[TrajectoryRecord]) -> None:
         """Add sample trajectories of one step."""
         _append(self.path / "trajectories.jsonl", [record.to_json() for record in records])
@@ -136,7 +146,7 @@ class RunFolder:
             The rows of metrics.jsonl that were dropped.
         """
         dropped = [row for row in self.metrics() if row["step"] > step]
-        for name in ("metrics.jsonl", "trajectories.jsonl"):
+        for name in ("metrics.jsonl", "evaluations.jsonl", "trajectories.jsonl"):
             file = self.path / name
             if file.exists():
                 _replace(file, "".join(_line(row) for row in _read(file) if row["step"] <= step))

@@ -1,0 +1,102 @@
+"""Taking up a run where its last checkpoint left it, with no step recorded twice and none missing.
+
+A checkpoint holds the learner (weights, optimiser, random state) and `Progress`. Rollouts are not in it: group `i` is a
+function of the seed and `i` alone, so the groups in flight at a kill are generated anew, from the same tasks with the
+same sampling seeds, under weights that are never older than those before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.config import RunConfig
+from penstock.errors import CheckpointError, UserError
+from penstock.observe.run_folder import RunFolder
+from penstock.train import checkpoint
+from penstock.train.checkpoint import Snapshot
+from penstock.train.learner import Learner
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run is; what a checkpoint holds besides the learner.
+
+    Attributes:
+        step: finished steps.
+        generated_tokens: response tokens of all groups completed.
+        trained_tokens: those trained on.
+        wasted_tokens: those thrown away.
+        resumed_at: steps at which the run was taken up again.
+        seconds: by activity (`Stopwatch.totals`), at the last checkpoint.
+    """
+
+    step: int = 0
+    generated_tokens: int = 0
+    trained_tokens: int = 0
+    wasted_tokens: int = 0
+    resumed_at: list[int] = field(default_factory=list[int])
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def unconsumed_tokens(self) -> int:
+        """Generated, and waiting to be trained on."""
+        return self.generated_tokens - self.trained_tokens - self.wasted_tokens
+
+    def resumed(self, dropped: Sequence[Mapping[str, float]]) -> None:
+        """Count what a kill cost, given the rows of the steps after the checkpoint.
+
+        That is every token generated since the checkpoint, as far as a row tells of it, and what was waiting then.
+        """
+        self.wasted_tokens += self.unconsumed_tokens
+        lost = int(sum(row["generated_tokens"] for row in dropped))
+        self.generated_tokens += lost
+        self.wasted_tokens += lost
+        self.resumed_at.append(self.step)
+
+
+def save_checkpoint(folder: RunFolder, learner: Learner, progress: Mapping[str, Any]) -> None:
+    """Write the state after `progress["step"]` steps; `progress` holds the fields of `Progress`. Blocks."""
+    state = learner.state()
+    checkpoint.save(folder.path, progress["step"], Snapshot(state.tensors, {**state.values, "run": progress}))
+
+
+def begin(folder: RunFolder) -> Progress:
+    """A new run in a fresh folder.
+
+    Raises:
+        UserError: the folder holds steps of a run already.
+    """
+    if folder.metrics():
+        raise UserError(
+            f"{folder.path} already holds a run; go on with it by --resume, or choose another name or run_dir"
+        )
+    return Progress()
+
+
+def take_up(config: RunConfig, folder: RunFolder, learner: Learner) -> Progress:
+    """Load the last checkpoint into `learner`, and cut the folder's records back to it; without one, to the start.
+
+    Raises:
+        ConfigError: the configuration is not the run's.
+        UserError: the run is further than `train.steps`.
+        CheckpointError: the checkpoint is damaged, or of another model; nothing was changed.
+    """
+    folder.check_resumable(config)
+    progress = Progress()
+    path = checkpoint.latest(folder.path)
+    if path is not None:
+        step, snapshot = checkpoint.load(path)
+        try:
+            progress = Progress(**snapshot.values["run"])
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"checkpoint {path} is not one of a training run: {error!r}") from error
+        if step > config.train.steps:
+            raise UserError(
+                f"{folder.path} is at step {step}, beyond train.steps={config.train.steps}; ask for more steps"
+            )
+        learner.load_state(snapshot)
+    progress.resumed(folder.truncate(progress.step))
+    folder.write_config(config)
+    return progress

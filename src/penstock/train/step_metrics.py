@@ -1,0 +1,82 @@
+"""What one step says of itself: rows of metrics.jsonl as pure functions (keys: `penstock.observe.run_folder`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from penstock.errors import StateError
+from penstock.observe.summary import STALENESS_PREFIX
+from penstock.types import Trajectory, UpdateReport
+
+LOGPROB_DIFFERENCE = "logprob_diff_max_equal"
+"""The learner's name for the largest |trainer - engine logprob| over tokens of the version it held."""
+
+
+def policy_tokens(trajectories: Sequence[Trajectory]) -> int:
+    """Response tokens that the policy made."""
+    return sum(sum(t.loss_mask) for t in trajectories)
+
+
+def token_ages(trajectories: Sequence[Trajectory], trainer_version: int) -> Counter[int]:
+    """How many of the policy's tokens have which age, in weight versions, when trainer `trainer_version` sees them."""
+    ages: Counter[int] = Counter()
+    for t in trajectories:
+        ages.update(trainer_version - version for version, made in zip(t.versions, t.loss_mask, strict=True) if made)
+    return ages
+
+
+def check_ages(ages: Mapping[int, int], max_staleness: int) -> None:
+    """Refuse tokens that the schedule cannot have caused: an engine served, or claims, another version than it should.
+
+    Raises:
+        StateError: a token is older than `max_staleness`, or of a version that does not exist yet.
+    """
+    for age, tokens in ages.items():
+        if not 0 <= age <= max_staleness:
+            raise StateError(
+                f"{tokens} tokens are {age} versions old where 0 to {max_staleness} is possible: an engine serves "
+                "weights that it was not given, or labels them wrongly; see `penstock status`"
+            )
+
+
+def batch_metrics(trajectories: Sequence[Trajectory], ages: Mapping[int, int]) -> dict[str, float]:
+    """Figures of the batch that a step trains on; it must not be empty."""
+    n = len(trajectories)
+    tokens = sum(ages.values())
+    groups: dict[str, set[float]] = {}
+    for t in trajectories:
+        groups.setdefault(t.group_id, set()).add(t.reward)
+    return {
+        "samples": n,
+        "tokens": tokens,
+        "reward_mean": sum(t.reward for t in trajectories) / n,
+        "solved_share": sum(t.reward >= 1 for t in trajectories) / n,
+        "zero_variance_share": sum(len(rewards) == 1 for rewards in groups.values()) / len(groups),
+        "response_tokens_mean": sum(len(t.response_ids) for t in trajectories) / n,
+        "truncated_share": sum(t.stop_reason == "length" for t in trajectories) / n,
+        "multi_version_share": sum(len(set(t.versions)) > 1 for t in trajectories) / n,
+        **{f"{STALENESS_PREFIX}{age}": count for age, count in sorted(ages.items())},
+        "staleness_mean": sum(age * count for age, count in ages.items()) / tokens if tokens else 0.0,
+        "staleness_max": max(ages, default=0),
+    }
+
+
+def learner_metrics(learned: Mapping[str, float]) -> dict[str, float]:
+    """What the learner returned, under `learner/`, and its logprob difference under our name."""
+    metrics = {f"learner/{name}": value for name, value in learned.items()}
+    if LOGPROB_DIFFERENCE in learned:
+        metrics["logprob_difference"] = learned[LOGPROB_DIFFERENCE]
+    return metrics
+
+
+def update_metrics(report: UpdateReport) -> dict[str, float]:
+    """Figures of one weight update."""
+    return {
+        "update/bubble": report.bubble,
+        "update/bytes": report.bytes,
+        "update/engines": len(report.engines),
+        "update/failures": len(report.failures),
+        "update/preempted": sum(engine.preempted for engine in report.engines),
+        **{f"update/{phase}": seconds for phase, seconds in report.seconds.items()},
+    }
