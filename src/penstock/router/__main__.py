@@ -1,0 +1,90 @@
+"""`python -m penstock.router`: the router as a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from penstock import lifeline
+from penstock.config import RouterConfig, validate
+from penstock.errors import UserError
+from penstock.router.policy import POLICIES
+from penstock.router.server import Router
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run until SIGINT or SIGTERM. Exit status 2: it could not be started as asked."""
+    lifeline.watch()
+    options = vars(_parser().parse_args(arguments))
+    key_env, access_log = options.pop("api_key_env"), options.pop("access_log")
+    try:
+        config = validate(RouterConfig, {name: value for name, value in options.items() if value is not None})
+        api_key = _api_key(key_env)
+        if access_log:
+            logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+        _raise_file_limit()
+        uvloop.run(_serve(Router(config, api_key=api_key, access_log=access_log)))
+    except UserError as error:
+        sys.stderr.write(f"penstock router: {error}\n")
+        return 2
+    return 0
+
+
+async def _serve(router: Router) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    await router.start()
+    sys.stdout.write(f"penstock router ready on {router.url}\n")
+    sys.stdout.flush()
+    await stop.wait()
+    await router.close()
+
+
+def _api_key(env: str | None) -> str | None:
+    if env is None:
+        return None
+    key = os.environ.get(env)
+    if not key:
+        raise UserError(f"--api-key-env {env}: that environment variable is not set")
+    return key
+
+
+def _raise_file_limit() -> None:
+    """Two sockets a request: the soft limit of most systems, 1024, is too few for one fleet."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = RouterConfig()
+    parser = argparse.ArgumentParser(
+        prog="python -m penstock.router",
+        description="The data plane in front of a fleet of engines. Engines are announced with PUT /router/engines.",
+    )
+    parser.add_argument("--host", help=f"address to listen on (default {defaults.host})")
+    parser.add_argument("--port", type=int, help="port to listen on (default: any free one)")
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key to ask for")
+    parser.add_argument("--policy", choices=list(POLICIES), help=f"(default {defaults.policy})")
+    parser.add_argument(
+        "--max-hold-s", type=float, help=f"seconds a request may wait (default {defaults.max_hold_s:g})"
+    )
+    parser.add_argument("--max-held", type=int, help=f"requests that may wait (default {defaults.max_held})")
+    parser.add_argument("--max-header-bytes", type=int, help=f"(default {defaults.max_header_bytes})")
+    parser.add_argument("--max-body-bytes", type=int, help=f"(default {defaults.max_body_bytes})")
+    parser.add_argument("--header-timeout-s", type=float, help=f"(default {defaults.header_timeout_s:g})")
+    parser.add_argument("--access-log", action="store_true", help="one JSON line a request on stderr")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

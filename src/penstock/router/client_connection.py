@@ -1,0 +1,321 @@
+"""One connection from a client: requests in, one at a time and in order, answers out, each with its deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import socket
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, cast
+
+from penstock.router.framing import BodyReader, ChunkedReader, FramingError, LengthReader
+from penstock.router.head import CHUNKED, RequestHead, parse_request
+from penstock.router.refusal import RefusalError
+
+if TYPE_CHECKING:
+    from penstock.router.server import Router
+
+IDLE_S = 75.0
+"""A kept-alive connection without a request is closed after this time."""
+BODY_STALL_S = 60.0
+"""A request whose body brings no byte for this time, while we do read, gets a 408."""
+WRITE_STALL_S = 300.0
+"""A client that takes no byte of its answer for this time is given up."""
+LINGER_S = 2.0
+"""How long the rest of a refused request is read and thrown away, so that the client gets to read its answer."""
+_PIPELINE_LIMIT = 1 << 16
+_NEVER = float("inf")
+_BARE_LF = re.compile(rb"(?<!\r)\n")
+_BODY, _PIPELINE = 1, 2
+"""Reasons not to read, as bits."""
+
+
+class Call(Protocol):
+    """What serves one request: an `Exchange`, or an admin call."""
+
+    def add_body(self, piece: bytes, *, done: bool) -> None:
+        """A piece of the request's body."""
+        ...
+
+    def start(self) -> None:
+        """The head, and what came with it, is complete."""
+        ...
+
+    def refuse(self, refusal: RefusalError) -> None:
+        """The rest of the request is not acceptable, or too late."""
+        ...
+
+    def cancel(self) -> None:
+        """The client has gone."""
+        ...
+
+    def pause(self, *, paused: bool) -> None:
+        """The client's side is full, or has room again."""
+        ...
+
+
+class ClientConnection(asyncio.Protocol):
+    """Protocol of one accepted connection."""
+
+    __slots__ = (
+        "_blocked",
+        "_body",
+        "_call",
+        "_head",
+        "_lingering",
+        "_on_deadline",
+        "_pipelined",
+        "_request",
+        "_router",
+        "deadline",
+        "transport",
+        "write_paused",
+    )
+
+    def __init__(self, router: Router) -> None:
+        self.transport: asyncio.Transport
+        self.write_paused = False
+        self.deadline = _NEVER
+        """Loop time at which `expire` is due; the router looks at it now and then."""
+        self._router = router
+        self._on_deadline: Callable[[], None] = self._cut_off
+        self._head = b""
+        """A head that is not complete yet."""
+        self._pipelined = b""
+        """What came after the request that is being served."""
+        self._request: RequestHead | None = None
+        self._body: BodyReader | None = None
+        self._call: Call | None = None
+        self._lingering = False
+        self._blocked = 0
+
+    # --- callbacks of the event loop ---------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The connection is there."""
+        self.transport = cast("asyncio.Transport", transport)
+        self._router.clients.add(self)
+        self._arm(IDLE_S, self._close)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes have come."""
+        if self._lingering:
+            return
+        if self._pipelined:
+            self._keep_for_later(data)
+            return
+        try:
+            if self._call is None:
+                self._read_head(data)
+            elif self._body is None or self._body.done:
+                self._keep_for_later(data)
+            else:
+                self._read_body(self._call, self._body, data)
+        except RefusalError as refusal:
+            if self._call is not None:
+                self._call.refuse(refusal)
+            else:
+                self._router.metrics.errors[refusal.code] += 1
+                self.answer_refusal(refusal)
+
+    def eof_received(self) -> None:
+        """The client will send nothing more."""
+        # A client that only shuts down its sending side looks like one that went away, which is what it mostly is.
+        if self._call is not None:
+            self._cut_off()
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the loop's signature
+        """The connection is gone."""
+        self._router.clients.discard(self)
+        self.deadline = _NEVER
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
+
+    def pause_writing(self) -> None:
+        """More is buffered towards the peer than it takes."""
+        self.write_paused = True
+        if self._body is None or self._body.done:
+            self._arm(WRITE_STALL_S, self._cut_off)
+        if self._call is not None:
+            self._call.pause(paused=True)
+
+    def resume_writing(self) -> None:
+        """The peer has caught up."""
+        self.write_paused = False
+        if self._call is None:
+            self._arm(IDLE_S, self._close)
+            return
+        if self._body is None or self._body.done:
+            self.deadline = _NEVER
+        self._call.pause(paused=False)
+
+    # --- for the call ------------------------------------------------------------------------------------------------
+
+    def answer(self, data: bytes, *, close: bool = False) -> None:
+        """A whole answer of the router's own."""
+        self.transport.write(data)
+        self.exchange_over(close=close)
+
+    def answer_refusal(self, refusal: RefusalError) -> None:
+        """Send an error; the connection goes on where the whole request has been read."""
+        request = self._request
+        close = request is None or self._body is None or not self._body.done or not request.keep_alive
+        head_only = request is not None and request.method == b"HEAD"
+        self.answer(refusal.response(close=close, head_only=head_only), close=close)
+
+    def exchange_over(self, *, close: bool) -> None:
+        """The answer is complete: on to the next request, or close."""
+        unread = self._body is None or not self._body.done
+        self._call = self._request = self._body = None
+        if self.transport.is_closing():
+            return
+        self.block_body(blocked=False)
+        if not close:
+            self._arm(IDLE_S, self._close)
+            if self._pipelined:
+                asyncio.get_running_loop().call_soon(self._next)
+        elif unread:
+            self._lingering = True
+            self._arm(LINGER_S, self._cut_off)
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+        else:
+            self._close()
+
+    def cut(self, *, reset: bool) -> None:
+        """End the connection in the middle of an answer.
+
+        Args:
+            reset: with a reset, for an answer that has no other end than the connection's; else what was passed on
+                so far still reaches the client, who then misses the rest.
+        """
+        self._call = None
+        if reset:
+            sock = self.transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.transport.abort()
+        else:
+            self._close()
+
+    def block_body(self, *, blocked: bool) -> None:
+        """Stop reading the request's body, or go on."""
+        self._block(_BODY, blocked=blocked)
+
+    # --- deadlines ---------------------------------------------------------------------------------------------------
+
+    def expire(self) -> None:
+        """The deadline has passed."""
+        self.deadline = _NEVER
+        self._on_deadline()
+
+    def _arm(self, seconds: float, action: Callable[[], None]) -> None:
+        self.deadline = asyncio.get_running_loop().time() + seconds
+        self._on_deadline = action
+
+    def _close(self) -> None:
+        self._arm(WRITE_STALL_S, self._cut_off)
+        self.transport.close()
+
+    def _cut_off(self) -> None:
+        self.transport.abort()
+
+    def _slow_head(self) -> None:
+        limit = self._router.config.header_timeout_s
+        self._router.metrics.errors["slow_headers"] += 1
+        self.answer_refusal(RefusalError(408, "slow_headers", f"the request's head took more than {limit:g} s"))
+
+    def _slow_body(self) -> None:
+        if self._call is None:
+            return
+        if self._blocked:  # we do not read it: the fault is not the client's
+            self._arm(BODY_STALL_S, self._slow_body)
+            return
+        self._call.refuse(RefusalError(408, "slow_body", f"no byte of the request's body came for {BODY_STALL_S:g} s"))
+
+    # --- the request -------------------------------------------------------------------------------------------------
+
+    def _read_head(self, data: bytes) -> None:
+        if self._head:
+            data = self._head + data
+        elif data[:1] in b"\r\n":
+            data = data.lstrip(b"\r\n")  # RFC 9112, 2.2: empty lines before a request line
+        end = data.find(b"\r\n\r\n", max(0, len(self._head) - 3)) + 4
+        complete = end >= 4  # noqa: PLR2004 - find answers -1
+        limit = self._router.config.max_header_bytes
+        if (end if complete else len(data)) > limit:
+            raise RefusalError(431, "headers_too_large", f"the request's head is longer than {limit} bytes")
+        if complete:
+            self._head = b""
+            self.deadline = _NEVER
+            self._begin(parse_request(data[:end]), data[end:])
+            return
+        if _BARE_LF.search(data):
+            raise RefusalError(400, "bad_request", "malformed head: a line ends without CR")
+        if data and not self._head:
+            self._arm(self._router.config.header_timeout_s, self._slow_head)
+        self._head = data
+
+    def _begin(self, request: RequestHead, rest: bytes) -> None:
+        self._check(request)
+        self._request = request
+        body = self._body = ChunkedReader() if request.length == CHUNKED else LengthReader(request.length)
+        call = self._call = self._router.call(self, request)
+        if body.done:
+            call.add_body(b"", done=True)
+            if rest:
+                self._keep_for_later(rest)
+        else:
+            self._arm(BODY_STALL_S, self._slow_body)
+            if rest:
+                self._read_body(call, body, rest)
+            if request.expects_continue and not body.done:
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        call.start()
+
+    def _check(self, request: RequestHead) -> None:
+        key = self._router.api_key
+        public = request.method == b"GET" and request.target == b"/router/health"
+        if key is not None and not public and not hmac.compare_digest(request.authorization, b"Bearer " + key):
+            given = "is wrong" if request.authorization else "is missing"
+            raise RefusalError(401, "bad_api_key", f"the router's API key {given}: send Authorization: Bearer KEY")
+        limit = self._router.config.max_body_bytes
+        if request.length > limit:
+            raise RefusalError(413, "body_too_large", f"a body of {request.length} bytes is over the limit of {limit}")
+
+    def _read_body(self, call: Call, body: BodyReader, data: bytes) -> None:
+        try:
+            taken = body.feed(data)
+        except FramingError as error:
+            raise RefusalError(400, "bad_body", f"malformed chunked body: {error}") from None
+        limit = self._router.config.max_body_bytes
+        if body.size > limit:
+            raise RefusalError(413, "body_too_large", f"the body is over the limit of {limit} bytes")
+        if taken < len(data):
+            self._keep_for_later(data[taken:])
+            data = data[:taken]
+        if body.done:
+            self.deadline = _NEVER
+        else:
+            self._arm(BODY_STALL_S, self._slow_body)
+        call.add_body(data, done=body.done)
+
+    # --- pipelining --------------------------------------------------------------------------------------------------
+
+    def _keep_for_later(self, data: bytes) -> None:
+        self._pipelined += data
+        self._block(_PIPELINE, blocked=len(self._pipelined) > _PIPELINE_LIMIT)
+
+    def _next(self) -> None:
+        data, self._pipelined = self._pipelined, b""
+        if self._call is None and not self.transport.is_closing():
+            self._block(_PIPELINE, blocked=False)
+            self.data_received(data)
+
+    def _block(self, reason: int, *, blocked: bool) -> None:
+        before = self._blocked
+        self._blocked = before | reason if blocked else before & ~reason
+        if bool(before) != bool(self._blocked) and not self.transport.is_closing():
+            (self.transport.pause_reading if blocked else self.transport.resume_reading)()

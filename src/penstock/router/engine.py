@@ -1,0 +1,180 @@
+"""One engine as the router knows it: what was announced, its load, and a pool of connections to it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING
+
+from penstock.router.engine_connection import EngineConnection
+from penstock.router.membership import EngineEntry
+from penstock.router.policy import EngineView
+from penstock.router.refusal import RefusalError
+
+if TYPE_CHECKING:
+    from penstock.router.exchange import Exchange
+
+IDLE_S = 4.0
+"""An idle connection is closed after this time: before vLLM's server does, which takes 5 s."""
+CONNECT_TIMEOUT_S = 5.0
+MAX_CONNECTING = 256
+"""Connections being opened at once; a listen queue is a few times as long."""
+_OURS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
+"""Failures to connect that say something of this process and nothing of the engine."""
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
+"""A machine that vanished without a word is noticed after 35 s, however long an answer may take."""
+
+
+class Engine:
+    """Live record of one engine; `view` is the frozen side of it that policies see."""
+
+    def __init__(self, entry: EngineEntry) -> None:
+        self.entry = entry
+        self.down = False
+        """A connection was refused, and since then neither a probe succeeded nor a membership was announced."""
+        self.outstanding = 0
+        self.requests = 0
+        self.removed = False
+        self._view: EngineView | None = None
+        self._address = entry.address()
+        self._idle: OrderedDict[EngineConnection, None] = OrderedDict()
+        """Oldest first; the youngest is used first, so that a burst's surplus ages and is closed."""
+        self._open: set[EngineConnection] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._waiting: deque[Exchange] = deque()
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.entry.name
+
+    @property
+    def view(self) -> EngineView:
+        """What policies see; the same object until something changes."""
+        if self._view is None:
+            entry = self.entry
+            self._view = EngineView(
+                entry.name, entry.eligible and not self.down, entry.weight_version, self.outstanding
+            )
+        return self._view
+
+    def announce(self, entry: EngineEntry) -> None:
+        """Take over what the fleet says of it now; a mark as down is gone."""
+        self.entry = entry
+        self.down = False
+        self._view = None
+
+    def mark(self, *, down: bool) -> None:
+        """Note whether it takes connections."""
+        self.down = down
+        self._view = None
+
+    def load(self, change: int) -> None:
+        """One request more (1) or less (-1) is outstanding."""
+        self.outstanding += change
+        self._view = None
+
+    # --- connections -------------------------------------------------------------------------------------------------
+
+    def connect(self, exchange: Exchange, *, fresh: bool = False) -> None:
+        """Give `exchange` a connection (`exchange.connected`), or say why not (`exchange.not_connected`).
+
+        Args:
+            exchange: the request that wants one.
+            fresh: do not take one from the pool.
+        """
+        if not fresh:
+            oldest = asyncio.get_running_loop().time() - IDLE_S
+            while self._idle:
+                connection, _ = self._idle.popitem()
+                if connection.idle_since > oldest and not connection.transport.is_closing():
+                    exchange.connected(connection)
+                    return
+                connection.transport.abort()
+        self._waiting.append(exchange)
+        if len(self._connecting) < MAX_CONNECTING:
+            task = asyncio.get_running_loop().create_task(self._connect())
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
+
+    def release(self, connection: EngineConnection, *, reusable: bool) -> None:
+        """An exchange is over: keep its connection for another one, or close it."""
+        if not reusable or self.removed or connection.write_paused or connection.transport.is_closing():
+            connection.transport.abort()
+            return
+        connection.transport.resume_reading()
+        if not self._give(connection):
+            connection.idle_since = asyncio.get_running_loop().time()
+            self._idle[connection] = None
+
+    def forget(self, connection: EngineConnection) -> None:
+        """A connection is gone."""
+        self._open.discard(connection)
+        self._idle.pop(connection, None)
+
+    def close_idle(self, now: float) -> None:
+        """Close connections that have been idle for too long; `now` is loop time."""
+        while self._idle and next(iter(self._idle)).idle_since <= now - IDLE_S:
+            self._idle.popitem(last=False)[0].transport.abort()
+
+    def remove(self) -> None:
+        """It left the set: requests in flight end as they may, nothing new is begun."""
+        self.removed = True
+        self.close_idle(float("inf"))
+        while (exchange := self._next_waiting()) is not None:
+            exchange.not_connected(self)
+
+    async def close(self) -> None:
+        """Close every connection at once."""
+        self.removed = True
+        self._waiting.clear()
+        for connection in list(self._open):
+            connection.transport.abort()
+        tasks = list(self._connecting)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _connect(self) -> None:
+        loop = asyncio.get_running_loop()
+        host, port = self._address
+        while self._next_waiting(peek=True) is not None:
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    _, connection = await loop.create_connection(lambda: EngineConnection(self), host, port)
+            except OSError as error:  # TimeoutError is one
+                self._refused(error)
+                return
+            self._open.add(connection)
+            sock = connection.transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE:
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+            self.release(connection, reusable=True)
+
+    def _refused(self, error: OSError) -> None:
+        ours = error.errno in _OURS
+        while (exchange := self._next_waiting()) is not None:
+            if ours:
+                exchange.refuse(
+                    RefusalError(503, "no_sockets", f"the router cannot open a connection ({error}); raise ulimit -n")
+                )
+            else:
+                exchange.not_connected(self)
+
+    def _give(self, connection: EngineConnection) -> bool:
+        exchange = self._next_waiting()
+        if exchange is not None:
+            exchange.connected(connection)
+        return exchange is not None
+
+    def _next_waiting(self, *, peek: bool = False) -> Exchange | None:
+        while self._waiting:
+            exchange = self._waiting[0]
+            if exchange.gone:
+                self._waiting.popleft()
+                continue
+            return exchange if peek else self._waiting.popleft()
+        return None

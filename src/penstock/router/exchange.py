@@ -1,0 +1,286 @@
+"""One request and its answer: held, placed, sent, retried before the first byte, passed back, accounted for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from penstock.router.head import CHUNKED, UNTIL_CLOSE, RequestHead, ResponseHead, without_chunked
+from penstock.router.refusal import RefusalError
+
+if TYPE_CHECKING:
+    from penstock.router.client_connection import ClientConnection
+    from penstock.router.dispatcher import Dispatcher
+    from penstock.router.engine import Engine
+    from penstock.router.engine_connection import EngineConnection
+
+REPLAY_LIMIT = 1 << 20
+"""Bytes of request body kept for a retry; while a request is held, no more than these are read of it."""
+_JOIN_LIMIT = 1 << 16
+"""A head is joined with this much of its body: one system call for small answers, no copy of large ones."""
+
+
+class Exchange:
+    """The life of one request, driven by its client's connection on one side and an engine's on the other."""
+
+    __slots__ = (
+        "_announced_close",
+        "_buffered",
+        "_by_close",
+        "_connection",
+        "_head_sent",
+        "_held_since",
+        "_replay",
+        "_stale",
+        "_started",
+        "body_done",
+        "bytes_in",
+        "bytes_out",
+        "client",
+        "dispatcher",
+        "engine",
+        "gone",
+        "hold_seconds",
+        "outcome",
+        "request",
+        "started_at",
+        "status",
+        "tried",
+    )
+
+    def __init__(self, client: ClientConnection, request: RequestHead, dispatcher: Dispatcher) -> None:
+        self.client = client
+        self.request = request
+        self.dispatcher = dispatcher
+        self.body_done = False
+        """The whole request has come in, and been sent where a connection is attached."""
+        self.gone = False
+        """Nothing more is to be done: answered, broken, refused, or the client went away."""
+        self.engine: Engine | None = None
+        self.tried: list[str] = []
+        """Engines that took the request and closed the connection without an answer."""
+        self.hold_seconds = 0.0
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self.status = 0
+        self.outcome = ""
+        self.started_at = asyncio.get_running_loop().time()
+        self._connection: EngineConnection | None = None
+        self._replay: list[bytes] | None = []
+        self._buffered = 0
+        self._held_since: float | None = None
+        self._stale = False
+        """It met a stale connection and had its second go at the same engine."""
+        self._started = False
+        """A byte of an answer has come."""
+        self._head_sent = False
+        """The client has the head of the engine's answer."""
+        self._announced_close = False
+        self._by_close = False
+        """For this client the answer's end is the end of its connection."""
+
+    # --- from the client ---------------------------------------------------------------------------------------------
+
+    def add_body(self, piece: bytes, *, done: bool) -> None:
+        """A piece of the request's body, with its framing, as it came."""
+        self.body_done = done
+        self.bytes_in += len(piece)
+        connection = self._connection
+        if connection is not None:
+            connection.transport.write(piece)
+        if self._replay is not None:
+            self._replay.append(piece)
+            self._buffered += len(piece)
+            if self._buffered > REPLAY_LIMIT:
+                if connection is not None:
+                    self._replay = None
+                else:
+                    self.adjust_reading()
+
+    def start(self) -> None:
+        """The head is judged and what came with it is added: find an engine."""
+        self.dispatcher.metrics.requests += 1
+        self.dispatcher.gate.submit(self)
+
+    def cancel(self) -> None:
+        """The client has gone; so must the engine's work for it."""
+        if not self.gone:
+            self.dispatcher.metrics.cancelled += 1
+            self._leave_gate()
+            self._end("cancelled")
+
+    def pause(self, *, paused: bool) -> None:
+        """The client's side is full, or has room again."""
+        connection = self._connection
+        if connection is not None and self._started:
+            (connection.transport.pause_reading if paused else connection.transport.resume_reading)()
+
+    # --- from the gate and the dispatcher ----------------------------------------------------------------------------
+
+    def try_place(self) -> bool:
+        """Send it to an engine; False where none may serve it now."""
+        return self.dispatcher.try_place(self)
+
+    def held(self) -> None:
+        """It waits from now on."""
+        self._held_since = asyncio.get_running_loop().time()
+
+    def refuse(self, refusal: RefusalError) -> None:
+        """Answer it here; where an answer is under way already, break that off."""
+        if self.gone:
+            return
+        self._leave_gate()
+        if self._head_sent:
+            self.broken(str(refusal))
+            return
+        self.status = refusal.status
+        self.dispatcher.metrics.errors[refusal.code] += 1
+        self._end(refusal.code)
+        self.client.answer_refusal(refusal)
+
+    def place(self, engine: Engine) -> None:
+        """An engine is chosen."""
+        if self._held_since is not None:
+            waited = asyncio.get_running_loop().time() - self._held_since
+            self._held_since = None
+            self.hold_seconds += waited
+            self.dispatcher.metrics.holds += 1
+            self.dispatcher.metrics.hold_seconds += waited
+        self.engine = engine
+        engine.requests += 1
+        engine.load(1)
+        engine.connect(self)
+
+    # --- from the engine's pool --------------------------------------------------------------------------------------
+
+    def connected(self, connection: EngineConnection) -> None:
+        """Send everything that has come so far."""
+        self._connection = connection
+        body = self._replay or []
+        connection.send(self, b"".join((self.request.forward, *body)) if body else self.request.forward)
+        if self._buffered > REPLAY_LIMIT:
+            self._replay = None
+        if not self.body_done:
+            self.adjust_reading()
+
+    def not_connected(self, engine: Engine) -> None:
+        """The engine refused, or left the set; nothing was sent, so any engine may have the request."""
+        self._displace()
+        self.dispatcher.engine_refused(engine)
+        self.dispatcher.replace(self)
+
+    # --- from the engine's connection --------------------------------------------------------------------------------
+
+    def adjust_reading(self) -> None:
+        """Read from the client only what can be passed on."""
+        connection = self._connection
+        full = self._buffered > REPLAY_LIMIT if connection is None else connection.write_paused
+        self.client.block_body(blocked=full)
+
+    def first_byte(self) -> None:
+        """An answer begins: from here on nothing is retried."""
+        self._started = True
+        self._replay = None
+
+    def interim(self, head: bytes) -> None:
+        """An informational answer (1xx) before the real one."""
+        if self.request.http_1_1:
+            self.client.transport.write(head)
+
+    def respond(self, response: ResponseHead) -> bytes:
+        """The answer's head is known; returns it as the client shall see it."""
+        self.status = response.status
+        head = response.forward
+        self._by_close = response.length == UNTIL_CLOSE
+        if response.length == CHUNKED and not self.request.http_1_1:
+            head = without_chunked(head)
+            self._by_close = True
+        self._announced_close = self._by_close or not self.request.keep_alive or not self.body_done
+        if self._announced_close:
+            head = head[:-2] + b"Connection: close\r\n\r\n"
+        elif not self.request.http_1_1:
+            head = head[:-2] + b"Connection: keep-alive\r\n\r\n"
+        if self.client.write_paused:
+            self.pause(paused=True)
+        return head
+
+    def forward(self, head: bytes, data: bytes) -> None:
+        """Pass a piece of the answer on, with its head where it is the first."""
+        self.bytes_out += len(data)
+        if head:
+            self._head_sent = True
+            if len(data) <= _JOIN_LIMIT:
+                data = head + data
+            else:
+                self.client.transport.write(head)
+        if data:
+            self.client.transport.write(data)
+
+    def answered(self) -> None:
+        """The answer is complete."""
+        self._connection = None
+        self._end("")
+        self.client.exchange_over(close=self._announced_close)
+
+    def failed(self, refusal: RefusalError) -> None:
+        """The engine's answer is no HTTP; its connection is closed already."""
+        self._connection = None
+        self.refuse(refusal)
+
+    def broken(self, reason: str) -> None:
+        """The answer cannot be completed: the client must see that, so its connection ends here."""
+        if not self._head_sent:
+            self.failed(RefusalError(502, "engine_failed", reason))
+            return
+        self.dispatcher.metrics.broken += 1
+        self._end(f"broken: {reason}")
+        self.client.cut(reset=self._by_close)
+
+    def unanswered(self, connection: EngineConnection, detail: str) -> None:
+        """The engine closed the connection before a whole head of an answer."""
+        engine = connection.engine
+        replayable = self._replay is not None
+        self._displace()
+        if self._started or not replayable:
+            why = detail or f"closed the connection unanswered, and the request is over {REPLAY_LIMIT} bytes to replay"
+            self.refuse(RefusalError(502, "engine_failed", f"engine {engine.name} {why}"))
+        elif connection.reused and not self._stale and not engine.removed:
+            # Most likely it had closed the idle connection before our bytes arrived.
+            self._stale = True
+            self.dispatcher.metrics.retries += 1
+            self.engine = engine
+            engine.load(1)
+            engine.connect(self, fresh=True)
+        else:
+            self.tried.append(engine.name)
+            self._stale = False
+            self.dispatcher.replace(self)
+
+    # --- its end -----------------------------------------------------------------------------------------------------
+
+    def _leave_gate(self) -> None:
+        if self._held_since is not None:
+            self.dispatcher.gate.discard(self)
+            self.hold_seconds += asyncio.get_running_loop().time() - self._held_since
+            self._held_since = None
+
+    def _displace(self) -> None:
+        self._connection = None
+        if self.engine is not None:
+            self.engine.load(-1)
+            self.engine = None
+
+    def _end(self, outcome: str) -> None:
+        self.gone = True
+        self.outcome = outcome
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.drop()
+        if self.engine is not None:
+            self.engine.load(-1)
+        self._replay = None
+        metrics = self.dispatcher.metrics
+        metrics.bytes_in += self.bytes_in
+        metrics.bytes_out += self.bytes_out
+        if self.dispatcher.on_end is not None:
+            self.dispatcher.on_end(self)

@@ -1,0 +1,152 @@
+"""Where a body ends. The bytes themselves are passed on as they came; these readers only follow them.
+
+RFC 9112, sections 6 and 7. The chunked reader is stricter than the RFC: a peer behind us must not find another end
+than we do, so a bare LF, white space around a chunk size or a size over 15 digits is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol
+
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[\t -~\x80-\xff]*)?")
+_TRAILER = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*")
+_MAX_LINE = 4096
+_MAX_TRAILERS = 8192
+
+
+class FramingError(Exception):
+    """The bytes are not a body of this framing."""
+
+
+class BodyReader(Protocol):
+    """Follows one body."""
+
+    done: bool
+    size: int
+    """Payload bytes so far, framing not counted."""
+
+    def feed(self, data: bytes) -> int:
+        """Follow `data` and return how many of its bytes belong to this body: all, unless it ended (`done`)."""
+        ...
+
+
+class LengthReader:
+    """A body of `length` bytes; 0 is a message without one."""
+
+    __slots__ = ("_left", "done", "size")
+
+    def __init__(self, length: int) -> None:
+        self._left = length
+        self.done = length == 0
+        self.size = 0
+
+    def feed(self, data: bytes) -> int:
+        """See `BodyReader`."""
+        taken = len(data)
+        if taken >= self._left:
+            taken = self._left
+            self.done = True
+        self._left -= taken
+        self.size += taken
+        return taken
+
+
+class CloseReader:
+    """A response body that ends with the connection."""
+
+    __slots__ = ("done", "size")
+
+    def __init__(self) -> None:
+        self.done = False
+        self.size = 0
+
+    def feed(self, data: bytes) -> int:
+        """See `BodyReader`."""
+        self.size += len(data)
+        return len(data)
+
+
+class ChunkedReader:
+    """A chunked body with its trailers.
+
+    Args:
+        payload: where given, the payload of the chunks is appended to it, for a client that cannot read chunks.
+    """
+
+    __slots__ = ("_after_chunk", "_carry", "_in_trailers", "_left", "_payload", "_trailer_bytes", "done", "size")
+
+    def __init__(self, payload: list[bytes] | None = None) -> None:
+        self.done = False
+        self.size = 0
+        self._payload = payload
+        self._carry = b""
+        self._left = 0
+        self._after_chunk = False
+        self._in_trailers = False
+        self._trailer_bytes = 0
+
+    def feed(self, data: bytes) -> int:
+        """See `BodyReader`.
+
+        Raises:
+            FramingError: for anything but a well-formed chunked body.
+        """
+        carried = len(self._carry)
+        if carried:
+            data = self._carry + data
+            self._carry = b""
+        at, end = 0, len(data)
+        while at < end and not self.done:
+            if self._left:
+                at = self._chunk(data, at, end)
+            elif self._after_chunk:
+                if data[at : at + 2] != b"\r\n":
+                    if data[at:end] == b"\r":
+                        break
+                    raise FramingError("a chunk is longer than its size says")
+                self._after_chunk = False
+                at += 2
+            else:
+                line_end = self._line_end(data, at, end)
+                if line_end < 0:
+                    break
+                self._line(data, at, line_end)
+                at = line_end + 2
+        if not self.done:
+            self._carry = data[at:]
+            at = end
+        return at - carried
+
+    def _chunk(self, data: bytes, at: int, end: int) -> int:
+        step = min(self._left, end - at)
+        if self._payload is not None:
+            self._payload.append(data[at : at + step])
+        self._left -= step
+        self.size += step
+        self._after_chunk = self._left == 0
+        return at + step
+
+    @staticmethod
+    def _line_end(data: bytes, at: int, end: int) -> int:
+        line_end = data.find(b"\r\n", at, at + _MAX_LINE)
+        if line_end < 0 and end - at >= _MAX_LINE:
+            raise FramingError(f"a chunk size or trailer line is longer than {_MAX_LINE} bytes")
+        if line_end < 0 and b"\n" in data[at:end]:
+            raise FramingError("a chunk size or trailer line ends without CR")
+        return line_end
+
+    def _line(self, data: bytes, at: int, line_end: int) -> None:
+        if self._in_trailers:
+            if at == line_end:
+                self.done = True
+                return
+            self._trailer_bytes += line_end - at
+            if self._trailer_bytes > _MAX_TRAILERS or not _TRAILER.fullmatch(data, at, line_end):
+                raise FramingError(f"bad trailer line {data[at:line_end][:80]!r}")
+            return
+        size = _CHUNK_SIZE.fullmatch(data, at, line_end)
+        if size is None:
+            raise FramingError(f"bad chunk size line {data[at:line_end][:80]!r}")
+        self._left = int(size[1], 16)
+        self._in_trailers = self._left == 0

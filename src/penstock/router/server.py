@@ -1,0 +1,119 @@
+"""The router as one object: a listening socket, its clients, and the dispatcher behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+
+import orjson
+
+from penstock.config import RouterConfig
+from penstock.errors import StateError, UserError
+from penstock.router.admin import AdminCall
+from penstock.router.client_connection import Call, ClientConnection
+from penstock.router.dispatcher import Dispatcher
+from penstock.router.exchange import Exchange
+from penstock.router.head import RequestHead
+from penstock.router.metrics import Metrics
+
+_BACKLOG = 4096
+_SWEEP_S = 0.25
+"""How often deadlines are looked at. One timer for all: a timer for each request costs more than the request's head."""
+_access = logging.getLogger("penstock.router.access")
+
+
+class Router:
+    """Data plane of a fleet; runs in any asyncio event loop.
+
+    Args:
+        config: limits and the policy.
+        api_key: asked for on every request but `GET /router/health`; None: nobody is asked.
+        access_log: log one JSON line a request to the logger `penstock.router.access`.
+
+    Raises:
+        ConfigError: for an unknown policy.
+    """
+
+    def __init__(
+        self, config: RouterConfig | None = None, *, api_key: str | None = None, access_log: bool = False
+    ) -> None:
+        self.config = config or RouterConfig()
+        self.api_key = None if api_key is None else api_key.encode()
+        self.metrics = Metrics()
+        self.dispatcher = Dispatcher(self.config, self.metrics)
+        self.clients: set[ClientConnection] = set()
+        self._server: asyncio.Server | None = None
+        self._sweep_timer: asyncio.TimerHandle | None = None
+        self._url = ""
+        if access_log:
+            self.dispatcher.on_end = _log
+
+    @property
+    def url(self) -> str:
+        """Where it listens, `http://host:port`."""
+        if not self._url:
+            raise StateError("the router has not been started")
+        return self._url
+
+    async def start(self, host: str | None = None, port: int | None = None) -> None:
+        """Listen on `host` and `port` (default: those of the configuration; port 0: any free one).
+
+        Raises:
+            UserError: the address cannot be used.
+        """
+        host = self.config.host if host is None else host
+        port = self.config.port if port is None else port
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(
+                lambda: ClientConnection(self), host, port, backlog=_BACKLOG, start_serving=True
+            )
+        except OSError as error:
+            hint = "; choose another port, or 0 for any free one" if error.errno == errno.EADDRINUSE else ""
+            raise UserError(f"the router cannot listen on {host}:{port}: {error.strerror or error}{hint}") from error
+        name = f"[{host}]" if ":" in host else host
+        self._url = f"http://{name}:{self._server.sockets[0].getsockname()[1]}"
+        self._sweep()
+
+    async def close(self) -> None:
+        """Stop listening and end every connection; answers under way end as broken transfers."""
+        if self._sweep_timer is not None:
+            self._sweep_timer.cancel()
+        if self._server is not None:
+            self._server.close()
+        for client in list(self.clients):
+            client.transport.abort()
+        await self.dispatcher.close()
+
+    def call(self, client: ClientConnection, request: RequestHead) -> Call:
+        """What serves a request: the router itself under `/router`, an engine everything else."""
+        if request.target.startswith(b"/router/") or request.target == b"/router":
+            return AdminCall(client, request, self.dispatcher)
+        return Exchange(client, request, self.dispatcher)
+
+    def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for client in [client for client in self.clients if client.deadline <= now]:
+            client.expire()
+        self.dispatcher.sweep(now)
+        self._sweep_timer = loop.call_later(_SWEEP_S, self._sweep)
+
+
+def _log(exchange: Exchange) -> None:
+    request, engine = exchange.request, exchange.engine
+    line = {
+        "method": request.method.decode("latin-1"),
+        "target": request.target.decode("latin-1"),
+        "status": exchange.status,
+        "engine": None if engine is None else engine.name,
+        "session": request.session_id,
+        "bytes_in": exchange.bytes_in,
+        "bytes_out": exchange.bytes_out,
+        "seconds": round(asyncio.get_running_loop().time() - exchange.started_at, 6),
+        "hold_seconds": round(exchange.hold_seconds, 6),
+        "tried": exchange.tried,
+        "outcome": exchange.outcome or "ok",
+    }
+    _access.info(orjson.dumps(line).decode())
