@@ -1,5 +1,7 @@
 """Penstock: rollout inference for reinforcement learning, many vLLM engines seen as one."""
 
+from typing import TYPE_CHECKING, Any
+
 from penstock.errors import PenstockError
 from penstock.types import (
     GenerateBatch,
@@ -11,9 +13,13 @@ from penstock.types import (
     VersionSpan,
 )
 
+if TYPE_CHECKING:
+    from penstock.fleet.fleet import Fleet
+
 __version__ = "0.1.0"
 
 __all__ = [
+    "Fleet",
     "GenerateBatch",
     "GenerateOutput",
     "PauseMode",
@@ -24,3 +30,12 @@ __all__ = [
     "VersionSpan",
     "__version__",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`penstock.Fleet` on first use: this package is also imported inside engines, which need no client of a fleet."""
+    if name == "Fleet":
+        from penstock.fleet.fleet import Fleet  # noqa: PLC0415
+
+        return Fleet
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,116 @@
+"""From engines that answer to a fleet: what `launch` and `connect` have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+from penstock.config import FleetConfig
+from penstock.engine.control import ControlClient
+from penstock.engine.data import DataClient
+from penstock.errors import StateError, UserError
+from penstock.fleet.fleet import Fleet
+from penstock.fleet.lifecycle import Lifecycle, State
+from penstock.fleet.member import EngineHandle, Member
+from penstock.fleet.operations import Operations
+from penstock.fleet.roster import Roster
+from penstock.fleet.supervise import Supervisor
+from penstock.router.admin_client import RouterAdmin
+from penstock.weights.shared_memory import SharedMemoryStore
+
+
+async def join(
+    lifecycle: Lifecycle,
+    url: str,
+    owned: AsyncExitStack,
+    *,
+    api_key: str | None,
+    control_timeout_s: float,
+    process: EngineHandle | None = None,
+) -> Member:
+    """Ask an engine what it is; it is SYNCING then. Raises `EngineDeadError` and its kin where it does not answer."""
+    control = ControlClient(lifecycle.engine, url, api_key=api_key, timeout_s=control_timeout_s)
+    owned.push_async_callback(control.close)
+    info = await control.info()
+    lifecycle.to(State.SYNCING, f"answers with weight version {info.weight_version}")
+    return Member(
+        name=lifecycle.engine,
+        url=url,
+        control=control,
+        info=info,
+        lifecycle=lifecycle,
+        weight_version=info.weight_version,
+        process=process,
+    )
+
+
+async def assemble(
+    url: str,
+    admin: RouterAdmin,
+    members: Sequence[Member],
+    owned: AsyncExitStack,
+    *,
+    fleet: FleetConfig,
+    api_key: str | None,
+    control_timeout_s: float,
+    request_timeout_s: float,
+    epoch: int | None = None,
+) -> Fleet:
+    """Admit the engines, tell the router, watch them.
+
+    Args:
+        url: the router's.
+        admin: its control side.
+        members: engines that are SYNCING, in the order of their index.
+        owned: what ends with the fleet.
+        fleet: its settings.
+        api_key: of engines and router.
+        control_timeout_s: deadline of a control call.
+        request_timeout_s: deadline of a generation request.
+        epoch: of the set that the router has already, where these are the engines in it; None: it has none yet.
+
+    Raises:
+        StateError: the engines serve different weight versions, or some are paused and some not.
+        UserError: there is no engine, or fewer than `min_engines`.
+    """
+    if not members or len(members) < fleet.min_engines:
+        raise UserError(f"there are {len(members)} engines, the fleet needs at least {fleet.min_engines}")
+    _agree("weight version", {m.name: m.weight_version for m in members})
+    _agree("paused", {m.name: m.info.paused for m in members})
+    paused = members[0].info.paused
+    roster = Roster(admin, version=members[0].weight_version, epoch=-1 if epoch is None else epoch)
+    for member in members:
+        roster.admit(member)
+        if paused:
+            member.lifecycle.to(State.PAUSED, "was paused when it was found")
+    if epoch is None:
+        await roster.gate(closed=paused)
+        await roster.push()
+    store = SharedMemoryStore()
+    owned.callback(store.close)
+    data = DataClient(
+        url,
+        api_key=api_key,
+        request_timeout_s=request_timeout_s,
+        vocab_size=min(m.info.vocab_size for m in members),
+    )
+    owned.push_async_callback(data.close)
+    operations = Operations(
+        roster,
+        store,
+        min_engines=fleet.min_engines,
+        control_timeout_s=control_timeout_s,
+        request_timeout_s=request_timeout_s,
+        paused=paused,
+    )
+    supervisor = Supervisor(roster, health_interval_s=fleet.health_interval_s)
+    owned.push_async_callback(supervisor.stop)
+    for member in members:
+        supervisor.watch(member)
+    return Fleet(url, roster=roster, operations=operations, data=data, owned=owned.pop_all())
+
+
+def _agree(what: str, values: dict[str, object]) -> None:
+    if len(set(values.values())) > 1:
+        listed = ", ".join(f"{name}: {value}" for name, value in values.items())
+        raise StateError(f"the engines do not agree on {what} ({listed}); bring them to the same state first")

@@ -1,0 +1,103 @@
+"""A fleet over engines that someone else started."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.config import FleetConfig, RouterConfig
+from penstock.engine.concurrent import all_or_first_error
+from penstock.errors import EngineHTTPError, UserError
+from penstock.fleet.assemble import assemble, join
+from penstock.fleet.fleet import Fleet
+from penstock.fleet.lifecycle import Lifecycle
+from penstock.fleet.opening import Opening
+from penstock.fleet.router_process import RouterProcess
+from penstock.fleet.settings import refuse_unknown, section
+from penstock.router.admin_client import RouterAdmin, RouterState
+
+NOT_FOUND = 404
+
+
+def connect(
+    target: str | Sequence[str],
+    options: Mapping[str, Any],
+    *,
+    api_key: str | None = None,
+    control_timeout_s: float = 60.0,
+    request_timeout_s: float = 3600.0,
+) -> Opening:
+    """See `Fleet.connect`."""
+    to_router = isinstance(target, str)
+    refuse_unknown(options, FleetConfig, *(() if to_router else (RouterConfig,)))
+    plan = _Plan(
+        fleet=section(FleetConfig, None, options),
+        router=section(RouterConfig, None, options),
+        api_key=api_key,
+        control_timeout_s=control_timeout_s,
+        request_timeout_s=request_timeout_s,
+    )
+    return Opening(lambda: plan.to_router(target.rstrip("/")) if isinstance(target, str) else plan.to_engines(target))
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    fleet: FleetConfig
+    router: RouterConfig
+    api_key: str | None
+    control_timeout_s: float
+    request_timeout_s: float
+
+    async def to_router(self, url: str) -> Fleet:
+        async with AsyncExitStack() as owned:
+            admin = RouterAdmin(url, self.api_key)
+            owned.push_async_callback(admin.close)
+            state = await _router_state(admin, url)
+            urls = {engine.name: engine.url for engine in state.engines if engine.eligible}
+            return await self._fleet(url, admin, urls, owned, epoch=state.epoch)
+
+    async def to_engines(self, urls: Sequence[str]) -> Fleet:
+        async with AsyncExitStack() as owned:
+            logs = self.fleet.log_dir
+            if logs is None:
+                logs = Path(tempfile.mkdtemp(prefix="penstock-"))
+                owned.callback(shutil.rmtree, logs)
+            router = await RouterProcess.launch(self.router, log_dir=logs, api_key=self.api_key)
+            owned.push_async_callback(router.stop)
+            admin = RouterAdmin(router.url, self.api_key)
+            owned.push_async_callback(admin.close)
+            named = {f"e{i}": url.rstrip("/") for i, url in enumerate(urls)}
+            return await self._fleet(router.url, admin, named, owned, epoch=None)
+
+    async def _fleet(
+        self, url: str, admin: RouterAdmin, engines: Mapping[str, str], owned: AsyncExitStack, *, epoch: int | None
+    ) -> Fleet:
+        members = await all_or_first_error(
+            join(Lifecycle(name), its, owned, api_key=self.api_key, control_timeout_s=self.control_timeout_s)
+            for name, its in engines.items()
+        )
+        return await assemble(
+            url,
+            admin,
+            members,
+            owned,
+            fleet=self.fleet,
+            api_key=self.api_key,
+            control_timeout_s=self.control_timeout_s,
+            request_timeout_s=self.request_timeout_s,
+            epoch=epoch,
+        )
+
+
+async def _router_state(admin: RouterAdmin, url: str) -> RouterState:
+    try:
+        return await admin.engines()
+    except EngineHTTPError as error:
+        if error.status == NOT_FOUND:
+            raise UserError(f"{url} is not a Penstock router; give the URLs of engines as a list") from error
+        raise

@@ -1,0 +1,327 @@
+"""Many engines as one: the engine interface over a fleet and its router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from penstock.config import EngineConfig, FleetConfig, RouterConfig
+from penstock.engine.base import Engine
+from penstock.engine.concurrent import all_or_first_error
+from penstock.engine.data import DataClient
+from penstock.errors import EngineDeadError, StateError, UserError
+from penstock.fleet import completion
+from penstock.fleet.control import fan_out
+from penstock.fleet.member import SERVABLE, EngineControl, EngineStatus, Member
+from penstock.fleet.operations import Operations
+from penstock.fleet.roster import Roster
+from penstock.types import (
+    EngineStats,
+    GenerateBatch,
+    GenerateOutput,
+    PauseMode,
+    Sample,
+    SamplingParams,
+    SessionId,
+    UpdateReport,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.fleet.opening import Opening
+
+STATS_S = 10.0
+"""Deadline of reading an engine's metrics."""
+
+
+class Fleet(Engine):
+    """N engines behind one router, with the interface of one engine. Get one with `launch` or `connect`.
+
+    Generation goes through the router; control goes to every engine directly and waits for every answer. An engine
+    that fails a call that changes its state is dead and out of the router's set before the call returns.
+    """
+
+    def __init__(
+        self, url: str, *, roster: Roster, operations: Operations, data: DataClient, owned: AsyncExitStack
+    ) -> None:
+        self.url = url
+        """The router's address: an OpenAI endpoint for all engines together."""
+        self._roster = roster
+        self._operations = operations
+        self._data = data
+        self._owned = owned
+        self._ending: asyncio.Task[None] | None = None
+
+    @staticmethod
+    def launch(
+        model: str | Path | EngineConfig,
+        engines: int | None = None,
+        *,
+        fleet: FleetConfig | None = None,
+        router: RouterConfig | None = None,
+        api_key: str | None = None,
+        parallel_starts: int | None = None,
+        **options: Any,
+    ) -> Opening:
+        """Start engines and a router on this machine: `async with Fleet.launch("path", engines=2) as fleet:`.
+
+        Awaiting the result instead gives a fleet that ends with `teardown`.
+
+        Args:
+            model: checkpoint path or hub name, or a whole `EngineConfig`.
+            engines: how many; default: `fleet.engines`, 1.
+            fleet: see `FleetConfig`.
+            router: see `RouterConfig`.
+            api_key: what engines and router ask for from now on; default: nothing, they listen on 127.0.0.1 only.
+            parallel_starts: engines that start at the same time; default: all.
+            options: fields of `EngineConfig`, `FleetConfig` and `RouterConfig`, which go before those given whole.
+
+        Raises:
+            ConfigError: at once, for an unknown option or a wrong value; nothing was started.
+            EngineStartError: when entered, if an engine or the router does not start; nothing is left running.
+        """
+        from penstock.fleet.launch import launch  # noqa: PLC0415 - launch builds a Fleet
+
+        if engines is not None:
+            options["engines"] = engines
+        return launch(model, options, fleet=fleet, router=router, api_key=api_key, parallel_starts=parallel_starts)
+
+    @staticmethod
+    def connect(
+        target: str | Sequence[str],
+        *,
+        api_key: str | None = None,
+        control_timeout_s: float = 60.0,
+        request_timeout_s: float = 3600.0,
+        **options: Any,
+    ) -> Opening:
+        """Use engines that someone else started; they run on after `teardown`.
+
+        Args:
+            target: the URL of a router, whose engines are taken; or a list of engine URLs, for which a router is
+                started.
+            api_key: what they ask for.
+            control_timeout_s: deadline of a control call.
+            request_timeout_s: deadline of a generation request.
+            options: fields of `FleetConfig`, and of `RouterConfig` where a router is started.
+
+        Raises:
+            ConfigError: at once, for an unknown option or a wrong value.
+            EngineDeadError: when entered, if nobody answers there; `UserError`: it is not a router; `StateError`:
+                the engines serve different weight versions.
+        """
+        from penstock.fleet.connect import connect  # noqa: PLC0415 - connect builds a Fleet
+
+        return connect(
+            target, options, api_key=api_key, control_timeout_s=control_timeout_s, request_timeout_s=request_timeout_s
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.teardown()
+
+    # --- sizes -------------------------------------------------------------------------------------------------------
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks of an engine (the largest, where they differ)."""
+        return max(m.info.tp for m in self._roster.members)
+
+    @property
+    def pp_size(self) -> int:
+        """Pipeline-parallel ranks of an engine (the largest, where they differ)."""
+        return max(m.info.pp for m in self._roster.members)
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks of all engines together: each engine is at least one."""
+        return sum(m.info.dp for m in self._roster.members)
+
+    @property
+    def weight_version(self) -> int:
+        """Version that every serving engine has confirmed."""
+        return self._roster.version
+
+    # --- generation --------------------------------------------------------------------------------------------------
+
+    async def generate_batch(self, batch: GenerateBatch) -> GenerateOutput:
+        """Complete a batch, one request for each prompt; see `generate`."""
+        self._check_open()
+        return await self._data.generate_batch(batch)
+
+    async def sample(
+        self,
+        prompt_token_ids: Sequence[int],
+        num_samples: int,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        session_id: SessionId | None = None,
+    ) -> list[Sample]:
+        """`num_samples` samples of one prompt, as one n-way request (R3)."""
+        self._check_open()
+        return await self._data.sample(prompt_token_ids, num_samples, sampling_params, session_id)
+
+    async def completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
+        """OpenAI `/v1/completions`; each prompt of the body goes to an engine of its own (R7).
+
+        Raises:
+            RequestError: the prompt has none of the four forms, or `stream` is set.
+            EngineHTTPError: of the first prompt that failed; the others are cancelled.
+        """
+        self._check_open()
+        parts = completion.split(body)
+        return completion.join(await all_or_first_error(self._data.completion(part, session_id) for part in parts))
+
+    async def chat_completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
+        """OpenAI `/v1/chat/completions`."""
+        self._check_open()
+        return await self._data.chat_completion(body, session_id)
+
+    # --- pause, resume, memory ---------------------------------------------------------------------------------------
+
+    async def pause_generation(self, mode: PauseMode = PauseMode.KEEP, *, clear_cache: bool = True) -> None:
+        """Close the gate and pause every engine; see `Engine.pause_generation`. New requests wait in the router."""
+        await self._operations.pause(PauseMode(mode), clear_cache=clear_cache)
+
+    async def resume_generation(self) -> None:
+        """Resume every engine, then open the gate; see `Engine.resume_generation`."""
+        await self._operations.resume()
+
+    async def abort_generation(self) -> None:
+        """End every request in flight on every engine with what it has."""
+        await self._operations.tell(lambda engine: engine.abort(), "abort")
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes on every engine."""
+        await self._operations.tell(lambda engine: engine.reset_prefix_cache(), "reset of the prefix cache")
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free memory on every engine; new requests wait in the router until `wake_up` has taken all of it back.
+
+        Level 2 drops the weights: after it, requests wait for the next update as well.
+        """
+        await self._operations.sleep(level)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory back on every engine; `tags` restricts it to `weights` or `kv_cache`."""
+        await self._operations.wake_up(tags)
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> None:
+        """VLLM's native `/init_weight_transfer_engine` on every engine.
+
+        A `rank_offset` in `init_info` is that of the first engine; each later one gets its own, the ranks of those
+        before it added.
+        """
+        offsets: dict[EngineControl, int] = {}
+        ranks = 0
+        for member in self._roster.live():
+            offsets[member.control] = ranks
+            tp, pp, dp = member.layout
+            ranks += tp * pp * dp
+
+        def info(engine: EngineControl) -> dict[str, Any]:
+            if "rank_offset" not in init_info:
+                return dict(init_info)
+            return {**init_info, "rank_offset": init_info["rank_offset"] + offsets[engine]}
+
+        await self._operations.tell(
+            lambda engine: engine.init_weight_transfer(info(engine)), "initialisation of weight transfer"
+        )
+
+    async def update_named_weights(self, update_info: Mapping[str, Any], *, version: int) -> None:
+        """VLLM's native update on every engine.
+
+        Raises:
+            StateError: generation is not paused.
+            UserError: `version` is not greater than the present one.
+        """
+        await self._operations.native_update(update_info, version)
+
+    async def update_weights(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, version: int | None = None
+    ) -> UpdateReport:
+        """Put new weights in force on every engine while requests are in flight; see `Engine.update_weights`.
+
+        Once begun, it runs to its end even if this call is cancelled.
+        """
+        return await self._operations.update(named_tensors, version)
+
+    # --- figures and escape hatch ------------------------------------------------------------------------------------
+
+    async def get_num_unfinished_requests(self, index: int | None = None) -> int:
+        """Requests running or waiting on engine `index` or on all; those that the router holds are not counted."""
+        return sum(stats.running + stats.waiting for stats in await self._stats(index))
+
+    async def get_cache_usage(self, index: int | None = None) -> float:
+        """Fraction of KV blocks in use on engine `index`, or the mean over the engines."""
+        usages = [stats.kv_cache_usage for stats in await self._stats(index)]
+        return sum(usages) / len(usages)
+
+    async def collective_rpc(
+        self, method: str, timeout_s: float = 60.0, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Call a worker method on every worker: the engines in their order, in each its ranks in theirs.
+
+        When all have answered, the failure of the first engine that failed is raised.
+        """
+        outcome = await fan_out(
+            self._members(None),
+            lambda engine: engine.collective_rpc(method, timeout_s, args, kwargs),
+            # Longer than the client's own deadline, so that its message arrives.
+            deadline_s=timeout_s + 2.0,
+        )
+        outcome.raise_first()
+        return [result for results in outcome.results.values() for result in results]
+
+    async def engines(self) -> tuple[EngineStatus, ...]:
+        """Every engine that ever joined, the dead too, in order: its state, why, and its load."""
+        self._check_open()
+        asked = await fan_out(self._roster.live(), lambda engine: engine.stats(), deadline_s=STATS_S)
+        return tuple(
+            EngineStatus(m.name, m.url, m.state, m.lifecycle.reason, m.weight_version, asked.results.get(m.name))
+            for m in self._roster.members
+        )
+
+    async def teardown(self) -> None:
+        """End what this object launched and close its connections; again is harmless. Requests in flight fail."""
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end(), name="fleet-teardown")
+        await asyncio.shield(self._ending)
+
+    async def _end(self) -> None:
+        try:
+            await self._operations.close()
+        finally:
+            await self._owned.aclose()
+
+    async def _stats(self, index: int | None) -> list[EngineStats]:
+        asked = await fan_out(self._members(index), lambda engine: engine.stats(), deadline_s=STATS_S)
+        asked.raise_first()
+        return list(asked.results.values())
+
+    def _members(self, index: int | None) -> tuple[Member, ...]:
+        """Engine `index`, or all that are alive."""
+        self._check_open()
+        members = self._roster.members
+        if index is None:
+            if not (live := self._roster.live()):
+                reasons = "; ".join(f"{m.name}: {m.lifecycle.reason}" for m in members)
+                raise EngineDeadError(f"no engine is left ({reasons})")
+            return live
+        if not 0 <= index < len(members):
+            raise UserError(f"there is no engine {index}; the fleet has engines 0 to {len(members) - 1}")
+        member = members[index]
+        if member.state not in SERVABLE:
+            raise EngineDeadError(f"it is {member.state}: {member.lifecycle.reason}", engine=member.name)
+        return (member,)
+
+    def _check_open(self) -> None:
+        if self._ending is not None:
+            raise StateError("this fleet was torn down")

@@ -1,0 +1,148 @@
+"""Engines and a router on this machine, started together, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from penstock.config import EngineConfig, FleetConfig, RouterConfig
+from penstock.engine.command import server_command
+from penstock.engine.concurrent import all_or_first_error
+from penstock.engine.process import EngineProcess
+from penstock.errors import ConfigError, EngineError, PenstockError
+from penstock.fleet.assemble import assemble, join
+from penstock.fleet.fleet import Fleet
+from penstock.fleet.lifecycle import Lifecycle, State
+from penstock.fleet.member import SERVABLE, Member
+from penstock.fleet.opening import Opening
+from penstock.fleet.router_process import RouterProcess
+from penstock.fleet.settings import refuse_unknown, section
+from penstock.router.admin_client import RouterAdmin
+
+logger = logging.getLogger(__name__)
+
+
+def launch(
+    model: str | Path | EngineConfig,
+    options: Mapping[str, Any],
+    *,
+    fleet: FleetConfig | None = None,
+    router: RouterConfig | None = None,
+    api_key: str | None = None,
+    parallel_starts: int | None = None,
+) -> Opening:
+    """See `Fleet.launch`."""
+    refuse_unknown(options, EngineConfig, FleetConfig, RouterConfig)
+    if parallel_starts is not None and parallel_starts < 1:
+        raise ConfigError(f"parallel_starts must be at least 1, got {parallel_starts}")
+    given = model if isinstance(model, EngineConfig) else None
+    named = options if given is not None else {**options, "model": str(model)}
+    plan = _Plan(
+        engine=section(EngineConfig, given, named),
+        fleet=section(FleetConfig, fleet, options),
+        router=section(RouterConfig, router, options),
+        api_key=api_key,
+        parallel_starts=parallel_starts,
+    )
+    if plan.fleet.min_engines > plan.fleet.engines:
+        raise ConfigError(f"min_engines is {plan.fleet.min_engines}, more than the {plan.fleet.engines} engines")
+    server_command(plan.engine, port=0, api_key=None)  # a wrong model path is said now, not after a router started
+    return Opening(plan.start)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """An engine process of ours, from its first moment on."""
+
+    lifecycle: Lifecycle
+    process: EngineProcess
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    engine: EngineConfig
+    fleet: FleetConfig
+    router: RouterConfig
+    api_key: str | None
+    parallel_starts: int | None
+
+    async def start(self) -> Fleet:
+        async with AsyncExitStack() as owned:
+            launched: list[_Launched] = []
+            logs = _log_folder(self.fleet.log_dir, launched, owned)
+            router = await RouterProcess.launch(self.router, log_dir=logs, api_key=self.api_key)
+            owned.push_async_callback(router.stop)
+            admin = RouterAdmin(router.url, self.api_key)
+            owned.push_async_callback(admin.close)
+            owned.push_async_callback(_stop_all, launched, self.fleet.stop_timeout_s)
+            limit = asyncio.Semaphore(self.parallel_starts or self.fleet.engines)
+            members = await all_or_first_error(
+                self._engine(f"e{i}", logs, limit, launched, owned) for i in range(self.fleet.engines)
+            )
+            return await assemble(
+                router.url,
+                admin,
+                members,
+                owned,
+                fleet=self.fleet,
+                api_key=self.api_key,
+                control_timeout_s=self.engine.control_timeout_s,
+                request_timeout_s=self.engine.request_timeout_s,
+            )
+
+    async def _engine(
+        self, name: str, logs: Path, limit: asyncio.Semaphore, launched: list[_Launched], owned: AsyncExitStack
+    ) -> Member:
+        lifecycle = Lifecycle(name)
+        try:
+            async with limit:
+                process = await EngineProcess.launch(self.engine, name=name, log_dir=logs, api_key=self.api_key)
+                launched.append(_Launched(lifecycle, process))
+                return await join(
+                    lifecycle,
+                    process.url,
+                    owned,
+                    api_key=self.api_key,
+                    control_timeout_s=self.engine.control_timeout_s,
+                    process=process,
+                )
+        except PenstockError as error:
+            lifecycle.to(State.DEAD, str(error))
+            raise
+
+
+async def _stop_all(launched: list[_Launched], timeout_s: float) -> None:
+    await all_or_first_error(_stop(engine.lifecycle, engine.process, timeout_s) for engine in launched)
+
+
+async def _stop(lifecycle: Lifecycle, process: EngineProcess, timeout_s: float) -> None:
+    if lifecycle.state in SERVABLE:
+        lifecycle.to(State.DRAINING, "the fleet is torn down")
+    await process.stop(timeout_s)
+    if lifecycle.state is State.DRAINING:
+        lifecycle.to(State.STOPPED, "its process has ended")
+
+
+def _log_folder(given: Path | None, launched: list[_Launched], owned: AsyncExitStack) -> Path:
+    """Where logs go. A folder of our own is removed at the end, unless an engine died or did not start."""
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        return given
+    folder = Path(tempfile.mkdtemp(prefix="penstock-"))
+
+    def clean(_type: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None) -> None:
+        if isinstance(error, EngineError) or any(engine.lifecycle.state is State.DEAD for engine in launched):
+            logger.warning("the logs of engines and router are kept in %s", folder)
+        else:
+            shutil.rmtree(folder)
+
+    owned.push(clean)
+    return folder

@@ -1,0 +1,90 @@
+"""One engine as its fleet holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from penstock.engine.control import EngineInfo
+from penstock.fleet.lifecycle import Lifecycle, State
+from penstock.types import EngineStats, EngineUpdate, PauseMode
+from penstock.weights.manifest import WeightManifest
+
+SERVABLE = frozenset({State.SERVING, State.PAUSED})
+"""States in which the engine has confirmed its weights and the router knows it."""
+
+
+class EngineControl(Protocol):
+    """The control calls that a fleet makes; `engine.control.ControlClient` is the real one.
+
+    Every method raises `EngineDeadError`, `DeadlineError` or `EngineHTTPError`, and `prepare_weights` also
+    `WeightsError`.
+    """
+
+    async def info(self) -> EngineInfo: ...  # noqa: D102 - as in ControlClient, all of them
+    async def health(self) -> None: ...  # noqa: D102
+    async def stats(self) -> EngineStats: ...  # noqa: D102
+    async def pause(  # noqa: D102
+        self, mode: PauseMode, *, clear_cache: bool = True, timeout_s: float | None = None
+    ) -> None: ...
+    async def resume(self) -> None: ...  # noqa: D102
+    async def abort(self) -> None: ...  # noqa: D102
+    async def reset_prefix_cache(self) -> None: ...  # noqa: D102
+    async def sleep(self, level: int) -> None: ...  # noqa: D102
+    async def wake_up(self, tags: Sequence[str] | None) -> None: ...  # noqa: D102
+    async def collective_rpc(  # noqa: D102
+        self, method: str, timeout_s: float, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> list[Any]: ...
+    async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None: ...  # noqa: D102
+    async def native_update(self, update_info: Mapping[str, Any], *, version: int) -> None: ...  # noqa: D102
+    async def prepare_weights(self, manifest: WeightManifest) -> None: ...  # noqa: D102
+    async def apply_weights(self, version: int, *, clear_cache: bool = True) -> EngineUpdate: ...  # noqa: D102
+    async def close(self) -> None: ...  # noqa: D102
+
+
+class EngineHandle(Protocol):
+    """The process of an engine that this fleet launched; `engine.process.EngineProcess` is the real one."""
+
+    async def wait(self) -> int: ...  # noqa: D102
+    async def stop(self, timeout_s: float) -> None: ...  # noqa: D102
+    def kill(self) -> None: ...  # noqa: D102
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One engine: where it is, how to speak to it, what it is, and what it was last known to serve."""
+
+    name: str
+    url: str
+    control: EngineControl
+    info: EngineInfo
+    lifecycle: Lifecycle
+    weight_version: int
+    """The version that the engine itself has confirmed last."""
+    process: EngineHandle | None = None
+    """None where someone else started it."""
+
+    @property
+    def state(self) -> State:
+        """Where it stands."""
+        return self.lifecycle.state
+
+    @property
+    def layout(self) -> tuple[int, int, int]:
+        """TP, PP and DP ranks; checksums can be compared among engines of one layout."""
+        return self.info.tp, self.info.pp, self.info.dp
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """One engine as `penstock status` shows it."""
+
+    name: str
+    url: str
+    state: State
+    reason: str
+    """Why it is in this state."""
+    weight_version: int
+    stats: EngineStats | None
+    """None where the engine does not say."""

@@ -1,0 +1,35 @@
+"""A fleet about to be: await it, or enter it and have it torn down on the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any
+
+from penstock.errors import StateError
+from penstock.fleet.fleet import Fleet
+
+
+class Opening:
+    """`async with opening as fleet:`, or `fleet = await opening` with a `teardown` of your own. Once only."""
+
+    def __init__(self, start: Callable[[], Coroutine[Any, Any, Fleet]]) -> None:
+        self._start = start
+        self._begun = False
+        self._fleet: Fleet | None = None
+
+    def __await__(self) -> Generator[Any, None, Fleet]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> Fleet:
+        self._fleet = await self._open()
+        return self._fleet
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._fleet is not None:
+            await self._fleet.teardown()
+
+    async def _open(self) -> Fleet:
+        if self._begun:
+            raise StateError("this fleet has been opened already; call launch or connect again for another")
+        self._begun = True
+        return await self._start()

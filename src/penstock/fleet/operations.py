@@ -1,0 +1,216 @@
+"""What changes the state of every engine: one operation at a time, begun ones finished, the gate always put right."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from penstock.errors import StateError, UserError
+from penstock.fleet.control import Call
+from penstock.fleet.lifecycle import State
+from penstock.fleet.member import EngineControl
+from penstock.fleet.roster import Roster
+from penstock.fleet.update import Store, Updater
+from penstock.types import PauseMode, UpdateReport
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+MEMORY_TAGS = frozenset({"weights", "kv_cache"})
+"""What an engine gives back when it sleeps, and takes again by tag."""
+DROPS_WEIGHTS = 2
+"""The sleep level that does not keep the weights."""
+
+
+class Operations:
+    """Pause, resume, sleep, wake and update over a roster, and what they leave the fleet in.
+
+    Operations run one after another. A begun one runs to its end even where its caller is cancelled, so that no engine
+    is left in another state than the fleet believes. All deadlines in seconds.
+
+    Attributes:
+        paused: generation is paused by the user.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        store: Store,
+        *,
+        min_engines: int,
+        control_timeout_s: float,
+        request_timeout_s: float,
+        paused: bool = False,
+    ) -> None:
+        self.paused = paused
+        self._roster = roster
+        self._control_s = control_timeout_s
+        self._request_s = request_timeout_s
+        self._updater = Updater(roster, store, self._gate_closed, min_engines, control_timeout_s)
+        self._asleep: frozenset[str] = frozenset()
+        self._usable_from = 0
+        """Weights older than this version are gone from memory (sleep level 2)."""
+        self._updating = False
+        self._closed = False
+        self._turn = asyncio.Lock()
+        self._running: asyncio.Task[Any] | None = None
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Close the gate, then pause every engine; StateError if paused."""
+        # `wait` ends with the longest request in flight, the other modes at once.
+        deadline_s = self._request_s if mode is PauseMode.WAIT else self._control_s
+
+        async def run() -> None:
+            if self.paused:
+                raise StateError("generation is already paused; resume_generation first")
+            async with self._gate_closed():
+                await self._roster.command(
+                    lambda engine: engine.pause(mode, clear_cache=clear_cache, timeout_s=deadline_s),
+                    what=f"pause ({mode})",
+                    deadline_s=deadline_s,
+                )
+                self._move_all(State.PAUSED, f"pause_generation ({mode})")
+                self.paused = True
+
+        await self._exclusively(run)
+
+    async def resume(self) -> None:
+        """Resume every engine, then open the gate; StateError if not paused."""
+
+        async def run() -> None:
+            if not self.paused:
+                raise StateError("generation is not paused; pause_generation first")
+            async with self._gate_closed():
+                self.paused = False
+                await self._roster.command(_resume, what="resume", deadline_s=self._control_s)
+                self._move_all(State.SERVING, "resume_generation")
+
+        await self._exclusively(run)
+
+    async def sleep(self, level: int) -> None:
+        """Free memory; the gate stays closed until all of it is back, after level 2 also until the next update."""
+        if level not in (1, DROPS_WEIGHTS):
+            raise UserError(f"sleep level must be 1 or 2, got {level}")
+
+        async def run() -> None:
+            async with self._gate_closed():
+                await self._tell(lambda engine: engine.sleep(level), "sleep")
+                self._asleep = MEMORY_TAGS
+                if level == DROPS_WEIGHTS:
+                    self._usable_from = self._roster.version + 1
+
+        await self._exclusively(run)
+
+    async def wake_up(self, tags: Sequence[str] | None) -> None:
+        """Take memory back, all of it or that of `tags`."""
+        if unknown := set(tags or ()) - MEMORY_TAGS:
+            raise UserError(f"unknown memory tags {sorted(unknown)}; known: {', '.join(sorted(MEMORY_TAGS))}")
+
+        async def run() -> None:
+            async with self._gate_closed():
+                await self._tell(lambda engine: engine.wake_up(tags), "wake-up")
+                self._asleep -= set(tags or MEMORY_TAGS)
+
+        await self._exclusively(run)
+
+    async def tell(self, call: Call[None], what: str) -> None:
+        """Another control call to every engine, in its turn; see `Roster.command` with `refusable`."""
+        await self._exclusively(lambda: self._tell(call, what))
+
+    async def update(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None) -> UpdateReport:
+        """One weight update; see `Updater.run`. StateError during another one."""
+        self._check_open()
+        if self._updating:
+            raise StateError("a weight update is under way; await it before the next one")
+        self._updating = True
+
+        async def run() -> UpdateReport:
+            if "weights" in self._asleep:
+                raise StateError("the engines sleep; wake_up(['weights']) before an update")
+            number = self._roster.version + 1 if version is None else version
+            self._check_version(number)
+            return await self._updater.run(named_tensors, version=number)
+
+        def over() -> None:
+            self._updating = False
+
+        return await self._exclusively(run, over)
+
+    async def native_update(self, update_info: Mapping[str, Any], version: int) -> None:
+        """VLLM's own start, update, finish on engines that are paused."""
+
+        async def run() -> None:
+            self._check_version(version)
+            if not self.paused:
+                raise StateError("pause generation before a native weight update: vLLM dies of one while it generates")
+            await self._roster.command(
+                lambda engine: engine.native_update(update_info, version=version),
+                what=f"native update to weight version {version}",
+                deadline_s=4 * self._control_s,  # four calls in one
+            )
+            self._roster.commit(version)
+            await self._roster.push()
+
+        await self._exclusively(run)
+
+    async def close(self) -> None:
+        """Let no further operation begin, and cut short the one that runs."""
+        self._closed = True
+        if self._running is not None and not self._running.done():
+            self._running.cancel()
+            await asyncio.wait((self._running,))
+
+    async def _tell(self, call: Call[None], what: str) -> None:
+        await self._roster.command(call, what=what, deadline_s=self._control_s, refusable=True)
+
+    def _move_all(self, state: State, reason: str) -> None:
+        for member in self._roster.live():
+            member.lifecycle.to(state, reason)
+
+    def _check_version(self, version: int) -> None:
+        if version <= self._roster.version:
+            raise UserError(f"weight version {version} is not greater than {self._roster.version}, which is in force")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("this fleet was torn down")
+
+    @asynccontextmanager
+    async def _gate_closed(self) -> AsyncGenerator[None]:
+        """On the way out, however that is, the gate is where the fleet's state wants it."""
+        await self._roster.gate(closed=True)
+        try:
+            yield
+        finally:
+            stale = self._roster.version < self._usable_from
+            await self._roster.gate(closed=self.paused or bool(self._asleep) or stale)
+
+    async def _exclusively(
+        self, operation: Callable[[], Coroutine[Any, Any, T]], after: Callable[[], None] = lambda: None
+    ) -> T:
+        """Run `operation` in its turn, and `after` when it is over or never began."""
+        try:
+            await self._turn.acquire()
+        except BaseException:
+            after()
+            raise
+
+        def done(_: object) -> None:
+            self._turn.release()
+            after()
+
+        async def run() -> T:
+            self._check_open()
+            return await operation()
+
+        self._running = task = asyncio.create_task(run())
+        task.add_done_callback(done)
+        return await asyncio.shield(task)
+
+
+async def _resume(engine: EngineControl) -> None:
+    await engine.resume()
