@@ -1,0 +1,243 @@
+"""Engines, router and store in this process, with failures on demand, for the fleet's logic without processes."""
+
+# ruff: noqa: ARG002, FBT003 - the signatures are those of what is replaced
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from penstock.engine.control import EngineInfo
+from penstock.errors import EngineDeadError, EngineHTTPError, StateError, WeightsError
+from penstock.fleet.lifecycle import Lifecycle, State
+from penstock.fleet.member import Member
+from penstock.fleet.operations import Operations
+from penstock.fleet.roster import Roster
+from penstock.router.admin_client import EngineLoad, RouterState
+from penstock.router.membership import EngineEntry
+from penstock.types import EngineStats, EngineUpdate, PauseMode
+from penstock.weights.manifest import WeightManifest
+
+Kind = Literal["refuse", "hang", "die", "unfit", "garbage", "wrong"]
+DEADLINE_S = 0.05
+Journal = list[tuple[str, str]]
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    """Let others run until `reached()` is so."""
+    async with asyncio.timeout(5.0):
+        while not reached():  # noqa: ASYNC110 - any state of the fakes can be waited for
+            await asyncio.sleep(0.001)
+
+
+class FakeEngine:
+    """Keeps the state that a real engine would, so that it can be compared with what the fleet believes."""
+
+    def __init__(self, name: str, journal: Journal, *, layout: tuple[int, int, int] = (1, 1, 1)) -> None:
+        self.name = name
+        self.journal = journal
+        self.faults: dict[str, Kind] = {}
+        self.paused = False
+        self.version = 0
+        self.prepared: int | None = None
+        self.layout = layout
+        self.calls: dict[str, Any] = {}
+        self.busy = asyncio.Event()
+        self.busy.set()
+
+    async def at(self, phase: str) -> None:
+        self.journal.append((self.name, phase))
+        match self.faults.get(phase):
+            case "refuse":
+                raise EngineHTTPError(f"no {phase}", status=500, error_type="InternalServerError", engine=self.name)
+            case "hang":
+                await asyncio.Event().wait()
+            case "die":
+                raise EngineDeadError(f"connection broke at {phase}", engine=self.name)
+            case "unfit":
+                raise WeightsError(f"engine {self.name}: tensor 'w' has shape (2,), not (3,)")
+            case "garbage":
+                raise KeyError("version")
+            case _:
+                await self.busy.wait()
+
+    async def info(self) -> EngineInfo:
+        tp, pp, dp = self.layout
+        return EngineInfo("fake", "0", self.version, self.paused, tp, pp, dp, 32, 64, ("shared_memory",))
+
+    async def health(self) -> None:
+        await self.at("health")
+
+    async def stats(self) -> EngineStats:
+        await self.at("stats")
+        return EngineStats(running=2, waiting=1, kv_cache_usage=0.25, generation_tokens=10, preemptions=0)
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = True, timeout_s: float | None = None) -> None:
+        self.calls["pause"] = (mode, clear_cache, timeout_s)
+        await self.at("pause")
+        self.paused = True
+
+    async def resume(self) -> None:
+        await self.at("resume")
+        self.paused = False
+
+    async def abort(self) -> None:
+        await self.at("abort")
+
+    async def reset_prefix_cache(self) -> None:
+        await self.at("reset")
+
+    async def sleep(self, level: int) -> None:
+        await self.at("sleep")
+        self.calls["sleep"] = level
+
+    async def wake_up(self, tags: Sequence[str] | None) -> None:
+        await self.at("wake")
+        self.calls["wake"] = tags
+
+    async def collective_rpc(
+        self, method: str, timeout_s: float, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> list[Any]:
+        await self.at("rpc")
+        return [f"{self.name}.{rank}" for rank in range(self.layout[0] * self.layout[1] * self.layout[2])]
+
+    async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
+        await self.at("init")
+        self.calls["init"] = init_info
+
+    async def native_update(self, update_info: Mapping[str, Any], *, version: int) -> None:
+        if not self.paused:
+            raise StateError("not paused")
+        await self.at("native")
+        self.version = version
+
+    async def prepare_weights(self, manifest: WeightManifest) -> None:
+        await self.at("prepare")
+        self.prepared = manifest.version
+
+    async def apply_weights(self, version: int, *, clear_cache: bool = True) -> EngineUpdate:
+        assert self.prepared == version, "apply without prepare"
+        was_paused, self.paused = self.paused, True
+        await self.at("apply-pause")
+        await self.at("apply-load")
+        self.version = version
+        await self.at("apply-resume")
+        self.paused = was_paused
+        checksum = "other" if self.faults.get("checksum") == "wrong" else f"sum-{version}"
+        seconds = {"pause": 0.25, "load": 0.5, "resume": 0.25, "bubble": 1.0}
+        return EngineUpdate(self.name, seconds, preempted=3, checksum=checksum)
+
+    async def close(self) -> None:
+        pass
+
+
+class FakeProcess:
+    def __init__(self) -> None:
+        self.killed = False
+        self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self.status)
+
+    async def stop(self, timeout_s: float) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        self.killed = True
+        if not self.status.done():
+            self.status.set_result(-9)
+
+
+class FakeRouter:
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.closed = False
+        self.epoch = -1
+        self.set: tuple[EngineEntry, ...] = ()
+        self.gone = False
+
+    async def set_engines(self, epoch: int, engines: Sequence[EngineEntry]) -> None:
+        if self.gone:
+            raise EngineDeadError("router is gone")
+        if epoch <= self.epoch:
+            raise StateError(f"epoch {epoch} is not newer than {self.epoch}")
+        self.journal.append(("router", "set"))
+        self.epoch, self.set = epoch, tuple(engines)
+
+    async def gate(self, closed: bool) -> None:  # noqa: FBT001
+        if self.gone:
+            raise EngineDeadError("router is gone")
+        self.journal.append(("router", "gate closed" if closed else "gate open"))
+        self.closed = closed
+
+    async def engines(self) -> RouterState:
+        loads = tuple(EngineLoad(e.name, e.url, e.weight_version, e.eligible, False, 0, 0) for e in self.set)
+        return RouterState(self.epoch, self.closed, 0, 0, 0, loads)
+
+    def serves(self) -> dict[str, int]:
+        """Name and weight version of each engine that gets requests."""
+        return {entry.name: entry.weight_version for entry in self.set if entry.eligible}
+
+
+class FakeStore:
+    def __init__(self) -> None:
+        self.current: WeightManifest | None = None
+        self.error: Exception | None = None
+        self.published: list[tuple[int, Any]] = []
+
+    def publish(self, version: int, named_tensors: Any) -> WeightManifest:
+        if self.error is not None:
+            raise self.error
+        self.published.append((version, named_tensors))
+        return WeightManifest(version, "shared_memory", {"path": "nowhere"}, ())
+
+    def commit(self, manifest: WeightManifest) -> None:
+        self.current = manifest
+
+    def close(self) -> None:
+        pass
+
+
+class Bench:
+    """A fleet of fakes, all SERVING at version 0 and known to the router."""
+
+    def __init__(self, names: str = "abc", *, min_engines: int = 1, layouts: Mapping[str, tuple[int, int, int]] = {}):
+        self.journal: Journal = []
+        self.router = FakeRouter(self.journal)
+        self.store = FakeStore()
+        self.roster = Roster(self.router)
+        self.engine: dict[str, FakeEngine] = {}
+        self.process: dict[str, FakeProcess] = {}
+        for port, name in enumerate(names, start=1):
+            tp, pp, dp = layout = layouts.get(name, (1, 1, 1))
+            fake = self.engine[name] = FakeEngine(name, self.journal, layout=layout)
+            self.process[name] = FakeProcess()
+            lifecycle = Lifecycle(name)
+            lifecycle.to(State.SYNCING, "test")
+            info = EngineInfo("fake", "0", 0, False, tp, pp, dp, 32, 64, ("shared_memory",))
+            url = f"http://127.0.0.1:{port}"
+            self.roster.admit(Member(name, url, fake, info, lifecycle, 0, self.process[name]))
+        self.operations = Operations(
+            self.roster, self.store, min_engines=min_engines, control_timeout_s=DEADLINE_S, request_timeout_s=1.0
+        )
+
+    async def started(self) -> Bench:
+        await self.roster.push()
+        self.journal.clear()
+        return self
+
+    def state(self, name: str) -> State:
+        return next(m.state for m in self.roster.members if m.name == name)
+
+    def check_belief(self) -> None:
+        """What every live engine is, the fleet believes; and who is dead gets nothing and is ended."""
+        for member in self.roster.members:
+            fake = self.engine[member.name]
+            if member.state is State.DEAD:
+                assert member.name not in self.router.serves()
+                assert self.process[member.name].killed
+                continue
+            assert fake.paused == (member.state is State.PAUSED) == self.operations.paused
+            assert fake.version == member.weight_version == self.roster.version
+            assert self.router.serves()[member.name] == fake.version

@@ -1,0 +1,267 @@
+"""Pause, resume, sleep, wake and the rest over fakes: the fleet believes of every engine what it is."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fleet_fakes import DEADLINE_S, Bench, until
+
+from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, StateError, UserError
+from penstock.fleet.control import fan_out
+from penstock.fleet.lifecycle import State
+from penstock.types import PauseMode
+
+KINDS = ["refuse", "hang", "die", "garbage"]
+
+
+async def pause(bench: Bench, mode: PauseMode = PauseMode.KEEP) -> None:
+    await bench.operations.pause(mode, clear_cache=True)
+
+
+async def test_a_fan_out_has_an_outcome_for_each_engine_in_order() -> None:
+    bench = await Bench("abcd").started()
+    bench.engine["a"].faults["stats"] = "hang"
+    bench.engine["b"].faults["stats"] = "refuse"
+    bench.engine["d"].faults["stats"] = "garbage"
+    outcome = await fan_out(bench.roster.live(), lambda e: e.stats(), deadline_s=DEADLINE_S)
+    assert list(outcome.results) == ["c"]
+    assert {name: type(error) for name, error in outcome.failures.items()} == {
+        "a": DeadlineError,
+        "b": EngineHTTPError,
+        "d": EngineError,
+    }
+    assert list(outcome.failures) == ["a", "b", "d"]
+    with pytest.raises(DeadlineError, match=r"engine a: no answer within 0\.05 s"):
+        outcome.raise_first()
+
+
+async def test_a_fan_out_asks_all_at_once() -> None:
+    bench = await Bench("abc").started()
+    for engine in bench.engine.values():
+        engine.faults["stats"] = "hang"
+    begin = asyncio.get_running_loop().time()
+    await fan_out(bench.roster.live(), lambda e: e.stats(), deadline_s=0.1)
+    assert asyncio.get_running_loop().time() - begin < 0.25
+
+
+async def test_a_cancelled_fan_out_leaves_nothing_running() -> None:
+    bench = await Bench("ab").started()
+    for engine in bench.engine.values():
+        engine.faults["stats"] = "hang"
+    before = asyncio.all_tasks()
+    call = asyncio.create_task(fan_out(bench.roster.live(), lambda e: e.stats(), deadline_s=60.0))
+    await asyncio.sleep(0.01)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert asyncio.all_tasks() == before
+
+
+async def test_pause_closes_the_gate_first_and_resume_opens_it_last() -> None:
+    bench = await Bench("ab").started()
+    await bench.operations.pause(PauseMode.ABORT, clear_cache=False)
+    assert bench.journal[0] == ("router", "gate closed")
+    assert bench.router.closed
+    assert bench.engine["a"].calls["pause"] == (PauseMode.ABORT, False, DEADLINE_S)
+    bench.check_belief()
+    bench.journal.clear()
+    await bench.operations.resume()
+    assert bench.journal[-1] == ("router", "gate open")
+    bench.check_belief()
+
+
+async def test_pause_wait_has_the_deadline_of_a_request() -> None:
+    bench = await Bench("a").started()
+    bench.engine["a"].busy.clear()
+    call = asyncio.create_task(pause(bench, PauseMode.WAIT))
+    await asyncio.sleep(2 * DEADLINE_S)
+    bench.engine["a"].busy.set()
+    await call
+    assert bench.state("a") is State.PAUSED
+
+
+async def test_pausing_twice_and_resuming_when_not_paused() -> None:
+    bench = await Bench("ab").started()
+    with pytest.raises(StateError, match="not paused"):
+        await bench.operations.resume()
+    await pause(bench)
+    with pytest.raises(StateError, match="already paused"):
+        await pause(bench)
+    bench.check_belief()
+    await bench.operations.resume()
+    bench.check_belief()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("step", ["pause", "resume"])
+async def test_an_engine_that_fails_to_pause_or_resume_is_dead_and_the_others_go_on(step: str, kind) -> None:
+    bench = await Bench("abc").started()
+    bench.engine["b"].faults[step] = kind
+    await pause(bench)
+    await bench.operations.resume()
+    assert bench.state("b") is State.DEAD
+    assert bench.router.serves() == {"a": 0, "c": 0}
+    assert not bench.router.closed
+    bench.check_belief()
+
+
+@pytest.mark.parametrize("step", ["pause", "resume"])
+async def test_when_none_is_left_the_gate_is_open_and_the_caller_is_told(step: str) -> None:
+    bench = await Bench("ab").started()
+    for engine in bench.engine.values():
+        engine.faults[step] = "die"
+    if step == "resume":
+        await pause(bench)
+    failing = bench.operations.resume() if step == "resume" else pause(bench)
+    with pytest.raises(EngineDeadError, match=f"{step}.*: no engine is left"):
+        await failing
+    assert not bench.router.closed
+    assert not bench.operations.paused
+    bench.check_belief()
+
+
+async def test_a_cancelled_pause_is_finished_and_can_be_resumed() -> None:
+    bench = await Bench("ab").started()
+    bench.engine["b"].busy.clear()
+    caller = asyncio.create_task(pause(bench))
+    await until(lambda: ("b", "pause") in bench.journal)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    bench.engine["b"].busy.set()
+    await bench.operations.resume()
+    bench.check_belief()
+
+
+async def test_a_pause_cancelled_while_it_waits_its_turn_never_happens() -> None:
+    bench = await Bench("ab").started()
+    bench.engine["b"].busy.clear()
+    update = asyncio.create_task(bench.operations.update([], None))
+    await asyncio.sleep(0)
+    caller = asyncio.create_task(pause(bench))
+    await asyncio.sleep(0)
+    caller.cancel()
+    bench.engine["b"].busy.set()
+    await update
+    assert not bench.operations.paused
+    bench.check_belief()
+
+
+@pytest.mark.parametrize("step", ["abort", "reset", "sleep"])
+async def test_a_refusal_by_all_is_the_callers_error_and_kills_nobody(step: str) -> None:
+    bench = await Bench("ab").started()
+    for engine in bench.engine.values():
+        engine.faults[step] = "refuse"
+    with pytest.raises(EngineHTTPError, match=f"engine a: no {step}"):
+        await {
+            "abort": lambda: bench.operations.tell(lambda e: e.abort(), "abort"),
+            "reset": lambda: bench.operations.tell(lambda e: e.reset_prefix_cache(), "reset"),
+            "sleep": lambda: bench.operations.sleep(1),
+        }[step]()
+    assert not bench.router.closed
+    bench.check_belief()
+    assert len(bench.roster.live()) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_failure_of_some_takes_these_out(kind) -> None:
+    bench = await Bench("abc").started()
+    bench.engine["c"].faults["sleep"] = kind
+    await bench.operations.sleep(1)
+    assert [m.name for m in bench.roster.live()] == ["a", "b"]
+    assert bench.router.closed
+    await bench.operations.wake_up(None)
+    assert not bench.router.closed
+    bench.check_belief()
+
+
+async def test_a_sleeping_fleet_is_gated_until_all_memory_is_back() -> None:
+    bench = await Bench("ab").started()
+    await bench.operations.sleep(1)
+    assert bench.router.closed
+    with pytest.raises(StateError, match="the engines sleep"):
+        await bench.operations.update([], None)
+    await bench.operations.wake_up(["weights"])
+    assert bench.router.closed
+    await bench.operations.update([], None)
+    assert bench.router.closed
+    await bench.operations.wake_up(["kv_cache"])
+    assert not bench.router.closed
+    assert bench.engine["b"].calls == {"sleep": 1, "wake": ["kv_cache"]}
+
+
+async def test_weights_that_were_dropped_are_not_served() -> None:
+    bench = await Bench("ab").started()
+    await bench.operations.sleep(2)
+    await bench.operations.wake_up(None)
+    assert bench.router.closed, "the weights are gone until the next update"
+    await bench.operations.update([], None)
+    assert not bench.router.closed
+
+
+@pytest.mark.parametrize("level", [0, 3])
+async def test_unknown_sleep_levels_and_tags(level: int) -> None:
+    bench = await Bench("a").started()
+    with pytest.raises(UserError, match="sleep level must be 1 or 2"):
+        await bench.operations.sleep(level)
+    with pytest.raises(UserError, match=r"unknown memory tags \['kv'\]; known: kv_cache, weights"):
+        await bench.operations.wake_up(["kv"])
+    assert bench.journal == []
+
+
+async def test_a_native_update_needs_a_pause_and_labels_every_engine() -> None:
+    bench = await Bench("abc").started()
+    with pytest.raises(StateError, match="pause generation before"):
+        await bench.operations.native_update({}, 1)
+    await pause(bench)
+    bench.engine["b"].faults["native"] = "hang"
+    await bench.operations.native_update({}, 1)
+    assert bench.state("b") is State.DEAD
+    bench.check_belief()
+    with pytest.raises(UserError, match="not greater"):
+        await bench.operations.native_update({}, 1)
+
+
+async def test_after_a_close_nothing_begins_and_what_runs_is_cut_short() -> None:
+    bench = await Bench("ab").started()
+    bench.engine["a"].faults["pause"] = "hang"
+    bench.operations._control_s = 60.0
+    running = asyncio.create_task(pause(bench))
+    await until(lambda: ("a", "pause") in bench.journal)
+    await asyncio.wait_for(bench.operations.close(), 1.0)
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    with pytest.raises(StateError, match="torn down"):
+        await pause(bench)
+    with pytest.raises(StateError, match="torn down"):
+        await bench.operations.update([], None)
+
+
+async def test_the_fleet_has_the_last_word_on_a_router_that_another_spoke_to() -> None:
+    bench = await Bench("ab").started()
+    bench.router.epoch = 40
+    await bench.roster.bury(bench.roster.members[0], "gone")
+    assert (bench.router.epoch, bench.router.serves()) == (41, {"b": 0})
+
+
+async def test_an_engine_dies_though_the_router_cannot_be_told() -> None:
+    bench = await Bench("ab").started()
+    bench.router.gone = True
+    await bench.roster.bury(bench.roster.members[0], "gone")
+    assert bench.state("a") is State.DEAD
+    bench.router.gone = False
+    await bench.roster.push()
+    bench.check_belief()
+
+
+async def test_an_engine_of_another_version_is_not_admitted() -> None:
+    bench = Bench("ab")
+    member = bench.roster.members[1]
+    await bench.roster.bury(member, "gone")
+    member.lifecycle.to(State.LAUNCHING, "test")
+    member.lifecycle.to(State.SYNCING, "test")
+    bench.roster.version = 3
+    with pytest.raises(StateError, match="engine b has weight version 0, the fleet serves 3"):
+        bench.roster.admit(member)
+    assert member.state is State.SYNCING

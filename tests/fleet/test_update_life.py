@@ -1,0 +1,233 @@
+"""The life of an update over fakes: every phase, every kind of failure."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+from fleet_fakes import DEADLINE_S, Bench, until
+
+from penstock.errors import EngineDeadError, StateError, UpdateError, UserError, WeightsError
+from penstock.fleet.lifecycle import State
+from penstock.fleet.update import Updater, odd_ones_out
+from penstock.types import PauseMode
+
+AFTER_GATE = ["apply-pause", "apply-load", "apply-resume"]
+FAILURES = [
+    *itertools.product(["prepare", *AFTER_GATE], ["refuse", "hang", "die", "garbage"]),
+    ("checksum", "wrong"),
+]
+
+
+async def test_a_good_update_in_order_and_its_report() -> None:
+    bench = await Bench("ab").started()
+    report = await bench.operations.update([("w", None)], None)
+    assert bench.store.published == [(1, [("w", None)])]
+    assert bench.store.current is not None
+    assert bench.store.current.version == 1
+    assert report.version == bench.roster.version == 1
+    assert [e.engine for e in report.engines] == ["a", "b"]
+    assert report.bubble == 1.0
+    assert set(report.engines[0].seconds) == {"prepare", "pause", "load", "resume", "bubble"}
+    assert set(report.seconds) == {"publish", "prepare", "gate", "total"}
+    assert report.failures == {}
+    steps = [step for _, step in bench.journal]
+    assert steps[:2] == ["prepare", "prepare"], "engines prepare before the gate closes"
+    assert steps[2] == "gate closed"
+    assert steps[-2:] == ["set", "gate open"], "the router knows the new versions before it lets requests through"
+    assert bench.router.serves() == {"a": 1, "b": 1}
+    bench.check_belief()
+
+
+async def test_the_reports_seconds_are_the_injected_clocks() -> None:
+    bench = await Bench("a").started()
+    ticks = itertools.count()
+    updater = Updater(
+        bench.roster, bench.store, bench.operations._gate_closed, 1, DEADLINE_S, clock=lambda: float(next(ticks))
+    )
+    report = await updater.run([], version=5)
+    # Readings: 0 begin, 1 published, 2 and 3 around the one engine's prepare, 4 ready, 5 gate closed, 6 open.
+    assert report.seconds == {"publish": 1.0, "prepare": 3.0, "gate": 1.0, "total": 6.0}
+    assert report.engines[0].seconds["prepare"] == 1.0
+
+
+@pytest.mark.parametrize(("phase", "kind"), FAILURES)
+async def test_an_engine_that_fails_leaves_and_the_others_commit(phase: str, kind) -> None:
+    bench = await Bench("abc").started()
+    bench.engine["b"].faults[phase] = kind
+    report = await asyncio.wait_for(bench.operations.update([], None), 5.0)
+    assert [e.engine for e in report.engines] == ["a", "c"]
+    assert list(report.failures) == ["b"]
+    assert bench.state("b") is State.DEAD
+    assert bench.router.serves() == {"a": 1, "c": 1}
+    assert not bench.router.closed
+    bench.check_belief()
+    again = await bench.operations.update([], None)
+    assert (again.version, len(again.engines), again.failures) == (2, 2, {})
+
+
+async def test_a_failed_engine_leaves_the_router_at_once_not_when_the_slowest_has_answered() -> None:
+    bench = await Bench("ab").started()
+    bench.engine["a"].faults["apply-pause"] = "die"
+    bench.engine["b"].faults["apply-load"] = "hang"
+    update = asyncio.create_task(bench.operations.update([], None))
+    await until(lambda: "a" not in bench.router.serves())
+    assert not update.done()
+    assert bench.router.serves() == {"b": 0}
+    with pytest.raises(UpdateError):
+        await update
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_one_refusal_refuses_the_update_and_nothing_changes(*, paused: bool) -> None:
+    bench = await Bench("abc").started()
+    if paused:
+        await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
+    bench.journal.clear()
+    bench.engine["c"].faults["prepare"] = "unfit"
+    with pytest.raises(WeightsError, match=r"engine c: tensor 'w' has shape \(2,\), not \(3,\)"):
+        await bench.operations.update([], None)
+    assert {step for _, step in bench.journal} == {"prepare"}, "no gate, no membership, no apply"
+    assert bench.store.current is None
+    bench.check_belief()
+    del bench.engine["c"].faults["prepare"]
+    assert (await bench.operations.update([], None)).version == 1
+
+
+async def test_tensors_that_cannot_be_published_change_nothing() -> None:
+    bench = await Bench().started()
+    bench.store.error = WeightsError("tensor 'w' holds NaN")
+    with pytest.raises(WeightsError, match="NaN"):
+        await bench.operations.update([], None)
+    assert bench.journal == []
+    bench.store.error = None
+    assert (await bench.operations.update([], None)).version == 1
+
+
+async def test_a_paused_fleet_stays_paused_and_gated_through_an_update() -> None:
+    bench = await Bench("ab").started()
+    await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
+    await bench.operations.update([], None)
+    assert bench.router.closed
+    assert ("router", "gate open") not in bench.journal
+    bench.check_belief()
+    await bench.operations.resume()
+    assert not bench.router.closed
+    bench.check_belief()
+
+
+@pytest.mark.parametrize("phase", AFTER_GATE)
+async def test_too_few_engines_go_back_to_the_version_before(phase: str) -> None:
+    bench = await Bench("abc", min_engines=2).started()
+    await bench.operations.update([], None)
+    bench.engine["a"].faults[phase] = "die"
+    bench.engine["b"].faults[phase] = "hang"
+    with pytest.raises(UpdateError, match=r"version 2 was not committed: 1 engines .* min_engines is 2; a: .*; b: "):
+        await bench.operations.update([], None)
+    assert bench.router.serves() == {"c": 1}
+    assert bench.engine["c"].version == bench.roster.version == 1
+    assert bench.store.current is not None
+    assert bench.store.current.version == 1
+    assert not bench.router.closed
+    bench.check_belief()
+
+
+async def test_too_few_engines_and_nothing_to_go_back_to() -> None:
+    bench = await Bench("ab", min_engines=2).started()
+    bench.engine["a"].faults["apply-load"] = "die"
+    with pytest.raises(UpdateError):
+        await bench.operations.update([], None)
+    assert bench.state("b") is State.DEAD, "it holds weights that were not committed"
+    assert bench.router.serves() == {}
+    assert not bench.router.closed
+
+
+async def test_too_few_engines_before_the_gate_leave_the_rest_untouched() -> None:
+    bench = await Bench("abc", min_engines=3).started()
+    bench.engine["b"].faults["prepare"] = "hang"
+    with pytest.raises(UpdateError, match="2 engines were good when they had prepared it"):
+        await bench.operations.update([], None)
+    assert ("router", "gate closed") not in bench.journal
+    bench.check_belief()
+    with pytest.raises(UpdateError, match=r"2 engines were good before it began.*; b: prepare of weight version 1"):
+        await bench.operations.update([], None)
+    assert len(bench.store.published) == 1
+
+
+async def test_no_engine_at_all() -> None:
+    bench = await Bench("a").started()
+    await bench.roster.bury(bench.roster.members[0], "gone")
+    with pytest.raises(UpdateError, match="0 engines were good before it began, min_engines is 1; a: gone"):
+        await bench.operations.update([], None)
+
+
+async def test_an_engine_that_dies_by_itself_during_the_update_is_not_counted() -> None:
+    bench = await Bench("ab").started()
+    bench.engine["b"].busy.clear()
+    update = asyncio.create_task(bench.operations.update([], None))
+    await until(lambda: ("b", "prepare") in bench.journal)
+    await bench.roster.bury(bench.roster.members[1], "its process exited with status -9")
+    bench.engine["b"].busy.set()
+    report = await update
+    assert report.failures == {"b": "its process exited with status -9"}
+    assert bench.router.serves() == {"a": 1}
+
+
+async def test_update_during_an_update() -> None:
+    bench = await Bench("ab").started()
+    bench.engine["a"].busy.clear()
+    first = asyncio.create_task(bench.operations.update([], None))
+    await asyncio.sleep(0)
+    with pytest.raises(StateError, match="a weight update is under way"):
+        await bench.operations.update([], None)
+    bench.engine["a"].busy.set()
+    assert (await first).version == 1
+    assert (await bench.operations.update([], None)).version == 2
+
+
+async def test_a_cancelled_caller_leaves_no_update_half_done() -> None:
+    bench = await Bench("ab").started()
+    bench.engine["a"].busy.clear()
+    caller = asyncio.create_task(bench.operations.update([], None))
+    await until(lambda: ("a", "prepare") in bench.journal)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    bench.engine["a"].busy.set()
+    await bench.operations.pause(PauseMode.KEEP, clear_cache=True)  # in its turn, so after the update
+    assert bench.roster.version == 1
+    bench.check_belief()
+
+
+async def test_a_version_may_jump_but_not_go_back() -> None:
+    bench = await Bench("ab").started()
+    assert (await bench.operations.update([], 7)).version == 7
+    with pytest.raises(UserError, match="weight version 7 is not greater than 7"):
+        await bench.operations.update([], 7)
+    assert (await bench.operations.update([], None)).version == 8
+    bench.check_belief()
+
+
+async def test_the_router_gone_is_said_and_no_engine_touched() -> None:
+    bench = await Bench("ab").started()
+    bench.router.gone = True
+    with pytest.raises(EngineDeadError, match="router is gone"):
+        await bench.operations.update([], None)
+    assert {step for _, step in bench.journal} == {"prepare"}
+
+
+async def test_checksums_are_compared_within_a_layout_only() -> None:
+    sums = {"a": "x", "b": "x", "c": "y", "d": "z"}
+    one, two = (1, 1, 1), (2, 1, 1)
+    assert odd_ones_out(sums, {"a": one, "b": one, "c": two}) == {}
+    assert list(odd_ones_out(sums, {"a": one, "b": one, "c": one})) == ["c"]
+    assert set(odd_ones_out(sums, {"a": one, "b": one, "c": two, "d": two})) == {"c", "d"}, "nobody knows who is right"
+    assert odd_ones_out(sums, {"d": one}) == {}
+    assert odd_ones_out({}, {}) == {}
+
+
+async def test_an_engine_of_another_layout_may_have_another_checksum() -> None:
+    bench = await Bench("abc", layouts={"c": (2, 1, 1)}).started()
+    bench.engine["c"].faults["checksum"] = "wrong"
+    assert (await bench.operations.update([], None)).failures == {}
