@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import json
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from penstock import lifeline
-from penstock.errors import PenstockError, UserError
+from penstock.errors import ConfigError, PenstockError, UserError
 from penstock.sim.config import SimConfig
 from penstock.sim.faults import Fault
 from penstock.sim.server import SimServer
+from penstock.types import TensorSpec
 
 READY = "penstock-sim ready"
 """The line printed once it serves: `penstock-sim ready NAME http://127.0.0.1:PORT`."""
@@ -41,9 +44,19 @@ def _config(argv: Sequence[str] | None) -> SimConfig:
         else:
             parser.add_argument(flag, type=type(default) if isinstance(default, (int, float)) else str, default=default)
     parser.add_argument("--fault", action="append", default=[], help="such as hang:phase=pause or exit:phase=load")
+    parser.add_argument("--tensor-specs", type=Path, help='JSON file: [["name", "dtype", [shape]], ...]')
     options = vars(parser.parse_args(argv))
     faults = tuple(Fault.parse(text) for text in options.pop("fault"))
-    return SimConfig(**options, faults=faults)
+    file: Path | None = options.pop("tensor_specs")
+    return SimConfig(**options, faults=faults, tensor_specs=None if file is None else _specs(file))
+
+
+def _specs(file: Path) -> tuple[TensorSpec, ...]:
+    try:
+        rows = json.loads(file.read_text())
+        return tuple(TensorSpec(str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in rows)
+    except (OSError, TypeError, ValueError) as error:
+        raise ConfigError(f"cannot read tensor specs from {file}: {error}") from error
 
 
 async def _serve(config: SimConfig) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -74,7 +75,9 @@ def require_key(api_key: str | None) -> Middleware:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "")
-        if api_key is not None and request.path.startswith(GUARDED) and given != f"Bearer {api_key}":
+        wanted = f"Bearer {api_key}"
+        guarded = api_key is not None and request.path.startswith(GUARDED)
+        if guarded and not secrets.compare_digest(given.encode(), wanted.encode()):
             return json_answer({"error": "Unauthorized"}, 401)
         return await handler(request)
 
@@ -105,8 +108,10 @@ def model_asked_for(engine: SimEngine, body: Mapping[str, Any]) -> tuple[str, st
     model = body.get("model")
     if not model or model == served:
         return served, None
-    if model in engine.adapters.loaded:
+    if isinstance(model, str) and model in engine.adapters.loaded:
         return model, model
+    if not isinstance(model, str):
+        raise InvalidFieldError("model", f"Input should be a valid string, got {model!r}")
     raise ModelNotFoundError(f"The model `{model}` does not exist. Valid aliases: {served}.")
 
 

@@ -21,7 +21,7 @@ from penstock.types import PauseMode, Sample, SamplingParams
 
 
 class SimEngine:
-    """One engine. Every method may be called from any task of one event loop; nothing needs to be started or closed.
+    """One engine. Every method may be called from any task of one event loop; nothing needs to be started.
 
     Args:
         config: how it is built.
@@ -43,7 +43,6 @@ class SimEngine:
         self.weights = WeightState(self)
         self.scheduler = Scheduler(self.config, lambda s: self.adapters.path(s.request.lora))
         self.figures = Figures()
-        self.paused = False
         self.asleep: frozenset[str] = frozenset()
         """What sleep took away: `weights`, `kv_cache`."""
         self.death: str | None = None
@@ -53,6 +52,11 @@ class SimEngine:
         self._requests: dict[str, SimRequest] = {}
         self._ids = itertools.count()
         self._loop: asyncio.Task[None] | None = None
+
+    @property
+    def paused(self) -> bool:
+        """Between a pause and the next resume."""
+        return not self.scheduler.admitting
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
@@ -95,7 +99,6 @@ class SimEngine:
             max_tokens: limit in place of the one in `params`, which cannot say 0 or "as many as fit".
         """
         await self.at(Phase.REQUEST)
-        self.check_alive()
         limit = self._check(prompt_ids, params, max_tokens)
         name = request_id if request_id is not None and request_id not in self._requests else f"req-{next(self._ids)}"
         request = SimRequest(name, tuple(prompt_ids), params, lora=lora, block_size=self.config.block_size)
@@ -126,8 +129,6 @@ class SimEngine:
 
         Pausing twice is allowed, as in vLLM; the later mode holds. New requests queue until `resume`.
         """
-        self.check_alive()
-        self.paused = True
         await self.at(Phase.PAUSE)
         self._frozen = mode is PauseMode.KEEP
         self.scheduler.admitting = False
@@ -141,11 +142,10 @@ class SimEngine:
 
     async def resume(self) -> None:
         """Go on. Does nothing where it was not paused."""
-        self.check_alive()
         await self.at(Phase.RESUME)
         await self.clock.sleep(self.config.resume_seconds)
         self.check_alive()
-        self.paused = self._frozen = False
+        self._frozen = False
         self.scheduler.admitting = True
         self.kick()
 
@@ -191,11 +191,17 @@ class SimEngine:
         """The engine is gone, with every request it had."""
         if self.death is not None:
             return
+        self.faults.clear()
         self.death = f"died ({kind.value}): {reason}"
         if self._on_death is not None:
             self._on_death(kind)
         for request in self._requests.values():
             request.die(self.death)
+
+    def close(self) -> None:
+        """Stop for good; only for an engine that is thrown away before its work is done."""
+        if self._loop is not None:
+            self._loop.cancel()
 
     def kick(self) -> None:
         """See to it that steps are made while there is work."""

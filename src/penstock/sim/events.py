@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -12,8 +11,8 @@ from aiohttp import web
 from penstock.errors import EngineDeadError
 from penstock.sim.answers import error_body
 from penstock.sim.engine import SimEngine
-from penstock.sim.faults import FaultKind, Phase
-from penstock.sim.sequence import Delta, SimRequest
+from penstock.sim.faults import Fault, FaultKind, Phase
+from penstock.sim.sequence import Delta, SimRequest, merged_deltas
 
 
 class CutError(Exception):
@@ -21,43 +20,25 @@ class CutError(Exception):
 
 
 async def deltas_of(engine: SimEngine, requests: Sequence[SimRequest]) -> AsyncIterator[tuple[int, Delta]]:
-    """New tokens of several requests as they come, each with its request's index.
+    """`merged_deltas`, until a fault of streams breaks it.
 
     Raises:
         EngineDeadError: the engine died, or a fault says to send an error event.
         CutError: a fault says to break the connection.
     """
     fault = engine.faults.take(Phase.REQUEST, FaultKind.CUT, FaultKind.ERROR_EVENT)
+    if fault is not None and fault.after_tokens == 0:
+        raise _break_of(fault)
     made = 0
-    queue: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
-    tasks = [asyncio.create_task(_forward(i, request, queue)) for i, request in enumerate(requests)]
-    try:
-        open_requests = len(requests)
-        while open_requests:
-            if fault is not None and made >= fault.after_tokens:
-                raise CutError if fault.kind is FaultKind.CUT else EngineDeadError("a fault ends this stream")
-            item = await queue.get()
-            if item is None:
-                open_requests -= 1
-            elif isinstance(item, BaseException):
-                raise item
-            else:
-                made += item[1].end - item[1].start
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
+    async for i, delta in merged_deltas(requests):
+        yield i, delta
+        made += delta.end - delta.start
+        if fault is not None and made >= fault.after_tokens:
+            raise _break_of(fault)
 
 
-async def _forward(
-    index: int, request: SimRequest, queue: asyncio.Queue[tuple[int, Delta] | BaseException | None]
-) -> None:
-    try:
-        async for delta in request.deltas():
-            queue.put_nowait((index, delta))
-        queue.put_nowait(None)
-    except EngineDeadError as error:
-        queue.put_nowait(error)
+def _break_of(fault: Fault) -> Exception:
+    return CutError() if fault.kind is FaultKind.CUT else EngineDeadError("a fault ends this stream")
 
 
 async def finished(engine: SimEngine, requests: Sequence[SimRequest]) -> None:

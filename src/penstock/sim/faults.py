@@ -133,12 +133,20 @@ class Died(Exception):  # noqa: N818 - an event that ends a handler, not an erro
         self.kind = kind
 
 
+@dataclass(slots=True)
+class _Armed:
+    fault: Fault
+    due: int
+    """Tokens made by the engine from which on it fires (phase TOKENS)."""
+    left: int
+
+
 class FaultPlan:
     """The faults that are set. The engine asks it at each phase; it is the only place that knows of faults."""
 
     def __init__(self, clock: Clock, faults: tuple[Fault, ...] = ()) -> None:
         self._clock = clock
-        self._armed: list[tuple[Fault, int]] = []
+        self._armed: list[_Armed] = []
         self._released = asyncio.Event()
         self.slow_factor = 1.0
         self.tokens_made = 0
@@ -149,8 +157,8 @@ class FaultPlan:
         """Set a fault. Token counts of phase `tokens` start now."""
         if fault.kind is FaultKind.SLOW:
             self.slow_factor = fault.factor
-            return
-        self._armed.extend([(fault, self.tokens_made + fault.after_tokens)] * fault.times)
+        else:
+            self._armed.append(_Armed(fault, self.tokens_made + fault.after_tokens, fault.times))
 
     def clear(self) -> None:
         """Take back every fault and let go of what hangs."""
@@ -165,23 +173,17 @@ class FaultPlan:
         return bool(self._armed)
 
     def take(self, phase: Phase, *kinds: FaultKind) -> Fault | None:
-        """The next fault of these kinds at this phase, which is thereby spent."""
-        for i, (fault, due) in enumerate(self._armed):
-            if fault.phase is phase and fault.kind in kinds:
-                if phase is Phase.TOKENS and self.tokens_made < due:
-                    continue
-                del self._armed[i]
-                return fault
-        return None
+        """The first fault of these kinds at this phase, spent once more."""
+        return next((self._spend(armed) for armed in self._armed if self._fits(armed, phase, kinds)), None)
 
     async def at(self, phase: Phase) -> None:
-        """The engine is at `phase`: wait, hang, refuse or die here if a fault says so.
+        """The engine is at `phase`: wait, hang, refuse or die here if faults say so, each once a visit.
 
         Raises:
             RefusedError: answer with HTTP 500.
             Died: the engine is gone.
         """
-        while (fault := self.take(phase, *_AT_PHASE)) is not None:
+        for fault in [self._spend(armed) for armed in tuple(self._armed) if self._fits(armed, phase, _AT_PHASE)]:
             if fault.kind is FaultKind.DELAY:
                 await self._clock.sleep(fault.seconds)
             elif fault.kind is FaultKind.HANG:
@@ -190,6 +192,16 @@ class FaultPlan:
                 raise RefusedError(f"a fault refuses the phase {phase.value!r}")
             else:
                 raise Died(fault.kind)
+
+    def _fits(self, armed: _Armed, phase: Phase, kinds: tuple[FaultKind, ...]) -> bool:
+        due = phase is not Phase.TOKENS or self.tokens_made >= armed.due
+        return armed.fault.phase is phase and armed.fault.kind in kinds and due
+
+    def _spend(self, armed: _Armed) -> Fault:
+        armed.left -= 1
+        if armed.left <= 0:
+            self._armed.remove(armed)
+        return armed.fault
 
 
 _AT_PHASE = (FaultKind.DELAY, FaultKind.HANG, FaultKind.REFUSE, FaultKind.EXIT, FaultKind.CORE_DEATH)

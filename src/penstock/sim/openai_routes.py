@@ -157,9 +157,9 @@ def _prompts(engine: SimEngine, prompt: Any) -> list[list[int]]:
     if not isinstance(prompt, list) or not prompt:
         raise RequestError("Either prompt or prompt_embeds must be provided and non-empty.")
     items = cast("list[Any]", prompt)
-    if isinstance(items[0], str):
-        return [text.encode(str(item), size) for item in items]
-    if isinstance(items[0], list):
+    if all(isinstance(item, str) for item in items):
+        return [text.encode(item, size) for item in items]
+    if all(isinstance(item, list) for item in items):
         return [checked_ids(item, f"prompt[{i}]") for i, item in enumerate(items)]
     return [checked_ids(items, "prompt")]
 

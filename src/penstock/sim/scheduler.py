@@ -57,11 +57,11 @@ class Scheduler:
 
     def remove(self, sequence: SimSequence) -> None:
         """It has ended or was aborted: its blocks are free."""
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
-        else:
+        if sequence.blocks:
             self.running.remove(sequence)
             self._release(sequence)
+        else:
+            self.waiting.remove(sequence)
 
     def plan(self, version: int) -> StepPlan | None:
         """The next step under weights `version`; None where there is nothing to compute."""
@@ -120,7 +120,7 @@ class Scheduler:
             self.pool.release(blocks)
             return None
         hit = len(blocks) * self._config.block_size
-        if not sequence.counted:
+        if self._config.enable_prefix_caching and not sequence.counted:
             sequence.counted = True
             sequence.request.cached_tokens = max(sequence.request.cached_tokens, hit)
             self.figures.queries += sequence.length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import EngineDeadError
@@ -117,11 +117,12 @@ class SimSequence:
         self.request.changed(self, count - 1)
 
     def _stop_at_string(self, stops: tuple[str, ...]) -> None:
-        written = self.text
+        # A token adds at most one character, so a stop string that is there now ends here.
+        tail = text.decode(self.output[-max(map(len, stops)) :], self._model.eos_token_id)
         for stop in stops:
-            found = written.find(stop, max(0, len(written) - len(stop)))
-            if found >= 0:
-                self.finish_reason, self.stop_reason, self.text_end = "stop", stop, found
+            if tail.endswith(stop):
+                self.text_end = len(self.text) - len(stop)
+                self.finish_reason, self.stop_reason = "stop", stop
                 return
 
 
@@ -144,7 +145,7 @@ class SimRequest:
         self.death: str | None = None
         """Why it will never finish."""
         self._unfinished = params.n
-        self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+        self._listener: Callable[[Delta | None], None] | None = None
         self._done = asyncio.Event()
 
     @property
@@ -155,7 +156,8 @@ class SimRequest:
     def changed(self, sequence: SimSequence, start: int) -> None:
         """A sequence has new tokens from `start` on, or has ended."""
         ended = sequence.finish_reason is not None
-        self._deltas.put_nowait(Delta(sequence.index, start, len(sequence.output), ended))
+        if self._listener is not None:
+            self._listener(Delta(sequence.index, start, len(sequence.output), ended))
         if ended:
             self._unfinished -= 1
             if self.finished:
@@ -172,16 +174,39 @@ class SimRequest:
         if self.death is not None:
             raise EngineDeadError(self.death)
 
-    async def deltas(self) -> AsyncIterator[Delta]:
-        """New tokens as they are made. Raises EngineDeadError when the engine dies."""
-        while (delta := await self._deltas.get()) is not None:
-            yield delta
-        if self.death is not None:
-            raise EngineDeadError(self.death)
+    def listen(self, listener: Callable[[Delta | None], None]) -> None:
+        """Have `listener` called with what was made so far, with all that follows, and with None at the end."""
+        for sequence in self.sequences:
+            if sequence.output or sequence.finish_reason is not None:
+                listener(Delta(sequence.index, 0, len(sequence.output), sequence.finish_reason is not None))
+        self._listener = listener
+        if self._done.is_set():
+            listener(None)
 
     def _end(self) -> None:
         self._done.set()
-        self._deltas.put_nowait(None)
+        if self._listener is not None:
+            self._listener(None)
+
+
+async def merged_deltas(requests: Sequence[SimRequest]) -> AsyncIterator[tuple[int, Delta]]:
+    """New tokens of several requests as they are made, each with its request's index in `requests`.
+
+    Raises:
+        EngineDeadError: the engine died before all had ended.
+    """
+    queue: asyncio.Queue[tuple[int, Delta | None]] = asyncio.Queue()
+    for i, request in enumerate(requests):
+        request.listen(lambda delta, i=i: queue.put_nowait((i, delta)))
+    unfinished = len(requests)
+    while unfinished:
+        i, delta = await queue.get()
+        if delta is not None:
+            yield i, delta
+        elif (death := requests[i].death) is not None:
+            raise EngineDeadError(death)
+        else:
+            unfinished -= 1
 
 
 def _fold(token_ids: tuple[int, ...], block_size: int) -> tuple[Prefix, list[tuple[int, int]]]:

@@ -69,6 +69,7 @@ class SimServer:
             self._closing.cancel()
         if self._runner is not None:
             self._break_connections()
+            self.engine.close()
             await self._runner.cleanup()
             self._runner = None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from penstock.errors import RequestError
 
@@ -57,7 +57,10 @@ def _content(content: Any) -> str:
         return ""
     if isinstance(content, str):
         return content
-    return "".join(str(part.get("text", "")) for part in content)
+    parts = cast("list[Any]", content) if isinstance(content, list) else [content]
+    if not all(isinstance(part, dict) for part in parts):
+        raise RequestError(f"message content must be a string or a list of parts, got {content!r}")
+    return "".join(str(part.get("text", "")) for part in parts)
 
 
 def _id_of(character: str, vocab_size: int) -> int:

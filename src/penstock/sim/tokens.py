@@ -7,6 +7,7 @@ and a request that goes on elsewhere with prompt + partial gives the same contin
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from array import array
@@ -14,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from penstock.types import SamplingParams, VersionSpan
+from penstock.types import Sample, SamplingParams
 
 _MASK = 2**64 - 1
 _GREEDY = 0x67726565
@@ -109,59 +110,72 @@ def expected_logprob(prefix: Prefix, token_id: int, weights: Weights, *, tempera
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """One token that is not what its claims say."""
+    """Something in a sample that is not what its claims say."""
 
     position: int
-    """Index in the output."""
-    token_id: int
-    version: int
+    """Index in the output; its length where the sample as a whole is wrong."""
     reason: str
 
 
 def verify(
-    model: Model,
     prompt_ids: Sequence[int],
-    token_ids: Sequence[int],
-    spans: Iterable[VersionSpan],
+    sample: Sample,
     *,
-    logprobs: Sequence[float] | None = None,
+    model: Model | None = None,
     params: SamplingParams | None = None,
     seeds: Iterable[int] | None = None,
     adapter: str = "",
+    context: int | None = None,
 ) -> list[Mismatch]:
     """Check every token and logprob of a sample against its position and claimed version; empty: all is right.
 
     Args:
-        model: of the engine that made it.
         prompt_ids: shape `[P]`.
-        token_ids: shape `[T]`.
-        spans: claimed versions; must cover `[0, T)` exactly.
-        logprobs: shape `[T]`, or None when not asked for.
-        params: of the request; default: `SamplingParams()`.
+        sample: as the engine interface gives it; it may have been put together from several engines' parts.
+        model: of the engines (`SimConfig.model`).
+        params: of the request.
         seeds: a token may come from any of these. Default: `[s, s + n)` for the request's (or the model's) seed `s`;
             give `[s + i]` to hold sample `i` to its own.
-        adapter: LoRA that made it.
+        adapter: path of the LoRA that made it.
+        context: `max_model_len`, where samples may end before `max_tokens` because of it.
     """
-    params = params or SamplingParams()
+    model, params = model or Model(), params or SamplingParams()
     start = model.seed if params.seed is None else params.seed
     choices: list[int | None] = [None] if params.temperature == 0 else list(seeds or range(start, start + params.n))
-    versions = [span.version for span in spans for _ in range(span.start, span.end)]
-    if len(versions) != len(token_ids) or (logprobs is not None and len(logprobs) != len(token_ids)):
-        lengths = f"{len(token_ids)} tokens, {len(versions)} versions"
-        lengths += "" if logprobs is None else f", {len(logprobs)} logprobs"
-        return [Mismatch(0, -1, -1, f"lengths differ: {lengths}")]
+    versions, length = sample.versions(), len(sample.token_ids)
+    edges = [0, *(span.end for span in sample.spans)]
+    if edges[-1] != length or [span.start for span in sample.spans] != edges[:-1]:
+        return [Mismatch(length, f"spans {sample.spans} do not cover {length} tokens exactly")]
+    if sample.logprobs is not None and len(sample.logprobs) != length:
+        return [Mismatch(length, f"{length} tokens but {len(sample.logprobs)} logprobs")]
     wrong: list[Mismatch] = []
     prefix = Prefix.of(prompt_ids)
-    for i, (token, version) in enumerate(zip(token_ids, versions, strict=True)):
+    for i, (token, version) in enumerate(zip(sample.token_ids, versions, strict=True)):
         weights = Weights(version, version, adapter)
         banned = banned_before_min(model, params) if i < params.min_tokens else ()
         if all(token != expected_token(model, prefix, weights, seed=s, banned=banned) for s in choices):
-            wrong.append(Mismatch(i, token, version, "not the token of this position and version"))
-        elif logprobs is not None:
+            wrong.append(Mismatch(i, f"{token} is not the token of this position and version {version}"))
+        elif sample.logprobs is not None:
             expected = expected_logprob(prefix, token, weights, temperature=params.temperature)
-            if abs(logprobs[i] - expected) > 1e-9:  # noqa: PLR2004 - JSON carries floats exactly; this is for arithmetic
-                wrong.append(Mismatch(i, token, version, f"logprob {logprobs[i]} where {expected} is expected"))
+            if not math.isclose(sample.logprobs[i], expected, rel_tol=1e-9):
+                wrong.append(Mismatch(i, f"logprob {sample.logprobs[i]}, under version {version} it is {expected}"))
         prefix = prefix.then(token)
+    return wrong + _wrong_end(sample, model, params, None if context is None else context - len(prompt_ids))
+
+
+def _wrong_end(sample: Sample, model: Model, params: SamplingParams, room: int | None) -> list[Mismatch]:
+    """Whether the sample ends where it should."""
+    length, reason = len(sample.token_ids), sample.finish_reason
+    enders = set(params.stop_token_ids) if params.ignore_eos else {model.eos_token_id, *params.stop_token_ids}
+    wrong: list[Mismatch] = []
+    ends = [i for i, token in enumerate(sample.token_ids) if token in enders and i + 1 >= params.min_tokens]
+    if ends and ends[0] != length - 1:
+        wrong.append(Mismatch(ends[0], "the sample goes on after its end"))
+    if reason == "stop" and not ends and not params.stop:
+        wrong.append(Mismatch(length, "ended by `stop` without a token that stops it"))
+    limit = params.max_tokens if room is None else min(params.max_tokens, room)
+    if length > limit or (reason == "length" and length != limit):
+        wrong.append(Mismatch(length, f"ended by `{reason}` with {length} tokens, the limit is {limit}"))
     return wrong
 
 

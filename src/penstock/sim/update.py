@@ -48,7 +48,6 @@ class WeightState:
             WeightsError: it does not fit.
         """
         engine = self._engine
-        engine.check_alive()
         await engine.at(Phase.PREPARE)
         await engine.clock.sleep(engine.config.prepare_seconds)
         engine.check_alive()
@@ -63,15 +62,17 @@ class WeightState:
         Raises:
             StateError: that version was not prepared; nothing was changed.
         """
-        if self._prepared is None or self._prepared[0].version != version:
-            has = "none is" if self._prepared is None else f"{self._prepared[0].version} is"
+        prepared = self._prepared
+        if prepared is None or prepared[0].version != version:
+            has = "none is" if prepared is None else f"{prepared[0].version} is"
             raise StateError(f"weight version {version} was not prepared ({has}); call prepare first")
+        self._prepared = None
         engine, clock = self._engine, self._engine.clock
         was_paused = engine.paused
         begin = clock.time()
         preempted = await engine.pause(PauseMode.KEEP, clear_cache=clear_cache)
         paused = clock.time()
-        checksum = await self._load(version, self._prepared[1])
+        checksum = await self._load(version, prepared[1])
         loaded = clock.time()
         if not was_paused:
             await engine.resume()
@@ -85,7 +86,7 @@ class WeightState:
         await engine.at(Phase.LOAD)
         await engine.clock.sleep(engine.config.load_seconds)
         engine.check_alive()
-        self.unfit = self._prepared = None
+        self.unfit = None
         self.identity, self.checksum = version, checksum
         if engine.faults.take(Phase.LOAD, FaultKind.WRONG_LABEL) is None:
             self.label = str(version)
