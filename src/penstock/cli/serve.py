@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +15,8 @@ from penstock.cli.signals import run_until_signal
 from penstock.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from penstock.config import RunConfig
 
 SECTIONS = ("engine.", "fleet.", "router.")
@@ -76,13 +79,12 @@ def _config(model: str, options: list[str], *, engines: int, host: str, port: in
 
 async def _serve(config: RunConfig, api_key: str | None) -> None:
     from rich.console import Console  # noqa: PLC0415
-    from rich.logging import RichHandler  # noqa: PLC0415
 
     from penstock.fleet.fleet import Fleet  # noqa: PLC0415
 
     console = Console(stderr=True)
     log = logging.getLogger("penstock")
-    log.addHandler(RichHandler(console=console, show_path=False, omit_repeated_times=False))
+    log.addHandler(_ConsoleHandler(console))
     log.setLevel(logging.INFO)
     count = config.fleet.engines
     what = f"{count} engine{'' if count == 1 else 's'} of {config.engine.model}"
@@ -95,6 +97,19 @@ async def _serve(config: RunConfig, api_key: str | None) -> None:
             await asyncio.Event().wait()
         except asyncio.CancelledError:  # a signal: the way in which serving ends
             console.print("stopping")
+
+
+class _ConsoleHandler(logging.Handler):
+    """One line a record, above the spinner; what follows the first line comes again in the error itself."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        style = "yellow" if record.levelno >= logging.WARNING else "dim"
+        text = f"{datetime.fromtimestamp(record.created).astimezone():%H:%M:%S} {record.getMessage().splitlines()[0]}"
+        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _usage(url: str, config: RunConfig, *, with_key: bool) -> str:
