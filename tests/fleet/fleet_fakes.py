@@ -95,6 +95,8 @@ class FakeEngine:
     async def wake_up(self, tags: Sequence[str] | None) -> None:
         await self.at("wake")
         self.calls["wake"] = tags
+        if tags is None or "kv_cache" in tags:
+            self.paused = False  # as vLLM does when all memory is back
 
     async def collective_rpc(
         self, method: str, timeout_s: float, args: Sequence[Any], kwargs: Mapping[str, Any] | None

@@ -191,6 +191,19 @@ async def test_a_sleeping_fleet_is_gated_until_all_memory_is_back() -> None:
     assert bench.engine["b"].calls == {"sleep": 1, "wake": ["kv_cache"]}
 
 
+async def test_a_paused_fleet_that_slept_is_still_paused_though_waking_resumes_engines() -> None:
+    bench = await Bench("ab").started()
+    await pause(bench)
+    await bench.operations.sleep(1)
+    await bench.operations.wake_up(["weights"])
+    await bench.operations.wake_up(["kv_cache"])
+    assert bench.router.closed
+    bench.check_belief()
+    await bench.operations.resume()
+    assert not bench.router.closed
+    bench.check_belief()
+
+
 async def test_weights_that_were_dropped_are_not_served() -> None:
     bench = await Bench("ab").started()
     await bench.operations.sleep(2)

@@ -61,18 +61,12 @@ class Operations:
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Close the gate, then pause every engine; StateError if paused."""
-        # `wait` ends with the longest request in flight, the other modes at once.
-        deadline_s = self._request_s if mode is PauseMode.WAIT else self._control_s
 
         async def run() -> None:
             if self.paused:
                 raise StateError("generation is already paused; resume_generation first")
             async with self._gate_closed():
-                await self._roster.command(
-                    lambda engine: engine.pause(mode, clear_cache=clear_cache, timeout_s=deadline_s),
-                    what=f"pause ({mode})",
-                    deadline_s=deadline_s,
-                )
+                await self._pause_engines(mode, clear_cache=clear_cache)
                 self._move_all(State.PAUSED, f"pause_generation ({mode})")
                 self.paused = True
 
@@ -92,7 +86,10 @@ class Operations:
         await self._exclusively(run)
 
     async def sleep(self, level: int) -> None:
-        """Free memory; the gate stays closed until all of it is back, after level 2 also until the next update."""
+        """Free memory; the gate stays closed until all of it is back, after level 2 also until the next update.
+
+        Requests in flight end with the finish reason `abort`, as vLLM has it.
+        """
         if level not in (1, DROPS_WEIGHTS):
             raise UserError(f"sleep level must be 1 or 2, got {level}")
 
@@ -114,6 +111,9 @@ class Operations:
             async with self._gate_closed():
                 await self._tell(lambda engine: engine.wake_up(tags), "wake-up")
                 self._asleep -= set(tags or MEMORY_TAGS)
+                if self.paused and not self._asleep:
+                    # vLLM's wake-up resumes the scheduler. Nothing is in flight: sleeping has aborted it.
+                    await self._pause_engines(PauseMode.KEEP, clear_cache=False)
 
         await self._exclusively(run)
 
@@ -163,6 +163,15 @@ class Operations:
         if self._running is not None and not self._running.done():
             self._running.cancel()
             await asyncio.wait((self._running,))
+
+    async def _pause_engines(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        # `wait` ends with the longest request in flight, the other modes at once.
+        deadline_s = self._request_s if mode is PauseMode.WAIT else self._control_s
+        await self._roster.command(
+            lambda engine: engine.pause(mode, clear_cache=clear_cache, timeout_s=deadline_s),
+            what=f"pause ({mode})",
+            deadline_s=deadline_s,
+        )
 
     async def _tell(self, call: Call[None], what: str) -> None:
         await self._roster.command(call, what=what, deadline_s=self._control_s, refusable=True)

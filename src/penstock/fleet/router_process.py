@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 import sys
 from pathlib import Path
 from typing import Self
@@ -21,7 +20,11 @@ LOOK_S = 0.02
 STOP_S = 5.0
 """Between SIGTERM and SIGKILL."""
 
-_READY = re.compile(r"^penstock router ready on (http://\S+)$", re.MULTILINE)
+API_KEY_ENV = "PENSTOCK_API_KEY"
+USAGE = 2
+"""Its exit status when it cannot be started as asked."""
+
+_READY = re.compile(r"^penstock router ready on (http://\S+)\n", re.MULTILINE)
 
 
 class RouterProcess:
@@ -36,20 +39,24 @@ class RouterProcess:
         """Start a router and return when it listens.
 
         Raises:
-            ConfigError: the port is taken; nothing was started.
+            ConfigError: it refused its options, such as a port that is taken.
             EngineStartError: it ended or was not ready within `START_S` seconds; it is gone, and the message holds the
                 telling lines of its log.
         """
-        _check_port(config)
         options = [
             part for name, value in config.model_dump().items() for part in (f"--{name.replace('_', '-')}", str(value))
         ]
+        env: dict[str, str] = {}
+        if api_key:
+            # Not on the command line, which every user of the machine can read.
+            options += ["--api-key-env", API_KEY_ENV]
+            env[API_KEY_ENV] = api_key
         argv = [sys.executable, "-m", "penstock.router", *options]
-        # The key is not on the command line, which every user of the machine can read.
-        env = {"PENSTOCK_API_KEY": api_key} if api_key else {}
-        child = await ChildProcess.start(argv, name="router", log=log_dir / "router.log", env=env)
+        log = log_dir / "router.log"
+        earlier = log.stat().st_size if log.exists() else 0
+        child = await ChildProcess.start(argv, name="router", log=log, env=env)
         try:
-            url = await _ready(child)
+            url = await _ready(child, earlier)
         except BaseException:
             child.kill()
             await child.wait()
@@ -65,11 +72,16 @@ class RouterProcess:
         await self._child.stop(STOP_S)
 
 
-async def _ready(child: ChildProcess) -> str:
+async def _ready(child: ChildProcess, skip: int) -> str:
+    """Wait for the line that names the URL; the first `skip` bytes of the log are another run's."""
+
+    def said() -> str:
+        return child.log.read_bytes()[skip:].decode(errors="replace")
+
     try:
         async with asyncio.timeout(START_S):
             while True:
-                ready = _READY.search(child.log.read_text(errors="replace"))
+                ready = _READY.search(said())
                 if ready is not None:
                     return ready[1]
                 if child.returncode is not None:
@@ -79,20 +91,7 @@ async def _ready(child: ChildProcess) -> str:
                 await asyncio.sleep(LOOK_S)
     except TimeoutError:
         what = f"was not ready within {START_S:g} s"
-    lines = telling_lines(child.log.read_text(errors="replace"))
+    lines = telling_lines(said())
+    if child.returncode == USAGE:
+        raise ConfigError(lines)
     raise EngineStartError(f"the router {what}; its log ({child.log}) says:\n{lines}")
-
-
-def _check_port(config: RouterConfig) -> None:
-    """Refuse a taken port before anything is started; a race lost after this is an EngineStartError."""
-    if config.port == 0:
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.host, config.port))
-        except OSError as error:
-            raise ConfigError(
-                f"router port {config.port} of {config.host} cannot be used: {error.strerror}; choose another, or 0 "
-                "for any free one"
-            ) from None
