@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.router.admin_client import EngineLoad, RouterState
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+COLUMNS = ("engine", "state", "version", "running", "waiting", "KV", "tokens", "address")
 ENGINE_TIMEOUT_S = 5.0
 """Deadline of one question to one engine; the table does not wait longer for an engine that hangs."""
 
@@ -90,25 +91,32 @@ def _print_table(report: dict[str, Any]) -> None:
     from rich.table import Table  # noqa: PLC0415
 
     table = Table(
-        title=f"{report['url']}: {report['requests']:,} requests so far, {report['held']} held", title_justify="left"
+        title=f"{report['url']}: {report['requests']:,} requests so far, {report['held']} held",
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+        header_style="bold",
     )
-    for name in ("engine", "state", "version", "running", "waiting", "KV cache", "tokens made", "address"):
-        table.add_column(name, justify="left" if name in {"engine", "state", "address"} else "right")
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in {"engine", "state", "address"} else "right", no_wrap=True)
     for engine in report["engines"]:
-        color = "green" if engine["state"] == "serving" else "red" if engine["state"] == "down" else "yellow"
-        known = "error" not in engine
-        table.add_row(
-            engine["name"],
-            f"[{color}]{engine['state']}[/]",
-            str(engine["weight_version"]),
-            f"{engine['running']}" if known else "-",
-            f"{engine['waiting']}" if known else "-",
-            f"{engine['kv_cache_usage']:.0%}" if known else "-",
-            f"{engine['generation_tokens']:,}" if known else "-",
-            engine["url"],
-        )
+        table.add_row(*_cells(engine))
     console = Console()
     console.print(table)
     for engine in report["engines"]:
         if "error" in engine:
             console.print(engine["error"], style="red", markup=False, highlight=False)
+
+
+def _cells(engine: dict[str, Any]) -> list[str]:
+    color = {"serving": "green", "down": "red"}.get(engine["state"], "yellow")
+    load = ["-"] * 4
+    if "error" not in engine:
+        load = [
+            str(engine["running"]),
+            str(engine["waiting"]),
+            f"{engine['kv_cache_usage']:.0%}",
+            f"{engine['generation_tokens']:,}",
+        ]
+    address = engine["url"].removeprefix("http://")
+    return [engine["name"], f"[{color}]{engine['state']}[/]", str(engine["weight_version"]), *load, address]

@@ -1,0 +1,127 @@
+"""A wrong invocation is one clear line on stderr, exit status 2, and nothing was started."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli import environment, penstock
+from penstock import __version__
+
+SIM = "engine: {model: any-name, profile: sim}\n"
+
+
+def one_line(done: subprocess.CompletedProcess[str], status: int = 2) -> str:
+    assert done.returncode == status, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("penstock: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def test_version() -> None:
+    assert penstock("--version").stdout == f"penstock {__version__}\n"
+
+
+def test_help_names_every_command_and_is_what_no_command_shows() -> None:
+    done = penstock("--help")
+    assert done.returncode == 0
+    for command in ("serve", "status", "train", "plot", "sim"):
+        assert f" {command} " in done.stdout
+    assert penstock().stdout == done.stdout
+
+
+@pytest.mark.parametrize("command", ["serve", "status", "train", "plot", "sim"])
+def test_help_of_a_command_teaches_by_examples(command: str) -> None:
+    done = penstock(command, "--help")
+    assert done.returncode == 0
+    assert "Examples" in done.stdout
+    assert f"penstock {command}" in done.stdout.partition("Examples")[2]
+
+
+def test_help_loads_nothing_heavy() -> None:
+    heavy = ("torch", "vllm", "transformers", "matplotlib", "aiohttp", "pydantic", "yaml")
+    code = f"import sys, penstock.cli.main; print([m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["trian"], "No such command 'trian'. Did you mean 'train'?"),
+        (["train"], "CONFIG"),
+        (["train", "run.yaml", "--resum"], "--resume"),
+        (["train", "nowhere.yaml"], "no such config file: nowhere.yaml"),
+        (["train", "run.yaml", "train.stepz=3"], "'train.stepz'; did you mean 'steps'?"),
+        (["train", "run.yaml", "train.steps=many"], "'train.steps'"),
+        (["train", "run.yaml", "train.steps"], "not of the form section.key=value"),
+        (["train", "broken.yaml"], "not valid YAML"),
+        (["plot", "nowhere"], "nowhere holds no run"),
+        (["status", "nowhere"], "'nowhere' is not an address"),
+        (["serve"], "MODEL"),
+        (["serve", "m", "--sim", "max_modellen=3"], "did you mean 'max_model_len'?"),
+        (["serve", "m", "--sim", "max_model_len=long"], "'engine.max_model_len'"),
+        (["serve", "m", "--sim", "router.policy=fastest"], "'router.policy'"),
+        (["serve", "m", "--sim", "--engines", "0"], "--engines"),
+        (["serve", "m", "--sim", "--engines", "two"], "--engines"),
+        (["serve", "m", "--sim", "--port", "70000"], "--port"),
+        (["serve", "m", "--sim", "--cpu"], "--cpu and --sim exclude each other"),
+        (["serve", "m", "--sim", "--host", "0.0.0.0"], "PENSTOCK_API_KEY"),
+        (["serve", "m", "--sim", "--host", "192.0.2.1", "--api-key", "k"], "cannot listen on 192.0.2.1"),
+        (["serve", "./nowhere", "--cpu"], "./nowhere does not exist"),
+        (["serve", ".", "--cpu"], "has no config.json"),
+        (["serve", "no-such-org/no-such-model", "--cpu"], "no model 'no-such-org/no-such-model'"),
+        (["sim", "tokens_per_secnd=3"], "did you mean 'tokens_per_second'?"),
+        (["sim", "tokens_per_second=fast"], "'tokens_per_second'"),
+        (["sim", "kv_blocks=1"], "kv_blocks"),
+        (["sim", "--fault", "explode"], "explode"),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_invocation_is_one_line(args: list[str], says: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(SIM)
+    (tmp_path / "broken.yaml").write_text("engine: [")
+    assert says in one_line(penstock(*args, cwd=tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.yaml", "run.yaml"]
+
+
+@pytest.mark.parametrize("command", [["serve", "m", "--sim"], ["sim"]], ids=["serve", "sim"])
+def test_a_port_in_use_is_one_line(command: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"port {port} of 127.0.0.1 is in use" in one_line(penstock(*command, "--port", str(port)))
+
+
+def test_a_missing_extra_is_one_line(tmp_path: Path) -> None:
+    """In a Python without torch and vLLM: this one, told not to find them."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util\n"
+        "find = importlib.util.find_spec\n"
+        "absent = ('torch', 'vllm', 'matplotlib')\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name in absent else find(name, *rest)\n"
+    )
+    (tmp_path / "run.yaml").write_text(SIM)
+    without = {"PYTHONPATH": str(tmp_path)}
+    said = one_line(penstock("train", "run.yaml", cwd=tmp_path, **without))
+    assert "not installed: torch, matplotlib; pip install 'penstock[train]'" in said
+    assert "penstock[vllm]" in one_line(penstock("serve", "any/model", "--cpu", **without))
+    assert "penstock[train]" in one_line(penstock("plot", str(tmp_path), **without))
+
+
+def test_nobody_there_is_one_line_and_status_1() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    said = one_line(penstock("status", f"http://127.0.0.1:{port}"), status=1)
+    assert f"nothing answers at http://127.0.0.1:{port}" in said
+
+
+def test_debug_shows_where_an_error_comes_from(tmp_path: Path) -> None:
+    done = penstock("train", "nowhere.yaml", cwd=tmp_path, PENSTOCK_DEBUG="1")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "no such config file" in done.stderr

@@ -1,0 +1,137 @@
+"""`penstock serve`, `status`, `sim` and `plot` do what they say, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from openai import AuthenticationError, OpenAI
+
+from cli import END_S, PENSTOCK, Server, environment, penstock, serving, wait_for_children
+from penstock.config import EngineConfig, RunConfig
+from penstock.observe.run_folder import RunFolder
+
+ENGINES = 2
+ROUTER = 1
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two simulated engines behind a key."""
+    log = tmp_path_factory.mktemp("serve") / "log"
+    args = ("serve", "some-model", "--sim", "--engines", str(ENGINES), "--port", "0", "max_model_len=256")
+    with serving(log, *args, PENSTOCK_API_KEY="secret") as ready:
+        yield ready
+
+
+def test_an_openai_client_is_served(server: Server) -> None:
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="secret")
+    chat = client.chat.completions.create(
+        model="some-model", messages=[{"role": "user", "content": "Hello"}], max_tokens=5
+    )
+    assert chat.usage is not None
+    assert chat.usage.completion_tokens == 5
+    streamed = client.completions.create(model="some-model", prompt="Hello", max_tokens=5, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed if chunk.choices)
+
+
+def test_the_key_is_asked_for(server: Server) -> None:
+    with pytest.raises(AuthenticationError):
+        OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0).models.list()
+    done = penstock("status", server.url)
+    assert done.returncode == 1
+    assert "401" in done.stderr
+
+
+def test_status_shows_every_engine(server: Server) -> None:
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="secret")
+    client.completions.create(model="some-model", prompt="Hello", max_tokens=7)
+    report = json.loads(penstock("status", server.url, "--json", PENSTOCK_API_KEY="secret").stdout)
+    assert [engine["state"] for engine in report["engines"]] == ["serving"] * ENGINES
+    assert [engine["weight_version"] for engine in report["engines"]] == [0] * ENGINES
+    assert [engine["max_model_len"] for engine in report["engines"]] == [256] * ENGINES
+    assert sum(engine["generation_tokens"] for engine in report["engines"]) >= 7
+    table = penstock("status", f"{server.url}/v1", PENSTOCK_API_KEY="secret", COLUMNS="80").stdout
+    for engine in report["engines"]:
+        [line] = [line for line in table.splitlines() if engine["url"].removeprefix("http://") in line]
+        assert f"{engine['generation_tokens']:,}" in line
+        assert "serving" in line
+
+
+def test_status_says_which_engine_is_gone(tmp_path: Path) -> None:
+    with serving(tmp_path / "log", "serve", "m", "--sim", "--engines", "2", "--port", "0") as server:
+        engines = json.loads(penstock("status", server.url, "--json").stdout)["engines"]
+        port = engines[0]["url"].rpartition(":")[2]
+        [victim] = [process for process in server.family if port in process.cmdline()]
+        victim.kill()
+        psutil.wait_procs([victim], timeout=END_S)
+        names = {
+            engine["name"]
+            for engine in json.loads(penstock("status", server.url, "--json").stdout)["engines"]
+            if engine["state"] == "serving"
+        }
+        assert names == {engines[1]["name"]}
+        answer = OpenAI(base_url=f"{server.url}/v1", api_key="none").completions.create(
+            model="m", prompt="Hello", max_tokens=3
+        )
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)],
+    ids=str,
+)
+def test_nothing_is_left_behind(number: signal.Signals, status: int, tmp_path: Path) -> None:
+    with serving(tmp_path / "log", "serve", "m", "--sim", "--engines", str(ENGINES), "--port", "0") as server:
+        assert len(server.family) == 1 + ENGINES + ROUTER
+        assert server.signal(number) == status
+
+
+def test_interrupted_while_it_starts(tmp_path: Path) -> None:
+    argv = [PENSTOCK, "serve", "m", "--sim", "--engines", "2", "--port", "0"]
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(argv, stdout=log, stderr=log, env=environment()) as process,
+    ):
+        family = wait_for_children(process.pid, ROUTER)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=END_S) == 128 + signal.SIGINT
+        _, alive = psutil.wait_procs(family, timeout=END_S)
+    assert not alive
+    assert "ready:" not in (tmp_path / "log").read_text()
+
+
+def test_an_engine_that_does_not_start_is_an_error_of_status_1(tmp_path: Path) -> None:
+    done = penstock("serve", "m", "--sim", "--port", "0", "extra_args.no-such-option=1", f"fleet.log_dir={tmp_path}")
+    assert done.returncode == 1
+    assert "no-such-option" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_sim_is_one_engine(tmp_path: Path) -> None:
+    with serving(tmp_path / "log", "sim", "--port", "0", "served_model_name=tiny", "--api-key", "k") as server:
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="k")
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        assert server.signal(signal.SIGTERM) == 0
+
+
+def test_plot_draws_a_run(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, RunConfig(engine=EngineConfig(model="m")))
+    assert "no step to plot yet" in penstock("plot", tmp_path).stderr
+    seconds = {"seconds/training": 1.0, "seconds/waiting": 0.1, "seconds/update": 0.1, "seconds/step": 1.3}
+    folder.append_metrics(
+        {"step": 1, "version": 1, "reward_mean": 0.5, "staleness/0": 9, "tokens_per_second": 7, "update/bubble": 0.05}
+        | seconds
+    )
+    done = penstock("plot", tmp_path)
+    assert done.returncode == 0
+    files = [Path(line) for line in done.stdout.split()]
+    assert len(files) == 6
+    assert all(file.parent == tmp_path / "plots" and file.stat().st_size > 1000 for file in files)
