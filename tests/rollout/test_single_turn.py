@@ -21,7 +21,7 @@ from penstock.sim import text
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.sim.tokens import verify
-from penstock.types import SamplingParams, VersionSpan
+from penstock.types import Sample, SamplingParams, VersionSpan
 
 CONFIG = SimConfig(vocab_size=96, eos_share=0.1, tokens_per_second=20_000, max_model_len=64, kv_blocks=256)
 PARAMS = SamplingParams(max_tokens=12, temperature=0.7)
@@ -91,16 +91,9 @@ async def test_tokens_are_those_of_the_prompt_the_seed_and_the_temperature(clien
     batch = GeneratorInput(tasks(4), num_samples=2, seeds=[10, 20, 30, 40])
     output = await generator_of(client).generate(batch)
     for i, t in enumerate(output.trajectories):
-        wrong = verify(
-            CONFIG.model,
-            t.prompt_ids,
-            t.response_ids,
-            [VersionSpan(0, 0, len(t.response_ids))],
-            logprobs=t.logprobs,
-            params=PARAMS,
-            seeds=[10 * (i // 2 + 1) + i % 2],
-        )
-        assert not wrong
+        sample = Sample(t.response_ids, t.stop_reason, t.logprobs, (VersionSpan(0, 0, len(t.response_ids)),))
+        seed = 10 * (i // 2 + 1) + i % 2
+        assert not verify(t.prompt_ids, sample, model=CONFIG.model, params=PARAMS, seeds=[seed])
 
 
 async def test_the_engine_is_asked_for_tokens_alone_once_for_each_group(

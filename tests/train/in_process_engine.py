@@ -1,0 +1,71 @@
+"""The engine interface without a server, for tests that steer time: tokens come one by one, as fast as `pause` lets."""
+
+from __future__ import annotations
+
+from abc import ABCMeta
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from penstock.engine.base import Engine
+from penstock.types import EngineUpdate, Sample, SamplingParams, SessionId, UpdateReport, VersionSpan
+
+NextToken = Callable[[Sequence[int], SamplingParams], tuple[int, float]]
+"""Prompt and output so far, and the parameters, to the next token and its logprob."""
+
+
+class _Concrete(ABCMeta):
+    """Lets a class be built that has not all of the interface: a test that calls what is missing fails."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        cls.__abstractmethods__ = frozenset()
+        return super().__call__(*args, **kwargs)
+
+
+class InProcessEngine(Engine, metaclass=_Concrete):
+    """Every sample waits `pause()` before each of its tokens; an update waits `pause()` before it takes effect."""
+
+    def __init__(self, next_token: NextToken, pause: Callable[[], Awaitable[None]]) -> None:
+        self._next_token = next_token
+        self._pause = pause
+        self._version = 0
+        self.tensors: dict[str, Any] = {}
+        self.requests: list[tuple[int, int]] = []
+        """For each request: the version in force when it came, and the number of samples."""
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    async def sample(
+        self,
+        prompt_token_ids: Sequence[int],
+        num_samples: int,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        session_id: SessionId | None = None,
+    ) -> list[Sample]:
+        del session_id
+        params = SamplingParams.of(sampling_params)
+        self.requests.append((self._version, num_samples))
+        return [await self._one(prompt_token_ids, params) for _ in range(num_samples)]
+
+    async def _one(self, prompt: Sequence[int], params: SamplingParams) -> Sample:
+        ids: list[int] = []
+        logprobs: list[float] = []
+        spans: list[VersionSpan] = []
+        for i in range(params.max_tokens):
+            await self._pause()
+            token, logprob = self._next_token([*prompt, *ids], params)
+            ids.append(token)
+            logprobs.append(logprob)
+            spans.append(VersionSpan(self._version, i, i + 1))
+        return Sample(tuple(ids), "length", tuple(logprobs), tuple(spans))
+
+    async def update_weights(
+        self, named_tensors: Iterable[tuple[str, Any]], *, version: int | None = None
+    ) -> UpdateReport:
+        tensors = {name: tensor.clone() for name, tensor in named_tensors}
+        await self._pause()
+        self.tensors = tensors
+        self._version = self._version + 1 if version is None else version
+        engine = EngineUpdate("here", {"bubble": 0.0}, 0, "")
+        return UpdateReport(self._version, 0, {"total": 0.0}, (engine,))

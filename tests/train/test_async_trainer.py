@@ -1,0 +1,300 @@
+"""The asynchronous schedule with a real learner of a nano model, on a simulated engine over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from training_setup import SIM, Characters, Letters, Recorder, config_of, learner_of, run_on_sim, save_nano_model
+
+from penstock.config import RunConfig
+from penstock.errors import ConfigError, EngineDeadError, PenstockError, StateError, UserError
+from penstock.observe.run_folder import RunFolder
+from penstock.rollout.environment import Task
+from penstock.sim.faults import Fault, FaultKind, Phase
+from penstock.sim.tokens import verify
+from penstock.train.async_trainer import group_seed, train
+from penstock.types import Sample, SamplingParams, VersionSpan
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_nano_model(tmp_path_factory.mktemp("nano"))
+
+
+def synchronous(model: Path, steps: int = 6) -> RunConfig:
+    return config_of(model, train={"steps": steps, "max_staleness": 0})
+
+
+def what_counts(folder: RunFolder) -> list[dict[str, float]]:
+    """The rows of a run without what depends on the time of day."""
+    timed = ("seconds/", "update/", "tokens_per_second", "learner/seconds", "learner/tokens_per_second")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in folder.metrics()]
+
+
+# --- a whole run -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_run_trains_on_every_token_once_within_the_bound(model: Path, tmp_path: Path) -> None:
+    config = config_of(model, train={"steps": 8})
+    folder = RunFolder.create(tmp_path, config)
+    reporter = Recorder()
+    summary = await run_on_sim(config, folder, reporter=reporter)
+    rows = folder.metrics()
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert [row["version"] for row in rows] == list(range(1, 9))
+    assert all(row["samples"] == 16 for row in rows)
+    assert max(row["staleness_max"] for row in rows) in {1, 2}
+    assert sum(summary.staleness.values()) == sum(row["tokens"] for row in rows) == summary.tokens
+    assert summary.wasted_tokens == summary.unconsumed_tokens == 0
+    assert summary.updates == summary.steps == 8
+    assert set(summary.evaluations) == {0, 8}
+    assert summary.bubble_max >= summary.bubble_median > 0
+    assert set(summary.seconds) == {"waiting", "training", "update", "evaluation", "checkpoint", "total"}
+    assert sum(v for k, v in summary.seconds.items() if k != "total") <= summary.seconds["total"]
+    assert all(row["tokens_per_second"] == pytest.approx(row["generated_tokens"] / row["seconds/step"]) for row in rows)
+    assert folder.summary()["accuracy_after"] == summary.accuracy_after
+    kinds = [kind for kind, _ in reporter.events if kind in {"update", "step"}]
+    assert kinds == ["update", "step"] * 8
+    assert [value for kind, value in reporter.events if kind == "phase"][:2] == ["evaluate", "train"]
+    assert reporter.events[-1] == ("end", summary)
+
+
+async def test_recorded_tokens_are_those_of_the_version_they_claim(model: Path, tmp_path: Path) -> None:
+    config = config_of(model, train={"steps": 5})
+    folder = RunFolder.create(tmp_path, config)
+    await run_on_sim(config, folder, sim=replace(SIM, tokens_per_second=300))
+    records = folder.trajectories()
+    assert {record.step for record in records} == set(range(1, 6))
+    assert any(len({token.version for token in record.tokens}) > 1 for record in records)
+    for record in records:
+        sample = Sample(
+            token_ids=tuple(token.id for token in record.tokens),
+            finish_reason=record.stop_reason,  # pyright: ignore[reportArgumentType]
+            logprobs=tuple(token.logprob for token in record.tokens),
+            spans=tuple(VersionSpan(token.version, i, i + 1) for i, token in enumerate(record.tokens)),
+        )
+        params = SamplingParams(
+            n=config.rollout.group_size,
+            max_tokens=config.rollout.max_tokens,
+            seed=group_seed(config.seed, int(record.group)),
+        )
+        wrong = verify(Characters().encode(record.prompt), sample, model=SIM.model, params=params)
+        assert not wrong
+    assert "logprob | version |" in (tmp_path / "trajectories.md").read_text()
+
+
+async def test_groups_without_a_difference_are_trained_on_and_teach_nothing(model: Path, tmp_path: Path) -> None:
+    class AllTheSame(Letters):
+        def reward(self, task: Task, response_text: str) -> float:
+            del task, response_text
+            return 0.5
+
+    config = config_of(model, train={"steps": 3})
+    learner = learner_of(config)
+    before = {name: tensor.clone() for name, tensor in learner.named_tensors()}
+    folder = RunFolder.create(tmp_path, config)
+    summary = await run_on_sim(config, folder, environment=AllTheSame(), learner=learner)
+    assert [row["zero_variance_share"] for row in folder.metrics()] == [1.0, 1.0, 1.0]
+    assert all(torch.equal(before[name], tensor) for name, tensor in learner.named_tensors())
+    assert summary.updates == 3
+    assert summary.accuracy_after == 0.0
+
+
+async def test_evaluation_in_the_middle_is_recorded_under_its_step(model: Path, tmp_path: Path) -> None:
+    config = config_of(model, train={"steps": 5}, eval={"size": 4, "every": 2})
+    folder = RunFolder.create(tmp_path, config)
+    reporter = Recorder()
+    await run_on_sim(config, folder, reporter=reporter)
+    assert list(folder.evaluations()) == [0, 2, 4, 5]
+    names = [value[0] for kind, value in reporter.events if kind == "eval"]
+    assert names == ["before", "step 2", "step 4", "after"]
+
+
+# --- the same again --------------------------------------------------------------------------------------------------
+
+
+async def test_a_synchronous_run_gives_the_same_metrics_twice(model: Path, tmp_path: Path) -> None:
+    config = synchronous(model, steps=4)
+    runs: list[list[dict[str, float]]] = []
+    for name in ("a", "b"):
+        folder = RunFolder.create(tmp_path / name, config)
+        await run_on_sim(config, folder)
+        runs.append(what_counts(folder))
+        assert {row["staleness_max"] for row in runs[-1]} == {0}
+    assert runs[0] == runs[1]
+    other = synchronous(model, steps=4).model_copy(update={"seed": 4})
+    folder = RunFolder.create(tmp_path / "c", other)
+    await run_on_sim(other, folder)
+    assert what_counts(folder) != runs[0]
+
+
+async def test_a_run_that_was_cut_off_and_resumed_equals_one_that_was_not(model: Path, tmp_path: Path) -> None:
+    config = synchronous(model)
+    whole = RunFolder.create(tmp_path / "whole", config)
+    await run_on_sim(config, whole)
+
+    class CutOff(Recorder):
+        def on_step(self, metrics: object) -> None:
+            super().on_step(metrics)  # pyright: ignore[reportArgumentType]
+            if self.events[-1] == ("step", 5):
+                work.cancel()
+
+    RunFolder.create(tmp_path / "cut", config)
+    work = asyncio.create_task(run_on_sim(config, RunFolder.open(tmp_path / "cut"), reporter=CutOff()))
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    cut = RunFolder.open(tmp_path / "cut")
+    rows_at_the_cut = cut.metrics()
+    assert [row["step"] for row in rows_at_the_cut] == [1, 2, 3, 4, 5]
+    reporter = Recorder()
+    summary = await run_on_sim(config, cut, reporter=reporter, resume=True)
+    lost = rows_at_the_cut[4]["generated_tokens"]
+    assert [{**row, "wasted_tokens": 0} for row in what_counts(cut)] == what_counts(whole)
+    assert cut.evaluations() == whole.evaluations()
+    assert summary.resumed_at == (4,)
+    assert summary.wasted_tokens == lost
+    assert summary.unconsumed_tokens == 0
+    assert reporter.events[:2] == [("phase", "resume"), ("eval", ("before", cut.evaluations()[0]))]
+    assert [r.step for r in cut.trajectories()] == [r.step for r in whole.trajectories()]
+
+
+async def test_a_run_that_ended_can_be_taken_further(model: Path, tmp_path: Path) -> None:
+    whole = RunFolder.create(tmp_path / "whole", synchronous(model, steps=5))
+    await run_on_sim(synchronous(model, steps=5), whole)
+    folder = RunFolder.create(tmp_path / "parts", synchronous(model, steps=3))
+    await run_on_sim(synchronous(model, steps=3), folder)
+    summary = await run_on_sim(synchronous(model, steps=5), folder, resume=True)
+    assert what_counts(folder) == what_counts(whole)
+    assert (summary.steps, summary.wasted_tokens) == (5, 0)
+    assert RunFolder.open(tmp_path / "parts").config.train.steps == 5
+
+
+async def test_a_run_cut_off_before_its_first_checkpoint_starts_over(model: Path, tmp_path: Path) -> None:
+    config = synchronous(model, steps=2)
+    folder = RunFolder.create(tmp_path, config)
+    folder.append_metrics({"step": 1, "generated_tokens": 50})
+    folder.append_evaluation(0, 0.25)
+    summary = await run_on_sim(config, folder, resume=True)
+    assert [row["step"] for row in folder.metrics()] == [1, 2]
+    assert summary.evaluations[0] == 0.25
+    assert summary.wasted_tokens == 50
+    assert summary.resumed_at == (0,)
+
+
+async def test_kill_minus_nine_and_resume_leave_one_contiguous_record(model: Path, tmp_path: Path) -> None:
+    script = Path(__file__).with_name("killable_run.py")
+
+    async def run_until(last: str, *arguments: str) -> asyncio.subprocess.Process:
+        command = [sys.executable, str(script), str(model), str(tmp_path / "run"), "14", *arguments]
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        assert process.stdout is not None
+        async with asyncio.timeout(90):
+            async for line in process.stdout:
+                if line.decode().strip() == last:
+                    return process
+        raise AssertionError(f"the run ended without saying {last!r}")
+
+    process = await run_until("step 8", "8")
+    os.kill(process.pid, signal.SIGKILL)
+    await process.communicate()
+    folder = RunFolder.open(tmp_path / "run")
+    rows = folder.metrics()
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    process = await run_until("done", "0", "--resume")
+    await process.communicate()
+    assert process.returncode == 0
+    assert [row["step"] for row in folder.metrics()] == list(range(1, 15))
+    assert folder.metrics()[:6] == rows[:6]
+    assert max(row["staleness_max"] for row in folder.metrics()) <= 2
+    summary = folder.summary()
+    assert summary["resumed_at"] == [6]
+    assert summary["wasted_tokens"] >= rows[6]["generated_tokens"] + rows[7]["generated_tokens"]
+    assert list(folder.evaluations()) == [0, 14]
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+async def test_a_folder_with_steps_in_it_is_not_begun_again(model: Path, tmp_path: Path) -> None:
+    config = synchronous(model)
+    folder = RunFolder.create(tmp_path, config)
+    folder.append_metrics({"step": 1})
+    with pytest.raises(UserError, match="already holds a run"):
+        await run_on_sim(config, folder)
+    assert folder.metrics() == [{"step": 1}]
+
+
+async def test_resuming_is_refused_before_anything_is_changed(model: Path, tmp_path: Path) -> None:
+    config = synchronous(model, steps=2)
+    folder = RunFolder.create(tmp_path, config)
+    await run_on_sim(config, folder)
+    rows = folder.metrics()
+    with pytest.raises(ConfigError, match=r"train\.max_staleness was 0 and is now 2"):
+        await run_on_sim(config_of(model, train={"steps": 2}), folder, resume=True)
+    with pytest.raises(UserError, match=r"is at step 2, beyond train\.steps=1"):
+        await run_on_sim(synchronous(model, steps=1), folder, resume=True)
+    assert folder.metrics() == rows
+
+
+async def test_engines_that_serve_other_weights_are_refused(model: Path, tmp_path: Path) -> None:
+    class Learned:
+        weight_version = 3
+
+    config = synchronous(model)
+    with pytest.raises(StateError, match="engines serve weight version 3 and the learner starts at 0"):
+        await train(
+            config,
+            Learned(),  # pyright: ignore[reportArgumentType]
+            learner=learner_of(config),
+            generator=None,  # pyright: ignore[reportArgumentType]
+            environment=Letters(),
+            folder=RunFolder.create(tmp_path, config),
+            reporter=Recorder(),
+        )
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_broken_environment_ends_the_run_at_once_and_names_the_group(model: Path, tmp_path: Path) -> None:
+    class Broken(Letters):
+        def reward(self, task: Task, response_text: str) -> float:
+            if task.id == "train/13":
+                raise ZeroDivisionError("thirteen")
+            return super().reward(task, response_text)
+
+    config = config_of(model)
+    folder = RunFolder.create(tmp_path, config)
+    tasks_before = asyncio.all_tasks()
+    with pytest.raises(PenstockError, match="group 13 failed: ZeroDivisionError: thirteen") as caught:
+        await run_on_sim(config, folder, environment=Broken())
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert {t for t in asyncio.all_tasks() - tasks_before if t.get_name().startswith("rollout-")} == set()
+    assert "ended after step" in (tmp_path / "run.log").read_text()
+    assert not (tmp_path / "summary.json").exists()
+    await run_on_sim(config, folder, resume=True)
+    assert [row["step"] for row in folder.metrics()] == list(range(1, 7))
+
+
+async def test_a_dead_engine_ends_the_run(model: Path, tmp_path: Path) -> None:
+    config = config_of(model)
+    folder = RunFolder.create(tmp_path, config)
+    sim = replace(SIM, faults=(Fault(FaultKind.EXIT, Phase.TOKENS, after_tokens=400),))
+    async with asyncio.timeout(20):
+        with pytest.raises(EngineDeadError):
+            await run_on_sim(config, folder, sim=sim)
+    assert not (tmp_path / "summary.json").exists()
+
+
+async def test_an_engine_that_labels_tokens_wrongly_is_found_out(model: Path, tmp_path: Path) -> None:
+    config = synchronous(model)
+    sim = replace(SIM, faults=(Fault(FaultKind.WRONG_LABEL, Phase.LOAD),))
+    with pytest.raises(PenstockError, match="tokens are 1 versions old where 0 to 0 is possible"):
+        await run_on_sim(config, RunFolder.create(tmp_path, config), sim=sim)

@@ -1,0 +1,76 @@
+"""The whole loop learns: a nano model samples its own rollouts, in flight, and its logprobs are the learner's."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from in_process_engine import InProcessEngine
+from training_setup import Characters, Letters, config_of, learner_of, save_nano_model
+from transformers import AutoModelForCausalLM
+
+from penstock.observe.report import NullReporter
+from penstock.observe.run_folder import RunFolder
+from penstock.rollout.single_turn import SingleTurnGenerator
+from penstock.train.async_trainer import train
+from penstock.types import SamplingParams
+
+TEMPERATURE = 0.8
+
+
+class NanoPolicy:
+    """Samples from the model under the weights that the engine was last given."""
+
+    def __init__(self, model: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self.random = torch.Generator().manual_seed(5)
+        self.engine = InProcessEngine(self.next_token, lambda: asyncio.sleep(0))
+        self.loaded: object = None
+
+    @torch.no_grad()
+    def next_token(self, ids: Sequence[int], params: SamplingParams) -> tuple[int, float]:
+        if self.engine.tensors and self.loaded is not self.engine.tensors:
+            self.model.load_state_dict(self.engine.tensors, strict=False)
+            self.loaded = self.engine.tensors
+        logits = self.model(input_ids=torch.tensor([list(ids)])).logits[0, -1]
+        if params.temperature == 0:
+            return int(logits.argmax()), 0.0
+        logprobs = (logits / params.temperature).log_softmax(-1)
+        token = int(torch.multinomial(logprobs.exp(), 1, generator=self.random))
+        return token, float(logprobs[token])
+
+
+async def test_reward_rises_and_logprobs_agree_at_equal_versions(tmp_path: Path) -> None:
+    model = save_nano_model(tmp_path / "model")
+    config = config_of(
+        model,
+        rollout={"groups_per_batch": 6, "group_size": 8, "max_tokens": 3, "temperature": TEMPERATURE},
+        train={"steps": 15, "learning_rate": 0.02, "max_staleness": 1, "checkpoint_every": 100},
+        eval={"size": 8},
+    )
+    policy = NanoPolicy(model)
+    environment = Letters()
+    params = SamplingParams(max_tokens=3, temperature=TEMPERATURE)
+    folder = RunFolder.create(tmp_path / "run", config)
+    summary = await train(
+        config,
+        policy.engine,
+        learner=learner_of(config),
+        generator=SingleTurnGenerator(policy.engine, Characters(), environment, params, 64),
+        environment=environment,
+        folder=folder,
+        reporter=NullReporter(),
+    )
+    rewards = [row["reward_mean"] for row in folder.metrics()]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
+    assert summary.accuracy_after is not None
+    assert summary.accuracy_after >= 0.9
+    assert summary.logprob_difference is not None
+    assert 0 < summary.logprob_difference <= 1e-4
+    assert summary.staleness.get(1, 0) > 0
+    stale = [v for row in folder.metrics() for k, v in row.items() if k == "learner/logprob_diff_staleness/1"]
+    assert max(stale) > 10 * summary.logprob_difference  # another version's logprobs are not the same
+    assert not math.isnan(sum(rewards))

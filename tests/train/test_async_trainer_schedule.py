@@ -1,0 +1,155 @@
+"""The schedule alone: random delays never make a token too old, waste one, or change the order of training."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from in_process_engine import InProcessEngine
+from training_setup import Characters, Letters, config_of
+
+from penstock.config import RunConfig
+from penstock.observe.report import NullReporter
+from penstock.observe.run_folder import RunFolder
+from penstock.observe.summary import Summary
+from penstock.rollout.single_turn import SingleTurnGenerator
+from penstock.train.async_trainer import train
+from penstock.train.checkpoint import Snapshot
+from penstock.types import SamplingParams, Trajectory
+
+
+class CountingLearner:
+    """Learns nothing, and remembers what it was given at which version."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.batches: list[tuple[int, list[Trajectory]]] = []
+
+    def step(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        self.batches.append((self.version, list(trajectories)))
+        self.version += 1
+        return {}
+
+    def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return []
+
+    def state(self) -> Snapshot:
+        return Snapshot({"x": torch.zeros(1)}, {"version": self.version})
+
+
+async def run(config: RunConfig, engine: InProcessEngine, learner: CountingLearner, path: Path) -> Summary:
+    params = SamplingParams(max_tokens=config.rollout.max_tokens)
+    environment = Letters()
+    return await train(
+        config,
+        engine,
+        learner=learner,  # pyright: ignore[reportArgumentType]
+        generator=SingleTurnGenerator(engine, Characters(), environment, params, config.rollout.concurrency),
+        environment=environment,
+        folder=RunFolder.create(path, config),
+        reporter=NullReporter(),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    groups=st.integers(1, 4),
+    size=st.integers(1, 3),
+    staleness=st.integers(0, 3),
+    steps=st.integers(1, 6),
+    concurrency=st.integers(1, 20),
+    longest=st.integers(0, 12),
+)
+def test_no_delay_makes_a_token_too_old_or_wastes_one(
+    seed: int, groups: int, size: int, staleness: int, steps: int, concurrency: int, longest: int
+) -> None:
+    delays = random.Random(seed)
+
+    async def pause() -> None:
+        for _ in range(delays.randint(0, longest)):
+            await asyncio.sleep(0)
+
+    config = config_of(
+        "none",
+        rollout={"groups_per_batch": groups, "group_size": size, "max_tokens": 3, "concurrency": concurrency},
+        train={"steps": steps, "max_staleness": staleness, "checkpoint_every": 100},
+        eval={"size": 2},
+    )
+    engine = InProcessEngine(lambda ids, _: (33 + len(ids) % 7, -1.0), pause)
+    learner = CountingLearner()
+    with tempfile.TemporaryDirectory() as folder:
+        summary = asyncio.run(run(config, engine, learner, Path(folder) / "run"))
+
+    assert [version for version, _ in learner.batches] == list(range(steps))
+    for version, batch in learner.batches:
+        expected = [str(g) for g in range(version * groups, (version + 1) * groups) for _ in range(size)]
+        assert [t.group_id for t in batch] == expected
+        assert all(0 <= version - made <= staleness for t in batch for made in t.versions)
+    assert len(engine.requests) == steps * groups + 2 * 2  # every group once, and two evaluations of two tasks
+    assert summary.wasted_tokens == summary.unconsumed_tokens == 0
+    assert summary.tokens == steps * groups * size * 3
+
+
+async def test_rollouts_go_on_while_the_learner_trains(tmp_path: Path) -> None:
+    """The learner's step ends only when groups of the next batch have come in meanwhile."""
+    config = config_of("none", train={"steps": 3, "max_staleness": 1}, rollout={"concurrency": 8})
+
+    async def pause() -> None:
+        await asyncio.sleep(0)
+
+    engine = InProcessEngine(lambda _ids, _params: (40, -1.0), pause)
+    loop = asyncio.get_running_loop()
+    waited: list[bool] = []
+
+    class Patient(CountingLearner):
+        def step(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+            last = (len(self.batches) + 2) * config.rollout.groups_per_batch
+            submitted = min(last, config.train.steps * config.rollout.groups_per_batch)
+
+            async def next_batch_is_in() -> None:
+                while len(engine.requests) - config.eval.size < submitted:  # noqa: ASYNC110 - the fake has no event
+                    await asyncio.sleep(0)
+
+            asyncio.run_coroutine_threadsafe(next_batch_is_in(), loop).result(timeout=10)
+            waited.append(True)
+            return super().step(trajectories)
+
+    await run(config, engine, Patient(), tmp_path / "run")
+    assert waited == [True] * 3
+
+
+async def test_cancelling_lets_the_step_under_way_end_and_leaves_no_rollout(tmp_path: Path) -> None:
+    config = config_of("none", train={"steps": 50, "max_staleness": 2})
+
+    async def pause() -> None:
+        await asyncio.sleep(0)
+
+    engine = InProcessEngine(lambda _ids, _params: (40, -1.0), pause)
+    loop = asyncio.get_running_loop()
+    ended: list[int] = []
+
+    class Interrupted(CountingLearner):
+        def step(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+            if self.version == 3:
+                loop.call_soon_threadsafe(work.cancel)
+                done.wait(0.2)  # the cancellation is well under way before the step ends
+            result = super().step(trajectories)
+            ended.append(self.version)
+            return result
+
+    done = threading.Event()
+    learner = Interrupted()
+    work = asyncio.create_task(run(config, engine, learner, tmp_path / "run"))
+    (result,) = await asyncio.gather(work, return_exceptions=True)
+    assert isinstance(result, asyncio.CancelledError)
+    assert ended == [1, 2, 3, 4]
+    assert not [t for t in asyncio.all_tasks() if t.get_name().startswith("rollout-")]
+    assert [row["step"] for row in RunFolder.open(tmp_path / "run").metrics()] == [1, 2, 3]
