@@ -1,0 +1,76 @@
+"""What tests over fleets of simulated engines share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psutil
+
+from penstock import Fleet, GenerateOutput, Sample, SamplingParams
+from penstock.fleet.lifecycle import State
+from penstock.sim.tokens import verify
+
+CONTEXT = 512
+SIM: dict[str, Any] = {
+    "profile": "sim",
+    "max_model_len": CONTEXT,
+    "control_timeout_s": 5.0,
+    "extra_args": {"tokens-per-second": 500},
+}
+"""Options of a fleet of simulated engines: two milliseconds a token."""
+
+
+def samples_of(out: GenerateOutput) -> list[Sample]:
+    assert out.response_logprobs is not None
+    parts = zip(
+        out.response_ids, out.stop_reasons, out.response_logprobs, out.response_spans, out.responses, strict=True
+    )
+    return [Sample(*part) for part in parts]
+
+
+def check(prompts: Sequence[Sequence[int]], out: GenerateOutput, params: SamplingParams) -> None:
+    """Invariant 2, and that every token and logprob is that of its prompt, position and claimed weight version."""
+    samples = samples_of(out)
+    assert len(samples) == len(prompts) * params.n
+    for i, sample in enumerate(samples):
+        prompt = prompts[i // params.n]
+        assert verify(prompt, sample, params=params, context=CONTEXT) == [], f"sample {i} of prompt {prompt}"
+
+
+async def check_serves(fleet: Fleet, *, engines: int) -> None:
+    """It serves at its version, on so many engines."""
+    params = SamplingParams(max_tokens=4)
+    prompts = [[7, 8, i] for i in range(1, 9)]
+    out = await asyncio.wait_for(fleet.generate(prompt_token_ids=prompts, sampling_params=params), 20.0)
+    check(prompts, out, params)
+    assert {span.version for spans in out.response_spans for span in spans} == {fleet.weight_version}
+    statuses = await fleet.engines()
+    live = [status for status in statuses if status.state is State.SERVING]
+    assert len(live) == engines, statuses
+    assert all(status.weight_version == fleet.weight_version for status in live)
+
+
+async def made(fleet: Fleet) -> dict[str, int]:
+    """Tokens that each engine has made since it started."""
+    return {s.name: s.stats.generation_tokens for s in await fleet.engines() if s.stats is not None}
+
+
+async def in_flight(fleet: Fleet, reached: Callable[[int], bool]) -> None:
+    """Return when `reached` of the number of requests on the engines."""
+    async with asyncio.timeout(10.0):
+        while not reached(await fleet.get_num_unfinished_requests()):  # noqa: ASYNC110 - engines send no event
+            await asyncio.sleep(0.005)
+
+
+def children(kind: str) -> list[psutil.Process]:
+    """Our child processes that run `python -m penstock.KIND`."""
+    return [p for p in psutil.Process().children(recursive=True) if f"penstock.{kind}" in p.cmdline()]
+
+
+def engine_process(url: str) -> psutil.Process:
+    """The process of the engine at `url`."""
+    port = url.rpartition(":")[2]
+    (process,) = [p for p in children("sim") if p.cmdline()[p.cmdline().index("--port") + 1] == port]
+    return process

@@ -1,0 +1,187 @@
+"""A fleet of simulated engine processes and its router: batches, sessions, n-way, the four forms of a completion."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from sim_fleets import CONTEXT, check, in_flight, made, samples_of
+
+from penstock import Fleet, GenerateBatch, SamplingParams
+from penstock.errors import EngineHTTPError, RequestError, UserError
+from penstock.sim.tokens import verify
+
+
+async def test_a_batch_comes_back_in_input_order_from_all_engines(fleet: Fleet) -> None:
+    before = await made(fleet)
+    prompts = [[1 + i, *range(2, 2 + i % 7)] for i in range(60)]
+    # Lengths of answers vary, so that later ones are ready before earlier ones.
+    params = SamplingParams(max_tokens=40, n=2, stop_token_ids=tuple(range(100, 140)), detokenize=False)
+    out = await fleet.generate(prompt_token_ids=prompts, sampling_params=params)
+    check(prompts, out, params)
+    assert len({len(ids) for ids in out.response_ids}) > 5
+    after = await made(fleet)
+    shares = [after[name] - before[name] for name in after]
+    assert min(shares) > 0.2 * sum(shares) / len(shares), "no engine stands idle"
+    assert sum(shares) == sum(len(ids) for ids in out.response_ids), "no token is made twice or lost"
+
+
+async def test_chats_and_strings_are_tokenised_by_the_engine(fleet: Fleet) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    params = SamplingParams(max_tokens=6, temperature=0.0)
+    out = await fleet.generate(["ab", chat], params)
+    single = await fleet.generate(["ab"], params)
+    ids = await fleet._data.tokenize("<user>hi<assistant>")
+    as_ids = await fleet.generate(prompt_token_ids=[ids], sampling_params=params)
+    assert out.response_ids == [single.response_ids[0], as_ids.response_ids[0]]
+    assert out.responses[1] == as_ids.responses[0] != ""
+
+
+@pytest.mark.parametrize("session", [17, "conversation-a"])
+async def test_a_session_stays_on_one_engine(fleet: Fleet, session) -> None:
+    before = await made(fleet)
+    for _ in range(3):
+        batch = GenerateBatch(
+            prompt_token_ids=[[1, 2]] * 6, sampling_params={"max_tokens": 5}, session_ids=[session] * 6
+        )
+        await fleet.generate(batch)
+        await fleet.sample([1, 2], 2, {"max_tokens": 5}, session_id=session)
+    after = await made(fleet)
+    grew = {name: after[name] - before[name] for name in after}
+    assert sorted(grew.values()) == [0, 0, 3 * (6 + 2) * 5]
+
+
+async def test_integer_and_string_session_ids_are_one(fleet: Fleet) -> None:
+    before = await made(fleet)
+    for session in (99, "99", 99):
+        await fleet.sample([3], 1, {"max_tokens": 5}, session_id=session)
+    after = await made(fleet)
+    assert sorted(after[name] - before[name] for name in after) == [0, 0, 15]
+
+
+async def test_sample_is_one_n_way_request(fleet: Fleet) -> None:
+    params = SamplingParams(max_tokens=12, seed=5)
+    samples = await fleet.sample([4, 5, 6], 4, params)
+    assert len({sample.token_ids for sample in samples}) == 4
+    for i, sample in enumerate(samples):
+        assert verify([4, 5, 6], sample, params=params, seeds=[5 + i], context=CONTEXT) == []
+
+
+FORMS = {
+    "string": "abc",
+    "strings": ["abc", "d", "ef"],
+    "ids": [5, 6, 7],
+    "lists of ids": [[5, 6, 7], [8], [9, 10], [11]],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("n", [1, 3])
+async def test_completion_takes_four_forms(fleet: Fleet, form: str, n: int) -> None:
+    prompt = FORMS[form]
+    body = {"model": "sim-model", "max_tokens": 5, "n": n, "seed": 11}
+    answer = await fleet.completion({**body, "prompt": prompt})
+    alone = prompt if form in ("strings", "lists of ids") else [prompt]
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(alone) * n))
+    expected = [await fleet.completion({**body, "prompt": one}) for one in alone]
+    texts = [choice["text"] for one in expected for choice in one["choices"]]
+    assert [choice["text"] for choice in answer["choices"]] == texts
+    assert len(set(texts)) == len(texts)
+    for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert answer["usage"][key] == sum(one["usage"][key] for one in expected)
+    assert answer["usage"]["completion_tokens"] == len(alone) * n * 5
+
+
+async def test_a_completion_over_many_prompts_uses_all_engines(fleet: Fleet) -> None:
+    before = await made(fleet)
+    await fleet.completion({"model": "sim-model", "prompt": ["x"] * 30, "max_tokens": 20})
+    after = await made(fleet)
+    assert all(after[name] > before[name] for name in after)
+
+
+async def test_a_failing_part_fails_the_whole_and_cancels_the_rest(fleet: Fleet) -> None:
+    long, slow = list(range(1, CONTEXT + 50)), [[i] for i in range(1, 20)]
+    before = await made(fleet)
+    with pytest.raises(EngineHTTPError) as caught:
+        await fleet.completion({"model": "sim-model", "prompt": [*slow, long], "max_tokens": 400})
+    assert (caught.value.status, caught.value.error_type) == (400, "BadRequestError")
+    assert str(CONTEXT) in str(caught.value), "the engine's own message says which limit"
+    await in_flight(fleet, lambda requests: requests == 0)
+    after = await made(fleet)
+    assert sum(after.values()) - sum(before.values()) < 0.5 * 400 * len(slow), "the others were not made to the end"
+
+
+async def test_chat_completion_passes_through(fleet: Fleet) -> None:
+    body = {"model": "sim-model", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "n": 2}
+    answer = await fleet.chat_completion(body)
+    assert [choice["message"]["role"] for choice in answer["choices"]] == ["assistant"] * 2
+    assert answer["usage"]["completion_tokens"] == 8
+
+
+async def test_figures_sizes_and_worker_calls(fleet: Fleet) -> None:
+    assert (fleet.tp_size, fleet.pp_size, fleet.dp_size) == (1, 1, 3)
+    batch = asyncio.create_task(
+        fleet.generate(prompt_token_ids=[[1]] * 30, sampling_params={"max_tokens": 300, "detokenize": False})
+    )
+    await in_flight(fleet, lambda requests: requests == 30)
+    each = [await fleet.get_num_unfinished_requests(i) for i in range(3)]
+    usages = [await fleet.get_cache_usage(i) for i in range(3)]
+    assert sum(each) == 30
+    assert all(usage > 0 for usage in usages)
+    assert await fleet.get_cache_usage() == pytest.approx(sum(usages) / 3, rel=0.5)
+    assert (
+        await fleet.collective_rpc("work", 5.0, (1, "a"), {"k": 2})
+        == [{"method": "work", "args": [1, "a"], "kwargs": {"k": 2}}] * 3
+    )
+    await fleet.abort_generation()
+    assert set((await batch).stop_reasons) == {"abort"}
+    with pytest.raises(UserError, match="there is no engine 3; the fleet has engines 0 to 2"):
+        await fleet.get_cache_usage(3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"prompts": ["a"], "prompt_token_ids": [[1]]}, "has both"),
+        ({}, "has neither"),
+        ({"prompt_token_ids": []}, "empty batch"),
+        ({"prompt_token_ids": [[1], []]}, r"prompt_token_ids\[1\] is empty"),
+        (
+            {"prompt_token_ids": [[1], [5, 1024]]},
+            r"prompt_token_ids\[1\]\[1\] is 1024, outside the vocabulary \[0, 1024\)",
+        ),
+        ({"prompt_token_ids": [[-1]]}, "outside the vocabulary"),
+        ({"prompt_token_ids": [[1]], "sampling_params": {"n": 0}}, "n must be at least 1, got 0"),
+        ({"prompt_token_ids": [[1]], "sampling_params": {"max_tokens": -5}}, "max_tokens must be at least 1, got -5"),
+        ({"prompt_token_ids": [[1]], "sampling_params": {"temprature": 1}}, "did you mean 'temperature'"),
+        ({"prompt_token_ids": [[1]], "session_ids": ["a", "b"]}, "session_ids has 2 entries for 1 prompts"),
+    ],
+)
+async def test_malformed_requests_are_refused_before_anything_is_sent(fleet: Fleet, call, message: str) -> None:
+    before = await made(fleet)
+    with pytest.raises(RequestError, match=message):
+        await fleet.generate(**call)
+    assert await made(fleet) == before
+
+
+async def test_requests_that_only_the_engine_can_judge_carry_its_message(fleet: Fleet) -> None:
+    long = list(range(1, CONTEXT + 2))
+    with pytest.raises(EngineHTTPError, match=str(CONTEXT)) as caught:
+        await fleet.generate(prompt_token_ids=[[1], long])
+    assert caught.value.status == 400
+    with pytest.raises(EngineHTTPError) as caught:
+        await fleet.completion({"model": "sim-model", "prompt": "a", "n": 0})
+    assert caught.value.status == 400
+    with pytest.raises(EngineHTTPError) as caught:
+        await fleet.completion({"model": "sim-model", "prompt": "a", "max_tokens": -1})
+    assert caught.value.status == 400
+    with pytest.raises(RequestError, match="mixes strings and token ids"):
+        await fleet.completion({"model": "sim-model", "prompt": ["a", [1]]})
+    with pytest.raises(RequestError, match="n must be at least 1, got 0"):
+        await fleet.sample([1], 0)
+
+
+async def test_texts_are_those_of_their_own_tokens(fleet: Fleet) -> None:
+    out = await fleet.generate(prompt_token_ids=[[1], [2], [3]], sampling_params={"max_tokens": 9, "n": 2})
+    for sample in samples_of(out):
+        assert sample.text == await fleet._data.detokenize(sample.token_ids)

@@ -1,0 +1,183 @@
+"""Pauses, aborts and weight updates while a fleet of simulated engines generates; every token is checked."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from sim_fleets import check, check_serves, in_flight, made
+
+from penstock import Fleet, PauseMode, SamplingParams
+from penstock.errors import StateError, UserError, WeightsError
+from penstock.fleet.lifecycle import State
+
+PROMPTS = [[1 + i, 2, 3] for i in range(24)]
+LONG = SamplingParams(max_tokens=150, detokenize=False)
+
+
+def weights(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:
+    return [("layer.weight", torch.full((4, 3), value)), ("layer.bias", torch.zeros(4))]
+
+
+def batch(fleet: Fleet, params: SamplingParams = LONG) -> asyncio.Task:
+    return asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=params))
+
+
+async def test_updates_in_the_middle_of_a_batch(fleet: Fleet) -> None:
+    first = fleet.weight_version
+    running = batch(fleet)
+    for i in range(3):
+        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        await asyncio.sleep(0.03)
+        report = await fleet.update_weights(weights(float(i)))
+        assert report.version == fleet.weight_version == first + 1 + i
+        assert [update.engine for update in report.engines] == ["e0", "e1", "e2"]
+        assert len({update.checksum for update in report.engines}) == 1
+        assert sum(update.preempted for update in report.engines) == len(PROMPTS)
+        assert report.bytes == 4 * (12 + 4)
+        assert report.failures == {}
+    out = await running
+    check(PROMPTS, out, LONG)
+    assert out.stop_reasons == ["length"] * len(PROMPTS)
+    versions = [[span.version for span in spans] for spans in out.response_spans]
+    assert versions == [list(range(first, first + 4))] * len(PROMPTS), "every sample went on through every update"
+
+
+@pytest.mark.parametrize("mode", list(PauseMode))
+async def test_requests_before_and_during_a_pause_wait_and_none_fails(fleet: Fleet, mode: PauseMode) -> None:
+    running = batch(fleet)
+    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+    await fleet.pause_generation(mode)
+    late = batch(fleet, SamplingParams(max_tokens=5, detokenize=False))
+    single = asyncio.create_task(fleet.sample([9], 2, {"max_tokens": 5}))
+    completion = asyncio.create_task(
+        fleet.completion({"model": "sim-model", "prompt": ["a", "b"], "max_tokens": 3, "n": 2})
+    )
+    chat = asyncio.create_task(
+        fleet.chat_completion({"model": "sim-model", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3})
+    )
+    before = await made(fleet)
+    await asyncio.sleep(0.1)
+    assert await made(fleet) == before, "no token is made while paused"
+    assert running.done() == (mode is not PauseMode.KEEP)
+    assert not any(task.done() for task in (late, single, completion, chat))
+    assert {status.state for status in await fleet.engines()} == {State.PAUSED}
+    with pytest.raises(StateError, match="already paused"):
+        await fleet.pause_generation()
+    await fleet.resume_generation()
+    check(PROMPTS, await running, LONG)
+    check(PROMPTS, await late, SamplingParams(max_tokens=5))
+    assert len(await single) == 2
+    assert len((await completion)["choices"]) == 4
+    assert len((await chat)["choices"]) == 1
+    reasons = set((await running).stop_reasons)
+    assert reasons == ({"abort"} if mode is PauseMode.ABORT else {"length"})
+    with pytest.raises(StateError, match="not paused"):
+        await fleet.resume_generation()
+
+
+async def test_an_update_of_a_paused_fleet_leaves_it_paused(fleet: Fleet) -> None:
+    before = fleet.weight_version
+    running = batch(fleet)
+    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+    await fleet.pause_generation()
+    await fleet.update_weights(weights())
+    assert {status.state for status in await fleet.engines()} == {State.PAUSED}
+    late = batch(fleet, SamplingParams(max_tokens=3, detokenize=False))
+    await asyncio.sleep(0.1)
+    assert not running.done()
+    assert not late.done()
+    await fleet.resume_generation()
+    out = await running
+    check(PROMPTS, out, LONG)
+    assert {span.version for spans in out.response_spans for span in spans} == {before, before + 1}
+    assert {span.version for spans in (await late).response_spans for span in spans} == {before + 1}
+
+
+async def test_abort_ends_what_runs_and_serves_what_comes(fleet: Fleet) -> None:
+    running = batch(fleet)
+    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+    await asyncio.sleep(0.05)
+    await fleet.abort_generation()
+    out = await running
+    check(PROMPTS, out, LONG)
+    assert set(out.stop_reasons) == {"abort"}
+    assert all(0 < len(ids) < LONG.max_tokens for ids in out.response_ids), "what was made is kept"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ([("w", torch.tensor([1.0, float("nan")]))], "tensor 'w' holds NaN"),
+        ([("w", torch.ones(2)), ("w", torch.ones(2))], "'w' is given twice"),
+        ([], "no tensors given"),
+        ([("w", torch.ones(2, dtype=torch.complex64))], "dtype torch.complex64"),
+    ],
+)
+async def test_weights_that_cannot_be_sent_change_nothing(fleet: Fleet, tensors, message: str) -> None:
+    before = fleet.weight_version
+    running = batch(fleet)
+    with pytest.raises(WeightsError, match=message):
+        await fleet.update_weights(tensors)
+    assert fleet.weight_version == before
+    out = await running
+    check(PROMPTS, out, LONG)
+    assert {span.version for spans in out.response_spans for span in spans} == {before}
+
+
+async def test_update_during_an_update_and_versions_that_go_back(fleet: Fleet) -> None:
+    before = fleet.weight_version
+    first = asyncio.create_task(fleet.update_weights(weights()))
+    await asyncio.sleep(0)
+    with pytest.raises(StateError, match="a weight update is under way"):
+        await fleet.update_weights(weights())
+    assert (await first).version == before + 1
+    with pytest.raises(UserError, match=f"weight version {before} is not greater than {before + 1}"):
+        await fleet.update_weights(weights(), version=before)
+    assert (await fleet.update_weights(weights(), version=before + 10)).version == before + 10
+
+
+async def test_vllms_native_update(fleet: Fleet) -> None:
+    before = fleet.weight_version
+    await fleet.init_weight_update_communicator({"backend": "any"})
+    with pytest.raises(StateError, match="pause generation before"):
+        await fleet.update_named_weights({"names": ["w"]}, version=before + 1)
+    running = batch(fleet)
+    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+    await fleet.pause_generation()
+    await fleet.update_named_weights({"names": ["w"]}, version=before + 1)
+    await fleet.resume_generation()
+    check(PROMPTS, await running, LONG)
+    assert fleet.weight_version == before + 1
+
+
+async def test_sleep_and_wake_around_an_update(fleet: Fleet) -> None:
+    await fleet.sleep(level=1)
+    late = batch(fleet, SamplingParams(max_tokens=3, detokenize=False))
+    with pytest.raises(StateError, match=r"wake_up\(\['weights'\]\)"):
+        await fleet.update_weights(weights())
+    await fleet.wake_up(["weights"])
+    await fleet.update_weights(weights())
+    await asyncio.sleep(0.05)
+    assert not late.done()
+    await fleet.wake_up(["kv_cache"])
+    out = await late
+    assert {span.version for spans in out.response_spans for span in spans} == {fleet.weight_version}
+
+
+async def test_a_reset_of_the_prefix_cache_recomputes_what_runs(fleet: Fleet) -> None:
+    running = batch(fleet)
+    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+    await fleet.reset_prefix_cache()
+    check(PROMPTS, await running, LONG)
+
+
+async def test_a_caller_that_gives_up_pausing_leaves_a_fleet_that_knows_its_state(fleet: Fleet) -> None:
+    running = batch(fleet)
+    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(fleet.pause_generation(PauseMode.WAIT), 0.02)
+    check(PROMPTS, await running, LONG)
+    await fleet.resume_generation()  # the pause was finished all the same
+    await check_serves(fleet, engines=3)
