@@ -10,9 +10,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import suppress
+from pathlib import Path
 
 ENV = "PENSTOCK_LIFELINE_FD"
 """Environment variable that carries the number of the read end."""
+
+
+TRACKER = b"multiprocessing.resource_tracker"
 
 
 def watch() -> None:
@@ -31,4 +36,35 @@ def watch() -> None:
 def _end_group_at_eof(fd: int) -> None:
     while os.read(fd, 1):
         pass
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+    kill_group(os.getpgrp())
+
+
+def kill_group(group: int) -> None:
+    """SIGKILL to every process of a group but Python's resource trackers; to ourselves last, if we are of it.
+
+    A resource tracker unlinks the named semaphores and shared memory of processes that died without doing so, and ends
+    when the last of them has; killed together with them it would leave those names behind.
+    """
+    own = os.getpid()
+    while others := [pid for pid in _members(group) if pid != own]:
+        for pid in others:
+            with suppress(ProcessLookupError):  # ended in between
+                os.kill(pid, signal.SIGKILL)
+    if os.getpgrp() == group:
+        os.kill(own, signal.SIGKILL)
+
+
+def _members(group: int) -> list[int]:
+    """Living processes of a group without resource trackers."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # The command name may hold anything, so fields are counted from its closing parenthesis.
+            state, _parent, its_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX" and TRACKER not in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except (FileNotFoundError, ProcessLookupError):  # ended in between
+            continue
+    return found

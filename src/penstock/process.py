@@ -65,29 +65,26 @@ class ChildProcess:
 
     async def stop(self, timeout_s: float) -> None:
         """SIGTERM to the whole group, and SIGKILL after `timeout_s` seconds; returns when it has ended."""
-        self._signal(signal.SIGTERM)
+        if not self._reaper.done():
+            with suppress(ProcessLookupError):  # it ended on its own in between
+                os.killpg(self.pid, signal.SIGTERM)
         try:
             await asyncio.wait_for(self.wait(), timeout_s)
         except TimeoutError:
-            self._signal(signal.SIGKILL)
+            self.kill()
             await self.wait()
 
     def kill(self) -> None:
         """SIGKILL to the whole group, at once."""
-        self._signal(signal.SIGKILL)
+        if not self._reaper.done():
+            lifeline.kill_group(self.pid)
 
     def log_tail(self, lines: int = 20) -> str:
         """Last lines of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    def _signal(self, number: signal.Signals) -> None:
-        if not self._reaper.done():
-            with suppress(ProcessLookupError):  # it ended on its own in between
-                os.killpg(self.pid, number)
-
     async def _reap(self) -> int:
         status = await self._process.wait()
-        with suppress(ProcessLookupError):  # the usual case: nobody of the group is left
-            os.killpg(self.pid, signal.SIGKILL)
+        lifeline.kill_group(self.pid)  # usually nobody of the group is left
         os.close(self._lifeline_fd)
         return status

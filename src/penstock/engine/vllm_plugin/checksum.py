@@ -30,8 +30,10 @@ def weights_checksum(model: torch.nn.Module) -> str:
         for name, module in model.named_modules():
             packed = getattr(module, "cpu_linear", None)
             if packed is not None:
-                width: Any = getattr(module, "input_size_per_partition", None) or module.embedding_dim
                 weight: Any = module.weight
+                # A packed module may have given its own weight away; then its declared input width counts.
+                width: Any = weight.shape[-1] if weight.numel() else getattr(module, "input_size_per_partition", None)
+                width = width or module.input_size
                 probe = torch.linspace(-1.0, 1.0, width).unsqueeze(0).to(weight.dtype)
                 digest.update(name.encode())
                 digest.update(packed(probe, weight, None).float().numpy().tobytes())

@@ -1,0 +1,62 @@
+"""Real vLLM engines shared by the whole run: they take 20-40 s to start on two cores."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from nano_models import History
+    from penstock.engine.http import HTTPEngine
+    from penstock.engine.process import EngineProcess
+
+
+@dataclass
+class LiveEngine:
+    """A real vLLM CPU engine, and what it has served."""
+
+    engine: HTTPEngine
+    process: EngineProcess
+    history: History
+    model_path: Path
+
+    async def update(self, model: Any) -> Any:
+        """Put `model` in force and remember it under its version."""
+        report = await self.engine.update_weights(model.named_parameters())
+        self.history.models[report.version] = model
+        return report
+
+
+@pytest.fixture(scope="session")
+def nano_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A nano checkpoint with tied embeddings."""
+    from nano_models import save_dense
+
+    return save_dense(tmp_path_factory.mktemp("nano"))
+
+
+@pytest.fixture(scope="session")
+async def live(nano_path: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LiveEngine]:
+    """One real engine on the nano checkpoint."""
+    from penstock.config import EngineConfig
+    from penstock.engine.http import HTTPEngine
+    from penstock.engine.process import EngineProcess
+
+    config = EngineConfig(model=str(nano_path), profile="cpu", max_model_len=512)
+    process = await EngineProcess.launch(config, name="live", log_dir=tmp_path_factory.mktemp("logs"))
+    engine = await HTTPEngine.connect(process.url, name="live")
+    yield LiveEngine(engine, process, _history(nano_path), nano_path)
+    await engine.teardown()
+    await process.stop()
+
+
+def _history(path: Path) -> History:
+    from transformers import AutoModelForCausalLM
+
+    from nano_models import History
+
+    return History({0: AutoModelForCausalLM.from_pretrained(path, dtype="float32")})

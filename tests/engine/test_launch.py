@@ -1,0 +1,138 @@
+"""Launching an engine: readable failures, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from penstock.config import EngineConfig
+from penstock.engine.command import server_command
+from penstock.engine.process import EngineProcess, telling_lines
+from penstock.errors import ConfigError, EngineStartError
+
+
+def test_a_wrong_model_path_starts_nothing(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist; give a checkpoint folder"):
+        server_command(EngineConfig(model=str(tmp_path / "nowhere"), profile="cpu"), port=1, api_key=None)
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        server_command(EngineConfig(model=str(tmp_path), profile="cpu"), port=1, api_key=None)
+
+
+def test_options_reach_vllm_and_the_key_stays_off_the_command_line(nano_path):
+    config = EngineConfig(
+        model=str(nano_path),
+        profile="gpu",
+        tensor_parallel_size=2,
+        enable_lora=True,
+        fp32_lm_head=True,
+        enable_prefix_caching=False,
+        extra_args={"max_num_batched_tokens": 4096, "enable-sleep-mode": True},
+    )
+    command = server_command(config, port=1234, api_key="secret")
+    line = " ".join(command.argv)
+    for option in (
+        "--tensor-parallel-size 2",
+        "--enable-lora",
+        '{"head_dtype": "float32"}',
+        "--no-enable-prefix-caching",
+        "--max-num-batched-tokens 4096",
+        "--enable-sleep-mode",
+        "--logprobs-mode processed_logprobs",
+        "penstock_shm",
+    ):
+        assert option in line
+    assert "secret" not in line
+    assert command.env["VLLM_API_KEY"] == "secret"
+
+
+def test_telling_lines_are_the_errors_not_the_traceback():
+    log = """(EngineCore pid=1) INFO 11-21 15:08:45 [core.py:1] starting
+(EngineCore pid=1) ERROR 11-21 15:09:06 [core.py:1512] Traceback (most recent call last):
+(EngineCore pid=1) ERROR 11-21 15:09:06 [core.py:1512]   File "core.py", line 676, in step
+(EngineCore pid=1) ERROR 11-21 15:09:06 [core.py:1512] RuntimeError: Unsupported CPU attention configuration
+"""
+    assert telling_lines(log) == "RuntimeError: Unsupported CPU attention configuration"
+
+
+@pytest.mark.vllm
+async def test_engines_that_cannot_start_say_why(nano_path, tmp_path):
+    truncated = tmp_path / "truncated"
+    truncated.mkdir()
+    for file in nano_path.iterdir():
+        data = file.read_bytes()
+        (truncated / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
+    cases = {
+        "truncated": EngineConfig(model=str(truncated), profile="cpu", max_model_len=512),
+        "memory": EngineConfig(model=str(nano_path), profile="cpu", max_model_len=512, kv_cache_memory_bytes=2**48),
+    }
+    results = await asyncio.gather(
+        *(EngineProcess.launch(config, name=name, log_dir=tmp_path / "logs") for name, config in cases.items()),
+        return_exceptions=True,
+    )
+    messages = dict(zip(cases, map(str, results), strict=True))
+    assert all(isinstance(result, EngineStartError) for result in results), messages
+    assert "SafetensorError" in messages["truncated"]
+    assert "memory" in messages["memory"].lower()
+
+
+async def test_a_server_that_never_gets_ready_is_ended_at_the_deadline(tmp_path):
+    config = EngineConfig(model="sim", profile="sim", start_timeout_s=0.05)
+    with pytest.raises(EngineStartError, match="was not ready within"):
+        await EngineProcess.launch(config, name="slow", log_dir=tmp_path)
+    assert not [p for p in psutil.Process().children(recursive=True) if "penstock.sim" in " ".join(p.cmdline())]
+
+
+LAUNCHER = """
+import asyncio, sys
+from pathlib import Path
+from penstock.config import EngineConfig
+from penstock.engine.process import EngineProcess
+
+async def main():
+    config = EngineConfig(model=sys.argv[1], profile="cpu", max_model_len=512)
+    engine = await EngineProcess.launch(config, name="orphan", log_dir=Path(sys.argv[2]))
+    print(engine.pid, flush=True)
+    await engine.wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.vllm
+async def test_sigkill_of_the_launcher_leaves_no_process_and_no_shared_memory(nano_path, tmp_path):
+    """Invariant 5 on a real engine."""
+    shared_before = _shared_memory()
+    launcher = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", LAUNCHER, str(nano_path), str(tmp_path), stdout=asyncio.subprocess.PIPE
+    )
+    assert launcher.stdout is not None
+    group = int(await asyncio.wait_for(launcher.stdout.readline(), 120))
+    members = [p for p in psutil.process_iter() if _group(p.pid) == group]
+    assert len(members) >= 2, "expected the API server and the engine core"
+    launcher.send_signal(signal.SIGKILL)
+    await launcher.wait()
+    deadline = time.monotonic() + 5
+    while any(_group(p.pid) == group and p.status() != psutil.STATUS_ZOMBIE for p in members if p.is_running()):
+        assert time.monotonic() < deadline, "engine processes outlived their launcher by 5 s"
+        await asyncio.sleep(0.05)
+    while not _shared_memory() <= shared_before:  # Python's resource tracker cleans up after the dead
+        assert time.monotonic() < deadline, _shared_memory() - shared_before
+        await asyncio.sleep(0.05)
+
+
+def _shared_memory() -> set[str]:
+    return {entry.name for entry in Path("/dev/shm").iterdir()}  # noqa: S108 - listed, not written
+
+
+def _group(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return -1

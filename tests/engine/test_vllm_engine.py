@@ -1,0 +1,290 @@
+"""One real vLLM CPU engine: exact logprobs, exact versions, refusals before a change."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from nano_models import changed, logprobs_of
+from penstock.errors import EngineHTTPError, RequestError, StateError, WeightsError
+from penstock.types import GenerateBatch, SamplingParams, VersionSpan
+
+pytestmark = pytest.mark.vllm
+
+LONG = SamplingParams(max_tokens=200, ignore_eos=True, detokenize=False, seed=7)
+
+
+async def test_sizes_and_info(live):
+    assert (live.engine.tp_size, live.engine.pp_size, live.engine.dp_size) == (1, 1, 1)
+    info = await live.engine.control.info()
+    assert info.engine == "vllm"
+    assert info.vocab_size == 100
+    assert info.max_model_len == 512
+
+
+async def test_generate_keeps_order_and_gives_exact_logprobs_after_temperature(live):
+    prompts = [[10 + i, 20, 30 + i] for i in range(12)]
+    params = SamplingParams(max_tokens=20, temperature=0.7, ignore_eos=True, seed=3)
+    out = await live.engine.generate(prompt_token_ids=prompts, sampling_params=params)
+    assert len(out.responses) == 12
+    assert out.response_logprobs is not None
+    for prompt, ids, logprobs, text in zip(
+        prompts, out.response_ids, out.response_logprobs, out.responses, strict=True
+    ):
+        with torch.no_grad():
+            logits = live.history.latest(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1] / 0.7
+        again = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+        assert max(abs(a - b) for a, b in zip(again, logprobs, strict=True)) < 1e-4
+        assert text == await live.engine.data.detokenize(ids)
+
+
+async def test_chat_and_string_prompts_go_through_the_engines_own_tokenizer(live):
+    params = SamplingParams(max_tokens=8, temperature=0)
+    chat = [{"role": "user", "content": "3 1 2"}]
+    batch = GenerateBatch(prompts=[chat, "3 1 2"], sampling_params=params)
+    out = await live.engine.generate(batch)
+    same = await live.engine.generate(
+        prompt_token_ids=[await live.engine.data.tokenize("3 1 2")], sampling_params=params
+    )
+    # This checkpoint's chat template is the bare text.
+    assert out.response_ids[0] == out.response_ids[1] == same.response_ids[0]
+
+
+async def test_sample_is_one_request_with_n_independent_answers(live):
+    samples = await live.engine.sample([5, 6, 7], 6, LONG)
+    assert len({s.token_ids for s in samples}) == 6
+    again = await live.engine.sample([5, 6, 7], 6, LONG)
+    assert [s.token_ids for s in samples] == [s.token_ids for s in again]
+
+
+async def test_openai_bodies_pass(live):
+    body = {"model": str(live.model_path), "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
+    answer = await live.engine.completion(body)
+    assert answer["usage"]["completion_tokens"] == 4
+    chat = {"model": str(live.model_path), "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    answer = await live.engine.chat_completion(chat)
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+
+
+async def test_every_token_has_the_version_that_made_it(live):
+    """Invariant 1, with two updates while 24 samples are in flight."""
+    start = live.engine.weight_version
+    prompts = [[5, 6, 7 + i] for i in range(12)]
+    tasks = [asyncio.create_task(live.engine.sample(p, 2, LONG)) for p in prompts]
+    for seed in (1, 2):
+        await asyncio.sleep(0.25)
+        report = await live.update(changed(live.history.latest, seed))
+        assert report.engines[0].seconds["bubble"] == report.bubble > 0
+    answers = [sample for task in tasks for sample in await task]
+    live.history.models[start - 1] = changed(live.history.models[start], 99)
+    seen = {version for sample in answers for version in sample.versions()}
+    assert {start, start + 1} <= seen
+    for i, sample in enumerate(answers):
+        prompt = prompts[i // 2]
+        assert len(sample.token_ids) == 200
+        assert live.history.worst_difference(prompt, sample) < 1e-4
+        assert live.history.worst_difference(prompt, sample, shift=-1) > 1e-2
+        if len(sample.spans) > 1:
+            first, second, *rest = sample.spans
+            moved = (
+                VersionSpan(first.version, first.start, first.end + 1),
+                VersionSpan(second.version, second.start + 1, second.end),
+                *rest,
+            )
+            token = sample.token_ids[first.end]
+            by_old = logprobs_of(live.history.models[moved[0].version], prompt, sample.token_ids)[first.end]
+            assert abs(by_old - sample.logprobs[first.end]) > 1e-4, f"a span moved over token {token} went unseen"
+    del live.history.models[start - 1]
+
+
+async def test_pause_keep_changes_nothing_in_a_seeded_run(live):
+    prompts = [[40, 41, 42 + i] for i in range(8)]
+    undisturbed = await live.engine.generate(prompt_token_ids=prompts, sampling_params=LONG)
+    task = asyncio.create_task(live.engine.generate(prompt_token_ids=prompts, sampling_params=LONG))
+    for _ in range(3):
+        await asyncio.sleep(0.1)
+        await live.engine.pause_generation()
+        late = asyncio.create_task(live.engine.sample([9, 9], 1, SamplingParams(max_tokens=2)))
+        done, _ = await asyncio.wait({task, late}, timeout=0.2)
+        assert not done, "a paused engine answered"
+        await live.engine.resume_generation()
+        assert len((await late)[0].token_ids) <= 2
+    disturbed = await task
+    assert disturbed.response_ids == undisturbed.response_ids
+    assert disturbed.response_logprobs == undisturbed.response_logprobs
+
+
+async def test_pausing_twice_and_resuming_unpaused_are_clear_errors(live):
+    with pytest.raises(StateError, match="not paused"):
+        await live.engine.resume_generation()
+    await live.engine.pause_generation()
+    try:
+        with pytest.raises(StateError, match="already paused"):
+            await live.engine.pause_generation()
+    finally:
+        await live.engine.resume_generation()
+    assert await live.engine.sample([5], 1, SamplingParams(max_tokens=1))
+
+
+async def test_an_update_on_a_paused_engine_leaves_it_paused(live):
+    await live.engine.pause_generation()
+    try:
+        await live.update(changed(live.history.latest, 11))
+        assert await live.engine.control.is_paused()
+    finally:
+        await live.engine.resume_generation()
+    sample = (await live.engine.sample([5, 6], 1, LONG))[0]
+    assert live.history.worst_difference([5, 6], sample) < 1e-4
+
+
+async def test_cached_prefixes_never_outlive_their_weights(live):
+    """G5: fails when apply is sent with clear_cache=false, as the second half shows."""
+    prompt = [3 + i % 90 for i in range(160)]
+    one = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+    await live.engine.sample(prompt, 1, one)  # fills the prefix cache
+    await live.update(changed(live.history.latest, 21))
+    fresh = (await live.engine.sample(prompt, 1, one))[0]
+    assert live.history.worst_difference(prompt, fresh) < 1e-4
+
+    store = live.engine._store
+    model = changed(live.history.latest, 22)
+    version = live.engine.weight_version + 1
+    manifest = store.publish(version, model.named_parameters())
+    await live.engine.control.prepare_weights(manifest)
+    await live.engine.control.apply_weights(version, clear_cache=False)
+    store.commit(manifest)
+    live.engine._version = version
+    live.history.models[version] = model
+    stale = (await live.engine.sample(prompt, 1, one))[0]
+    assert live.history.worst_difference(prompt, stale) > 1e-3, "the cache was not stale: the first half proves nothing"
+    await live.engine.reset_prefix_cache()
+    fresh = (await live.engine.sample(prompt, 1, one))[0]
+    assert live.history.worst_difference(prompt, fresh) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "missing: model.norm.weight"),
+        (lambda t: t.update({"model.extra": torch.zeros(2)}), "not in the engine's model: model.extra"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(65)}), r"shape \(65,\), the engine's has \(64,\)"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(64, dtype=torch.bfloat16)}), "cast before sending"),
+        (lambda t: t["model.norm.weight"].fill_(float("nan")), "NaN"),
+        (lambda t: t.clear(), "no tensors given"),
+    ],
+)
+async def test_unfit_weights_are_refused_before_anything_changes(live, edit, message):
+    before = await live.engine.sample([5, 6, 7], 2, LONG)
+    tensors = {name: p.detach().clone() for name, p in live.history.latest.named_parameters()}
+    edit(tensors)
+    with pytest.raises(WeightsError, match=message):
+        await live.engine.update_weights(tensors.items())
+    after = await live.engine.sample([5, 6, 7], 2, LONG)
+    assert after == before
+
+
+async def test_bytes_that_changed_on_the_way_are_refused(live):
+    store = live.engine._store
+    manifest = store.publish(10_000, live.history.latest.named_parameters())
+    with Path(manifest.location["path"]).open("r+b") as file:
+        file.seek(manifest.tensors[3].offset)
+        file.write(b"\x00\x00\x80\x3f")
+    with pytest.raises(WeightsError, match=f"{manifest.tensors[3].name}.*crc32"):
+        await live.engine.control.prepare_weights(manifest)
+
+
+async def test_update_during_an_update_is_refused(live):
+    model = changed(live.history.latest, 31)
+    first = asyncio.create_task(live.update(model))
+    await asyncio.sleep(0)
+    with pytest.raises(StateError, match="another weight update"):
+        await live.engine.update_weights(model.named_parameters())
+    await first
+
+
+async def test_an_older_version_number_is_refused(live):
+    with pytest.raises(WeightsError, match="not newer"):
+        await live.engine.update_weights(live.history.latest.named_parameters(), version=0)
+
+
+async def test_apply_without_prepare_is_refused(live):
+    with pytest.raises(EngineHTTPError, match="not prepared") as error:
+        await live.engine.control.apply_weights(9_999)
+    assert error.value.status == 400
+
+
+async def test_native_endpoints_drive_our_backend(live):
+    """R18: vLLM's own start, update, finish."""
+    engine = live.engine
+    model = changed(live.history.latest, 41)
+    manifest = engine._store.publish(engine.weight_version + 1, model.named_parameters())
+    with pytest.raises(StateError, match="pause generation"):
+        await engine.update_named_weights({"manifest": manifest.to_json()}, version=manifest.version)
+    await engine.init_weight_update_communicator({})
+    task = asyncio.create_task(engine.sample([5, 6, 7], 4, LONG))
+    await asyncio.sleep(0.2)
+    await engine.pause_generation()
+    await engine.update_named_weights({"manifest": manifest.to_json()}, version=manifest.version)
+    engine._store.commit(manifest)
+    await engine.resume_generation()
+    live.history.models[manifest.version] = model
+    assert await engine.control.weight_version() == manifest.version == engine.weight_version
+    for sample in await task:
+        assert live.history.worst_difference([5, 6, 7], sample) < 1e-4
+
+
+async def test_abort_keeps_what_was_made(live):
+    task = asyncio.create_task(live.engine.sample([5, 6, 7], 2, SamplingParams(max_tokens=500, ignore_eos=True)))
+    await asyncio.sleep(0.3)
+    await live.engine.abort_generation()
+    for sample in await task:
+        assert sample.finish_reason == "abort"
+        assert 0 < len(sample.token_ids) < 500
+        assert live.history.worst_difference([5, 6, 7], sample) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda e: e.generate(), "neither"),
+        (lambda e: e.generate(["a"], prompt_token_ids=[[1]]), "both"),
+        (lambda e: e.generate(prompt_token_ids=[]), "empty batch"),
+        (lambda e: e.generate(prompt_token_ids=[[5, 100]]), r"prompt_token_ids\[0\]\[1\] is 100, outside"),
+        (lambda e: e.generate(prompt_token_ids=[[5, -1]]), "-1, outside"),
+        (lambda e: e.sample([5], 0), "n must be at least 1, got 0"),
+        (lambda e: e.generate(["a"], {"max_tokens": -3}), "max_tokens must be at least 1, got -3"),
+        (lambda e: e.generate(["a"], {"max_token": 3}), "did you mean 'max_tokens'"),
+        (lambda e: e.generate(["a"], session_ids=["s", "t"]), "2 entries for 1 prompts"),
+        (lambda e: e.sleep(3), "sleep level"),
+        (lambda e: e.get_cache_usage(1), "index must be 0"),
+    ],
+)
+async def test_bad_requests_are_refused_before_they_are_sent(live, call, message):
+    with pytest.raises(RequestError, match=message):
+        await call(live.engine)
+
+
+async def test_a_prompt_over_the_context_is_the_engines_400(live):
+    with pytest.raises(EngineHTTPError, match="512") as error:
+        await live.engine.generate(prompt_token_ids=[[5] * 600])
+    assert error.value.status == 400
+
+
+async def test_figures_are_the_engines_own(live):
+    assert await live.engine.get_num_unfinished_requests() == 0
+    task = asyncio.create_task(live.engine.sample([5, 6, 7], 4, SamplingParams(max_tokens=500, ignore_eos=True)))
+    await asyncio.sleep(0.3)
+    assert await live.engine.get_num_unfinished_requests() == 4
+    assert 0 < await live.engine.get_cache_usage(0) < 1
+    await live.engine.abort_generation()
+    await task
+
+
+async def test_collective_rpc_and_the_checksum_of_weights_in_force(live):
+    first = await live.engine.collective_rpc("penstock_checksum")
+    assert await live.engine.collective_rpc("penstock_checksum") == first
+    report = await live.update(changed(live.history.latest, 51))
+    assert [report.engines[0].checksum] == await live.engine.collective_rpc("penstock_checksum") != first

@@ -1,0 +1,101 @@
+"""Nano checkpoints built on the spot, and the transformers forward that engines are held against."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from penstock.rollout.char_tokenizer import save_char_tokenizer
+from penstock.types import Sample
+
+MAX_LEN = 512
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # the smallest that vLLM's CPU attention has
+    "max_position_embeddings": MAX_LEN,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def save_dense(folder: Path, *, tied: bool = True) -> Path:
+    """A Qwen3 of 0.1M random parameters, with a character tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab = save_char_tokenizer(folder, max_length=MAX_LEN)
+    config = Qwen3Config(vocab_size=vocab, tie_word_embeddings=tied, **SHAPE)
+    _randomise(Qwen3ForCausalLM(config)).save_pretrained(folder)
+    return folder
+
+
+def save_moe(folder: Path) -> Path:
+    """A Qwen3-MoE with four experts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab = save_char_tokenizer(folder, max_length=MAX_LEN)
+    config = Qwen3MoeConfig(
+        vocab_size=vocab, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True,
+        decoder_sparse_step=1, mlp_only_layers=[], tie_word_embeddings=False, **SHAPE,
+    )  # fmt: skip
+    _randomise(Qwen3MoeForCausalLM(config)).save_pretrained(folder)
+    return folder
+
+
+def _randomise(model: Any, seed: int = 0) -> Any:
+    """Weights large enough that other weights give clearly other logprobs."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.3, generator=generator)
+    return model
+
+
+def changed(model: Any, seed: int, scale: float = 0.02) -> Any:
+    """A copy with every weight moved a little."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+    return other
+
+
+@torch.no_grad()
+def logprobs_of(model: Any, prompt: Sequence[int], response: Sequence[int]) -> list[float]:
+    """Logprob of each response token under `model`, by one transformers forward in fp32."""
+    ids = torch.tensor([[*prompt, *response]])
+    logits = model(ids).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
+
+
+@dataclass
+class History:
+    """Every version an engine (or fleet) has served in this test run, as transformers models."""
+
+    models: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def latest(self) -> Any:
+        return self.models[max(self.models)]
+
+    def worst_difference(self, prompt: Sequence[int], sample: Sample, shift: int = 0) -> float:
+        """Largest |engine - recomputed| over the tokens, each under its claimed version (or `shift` versions on)."""
+        worst = 0.0
+        assert sample.logprobs is not None
+        versions = sample.versions()
+        assert len(versions) == len(sample.token_ids) == len(sample.logprobs)
+        for version in set(versions):
+            again = logprobs_of(self.models[version + shift], prompt, sample.token_ids)
+            pairs = zip(again, sample.logprobs, versions, strict=True)
+            worst = max(worst, *(abs(a - b) for a, b, v in pairs if v == version))
+        return worst

@@ -1,0 +1,107 @@
+"""The store: what goes in comes out in another process, and nothing is left when its process ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import WeightsError
+from penstock.weights.manifest import WeightManifest
+from penstock.weights.pack import read
+from penstock.weights.shared_memory import SharedMemoryStore, open_mapping
+
+TENSORS = {
+    "a": torch.arange(12, dtype=torch.float32).view(3, 4).t(),  # not contiguous
+    "b.half": torch.randn(7, dtype=torch.bfloat16),
+    "scalar": torch.tensor(3.5, dtype=torch.float64),
+    "empty": torch.empty(0, 5),
+    "bytes": torch.arange(5, dtype=torch.uint8),
+}
+
+
+@pytest.fixture
+def store():
+    store = SharedMemoryStore()
+    yield store
+    store.close()
+
+
+def test_what_goes_in_comes_out(store):
+    manifest = WeightManifest.from_json(store.publish(3, TENSORS.items()).to_json())
+    mapping = open_mapping(manifest.location["path"], manifest.extent)
+    for name, tensor in read(memoryview(mapping), manifest.tensors):
+        assert tensor.dtype == TENSORS[name].dtype
+        assert torch.equal(tensor, TENSORS[name])
+    assert manifest.nbytes == sum(t.numel() * t.element_size() for t in TENSORS.values())
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["float32", "bfloat16", "int64"])), min_size=1, max_size=6)
+)
+def test_any_mixture_of_sizes(shapes):
+    store = SharedMemoryStore()
+    tensors = {f"t{i}": torch.arange(n).to(getattr(torch, dtype)) for i, (n, dtype) in enumerate(shapes)}
+    manifest = store.publish(1, tensors.items())
+    mapping = open_mapping(manifest.location["path"], manifest.extent)
+    assert all(torch.equal(t, tensors[name]) for name, t in read(memoryview(mapping), manifest.tensors))
+    store.close()
+
+
+def test_the_current_version_stays_while_the_next_is_written(store):
+    first = store.publish(1, [("w", torch.ones(4))])
+    store.commit(first)
+    second = store.publish(2, [("w", torch.zeros(4))])
+    refused = store.publish(3, [("w", torch.full((4,), 7.0))])  # version 2 was never committed
+    assert first.location != second.location == refused.location
+    mapping = open_mapping(first.location["path"], first.extent)
+    assert dict(read(memoryview(mapping), first.tensors))["w"].tolist() == [1, 1, 1, 1]
+    assert store.current is first
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ([("w", torch.tensor([1.0, float("inf")]))], "'w' holds NaN or infinity"),
+        ([("w", torch.ones(1)), ("w", torch.ones(1))], "'w' is given twice"),
+        ([("w", torch.ones(1, dtype=torch.complex64))], "complex64"),
+        ([], "no tensors"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused(store, tensors, message):
+    with pytest.raises(WeightsError, match=message):
+        store.publish(1, tensors)
+
+
+def test_a_manifest_longer_than_the_file_and_a_closed_store_are_refused(store):
+    manifest = store.publish(1, [("w", torch.ones(4))])
+    with pytest.raises(WeightsError, match="the manifest needs"):
+        open_mapping(manifest.location["path"], 10_000_000)
+    store.close()
+    with pytest.raises(WeightsError, match="must be alive"):
+        open_mapping(manifest.location["path"], manifest.extent)
+
+
+@pytest.mark.parametrize("damage", [{"version": "x"}, {"tensors": [["w"]]}, {"location": None}])
+def test_a_malformed_manifest_is_refused(store, damage):
+    good = store.publish(1, [("w", torch.ones(4))]).to_json()
+    with pytest.raises(WeightsError, match="malformed"):
+        WeightManifest.from_json({**good, **damage})
+
+
+def test_nothing_has_a_name_that_could_be_left_behind():
+    script = (
+        "import os, signal, torch\n"
+        "from penstock.weights.shared_memory import SharedMemoryStore\n"
+        "before = set(os.listdir('/dev/shm'))\n"
+        "store = SharedMemoryStore(); store.publish(1, [('w', torch.ones(1000))])\n"
+        "print(set(os.listdir('/dev/shm')) - before, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "set()"
+    assert done.returncode == -9
