@@ -1,0 +1,263 @@
+"""Every fault does what it says, in process and in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from sim_http import PROMPT, parse_events, sim_client
+
+from penstock.engine.wire import samples_of
+from penstock.errors import ConfigError
+from penstock.process import ChildProcess
+from penstock.sim import Fault, FaultKind, Phase, SimConfig, verify
+from penstock.types import SamplingParams
+from penstock.weights.manifest import TensorEntry, WeightManifest
+
+GENERATE = "/inference/v1/generate"
+
+
+def stream_body(max_tokens: int) -> dict:
+    return {"token_ids": PROMPT, "sampling_params": {"max_tokens": max_tokens, "logprobs": 0}, "stream": True}
+
+
+async def prepare(sim, version=1):
+    manifest = WeightManifest(version, "shared_memory", {}, (TensorEntry("w", "float32", (1,), 0, version),))
+    return await sim.call("POST", "/penstock/weights/prepare", {"manifest": manifest.to_json()})
+
+
+async def at_phase(sim, phase):
+    """Status of the call that gets to a phase."""
+    if phase == "prepare":
+        return (await prepare(sim))[0]
+    if phase == "load":
+        await prepare(sim)
+        return (await sim.call("POST", "/penstock/weights/apply", {"version": 1}))[0]
+    if phase == "health":
+        return (await sim.call("GET", "/health"))[0]
+    if phase == "request":
+        return (await sim.call("POST", GENERATE, {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}))[0]
+    return (await sim.call("POST", f"/{phase}"))[0]
+
+
+PHASES = ["prepare", "pause", "load", "resume", "request", "health"]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+async def test_refuse(phase):
+    async with sim_client() as sim:
+        await sim.post("/sim/fault", {"kind": "refuse", "phase": phase})
+        assert await at_phase(sim, phase) == 500
+        if phase != "load":
+            assert await at_phase(sim, phase) == 200, "a fault fires once"
+
+
+@pytest.mark.parametrize("phase", PHASES)
+async def test_hang_until_cleared(phase):
+    async with sim_client() as sim:
+        await sim.post("/sim/fault", {"kind": "hang", "phase": phase})
+        task = asyncio.create_task(at_phase(sim, phase))
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        await sim.post("/sim/fault", {"clear": True})
+        assert await task == 200
+
+
+@pytest.mark.parametrize("phase", [*PHASES, "now"])
+async def test_exit_breaks_connections_and_closes_the_port(phase):
+    async with sim_client() as sim:
+        task = asyncio.create_task(sim.generate(4000)) if phase != "request" else None
+        await asyncio.sleep(0.02)
+        if phase == "now":
+            with pytest.raises(aiohttp.ClientError):
+                await sim.post("/sim/fault", {"kind": "exit"})
+        else:
+            await sim.post("/sim/fault", {"kind": "exit", "phase": phase})
+            with pytest.raises(aiohttp.ClientError):
+                await at_phase(sim, phase)
+        if task is not None:
+            with pytest.raises(aiohttp.ClientError):
+                await task
+        await asyncio.wait_for(sim.server.gone.wait(), 5)
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await sim.get("/health")
+
+
+async def test_core_death_looks_like_vllms():
+    async with sim_client() as sim:
+        plain = asyncio.create_task(sim.call("POST", GENERATE, {**stream_body(4000), "stream": False}))
+        stream = asyncio.create_task(sim.events(GENERATE, stream_body(4000)))
+        await asyncio.sleep(0.05)
+        await sim.call("POST", "/sim/fault", {"kind": "core_death"})
+        status, answer = await plain
+        assert (status, answer["error"]["type"]) == (500, "InternalServerError")
+        *_, event, done = await stream
+        assert event["error"]["code"] == 500
+        assert done == "[DONE]"
+        assert (await sim.call("GET", "/health"))[0] == 503
+        await asyncio.wait_for(sim.server.gone.wait(), 5)
+
+
+async def test_death_after_k_tokens_is_exact():
+    async with sim_client() as sim:
+        await sim.post("/sim/fault", {"kind": "core_death", "phase": "tokens", "after_tokens": 25})
+        events = await sim.events(GENERATE, stream_body(4000))
+        assert sum(len(e["choices"][0]["token_ids"]) for e in events[:-2]) == 25
+        assert "error" in events[-2]
+
+
+async def test_hang_after_k_tokens():
+    async with sim_client() as sim:
+        await sim.post("/sim/fault", {"kind": "hang", "phase": "tokens", "after_tokens": 10})
+        task = asyncio.create_task(sim.generate(50))
+        await asyncio.sleep(0.2)
+        assert sim.server.engine.figures.generation_tokens == 10
+        await sim.post("/sim/fault", {"clear": True})
+        params = SamplingParams(max_tokens=50)
+        assert verify(PROMPT, samples_of(await task, {}, params)[0], params=params) == []
+
+
+@pytest.mark.parametrize("kind", ["cut", "error_event"])
+async def test_streams_break_in_the_middle(kind):
+    async with sim_client() as sim:
+        await sim.post("/sim/fault", {"kind": kind, "after_tokens": 5})
+        raw = b""
+        async with sim.session.post(sim.server.url + GENERATE, json=stream_body(50)) as answer:
+            try:
+                async for piece in answer.content.iter_any():
+                    raw += piece
+            except aiohttp.ClientError:
+                assert kind == "cut"
+            else:
+                assert kind == "error_event"
+        events = parse_events(raw)
+        if kind == "error_event":
+            assert events.pop() == "[DONE]"
+            assert events.pop()["error"]["type"] == "InternalServerError"
+        assert len(events) == 5
+        assert len(await sim.events(GENERATE, stream_body(50))) == 51, "the engine is well and the fault is spent"
+
+
+@pytest.mark.parametrize(("kind", "broken"), [("cut", True), ("error_event", False)])
+async def test_plain_answers_break_too(kind, broken):
+    async with sim_client() as sim:
+        await sim.post("/sim/fault", {"kind": kind, "after_tokens": 5})
+        body = {"prompt": "x", "max_tokens": 50}
+        if broken:
+            with pytest.raises(aiohttp.ClientError):
+                await sim.call("POST", "/v1/completions", body)
+        else:
+            assert (await sim.call("POST", "/v1/completions", body))[0] == 500
+
+
+async def test_wrong_checksum_and_wrong_label():
+    async with sim_client() as one, sim_client() as two:
+        await one.post("/sim/fault", {"kind": "wrong_checksum"})
+        await one.post("/sim/fault", {"kind": "wrong_label"})
+        sums = []
+        for sim in (one, two):
+            await prepare(sim)
+            sums.append((await sim.post("/penstock/weights/apply", {"version": 1}))["checksum"])
+        assert sums[0] != sums[1]
+        params = SamplingParams(max_tokens=8)
+        bad, good = [samples_of(await sim.generate(8), {}, params)[0] for sim in (one, two)]
+        assert (bad.versions(), good.versions()) == ((0,) * 8, (1,) * 8)
+        assert bad.token_ids == good.token_ids
+        assert verify(PROMPT, good, params=params) == []
+        assert verify(PROMPT, bad, params=params), "tokens of version 1 labelled 0"
+
+
+async def test_failure_in_load_leaves_the_engine_unfit():
+    async with sim_client() as sim:
+        await sim.post("/sim/fault", {"kind": "refuse", "phase": "load"})
+        await prepare(sim)
+        assert (await sim.call("POST", "/penstock/weights/apply", {"version": 1}))[0] == 500
+        assert await sim.get("/is_paused") == {"is_paused": True}
+        await sim.post("/resume")
+        status, answer = await sim.call("POST", GENERATE, {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}})
+        assert status == 500
+        assert "unfit" in answer["error"]["message"]
+
+
+async def test_delay_and_slow():
+    async with sim_client() as sim:
+        await sim.post("/sim/fault", {"kind": "delay", "phase": "pause", "seconds": 0.2})
+        begin = time.perf_counter()
+        await sim.post("/pause")
+        assert time.perf_counter() - begin >= 0.2
+        await sim.post("/resume")
+        await sim.post("/sim/fault", {"kind": "slow", "factor": 50})
+        begin = time.perf_counter()
+        await sim.generate(5)
+        assert time.perf_counter() - begin >= 0.25
+
+
+async def test_faults_set_at_the_start_fire_as_often_as_told():
+    fault = Fault(FaultKind.REFUSE, Phase.PAUSE, times=2)
+    async with sim_client(SimConfig(faults=(fault,))) as sim:
+        assert [await at_phase(sim, "pause") for _ in range(3)] == [500, 500, 200]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("explode", "explode"),
+        ("hang", "cannot be set at 'now'"),
+        ("cut:phase=load", "cannot be set at 'load'"),
+        ("hang:phase=lunch", "lunch"),
+        ("exit:when=now", "unknown fault keys"),
+        ("exit:times=many", "must be a number"),
+    ],
+)
+async def test_nonsense_faults_are_refused(text, words):
+    with pytest.raises(ConfigError, match=words):
+        Fault.parse(text)
+
+
+@asynccontextmanager
+async def sim_process(tmp_path, *options):
+    """A simulated engine in a process of its own; its first line, its url."""
+    log = tmp_path / "sim.log"
+    argv = [sys.executable, "-m", "penstock.sim", "--port", "0", "--name", "engine-7", *options]
+    process = await ChildProcess.start(argv, name="sim", log=log)
+    try:
+        async with asyncio.timeout(20):
+            # A file cannot be awaited.
+            while not (lines := log.read_text().splitlines()) and process.returncode is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        yield process, lines[0] if lines else ""
+    finally:
+        await process.stop(5)
+
+
+async def test_process_says_when_it_is_ready_and_ends_on_sigterm(tmp_path):
+    async with sim_process(tmp_path, "--vocab-size", "64", "--api-key", "k") as (process, line):
+        assert line.startswith("penstock-sim ready engine-7 http://127.0.0.1:")
+        headers = {"Authorization": "Bearer k"}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(line.split()[3] + "/penstock/info", headers=headers) as a,
+        ):
+            assert (await a.json())["vocab_size"] == 64
+        await process.stop(5)
+        assert process.returncode == 0
+
+
+async def test_process_dies_abruptly(tmp_path):
+    async with sim_process(tmp_path, "--fault", "exit:phase=tokens,after_tokens=10") as (process, line):
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(aiohttp.ClientError):
+                async with session.post(line.split()[3] + GENERATE, json=stream_body(50)) as answer:
+                    await answer.read()
+        assert await asyncio.wait_for(process.wait(), 5) == 1
+
+
+@pytest.mark.parametrize("option", [("--vocab-size", "-3"), ("--fault", "hang"), ("--tensor-specs", "nowhere.json")])
+async def test_process_refuses_bad_options(tmp_path, option):
+    async with sim_process(tmp_path, *option) as (process, line):
+        assert await asyncio.wait_for(process.wait(), 10) == 2
+        assert line.startswith("error: ")

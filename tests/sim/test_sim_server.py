@@ -1,0 +1,261 @@
+"""The simulated engine over HTTP: vLLM's shapes, errors and control calls."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import pytest
+from sim_http import PROMPT, sim_client
+
+from penstock.engine.wire import samples_of
+from penstock.errors import EngineStartError
+from penstock.sim import SimConfig, SimServer, verify
+from penstock.types import SamplingParams
+
+
+@pytest.fixture(scope="module")
+async def sim():
+    async with sim_client() as client:
+        yield client
+
+
+def generate_body(**extra):
+    return {"token_ids": PROMPT, "sampling_params": {"max_tokens": 12, "n": 2, "seed": 4, "logprobs": 0}, **extra}
+
+
+async def test_generate_is_checked_token_by_token(sim):
+    params = SamplingParams(max_tokens=12, n=2, seed=4)
+    answer = await sim.post("/inference/v1/generate", generate_body(request_id="mine"))
+    for i, sample in enumerate(samples_of(answer, {}, params)):
+        assert verify(PROMPT, sample, params=params, seeds=[4 + i]) == []
+    assert answer["request_id"] == "generate-tokens-mine"
+    assert answer["usage"]["completion_tokens"] == 24
+    assert answer["choices"][0]["weight_versions"] == [{"version": "default", "start": 0, "end": 12}]
+
+
+async def test_generate_streams_the_same_and_tells_versions_once(sim):
+    whole = await sim.post("/inference/v1/generate", generate_body())
+    options = {"include_usage": True}
+    *chunks, usage, done = await sim.events(
+        "/inference/v1/generate", generate_body(stream=True, stream_options=options)
+    )
+    assert done == "[DONE]"
+    assert usage["usage"]["completion_tokens"] == 24
+    for choice in whole["choices"]:
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        assert [i for c in mine for i in c["token_ids"]] == choice["token_ids"]
+        assert [e for c in mine for e in c["logprobs"]["content"]] == choice["logprobs"]["content"]
+        assert [c["finish_reason"] for c in mine] == [None] * 11 + ["length"]
+        assert [c["weight_versions"] for c in mine] == [None] * 11 + [choice["weight_versions"]]
+
+
+async def test_completions_take_every_form_of_prompt(sim):
+    async def choices(prompt):
+        body = {"prompt": prompt, "max_tokens": 5, "logprobs": 0, "return_token_ids": True}
+        return (await sim.post("/v1/completions", body))["choices"]
+
+    one, two = (await choices("abc"))[0], (await choices("xy"))[0]
+    ids = one["prompt_token_ids"]
+    assert ids == (await sim.post("/tokenize", {"prompt": "abc"}))["tokens"]
+    assert [c["text"] for c in await choices(["abc", "xy"])] == [one["text"], two["text"]]
+    assert await choices(ids) == [one]
+    assert [c["token_ids"] for c in await choices([ids, two["prompt_token_ids"]])] == [
+        one["token_ids"],
+        two["token_ids"],
+    ]
+    assert one["text"] == (await sim.post("/detokenize", {"tokens": one["token_ids"]}))["prompt"]
+    assert len(one["logprobs"]["token_logprobs"]) == 5
+
+
+async def test_completions_default_to_16_tokens_and_chats_to_the_context():
+    async with sim_client(SimConfig(max_model_len=64)) as sim:
+        answer = await sim.post("/v1/completions", {"prompt": "abc"})
+        assert answer["usage"]["completion_tokens"] == 16
+        answer = await sim.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
+        assert answer["usage"]["total_tokens"] == 64
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_chat_prompt_is_what_tokenize_says(sim):
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    ]
+    tokens = (await sim.post("/tokenize", {"messages": messages}))["tokens"]
+    chat = await sim.post("/v1/chat/completions", {"messages": messages, "max_tokens": 5, "return_token_ids": True})
+    body = {"token_ids": tokens, "sampling_params": {"max_tokens": 5}}
+    generated = await sim.post("/inference/v1/generate", body)
+    assert chat["choices"][0]["token_ids"] == generated["choices"][0]["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "kind", "words"),
+    [
+        ("/inference/v1/generate", {"token_ids": [1024], "sampling_params": {}}, 400, "BadRequestError", "vocab"),
+        ("/inference/v1/generate", {"token_ids": [], "sampling_params": {}}, 400, "Bad Request", "token_ids"),
+        ("/inference/v1/generate", {"token_ids": [1]}, 400, "Bad Request", "sampling_params"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"n": 0}}, 400, "BadRequestError", "n must"),
+        ("/inference/v1/generate", {"token_ids": [1] * 4096, "sampling_params": {}}, 400, "BadRequestError", "4096"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 4096}, 400, "BadRequestError", "maximum context length"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": -1}, 400, "BadRequestError", "max_tokens"),
+        ("/v1/completions", {"prompt": "x", "temperature": "hot"}, 400, "Bad Request", "temperature"),
+        ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "NotFoundError", "`other` does not exist"),
+        ("/v1/completions", {}, 400, "BadRequestError", "prompt"),
+        ("/v1/completions", {"prompt": [1, "x"]}, 400, "Bad Request", "valid integer"),
+        ("/v1/chat/completions", {"messages": []}, 400, "BadRequestError", "at least one message"),
+        ("/v1/chat/completions", {"messages": "hi"}, 400, "Bad Request", "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": 3}]}, 400, "BadRequestError", "content"),
+        ("/detokenize", {"tokens": [5000]}, 400, "BadRequestError", "out of vocabulary"),
+        ("/pause?mode=maybe", None, 400, "Bad Request", "mode"),
+        ("/no/such/path", {}, 404, "Not Found", "Not Found"),
+    ],
+)  # fmt: skip
+async def test_errors_have_vllms_form(sim, path, body, status, kind, words):
+    got, answer = await sim.call("POST", path, body)
+    assert (got, answer["error"]["code"], answer["error"]["type"]) == (status, status, kind)
+    assert words in answer["error"]["message"]
+
+
+async def test_bad_json_and_large_bodies_are_refused():
+    async with sim_client(SimConfig(max_body_bytes=1000)) as sim:
+        for data, status in ((b"{bad", 400), (b"[1]", 400), (b"[" + b"1," * 1000 + b"1]", 413)):
+            async with sim.session.post(sim.server.url + "/v1/completions", data=data) as answer:
+                assert answer.status == status
+                assert (await answer.json())["error"]["code"] == status
+
+
+async def test_api_key_guards_what_vllm_guards_and_ours():
+    async with sim_client(SimConfig(api_key="secret")) as sim:
+        for path in ("/v1/models", "/penstock/info"):
+            assert (await sim.call("GET", path))[0] == 401
+            assert (await sim.call("GET", path, headers={"Authorization": "Bearer wrong"}))[0] == 401
+            assert (await sim.call("GET", path, headers={"Authorization": "Bearer secret"}))[0] == 200
+        await sim.get("/health")
+
+
+async def test_models_version_ping_health(sim):
+    model = (await sim.get("/v1/models"))["data"][0]
+    assert (model["id"], model["max_model_len"]) == ("sim-model", 4096)
+    assert (await sim.get("/version"))["version"] == "0.32.0"
+    await sim.get("/health")
+    await sim.get("/ping")
+
+
+def figures(text: bytes) -> dict[str, float]:
+    rows = (line.rpartition(" ") for line in text.decode().splitlines() if not line.startswith("#"))
+    return {series.partition("{")[0]: float(value) for series, _, value in rows}
+
+
+async def test_metrics_are_true():
+    async with sim_client(SimConfig(max_num_seqs=2, kv_blocks=256)) as sim:
+        task = asyncio.gather(*(sim.generate(30, seed=i) for i in range(3)))
+        await asyncio.sleep(0.01)
+        await sim.post("/pause?mode=keep&clear_cache=false")
+        busy = figures(await sim.get("/metrics"))
+        assert (busy["vllm:num_requests_running"], busy["vllm:num_requests_waiting"]) == (2, 1)
+        assert 0 < busy["vllm:kv_cache_usage_perc"] <= 6 / 256
+        await sim.post("/resume")
+        await task
+        idle = figures(await sim.get("/metrics"))
+        assert (idle["vllm:num_requests_running"], idle["vllm:kv_cache_usage_perc"]) == (0, 0)
+        assert idle["vllm:generation_tokens_total"] == 90
+        assert idle["vllm:prompt_tokens_total"] == idle["vllm:prefix_cache_queries_total"] == 9
+        assert idle["vllm:num_preemptions_total"] == 0
+
+
+async def test_pausing_twice_is_allowed_and_requests_wait(sim):
+    for _ in range(2):
+        assert await sim.post("/pause?mode=keep") == {"status": "paused"}
+    assert await sim.get("/is_paused") == {"is_paused": True}
+    assert await sim.get("/is_sleeping") == {"is_sleeping": True}
+    task = asyncio.create_task(sim.generate(2))
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    assert await sim.post("/resume") == {"status": "resumed"}
+    await task
+    assert await sim.get("/is_paused") == {"is_paused": False}
+
+
+async def test_abort_by_id_and_reset_prefix_cache(sim):
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 3000}, "request_id": "long"}
+    task = asyncio.create_task(sim.post("/inference/v1/generate", body))
+    await asyncio.sleep(0.05)
+    assert await sim.post("/reset_prefix_cache") == {"success": False}
+    assert await sim.post("/reset_prefix_cache?reset_running_requests=true") == {"success": True}
+    answer = await sim.post("/abort_requests", {"request_ids": ["generate-tokens-long"]})
+    assert answer == {"status": "aborted", "aborted": 1}
+    assert (await task)["choices"][0]["finish_reason"] == "abort"
+    assert await sim.post("/reset_prefix_cache") == {"success": True}
+
+
+async def test_sleep_and_wake_up(sim):
+    assert await sim.post("/sleep?level=2") == {"status": "sleeping", "level": 2}
+    assert await sim.post("/wake_up?tags=weights") == {"status": "sleeping", "tags": ["weights"]}
+    assert await sim.post("/wake_up") == {"status": "awake", "tags": None}
+    assert await sim.get("/is_sleeping") == {"is_sleeping": False}
+    assert (await sim.call("POST", "/sleep?level=9"))[0] == 400
+
+
+async def test_native_weight_protocol():
+    async with sim_client() as sim:
+        assert await sim.get("/weight_info") == {"weight_version": "default"}
+        await sim.post("/init_weight_transfer_engine", {"init_info": {}})
+        assert (await sim.call("POST", "/update_weights", {"update_info": {}}))[0] == 500
+        await sim.post("/pause?mode=keep")
+        await sim.post("/start_weight_update")
+        await sim.post("/update_weights", {"update_info": {}})
+        await sim.post("/finish_weight_update", {"weight_version": "3"})
+        await sim.post("/resume")
+        assert await sim.get("/weight_info") == {"weight_version": "3"}
+        assert (await sim.generate(2))["choices"][0]["weight_versions"] == [{"version": "3", "start": 0, "end": 2}]
+        await sim.post("/update_weight_version", {"new_version": "4"})
+        assert (await sim.get("/penstock/info"))["weight_version"] == 4
+
+
+async def test_collective_rpc(sim):
+    answer = await sim.post("/collective_rpc", {"method": "ping", "args": ["a"]})
+    assert answer == {"results": [{"method": "ping", "args": ["a"], "kwargs": {}}]}
+    assert (await sim.call("POST", "/collective_rpc", {}))[0] == 400
+
+
+async def test_lora_calls(sim):
+    load = {"lora_name": "style", "lora_path": "somewhere"}
+    assert b"added successfully" in await sim.post("/v1/load_lora_adapter", load)
+    status, answer = await sim.call("POST", "/v1/load_lora_adapter", load)
+    assert (status, answer["error"]["type"]) == (400, "InvalidUserInput")
+    await sim.post("/v1/load_lora_adapter", {**load, "load_inplace": True})
+    assert [m["id"] for m in (await sim.get("/v1/models"))["data"]] == ["sim-model", "style"]
+    answer = await sim.post("/v1/completions", {"model": "style", "prompt": "x", "max_tokens": 3})
+    base = await sim.post("/v1/completions", {"prompt": "x", "max_tokens": 3})
+    assert answer["model"] == "style"
+    assert answer["choices"][0]["text"] != base["choices"][0]["text"]
+    await sim.post("/v1/unload_lora_adapter", {"lora_name": "style"})
+    assert (await sim.call("POST", "/v1/unload_lora_adapter", {"lora_name": "style"}))[0] == 404
+    assert (await sim.call("POST", "/v1/completions", {"model": "style", "prompt": "x"}))[0] == 404
+
+
+async def test_a_client_that_hangs_up_aborts_its_request(sim):
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4000}, "stream": True}
+    async with sim.session.post(sim.server.url + "/inference/v1/generate", json=body) as answer:
+        await answer.content.readany()
+        answer.close()
+    async with asyncio.timeout(5):
+        while sim.server.engine.scheduler.running:  # noqa: ASYNC110 - nothing tells when a server noticed
+            await asyncio.sleep(0.01)
+    assert sim.server.engine.scheduler.pool.usage == 0
+
+
+async def test_a_taken_port_is_an_error():
+    async with SimServer() as server:
+        with pytest.raises(EngineStartError, match="cannot listen"):
+            await SimServer(SimConfig(port=int(server.url.rpartition(":")[2]))).start()
+
+
+async def test_stop_breaks_what_is_under_way():
+    async with sim_client() as sim:
+        task = asyncio.create_task(sim.generate(4000))
+        await asyncio.sleep(0.05)
+        await sim.server.stop()
+        with pytest.raises(aiohttp.ClientError):
+            await task
