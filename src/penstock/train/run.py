@@ -1,0 +1,81 @@
+"""A whole training run from its configuration: engines, learner, environment, folder, and the schedule over them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from penstock.config import RunConfig
+from penstock.fleet.fleet import Fleet
+from penstock.observe.plots import draw_plots
+from penstock.observe.report import Reporter
+from penstock.observe.run_folder import RunFolder
+from penstock.observe.summary import Summary
+from penstock.rollout.environment import load_environment
+from penstock.rollout.single_turn import SingleTurnGenerator
+from penstock.rollout.tokenizer import load_tokenizer
+from penstock.train.async_trainer import train
+from penstock.train.learner import Learner
+from penstock.types import SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+async def run(config: RunConfig, *, resume: bool, reporter: Reporter) -> Summary:
+    """What `penstock train` does. The folder is `config.run_dir / config.name`.
+
+    Everything that can be refused is refused before an engine is started.
+
+    Raises:
+        PenstockError: see `penstock.train.async_trainer.train`, `Fleet.launch` and `RunFolder`.
+    """
+    path = config.run_dir / config.name
+    environment = load_environment(config.environment, config.seed)
+    tokenizer = load_tokenizer(config.engine.tokenizer or config.engine.model)
+    folder = RunFolder.open(path) if resume else RunFolder.create(path, config)
+    if resume:
+        folder.check_resumable(config)
+    fleet_config = config.fleet
+    if fleet_config.log_dir is None:
+        fleet_config = fleet_config.model_copy(update={"log_dir": path / "logs"})
+    reporter.on_phase("launch")
+    opening = Fleet.launch(config.engine, fleet=fleet_config, router=config.router)
+    # The learner loads in a thread while the engines start.
+    loading = asyncio.create_task(asyncio.to_thread(_learner, config))
+    try:
+        async with opening as fleet:
+            generator = SingleTurnGenerator(
+                fleet,
+                tokenizer,
+                environment,
+                SamplingParams(
+                    max_tokens=config.rollout.max_tokens,
+                    temperature=config.rollout.temperature,
+                    top_p=config.rollout.top_p,
+                ),
+                config.rollout.concurrency,
+            )
+            summary = await train(
+                config,
+                fleet,
+                learner=await loading,
+                generator=generator,
+                environment=environment,
+                folder=folder,
+                reporter=reporter,
+                resume=resume,
+            )
+    finally:
+        loading.cancel()
+    await asyncio.to_thread(draw_plots, folder)
+    return summary
+
+
+def _learner(config: RunConfig) -> Learner:
+    return Learner(
+        config.engine.model,
+        config.train,
+        seed=config.seed,
+        temperature=config.rollout.temperature,
+        max_tokens=config.rollout.max_tokens,
+    )
