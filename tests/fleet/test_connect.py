@@ -1,0 +1,198 @@
+"""Fleets over engines that someone else started, with faults set on them from the inside."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+import torch
+from sim_fleets import check, check_serves, in_flight
+
+from penstock import Fleet, SamplingParams
+from penstock.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineHTTPError,
+    StateError,
+    UpdateError,
+    UserError,
+    WeightsError,
+)
+from penstock.fleet.lifecycle import State
+from penstock.router.admin_client import RouterAdmin
+from penstock.router.membership import EngineEntry
+from penstock.router.server import Router
+from penstock.sim.config import SimConfig
+from penstock.sim.faults import Fault, FaultKind, Phase
+from penstock.sim.server import SimServer
+from penstock.types import TensorSpec
+
+SPECS = (TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "float32", (4,)))
+GOOD = [("a", torch.ones(2, 3)), ("b", torch.zeros(4))]
+PROMPTS = [[1 + i, 2] for i in range(12)]
+PARAMS = SamplingParams(max_tokens=60, detokenize=False)
+
+
+@asynccontextmanager
+async def engines(count: int = 3, *, api_key: str | None = None) -> AsyncIterator[list[SimServer]]:
+    async with AsyncExitStack() as stack:
+        config = SimConfig(tensor_specs=SPECS, tokens_per_second=500, max_model_len=512, api_key=api_key)
+        yield [await stack.enter_async_context(SimServer(config)) for _ in range(count)]
+
+
+@asynccontextmanager
+async def connected(servers: list[SimServer], *, control_timeout_s: float = 1.0) -> AsyncIterator[Fleet]:
+    """A fleet over them by way of a router in this process, which starts in no time."""
+    async with AsyncExitStack() as stack:
+        router = Router()
+        await router.start("127.0.0.1", 0)
+        stack.push_async_callback(router.close)
+        admin = RouterAdmin(router.url)
+        stack.push_async_callback(admin.close)
+        await admin.set_engines(0, [EngineEntry(f"e{i}", server.url) for i, server in enumerate(servers)])
+        yield await stack.enter_async_context(
+            Fleet.connect(router.url, control_timeout_s=control_timeout_s, health_interval_s=0.1)
+        )
+
+
+async def states(fleet: Fleet) -> list[State]:
+    return [status.state for status in await fleet.engines()]
+
+
+async def test_engines_of_others_run_on_after_teardown() -> None:
+    async with engines(2, api_key="secret") as servers:
+        urls = [server.url for server in servers]
+        async with Fleet.connect(urls, api_key="secret") as fleet:
+            await check_serves(fleet, engines=2)
+            await fleet.update_weights(GOOD)
+            await check_serves(fleet, engines=2)
+        async with Fleet.connect(urls, api_key="secret") as again:
+            assert again.weight_version == 1, "read from the engines"
+            await again.update_weights(GOOD)
+            await check_serves(again, engines=2)
+
+
+async def test_a_second_process_finds_a_fleet_by_its_routers_url() -> None:
+    async with engines(2) as servers, connected(servers) as first:
+        await first.update_weights(GOOD)
+        async with Fleet.connect(first.url + "/") as second:
+            assert second.weight_version == 1
+            assert [s.url for s in await second.engines()] == [server.url for server in servers]
+            await second.pause_generation()
+            async with Fleet.connect(first.url) as third:
+                assert await states(third) == [State.PAUSED] * 2, "read from the engines"
+                await third.resume_generation()
+        await check_serves(first, engines=2)
+
+
+async def test_engines_that_do_not_agree_are_not_made_a_fleet() -> None:
+    async with engines(2) as servers:
+        async with connected(servers[:1]) as one:
+            await one.update_weights(GOOD)
+        with pytest.raises(StateError, match=r"do not agree on weight version \(e0: 1, e1: 0\)"):
+            await Fleet.connect([server.url for server in servers])
+
+
+async def test_what_is_not_there_or_something_else() -> None:
+    async with engines(1) as (server,):
+        with pytest.raises(UserError, match="is not a Penstock router; give the URLs of engines as a list"):
+            await Fleet.connect(server.url)
+        with pytest.raises(UserError, match="two engines have the url"):
+            await Fleet.connect([server.url, server.url])
+    with pytest.raises(EngineDeadError):
+        await Fleet.connect([server.url])
+    with pytest.raises(EngineDeadError):
+        await Fleet.connect(server.url)
+    with pytest.raises(UserError, match="there are 0 engines"):
+        await Fleet.connect([])
+    with pytest.raises(ConfigError, match=r"unknown option 'min_engine'; did you mean 'min_engines'"):
+        Fleet.connect(server.url, min_engine=2)
+    with pytest.raises(ConfigError, match="unknown option 'port'"):
+        Fleet.connect(server.url, port=1)
+
+
+async def test_a_wrong_key_is_said() -> None:
+    async with engines(1, api_key="secret") as servers:
+        with pytest.raises(EngineHTTPError) as caught:
+            await Fleet.connect([servers[0].url], api_key="guess")
+        assert caught.value.status == 401
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (GOOD[:1], "missing tensors: .*b"),
+        ([*GOOD, ("c", torch.ones(1))], "c"),
+        ([GOOD[0], ("b", torch.zeros(5))], "b"),
+        ([GOOD[0], ("b", torch.zeros(4, dtype=torch.float16))], "b"),
+    ],
+    ids=["missing", "extra", "misshapen", "dtype"],
+)
+async def test_weights_that_do_not_fit_are_refused_while_it_serves(tensors, message: str) -> None:
+    async with engines(2) as servers, connected(servers) as fleet:
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+        with pytest.raises(WeightsError, match=message):
+            await fleet.update_weights(tensors)
+        out = await running
+        check(PROMPTS, out, PARAMS)
+        assert {span.version for spans in out.response_spans for span in spans} == {0}
+        assert (await fleet.update_weights(GOOD)).version == 1
+        await check_serves(fleet, engines=2)
+
+
+FAULTS = [
+    *[(kind, phase) for phase in (Phase.PREPARE, Phase.PAUSE, Phase.LOAD, Phase.RESUME)
+      for kind in (FaultKind.REFUSE, FaultKind.HANG, FaultKind.EXIT, FaultKind.CORE_DEATH)],
+    (FaultKind.WRONG_CHECKSUM, Phase.LOAD),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "phase"), FAULTS)
+async def test_a_fault_in_an_update_takes_one_engine_out_and_not_the_fleet(kind: FaultKind, phase: Phase) -> None:
+    async with engines(3) as servers, connected(servers, control_timeout_s=0.5) as fleet:
+        servers[1].engine.faults.add(Fault(kind, phase))
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        report = await asyncio.wait_for(fleet.update_weights(GOOD), 5.0)
+        assert [update.engine for update in report.engines] == ["e0", "e2"]
+        assert list(report.failures) == ["e1"]
+        assert await states(fleet) == [State.SERVING, State.DEAD, State.SERVING]
+        await servers[1].stop()  # as a launcher would; its requests go on elsewhere
+        if kind is FaultKind.CORE_DEATH:
+            with pytest.raises(EngineHTTPError, match="core_death"):  # vLLM answers its requests with 500
+                await asyncio.wait_for(running, 10.0)
+        else:
+            check(PROMPTS, await asyncio.wait_for(running, 10.0), PARAMS)
+        await check_serves(fleet, engines=2)
+
+
+@pytest.mark.parametrize("kind", [FaultKind.REFUSE, FaultKind.HANG, FaultKind.EXIT])
+@pytest.mark.parametrize("phase", [Phase.PAUSE, Phase.RESUME])
+async def test_a_fault_in_a_pause_or_resume_takes_one_engine_out(kind: FaultKind, phase: Phase) -> None:
+    async with engines(2) as servers, connected(servers, control_timeout_s=0.5) as fleet:
+        servers[0].engine.faults.add(Fault(kind, phase))
+        await fleet.pause_generation()
+        await fleet.resume_generation()
+        assert await states(fleet) == [State.DEAD, State.SERVING]
+        await check_serves(fleet, engines=1)
+
+
+async def test_an_engine_that_dies_by_itself_is_noticed_and_with_none_left_an_update_is_an_error() -> None:
+    async with engines(2) as servers, connected(servers) as fleet:
+        await servers[0].stop()
+        async with asyncio.timeout(5.0):
+            while (await states(fleet))[0] is not State.DEAD:  # noqa: ASYNC110 - a fleet sends no event
+                await asyncio.sleep(0.02)
+        await check_serves(fleet, engines=1)
+        with pytest.raises(EngineDeadError, match="engine e0: it is dead: health check failed"):
+            await fleet.get_cache_usage(0)
+        await servers[1].stop()
+        held = asyncio.create_task(fleet.sample([1], 1, PARAMS))
+        with pytest.raises(UpdateError, match="min_engines is 1"):
+            await fleet.update_weights(GOOD)
+        with pytest.raises(EngineDeadError, match="no engine is left"):
+            await fleet.get_num_unfinished_requests()
+        assert not held.done(), "the router holds it"
+        held.cancel()
