@@ -53,7 +53,7 @@ class AdminCall:
         self._done = False
         self._started = False
 
-    def add_body(self, piece: bytes, *, done: bool) -> None:
+    def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:
         """See `Call`."""
         self._body += piece
         self._done = done

@@ -7,6 +7,7 @@ import hmac
 import re
 import socket
 import struct
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -35,7 +36,7 @@ _BODY, _PIPELINE = 1, 2
 class Call(Protocol):
     """What serves one request: an `Exchange`, or an admin call."""
 
-    def add_body(self, piece: bytes, *, done: bool) -> None:
+    def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:
         """A piece of the request's body."""
         ...
 
@@ -78,7 +79,7 @@ class ClientConnection(asyncio.Protocol):
         self.transport: asyncio.Transport
         self.write_paused = False
         self.deadline = _NEVER
-        """Loop time at which `expire` is due; the router looks at it now and then."""
+        """`time.monotonic()` at which `expire` is due; the router looks at it now and then."""
         self._router = router
         self._on_deadline: Callable[[], None] = self._cut_off
         self._head = b""
@@ -212,7 +213,7 @@ class ClientConnection(asyncio.Protocol):
         self._on_deadline()
 
     def _arm(self, seconds: float, action: Callable[[], None]) -> None:
-        self.deadline = asyncio.get_running_loop().time() + seconds
+        self.deadline = time.monotonic() + seconds
         self._on_deadline = action
 
     def _close(self) -> None:
@@ -250,7 +251,7 @@ class ClientConnection(asyncio.Protocol):
         if complete:
             self._head = b""
             self.deadline = _NEVER
-            self._begin(parse_request(data[:end]), data[end:])
+            self._begin(parse_request(data[:end]), data, end)
             return
         if _BARE_LF.search(data):
             raise RefusalError(400, "bad_request", "malformed head: a line ends without CR")
@@ -258,19 +259,20 @@ class ClientConnection(asyncio.Protocol):
             self._arm(self._router.config.header_timeout_s, self._slow_head)
         self._head = data
 
-    def _begin(self, request: RequestHead, rest: bytes) -> None:
+    def _begin(self, request: RequestHead, data: bytes, start: int) -> None:
         self._check(request)
         self._request = request
         body = self._body = ChunkedReader() if request.length == CHUNKED else LengthReader(request.length)
         call = self._call = self._router.call(self, request)
         if body.done:
             call.add_body(b"", done=True)
-            if rest:
-                self._keep_for_later(rest)
+            if start < len(data):
+                self._keep_for_later(data[start:])
         else:
-            self._arm(BODY_STALL_S, self._slow_body)
-            if rest:
-                self._read_body(call, body, rest)
+            if start < len(data):
+                self._read_body(call, body, data, start)
+            else:
+                self._arm(BODY_STALL_S, self._slow_body)
             if request.expects_continue and not body.done:
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         call.start()
@@ -285,22 +287,22 @@ class ClientConnection(asyncio.Protocol):
         if request.length > limit:
             raise RefusalError(413, "body_too_large", f"a body of {request.length} bytes is over the limit of {limit}")
 
-    def _read_body(self, call: Call, body: BodyReader, data: bytes) -> None:
+    def _read_body(self, call: Call, body: BodyReader, data: bytes, start: int = 0) -> None:
         try:
-            taken = body.feed(data)
+            end = body.feed(data, start)
         except FramingError as error:
             raise RefusalError(400, "bad_body", f"malformed chunked body: {error}") from None
         limit = self._router.config.max_body_bytes
         if body.size > limit:
             raise RefusalError(413, "body_too_large", f"the body is over the limit of {limit} bytes")
-        if taken < len(data):
-            self._keep_for_later(data[taken:])
-            data = data[:taken]
+        if end < len(data):
+            self._keep_for_later(data[end:])
         if body.done:
             self.deadline = _NEVER
         else:
             self._arm(BODY_STALL_S, self._slow_body)
-        call.add_body(data, done=body.done)
+        piece = data if start == 0 and end == len(data) else memoryview(data)[start:end]  # bodies are long
+        call.add_body(piece, done=body.done)
 
     # --- pipelining --------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,8 @@ from penstock.router.probe import Probes
 from penstock.router.refusal import RefusalError
 from penstock.router.sessions import Sessions
 
+_NONE: frozenset[str] = frozenset()
+
 
 class Dispatcher:
     """Chooses an engine for each request, and keeps what that needs."""
@@ -58,7 +60,9 @@ class Dispatcher:
         request = exchange.request
         session_id = request.session_id
         home = None if session_id is None else self.sessions.home(session_id)
-        info = RequestInfo(session_id, request.min_weight_version, home, frozenset(exchange.tried))
+        info = RequestInfo(
+            session_id, request.min_weight_version, home, frozenset(exchange.tried) if exchange.tried else _NONE
+        )
         able = candidates([engine.view for engine in self.engines.values()], info)
         if not able:
             return False
@@ -90,7 +94,7 @@ class Dispatcher:
             self._probes.start(engine)
 
     def sweep(self, now: float) -> None:
-        """Close idle connections and refuse requests that have waited too long; `now` is loop time."""
+        """Close idle connections and refuse requests that have waited too long; `now` is `time.monotonic()`."""
         for engine in self.engines.values():
             engine.close_idle(now)
         self.gate.expire(now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import time
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
@@ -86,7 +87,7 @@ class Engine:
             fresh: do not take one from the pool.
         """
         if not fresh:
-            oldest = asyncio.get_running_loop().time() - IDLE_S
+            oldest = time.monotonic() - IDLE_S
             while self._idle:
                 connection, _ = self._idle.popitem()
                 if connection.idle_since > oldest and not connection.transport.is_closing():
@@ -106,7 +107,7 @@ class Engine:
             return
         connection.transport.resume_reading()
         if not self._give(connection):
-            connection.idle_since = asyncio.get_running_loop().time()
+            connection.idle_since = time.monotonic()
             self._idle[connection] = None
 
     def forget(self, connection: EngineConnection) -> None:
@@ -115,7 +116,7 @@ class Engine:
         self._idle.pop(connection, None)
 
     def close_idle(self, now: float) -> None:
-        """Close connections that have been idle for too long; `now` is loop time."""
+        """Close connections that have been idle for too long; `now` is `time.monotonic()`."""
         while self._idle and next(iter(self._idle)).idle_since <= now - IDLE_S:
             self._idle.popitem(last=False)[0].transport.abort()
 

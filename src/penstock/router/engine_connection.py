@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from penstock.router.framing import BodyReader, ChunkedReader, CloseReader, FramingError, LengthReader
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 _MAX_HEAD = 262_144
 """Bytes; an engine's head is trusted more than a client's, but not without bound."""
+_JOIN_LIMIT = 1 << 14
+"""A head is joined with up to this much of a body: one write for small requests, no copy of large ones."""
 _CONTINUE, _SWITCHING, _FINAL = 100, 101, 200
 
 
@@ -98,12 +101,17 @@ class EngineConnection(asyncio.Protocol):
 
     # --- for the exchange --------------------------------------------------------------------------------------------
 
-    def send(self, exchange: Exchange, data: bytes) -> None:
-        """Start an exchange with its first bytes."""
+    def send(self, exchange: Exchange, head: bytes, body: Sequence[bytes | memoryview]) -> None:
+        """Start an exchange with its head and what has come of its body."""
         self.exchange = exchange
         self._buffer = b""
         self._body = None
-        self.transport.write(data)
+        if len(body) == 1 and len(body[0]) <= _JOIN_LIMIT:
+            self.transport.write(b"".join((head, body[0])))
+            return
+        self.transport.write(head)
+        for piece in body:
+            self.transport.write(piece)
 
     def drop(self) -> None:
         """Close at once, whatever is under way: the engine sees the disconnect and aborts the request."""
@@ -116,17 +124,18 @@ class EngineConnection(asyncio.Protocol):
         if not self._buffer:
             exchange.first_byte()
         data = self._buffer + data
+        start = 0
         while True:
-            end = data.find(b"\r\n\r\n") + 4
+            end = data.find(b"\r\n\r\n", start) + 4
             if end < 4:  # noqa: PLR2004 - not found
                 if len(data) > _MAX_HEAD:
                     raise RefusalError(
                         502, "bad_engine_response", f"the engine's head is longer than {_MAX_HEAD} bytes"
                     )
-                self._buffer = data
+                self._buffer = data[start:]
                 return
-            response = parse_response(data[:end], exchange.request.method)
-            data = data[end:]
+            response = parse_response(data[start:end], exchange.request.method)
+            start = end
             if response.status >= _FINAL:
                 break
             if response.status == _SWITCHING:
@@ -143,20 +152,22 @@ class EngineConnection(asyncio.Protocol):
             case length:
                 self._body = LengthReader(length)
         self._reusable = response.keep_alive
-        head = exchange.respond(response)
-        self._read_body(exchange, self._body, data, head)
+        self._read_body(exchange, self._body, data, start, exchange.respond(response))
 
-    def _read_body(self, exchange: Exchange, body: BodyReader, data: bytes, head: bytes = b"") -> None:
-        taken = body.feed(data)
-        if taken < len(data):
+    def _read_body(self, exchange: Exchange, body: BodyReader, data: bytes, start: int = 0, head: bytes = b"") -> None:
+        if body.feed(data, start) < len(data):
             # Bytes after the answer: it is not the answer to this request, or the next one's would not be.
             self.drop()
             exchange.broken("the engine sent more than its answer")
             return
         if self._payload is not None:
             data = b"".join(self._payload)
+            start = 0
             self._payload.clear()
-        exchange.forward(head, data)
+        if head:
+            exchange.forward_head(head, data, start)
+        elif data:
+            exchange.forward(data)
         if body.done:
             self.exchange = None
             self.reused = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import time
 from typing import TYPE_CHECKING
 
 from penstock.router.head import CHUNKED, UNTIL_CLOSE, RequestHead, ResponseHead, without_chunked
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 REPLAY_LIMIT = 1 << 20
 """Bytes of request body kept for a retry; while a request is held, no more than these are read of it."""
-_JOIN_LIMIT = 1 << 16
-"""A head is joined with this much of its body: one system call for small answers, no copy of large ones."""
+_JOIN_LIMIT = 1 << 14
+"""A head is joined with up to this much of a body: one write for small answers, no copy of large ones."""
 
 
 class Exchange:
@@ -64,9 +64,9 @@ class Exchange:
         self.bytes_out = 0
         self.status = 0
         self.outcome = ""
-        self.started_at = asyncio.get_running_loop().time()
+        self.started_at = time.monotonic()
         self._connection: EngineConnection | None = None
-        self._replay: list[bytes] | None = []
+        self._replay: list[bytes | memoryview] | None = []
         self._buffered = 0
         self._held_since: float | None = None
         self._stale = False
@@ -81,7 +81,7 @@ class Exchange:
 
     # --- from the client ---------------------------------------------------------------------------------------------
 
-    def add_body(self, piece: bytes, *, done: bool) -> None:
+    def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:
         """A piece of the request's body, with its framing, as it came."""
         self.body_done = done
         self.bytes_in += len(piece)
@@ -123,7 +123,7 @@ class Exchange:
 
     def held(self) -> None:
         """It waits from now on."""
-        self._held_since = asyncio.get_running_loop().time()
+        self._held_since = time.monotonic()
 
     def refuse(self, refusal: RefusalError) -> None:
         """Answer it here; where an answer is under way already, break that off."""
@@ -141,7 +141,7 @@ class Exchange:
     def place(self, engine: Engine) -> None:
         """An engine is chosen."""
         if self._held_since is not None:
-            waited = asyncio.get_running_loop().time() - self._held_since
+            waited = time.monotonic() - self._held_since
             self._held_since = None
             self.hold_seconds += waited
             self.dispatcher.metrics.holds += 1
@@ -156,8 +156,7 @@ class Exchange:
     def connected(self, connection: EngineConnection) -> None:
         """Send everything that has come so far."""
         self._connection = connection
-        body = self._replay or []
-        connection.send(self, b"".join((self.request.forward, *body)) if body else self.request.forward)
+        connection.send(self, self.request.forward, self._replay or [])
         if self._buffered > REPLAY_LIMIT:
             self._replay = None
         if not self.body_done:
@@ -204,17 +203,22 @@ class Exchange:
             self.pause(paused=True)
         return head
 
-    def forward(self, head: bytes, data: bytes) -> None:
-        """Pass a piece of the answer on, with its head where it is the first."""
+    def forward_head(self, head: bytes, data: bytes, start: int) -> None:
+        """Pass the answer's head on, with what came of its body in `data` from `start`."""
+        self._head_sent = True
+        write = self.client.transport.write
+        size = len(data) - start
+        self.bytes_out += size
+        if size <= _JOIN_LIMIT:
+            write(head + data[start:])
+        else:
+            write(head)
+            write(memoryview(data)[start:])
+
+    def forward(self, data: bytes) -> None:
+        """Pass a piece of the answer's body on."""
         self.bytes_out += len(data)
-        if head:
-            self._head_sent = True
-            if len(data) <= _JOIN_LIMIT:
-                data = head + data
-            else:
-                self.client.transport.write(head)
-        if data:
-            self.client.transport.write(data)
+        self.client.transport.write(data)
 
     def answered(self) -> None:
         """The answer is complete."""
@@ -261,7 +265,7 @@ class Exchange:
     def _leave_gate(self) -> None:
         if self._held_since is not None:
             self.dispatcher.gate.discard(self)
-            self.hold_seconds += asyncio.get_running_loop().time() - self._held_since
+            self.hold_seconds += time.monotonic() - self._held_since
             self._held_since = None
 
     def _displace(self) -> None:

@@ -26,8 +26,11 @@ class BodyReader(Protocol):
     size: int
     """Payload bytes so far, framing not counted."""
 
-    def feed(self, data: bytes) -> int:
-        """Follow `data` and return how many of its bytes belong to this body: all, unless it ended (`done`)."""
+    def feed(self, data: bytes, start: int = 0) -> int:
+        """Follow `data` from `start`, and return the index behind this body's last byte in it.
+
+        That is `len(data)` unless the body ended (`done`).
+        """
         ...
 
 
@@ -41,15 +44,15 @@ class LengthReader:
         self.done = length == 0
         self.size = 0
 
-    def feed(self, data: bytes) -> int:
+    def feed(self, data: bytes, start: int = 0) -> int:
         """See `BodyReader`."""
-        taken = len(data)
+        taken = len(data) - start
         if taken >= self._left:
             taken = self._left
             self.done = True
         self._left -= taken
         self.size += taken
-        return taken
+        return start + taken
 
 
 class CloseReader:
@@ -61,9 +64,9 @@ class CloseReader:
         self.done = False
         self.size = 0
 
-    def feed(self, data: bytes) -> int:
+    def feed(self, data: bytes, start: int = 0) -> int:
         """See `BodyReader`."""
-        self.size += len(data)
+        self.size += len(data) - start
         return len(data)
 
 
@@ -86,7 +89,7 @@ class ChunkedReader:
         self._in_trailers = False
         self._trailer_bytes = 0
 
-    def feed(self, data: bytes) -> int:
+    def feed(self, data: bytes, start: int = 0) -> int:
         """See `BodyReader`.
 
         Raises:
@@ -94,9 +97,11 @@ class ChunkedReader:
         """
         carried = len(self._carry)
         if carried:
-            data = self._carry + data
+            data = self._carry + data[start:]
+            carried -= start
+            start = 0
             self._carry = b""
-        at, end = 0, len(data)
+        at, end = start, len(data)
         while at < end and not self.done:
             if self._left:
                 at = self._chunk(data, at, end)

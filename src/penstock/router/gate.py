@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from typing import Protocol
 
@@ -69,7 +70,7 @@ class Gate:
                     RefusalError(503, "queue_full", f"{len(self)} requests are waiting already; retry later")
                 )
                 return
-            now = asyncio.get_running_loop().time()
+            now = time.monotonic()
             self._queue[request] = now + self._max_hold_s - request.hold_seconds
             request.held()
 
@@ -93,7 +94,7 @@ class Gate:
             self._pass_slice()
 
     def expire(self, now: float) -> None:
-        """Refuse those that have waited too long; `now` is loop time."""
+        """Refuse those that have waited too long; `now` is `time.monotonic()`."""
         late = [r for queue in (self._queue, self._parked) for r, deadline in queue.items() if deadline <= now]
         why = "the gate was closed" if self._closed else "no engine could serve it"
         for request in late:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import time
 
 import orjson
 
@@ -94,7 +95,7 @@ class Router:
 
     def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
-        now = loop.time()
+        now = time.monotonic()
         for client in [client for client in self.clients if client.deadline <= now]:
             client.expire()
         self.dispatcher.sweep(now)
@@ -111,7 +112,7 @@ def _log(exchange: Exchange) -> None:
         "session": request.session_id,
         "bytes_in": exchange.bytes_in,
         "bytes_out": exchange.bytes_out,
-        "seconds": round(asyncio.get_running_loop().time() - exchange.started_at, 6),
+        "seconds": round(time.monotonic() - exchange.started_at, 6),
         "hold_seconds": round(exchange.hold_seconds, 6),
         "tried": exchange.tried,
         "outcome": exchange.outcome or "ok",
