@@ -59,9 +59,16 @@ def test_the_recorded_configuration_is_the_resolved_one(tmp_path: Path) -> None:
 
 
 def test_a_second_run_in_one_folder_is_refused(tmp_path: Path) -> None:
-    RunFolder.create(tmp_path, config_of())
+    RunFolder.create(tmp_path, config_of()).append_metrics(row(1))
     with pytest.raises(UserError, match=r"already holds a run.*--resume"):
         RunFolder.create(tmp_path, config_of())
+
+
+def test_a_run_that_never_made_a_step_is_replaced(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path, config_of()).append_evaluation(0, 0.5)
+    folder = RunFolder.create(tmp_path, config_of(seed=9))
+    assert folder.evaluations() == {}
+    assert RunFolder.open(tmp_path).config.seed == 9
 
 
 def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
@@ -96,10 +103,12 @@ def test_rows_survive_and_truncation_drops_what_came_later(tmp_path: Path) -> No
     for step in range(1, 6):
         folder.append_metrics(row(step))
         folder.append_trajectories([TrajectoryRecord.of(step, trajectory(), decode)])
+        folder.append_evaluation(step, step / 10)
     dropped = folder.truncate(3)
     assert [r["step"] for r in dropped] == [4, 5]
     assert [r["step"] for r in folder.metrics()] == [1, 2, 3]
     assert [r.step for r in folder.trajectories()] == [1, 2, 3]
+    assert folder.evaluations() == {1: 0.1, 2: 0.2, 3: 0.3}
 
 
 def test_a_row_cut_short_by_a_kill_is_no_row(tmp_path: Path) -> None:

@@ -41,6 +41,9 @@ class Characters:
 class Letters(Environment):
     """Solved where the first character of the response has an even code: half of what a random policy says."""
 
+    def __init__(self, *, seed: int = 0) -> None:
+        self.seed = seed
+
     def train_task(self, index: int) -> Task:
         return Task(f"train/{index}", f"t{index}=")
 

@@ -13,7 +13,7 @@ class Reporter(Protocol):
     """Called from the event loop of the run; an implementation must return at once and raise nothing."""
 
     def on_phase(self, name: str) -> None:
-        """A phase begins: `resume`, `evaluate`, `train`, `checkpoint`, `done`."""
+        """A phase begins: `launch`, `resume`, `evaluate`, `train`, `checkpoint`, `done`."""
 
     def on_step(self, metrics: Mapping[str, float]) -> None:
         """A step is done; `metrics` is its row of metrics.jsonl (keys: `penstock.observe.run_folder`)."""

@@ -54,6 +54,8 @@ from penstock.errors import ConfigError, UserError
 from penstock.observe.summary import Summary
 from penstock.observe.trajectory_log import TrajectoryRecord, to_markdown
 
+RECORDS = ("metrics.jsonl", "evaluations.jsonl", "trajectories.jsonl")
+"""Files of one row for each step, or some steps."""
 MAY_CHANGE = ("train.steps", "run_dir")
 """Keys that a resumed run may set anew: how far it goes, and where the folder lies."""
 
@@ -65,16 +67,23 @@ class RunFolder:
         self.path = path
         self.config = config
 
+    @staticmethod
+    def check_unused(path: Path) -> None:
+        """Raise UserError where `path` holds a run, one that recorded a step and not one that failed to start."""
+        if _read(path / "metrics.jsonl"):
+            raise UserError(f"{path} already holds a run; go on with it by --resume, or choose another name or run_dir")
+
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> Self:
-        """Make the folder of a new run.
+        """Make the folder of a new run; what a run without a step left there is removed.
 
         Raises:
             UserError: the folder holds a run already.
         """
-        if (path / "config.yaml").exists():
-            raise UserError(f"{path} already holds a run; go on with it by --resume, or choose another name or run_dir")
+        cls.check_unused(path)
         path.mkdir(parents=True, exist_ok=True)
+        for name in RECORDS:
+            (path / name).unlink(missing_ok=True)
         folder = cls(path, config)
         folder.write_config(config)
         return folder
@@ -146,7 +155,7 @@ class RunFolder:
             The rows of metrics.jsonl that were dropped.
         """
         dropped = [row for row in self.metrics() if row["step"] > step]
-        for name in ("metrics.jsonl", "evaluations.jsonl", "trajectories.jsonl"):
+        for name in RECORDS:
             file = self.path / name
             if file.exists():
                 _replace(file, "".join(_line(row) for row in _read(file) if row["step"] <= step))

@@ -68,10 +68,7 @@ def begin(folder: RunFolder) -> Progress:
     Raises:
         UserError: the folder holds steps of a run already.
     """
-    if folder.metrics():
-        raise UserError(
-            f"{folder.path} already holds a run; go on with it by --resume, or choose another name or run_dir"
-        )
+    RunFolder.check_unused(folder.path)
     return Progress()
 
 

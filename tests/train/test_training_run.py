@@ -1,0 +1,77 @@
+"""A run from its configuration alone, on a fleet of simulated engines behind the router."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+from training_setup import Recorder, config_of, save_nano_model
+
+from penstock.config import RunConfig
+from penstock.errors import ConfigError, EngineStartError, UserError
+from penstock.observe.run_folder import RunFolder
+from penstock.rollout.char_tokenizer import save_char_tokenizer
+from penstock.train.run import run
+
+SIM = {"vocab-size": 96, "eos-token-id": 2, "eos-share": 0.1, "tokens-per-second": 2000.0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_nano_model(tmp_path_factory.mktemp("nano"))
+    save_char_tokenizer(folder, max_length=64, alphabet="0123456789=th")
+    return folder
+
+
+def fleet_config(model: Path, run_dir: Path, **changes: object) -> RunConfig:
+    engine = {"profile": "sim", "max_model_len": 64, "extra_args": SIM}
+    config = config_of(
+        model,
+        engine=engine,
+        fleet={"engines": 2},
+        environment={"name": "training_setup:Letters"},
+        train={"steps": 4, "max_staleness": 1},
+    )
+    return RunConfig.model_validate({**config.model_dump(), "run_dir": run_dir, **changes})
+
+
+async def test_a_run_on_two_engines_and_its_resumption(model: Path, tmp_path: Path) -> None:
+    summary = await run(fleet_config(model, tmp_path), resume=False, reporter=Recorder())
+    folder = RunFolder.open(tmp_path / "test")
+    assert [row["update/engines"] for row in folder.metrics()] == [2] * 4
+    assert summary.wasted_tokens == summary.unconsumed_tokens == 0
+    assert {"learning.png", "staleness.png"} <= {file.name for file in (folder.path / "plots").iterdir()}
+    assert any((folder.path / "logs").iterdir())
+    assert not [p for p in psutil.Process().children(recursive=True) if "penstock" in " ".join(p.cmdline())]
+    with pytest.raises(UserError, match="already holds a run"):
+        await run(fleet_config(model, tmp_path), resume=False, reporter=Recorder())
+    longer = fleet_config(model, tmp_path)
+    longer = longer.model_copy(update={"train": longer.train.model_copy(update={"steps": 6})})
+    summary = await run(longer, resume=True, reporter=Recorder())
+    assert [row["step"] for row in folder.metrics()] == [1, 2, 3, 4, 5, 6]
+    assert summary.resumed_at == (4,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"environment": {"name": "nowhere:Nothing"}}, "cannot be imported"),
+        ({"engine": {"model": "/nowhere", "profile": "sim"}}, "no tokenizer in /nowhere"),
+    ],
+)
+async def test_what_is_wrong_is_said_before_anything_is_started_or_written(
+    model: Path, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        await run(fleet_config(model, tmp_path, **changes), resume=False, reporter=Recorder())
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="holds no run"):
+        await run(fleet_config(model, tmp_path), resume=True, reporter=Recorder())
+
+
+async def test_engines_that_do_not_start_leave_a_name_that_can_be_used_again(model: Path, tmp_path: Path) -> None:
+    broken = {"model": str(model), "profile": "sim", "extra_args": {"vocab-size": -1}}
+    with pytest.raises(EngineStartError):
+        await run(fleet_config(model, tmp_path, engine=broken), resume=False, reporter=Recorder())
+    RunFolder.check_unused(tmp_path / "test")
