@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +48,9 @@ async def live(nano_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Asy
     from penstock.engine.http import HTTPEngine
     from penstock.engine.process import EngineProcess
 
-    config = EngineConfig(model=str(nano_path), profile="cpu", max_model_len=512)
+    # The same tests run on a GPU machine: PENSTOCK_TEST_ENGINE='{"profile": "gpu", "extra_args": {...}}'.
+    given = json.loads(os.environ.get("PENSTOCK_TEST_ENGINE", '{"profile": "cpu"}'))
+    config = EngineConfig(**{"model": str(nano_path), "max_model_len": 512, "dtype": "float32", **given})
     process = await EngineProcess.launch(config, name="live", log_dir=tmp_path_factory.mktemp("logs"))
     engine = await HTTPEngine.connect(process.url, name="live")
     yield LiveEngine(engine, process, _history(nano_path), nano_path)

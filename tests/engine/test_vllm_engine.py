@@ -231,7 +231,7 @@ async def test_native_endpoints_drive_our_backend(live):
     engine._store.commit(manifest)
     await engine.resume_generation()
     live.history.models[manifest.version] = model
-    assert await engine.control.weight_version() == manifest.version == engine.weight_version
+    assert (await engine.control.info()).weight_version == manifest.version == engine.weight_version
     for sample in await task:
         assert live.history.worst_difference([5, 6, 7], sample) < 1e-4
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from penstock.engine.metrics import engine_stats
 from penstock.engine.transport import HttpTransport
-from penstock.engine.wire import version_number
 from penstock.errors import EngineHTTPError, StateError, WeightsError
 from penstock.types import EngineStats, EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest
@@ -121,6 +120,8 @@ class ControlClient:
         await self._post("/start_weight_update")
         await self._post("/update_weights", {"update_info": dict(update_info)})
         await self._post("/finish_weight_update", {"weight_version": str(version)})
+        if (await self.info()).weight_version != version:  # vLLM 0.26 takes no label
+            await self._post("/penstock/weights/label", {"version": version})
 
     async def prepare_weights(self, manifest: WeightManifest) -> None:
         """Let the engine map and check a version while it generates; nothing changes in what it serves.
@@ -152,11 +153,6 @@ class ControlClient:
             preempted=int(answer["preempted"]),
             checksum=str(answer["checksum"]),
         )
-
-    async def weight_version(self) -> int:
-        """The version the engine itself says it serves (vLLM's /weight_info, 0.32 and newer)."""
-        answer = await self.http.get("/weight_info", timeout_s=self._timeout_s)
-        return version_number(str(answer["weight_version"]))
 
     async def close(self) -> None:
         """Close the connections."""

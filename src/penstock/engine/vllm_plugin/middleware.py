@@ -45,6 +45,7 @@ class PenstockMiddleware:
             ("GET", "/penstock/info"): self._info,
             ("POST", "/penstock/weights/prepare"): self._prepare,
             ("POST", "/penstock/weights/apply"): self._apply,
+            ("POST", "/penstock/weights/label"): self._label,
         }.get((scope["method"], scope["path"]))
         if route is None:
             await _answer(send, 404, {"error": f"no such route: {scope['method']} {scope['path']}"})
@@ -91,6 +92,16 @@ class PenstockMiddleware:
         async with self._updating:
             return await self._load(engine, manifest, clear_cache=bool(_field(body, "clear_cache")))
 
+    async def _label(self, engine: Any, body: Any) -> dict[str, Any]:
+        """Tokens from here on are of this version; the engine must be paused, its weights loaded."""
+        self._version = int(_field(body, "version"))
+        if hasattr(engine, "update_weight_version"):  # vLLM 0.32 labels every token itself
+            await engine.update_weight_version(str(self._version))
+        else:
+            await self._spans.settle(engine)
+            self._spans.set_version(self._version)
+        return {"version": self._version}
+
     async def _load(self, engine: Any, manifest: WeightManifest, *, clear_cache: bool) -> dict[str, Any]:
         was_paused = await engine.is_paused()
         begin = time.perf_counter()
@@ -101,14 +112,11 @@ class PenstockMiddleware:
             # The engine core's call, not AsyncLLM.pause_generation: that one adds a sleep of 20 ms, "not required for
             # correctness" by its own comment (vLLM 0.26 to 0.32), which would be a third of the whole bubble.
             await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
-        await self._spans.settle(engine)
         in_flight = len(engine.output_processor.request_states)
         paused = time.perf_counter()
         checksums = await engine.collective_rpc("penstock_load", args=(manifest.to_json(),))
-        if hasattr(engine, "update_weight_version"):  # vLLM 0.32 labels every token itself
-            await engine.update_weight_version(str(manifest.version))
-        self._spans.set_version(manifest.version)
-        self._version, self._prepared = manifest.version, None
+        await self._label(engine, {"version": manifest.version})
+        self._prepared = None
         loaded = time.perf_counter()
         if not was_paused:
             await engine.resume_generation()
