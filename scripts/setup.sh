@@ -8,7 +8,7 @@ readonly TORCH="torch==2.13.0+cpu"
 readonly TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
 readonly VENV=.venv
 
-say() { printf '\033[1m==>\033[0m %s\n' "$*"; }
+say() { printf '==> %s\n' "$*"; }
 fail() {
     printf 'setup: %s\n' "$*" >&2
     exit 2

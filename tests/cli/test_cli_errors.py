@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from run_cli import environment, penstock
 
-from cli import environment, penstock
 from penstock import __version__
 
 SIM = "engine: {model: any-name, profile: sim}\n"

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 from openai import AuthenticationError, OpenAI
+from run_cli import END_S, PENSTOCK, Server, environment, penstock, serving, wait_for_children
 
-from cli import END_S, PENSTOCK, Server, environment, penstock, serving, wait_for_children
 from penstock.config import EngineConfig, RunConfig
 from penstock.observe.run_folder import RunFolder
 
@@ -92,6 +92,12 @@ def test_nothing_is_left_behind(number: signal.Signals, status: int, tmp_path: P
     with serving(tmp_path / "log", "serve", "m", "--sim", "--engines", str(ENGINES), "--port", "0") as server:
         assert len(server.family) == 1 + ENGINES + ROUTER
         assert server.signal(number) == status
+
+
+def test_an_impatient_second_ctrl_c_leaves_nothing_behind_either(tmp_path: Path) -> None:
+    with serving(tmp_path / "log", "serve", "m", "--sim", "--engines", str(ENGINES), "--port", "0") as server:
+        server.process.send_signal(signal.SIGINT)
+        server.signal(signal.SIGINT)
 
 
 def test_interrupted_while_it_starts(tmp_path: Path) -> None:

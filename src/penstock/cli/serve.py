@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shlex
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,6 +80,7 @@ def _config(model: str, options: list[str], *, engines: int, host: str, port: in
 
 async def _serve(config: RunConfig, api_key: str | None) -> None:
     from rich.console import Console  # noqa: PLC0415
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
 
     from penstock.fleet.fleet import Fleet  # noqa: PLC0415
 
@@ -89,7 +91,9 @@ async def _serve(config: RunConfig, api_key: str | None) -> None:
     count = config.fleet.engines
     what = f"{count} engine{'' if count == 1 else 's'} of {config.engine.model}"
     opening = Fleet.launch(config.engine, fleet=config.fleet, router=config.router, api_key=api_key)
-    with console.status(f"starting {what}"):
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        progress.add_task(f"starting {what}", total=None)
         fleet = await opening
     async with fleet:
         typer.echo(f"ready: {what} at {fleet.url}/v1\n{_usage(fleet.url, config, with_key=api_key is not None)}")
@@ -116,7 +120,7 @@ def _usage(url: str, config: RunConfig, *, with_key: bool) -> str:
     body = {"model": config.engine.served_model_name or config.engine.model, "prompt": "Hello", "max_tokens": 16}
     key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if with_key else ""
     return (
-        f"\n  curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'\n"
+        f"\n  curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}\n"
         f"  penstock status {url}\n"
         "\nCtrl-C stops everything."
     )
