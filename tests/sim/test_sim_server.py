@@ -86,6 +86,7 @@ async def test_chat_prompt_is_what_tokenize_says(sim):
     chat = await sim.post("/v1/chat/completions", {"messages": messages, "max_tokens": 5, "return_token_ids": True})
     body = {"token_ids": tokens, "sampling_params": {"max_tokens": 5}}
     generated = await sim.post("/inference/v1/generate", body)
+    assert chat["prompt_token_ids"] == tokens
     assert chat["choices"][0]["token_ids"] == generated["choices"][0]["token_ids"]
 
 

@@ -119,9 +119,7 @@ async def _serve(
         if shape.body.get("stream"):
             return await send_events(http, _chunks(engine, shape, requests))
         await finished(engine, requests)
-        sequences = [s for request in requests for s in request.sequences]
-        choices = [shape.choice(i, sequence) for i, sequence in enumerate(sequences)]
-        return json_answer(shape.answer(choices, _usage(requests)))
+        return json_answer(shape.answer(requests, _usage(requests)))
     except CutError:
         break_connection(http)
         return web.Response()

@@ -10,6 +10,9 @@ from typing import Any
 from penstock.sim import text
 from penstock.sim.sequence import Delta, SimRequest, SimSequence
 
+_UNUSED = ("service_tier", "system_fingerprint", "kv_transfer_params", "ec_transfer_params", "metrics")
+"""Fields of vLLM's answer that the simulated engine has no use for."""
+
 
 class Shape(ABC):
     """One API's answers to one HTTP request."""
@@ -25,9 +28,11 @@ class Shape(ABC):
         self._told_prompt: set[int] = set()
         self._written: dict[int, int] = {}
 
-    def answer(self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any]) -> dict[str, Any]:
+    def answer(self, requests: Sequence[SimRequest], usage: Mapping[str, Any]) -> dict[str, Any]:
         """The whole answer."""
-        rest = {"service_tier": None, "system_fingerprint": None, "kv_transfer_params": None}
+        sequences = [s for request in requests for s in request.sequences]
+        choices = [self.choice(i, sequence) for i, sequence in enumerate(sequences)]
+        rest = dict.fromkeys(_UNUSED)
         return {**self._head, "object": self.object_name, "choices": choices, "usage": usage, **rest}
 
     def chunk_head(self) -> dict[str, Any]:
@@ -63,14 +68,17 @@ class Shape(ABC):
     def _logprobs(self, sequence: SimSequence, start: int, end: int) -> dict[str, Any] | None: ...
 
     def _new_text(self, index: int, sequence: SimSequence, delta: Delta) -> str:
+        stops = sequence.request.params.stop
+        if not stops:
+            stopped_by_token = delta.finished and isinstance(sequence.stop_reason, int)
+            return text.decode(sequence.output[delta.start : delta.end - stopped_by_token], self._eos)
         start = self._written.get(index, 0)
         if delta.finished:
             whole = sequence.text
         else:
-            whole = text.decode(sequence.output[: delta.end], self._eos)
             # What might be the beginning of a stop string is held back, as vLLM does.
-            held = max((len(stop) for stop in sequence.request.params.stop), default=1) - 1
-            whole = whole[: max(start, len(whole) - held)]
+            whole = text.decode(sequence.output[: delta.end], self._eos)
+            whole = whole[: max(start, len(whole) - max(map(len, stops)) + 1)]
         self._written[index] = len(whole)
         return whole[start:]
 
@@ -91,6 +99,7 @@ class CompletionShape(Shape):
             "stop_reason": sequence.stop_reason,
             "token_ids": sequence.output if ids else None,
             "prompt_logprobs": None,
+            "routed_experts": None,
             "prompt_token_ids": sequence.request.prompt_ids if ids else None,
         }
 
@@ -134,11 +143,13 @@ class ChatShape(Shape):
             "finish_reason": sequence.finish_reason,
             "stop_reason": sequence.stop_reason,
             "token_ids": sequence.output if self._return_ids else None,
+            "routed_experts": None,
         }
 
-    def answer(self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any]) -> dict[str, Any]:
-        """With the place of the prompt's ids that chats have."""
-        return {**super().answer(choices, usage), "prompt_logprobs": None, "prompt_token_ids": None}
+    def answer(self, requests: Sequence[SimRequest], usage: Mapping[str, Any]) -> dict[str, Any]:
+        """The prompt's ids are told once, where completions tell them in each choice."""
+        prompt_ids = requests[0].prompt_ids if self._return_ids else None
+        return {**super().answer(requests, usage), "prompt_logprobs": None, "prompt_token_ids": prompt_ids}
 
     def opening(self, requests: Sequence[SimRequest]) -> Iterator[dict[str, Any]]:
         """Each choice's role comes first, the prompt's ids with it."""

@@ -22,6 +22,9 @@ CORE_DEATH_EXIT_S = 0.3
 
 EXIT_STATUS = 1
 
+KEEP_ALIVE_S = 5.0
+"""vLLM closes idle connections after this; a client pool that keeps them longer posts on dead ones."""
+
 
 class SimServer:
     """One engine on one port: `async with SimServer(SimConfig()) as server: server.url`.
@@ -52,7 +55,13 @@ class SimServer:
     async def start(self) -> None:
         """Serve. Raises EngineStartError where the port is taken."""
         # Cancelling a handler when its client has gone aborts the request, as vLLM does.
-        runner = web.AppRunner(_app(self.engine), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        runner = web.AppRunner(
+            _app(self.engine),
+            handler_cancellation=True,
+            keepalive_timeout=KEEP_ALIVE_S,
+            access_log=None,
+            shutdown_timeout=0.1,
+        )
         await runner.setup()
         try:
             await web.TCPSite(runner, self.config.host, self.config.port).start()

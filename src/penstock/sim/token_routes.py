@@ -23,6 +23,11 @@ from penstock.sim.events import CutError, break_connection, deltas_of, finished,
 from penstock.sim.sequence import SimRequest, SimSequence
 from penstock.types import VersionSpan
 
+_UNUSED = (
+    "prompt_token_id_logprobs", "mm_placeholders", "metrics", "kv_transfer_params", "ec_transfer_params",
+)  # fmt: skip
+"""Fields of vLLM's answer that the simulated engine has no use for."""
+
 
 async def generate(http: web.Request) -> web.StreamResponse:
     """VLLM's ServingTokens."""
@@ -74,6 +79,7 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
         "total_tokens": prompt_tokens + completion_tokens,
         "completion_tokens": completion_tokens,
         "prompt_tokens_details": None,
+        "completion_tokens_details": None,
     }
 
 
@@ -86,7 +92,7 @@ def _answer(request: SimRequest, model: str, body: Mapping[str, Any]) -> dict[st
         "usage": usage_of(len(request.prompt_ids), made),
         "prompt_logprobs": None,
         "prompt_token_ids": request.prompt_ids if body.get("return_token_ids") else None,
-        "kv_transfer_params": None,
+        **dict.fromkeys(_UNUSED),
         "output_mode": "tokens",
         "choices": [_choice(s, 0, len(s.output)) | {"weight_versions": _weight_versions(s)} for s in request.sequences],
     }
@@ -125,6 +131,7 @@ def _choice(sequence: SimSequence, start: int, end: int) -> dict[str, Any]:
         "stop_reason": sequence.stop_reason,
         "token_ids": sequence.output[start:end],
         "routed_experts": None,
+        "sampling_mask": None,
     }
 
 

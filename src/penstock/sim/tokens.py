@@ -13,12 +13,14 @@ import zlib
 from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
 from penstock.types import Sample, SamplingParams
 
 _MASK = 2**64 - 1
 _GREEDY = 0x67726565
+_SEEDED = 0x73656564
 _ID = struct.Struct("<q")
 
 
@@ -86,14 +88,13 @@ def expected_token(
         seed: the request's seed plus the sample's index (as vLLM seeds sample `i`); None: greedy, temperature 0.
         banned: ids that must not come (EOS and stop tokens before `min_tokens`).
     """
-    noise = _GREEDY if seed is None else _mix(seed & _MASK)
-    draw = _draw(prefix, weights, noise)
+    draw = _draw(prefix, weights, _noise(seed))
     if model.eos_token_id not in banned and (draw >> 11) / 2**53 < model.eos_share:
         return model.eos_token_id
     while True:
         draw = _mix(draw)
         token = draw % model.vocab_size
-        if token not in banned and (token != model.eos_token_id):
+        if token not in banned and token != model.eos_token_id:
             return token
 
 
@@ -103,8 +104,7 @@ def expected_logprob(prefix: Prefix, token_id: int, weights: Weights, *, tempera
     It does not depend on the seed: the same token in the same place has the same probability, however it came.
     Temperature 0 counts as 1, as in vLLM.
     """
-    scale = _mix(struct.unpack("<q", struct.pack("<d", temperature or 1.0))[0] & _MASK)
-    draw = _draw(prefix, weights, scale ^ _mix(token_id + 1))
+    draw = _draw(prefix, weights, _scale(temperature) ^ _mix(token_id + 1))
     return -8.0 * (1 + (draw >> 32)) / 2**32
 
 
@@ -185,12 +185,25 @@ def banned_before_min(model: Model, params: SamplingParams) -> frozenset[int]:
 
 
 def _draw(prefix: Prefix, weights: Weights, noise: int) -> int:
-    adapter = zlib.crc32(weights.adapter.encode()) if weights.adapter else 0
     place = _mix((prefix.length << 32) ^ prefix.crc)
-    made_by = _mix((weights.version & _MASK) ^ (adapter << 32))
-    if weights.kv_version != weights.version:
-        made_by ^= _mix(~weights.kv_version & _MASK)
-    return _mix(place ^ made_by ^ _mix(noise ^ 0x5EED))
+    return _mix(place ^ _made_by(weights) ^ noise)
+
+
+@lru_cache(maxsize=1024)
+def _made_by(weights: Weights) -> int:
+    adapter = zlib.crc32(weights.adapter.encode()) if weights.adapter else 0
+    drawn = _mix((weights.version & _MASK) ^ (adapter << 32))
+    return drawn if weights.kv_version == weights.version else drawn ^ _mix(~weights.kv_version & _MASK)
+
+
+@lru_cache(maxsize=65_536)
+def _noise(seed: int | None) -> int:
+    return _GREEDY if seed is None else _mix(_mix(seed & _MASK) ^ _SEEDED)
+
+
+@lru_cache(maxsize=1024)
+def _scale(temperature: float) -> int:
+    return _mix(struct.unpack("<q", struct.pack("<d", temperature or 1.0))[0] & _MASK)
 
 
 def _mix(value: int) -> int:
