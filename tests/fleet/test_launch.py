@@ -1,0 +1,174 @@
+"""Starting and ending: options, failed starts, deaths of processes, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from sim_fleets import SIM, check, check_serves, children, engine_process, in_flight
+
+from penstock import Fleet, SamplingParams
+from penstock.config import EngineConfig, FleetConfig, RouterConfig
+from penstock.errors import ConfigError, EngineDeadError, EngineStartError, StateError
+from penstock.fleet.lifecycle import State
+
+LAUNCHER = """
+import asyncio, sys
+import penstock
+
+async def main():
+    async with penstock.Fleet.launch("sim-model", engines=2, profile="sim") as fleet:
+        if sys.argv[1] == "update":
+            import torch
+            await fleet.update_weights([("w", torch.ones(4))])
+        print("ready", flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(autouse=True)
+def logs_go_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Temporary log folders are made here, so that it can be seen which are left."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+async def ours() -> AsyncIterator[set[int]]:
+    """No process that a test started is left when it ends."""
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    yield before
+    assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
+
+
+async def test_options_whole_or_by_name_and_a_teardown_that_may_be_repeated(ours: set[int], logs_go_to: Path) -> None:
+    engine = EngineConfig(model="sim-model", profile="sim", max_model_len=128)
+    router = RouterConfig(policy="round-robin")
+    opening = Fleet.launch(
+        engine, fleet=FleetConfig(engines=3), engines=2, router=router, api_key="k", seed=3, parallel_starts=1
+    )
+    fleet = await opening
+    lines = [process.cmdline() for process in children("sim") if process.pid not in ours]
+    assert len(lines) == 2
+    assert all(line[line.index("--max-model-len") + 1] == "128" for line in lines)
+    assert all(line[line.index("--seed") + 1] == "3" for line in lines)
+    (line,) = [p.cmdline() for p in children("router") if p.pid not in ours]
+    assert line[line.index("--policy") + 1] == "round-robin"
+    assert not any("k" in line for line in [*lines, line]), "the key is on no command line"
+    assert len(await fleet.sample([1], 2, {"max_tokens": 2})) == 2
+    with pytest.raises(StateError, match="opened already"):
+        await opening
+    await asyncio.gather(fleet.teardown(), fleet.teardown())
+    await fleet.teardown()
+    assert [member.state for member in fleet._roster.members] == [State.STOPPED] * 2
+    assert list(logs_go_to.iterdir()) == []
+    for call in (fleet.sample([1], 1), fleet.pause_generation(), fleet.engines(), fleet.update_weights([])):
+        with pytest.raises(StateError, match="torn down"):
+            await call
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_paralel_size": 2}, "unknown option 'tensor_paralel_size'; did you mean 'tensor_parallel_size'"),
+        ({"engines": 0}, "'engines': .* got 0"),
+        ({"policy": "best"}, "'policy'"),
+        ({"engines": 2, "min_engines": 3}, "min_engines is 3, more than the 2 engines"),
+        ({"parallel_starts": 0}, "parallel_starts must be at least 1"),
+        ({"profile": "cpu"}, r"model path \./nowhere does not exist"),
+    ],
+)
+async def test_wrong_options_are_said_at_once(options, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Fleet.launch("./nowhere", **{"profile": "sim"} | options)
+
+
+async def test_a_taken_port_is_one_clear_error(logs_go_to: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}.*choose another"):
+            await Fleet.launch("sim-model", profile="sim", port=port)
+    assert list(logs_go_to.iterdir()) == []
+
+
+async def test_an_engine_that_does_not_start_ends_the_others_and_says_why(logs_go_to: Path) -> None:
+    with pytest.raises(EngineStartError, match=r"unrecognized arguments: --no-such-option") as caught:
+        await Fleet.launch("sim-model", engines=2, profile="sim", extra_args={"no-such-option": 1})
+    (folder,) = logs_go_to.iterdir()
+    assert str(folder) in str(caught.value), "its log is kept"
+
+
+async def test_a_start_that_takes_too_long() -> None:
+    with pytest.raises(EngineStartError, match=r"was not ready within .*\(engine\.start_timeout_s\)"):
+        await Fleet.launch("sim-model", engines=2, profile="sim", start_timeout_s=0.01)
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing(ours: set[int], logs_go_to: Path) -> None:
+    start = asyncio.ensure_future(Fleet.launch("sim-model", engines=2, profile="sim").__aenter__())
+    async with asyncio.timeout(10.0):
+        while len([p for p in children("sim") if p.pid not in ours]) < 2:  # noqa: ASYNC110 - no event for this
+            await asyncio.sleep(0.01)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert list(logs_go_to.iterdir()) == []
+
+
+async def test_a_killed_engine_costs_no_request_and_an_update_commits_on_the_rest(logs_go_to: Path) -> None:
+    prompts, params = [[1 + i] for i in range(20)], SamplingParams(max_tokens=100, detokenize=False)
+    async with Fleet.launch("sim-model", engines=2, **SIM) as fleet:
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=params))
+        await in_flight(fleet, lambda requests: requests == len(prompts))
+        engine_process((await fleet.engines())[0].url).kill()
+        check(prompts, await asyncio.wait_for(running, 20.0), params)
+        first, second = await fleet.engines()
+        assert (first.state, first.reason) == (State.DEAD, "its process exited with status -9")
+        assert second.state is State.SERVING
+        report = await fleet.update_weights([("w", torch.ones(4))])
+        assert [update.engine for update in report.engines] == ["e1"]
+        await check_serves(fleet, engines=1)
+        with pytest.raises(EngineDeadError, match="engine e0: it is dead"):
+            await fleet.get_num_unfinished_requests(0)
+    (folder,) = logs_go_to.iterdir()
+    assert {log.name for log in folder.iterdir()} == {"e0.log", "e1.log", "router.log"}, "kept, because one died"
+
+
+async def test_a_folder_for_logs(tmp_path: Path) -> None:
+    logs = tmp_path / "my" / "logs"
+    for _ in range(2):  # the second run appends to the first one's logs, and must not read the first one's port
+        async with Fleet.launch("sim-model", profile="sim", log_dir=logs) as fleet:
+            await check_serves(fleet, engines=1)
+    assert {log.name for log in logs.iterdir()} == {"e0.log", "router.log"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+async def test_when_the_launcher_ends_nothing_is_left(number: signal.Signals, tmp_path: Path) -> None:
+    then = "update" if number is signal.SIGKILL else "wait"
+    launcher = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", LAUNCHER, then, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    try:
+        assert launcher.stdout is not None
+        assert await asyncio.wait_for(launcher.stdout.readline(), 60.0) == b"ready\n"
+        family = psutil.Process(launcher.pid).children(recursive=True)
+        assert len(family) == 3
+        launcher.send_signal(number)
+        assert await asyncio.wait_for(launcher.wait(), 15.0) != 0
+    finally:
+        if launcher.returncode is None:
+            launcher.kill()
+    _, left = await asyncio.to_thread(psutil.wait_procs, family, timeout=5.0)
+    assert left == []
