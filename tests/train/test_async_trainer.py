@@ -16,6 +16,7 @@ from training_setup import SIM, Characters, Letters, Recorder, config_of, learne
 from penstock.config import RunConfig
 from penstock.errors import ConfigError, EngineDeadError, PenstockError, StateError, UserError
 from penstock.observe.run_folder import RunFolder
+from penstock.observe.trajectory_log import TrajectoryRecord
 from penstock.rollout.environment import Task
 from penstock.sim.faults import Fault, FaultKind, Phase
 from penstock.sim.tokens import verify
@@ -36,6 +37,16 @@ def what_counts(folder: RunFolder) -> list[dict[str, float]]:
     """The rows of a run without what depends on the time of day."""
     timed = ("seconds/", "update/", "tokens_per_second", "learner/seconds", "learner/tokens_per_second")
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in folder.metrics()]
+
+
+def sample_of(record: TrajectoryRecord) -> Sample:
+    """The engine's answer from which a trajectory was recorded."""
+    return Sample(
+        token_ids=tuple(token.id for token in record.tokens),
+        finish_reason=record.stop_reason,  # pyright: ignore[reportArgumentType]
+        logprobs=tuple(token.logprob for token in record.tokens),
+        spans=tuple(VersionSpan(token.version, i, i + 1) for i, token in enumerate(record.tokens)),
+    )
 
 
 # --- a whole run -----------------------------------------------------------------------------------------------------
@@ -74,18 +85,8 @@ async def test_recorded_tokens_are_those_of_the_version_they_claim(model: Path, 
     assert {record.step for record in records} == set(range(1, 6))
     assert any(len({token.version for token in record.tokens}) > 1 for record in records)
     for record in records:
-        sample = Sample(
-            token_ids=tuple(token.id for token in record.tokens),
-            finish_reason=record.stop_reason,  # pyright: ignore[reportArgumentType]
-            logprobs=tuple(token.logprob for token in record.tokens),
-            spans=tuple(VersionSpan(token.version, i, i + 1) for i, token in enumerate(record.tokens)),
-        )
-        params = SamplingParams(
-            n=config.rollout.group_size,
-            max_tokens=config.rollout.max_tokens,
-            seed=group_seed(config.seed, int(record.group)),
-        )
-        wrong = verify(Characters().encode(record.prompt), sample, model=SIM.model, params=params)
+        params = SamplingParams(n=config.rollout.group_size, max_tokens=config.rollout.max_tokens)
+        wrong = verify(Characters().encode(record.prompt), sample_of(record), model=SIM.model, params=params)
         assert not wrong
     assert "logprob | version |" in (tmp_path / "trajectories.md").read_text()
 
@@ -115,6 +116,20 @@ async def test_evaluation_in_the_middle_is_recorded_under_its_step(model: Path, 
     assert list(folder.evaluations()) == [0, 2, 4, 5]
     names = [value[0] for kind, value in reporter.events if kind == "eval"]
     assert names == ["before", "step 2", "step 4", "after"]
+
+
+async def test_a_synchronous_run_samples_by_seeds_of_its_own_for_each_group(model: Path, tmp_path: Path) -> None:
+    config = synchronous(model, steps=2)
+    folder = RunFolder.create(tmp_path, config)
+    await run_on_sim(config, folder)
+    for record in folder.trajectories():
+        sample = sample_of(record)
+        prompt = Characters().encode(record.prompt)
+        seed = group_seed(config.seed, int(record.group))
+        params = SamplingParams(n=4, max_tokens=config.rollout.max_tokens, seed=seed)
+        assert not verify(prompt, sample, model=SIM.model, params=params)
+        assert verify(prompt, sample, model=SIM.model, params=replace(params, seed=None))
+    assert len({group_seed(s, g) for s in range(20) for g in range(200)}) == 4000
 
 
 # --- the same again --------------------------------------------------------------------------------------------------

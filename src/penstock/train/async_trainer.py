@@ -209,13 +209,16 @@ class _Run:
 
     async def _roll_out(self, group: int) -> GeneratorOutput:
         config = self.config
+        # Sampling is seeded only where that makes a run reproducible: with weights that change in flight, the version
+        # that makes a token is a matter of timing, and vLLM draws for seeded requests one by one (topk_topp_sampler).
+        synchronous = config.train.max_staleness == 0
         try:
             output = await self.generator.generate(
                 GeneratorInput(
                     (self.environment.train_task(group),),
                     config.rollout.group_size,
                     group_ids=(str(group),),
-                    seeds=(group_seed(config.seed, group),),
+                    seeds=(group_seed(config.seed, group),) if synchronous else None,
                 )
             )
         except PenstockError as error:

@@ -1,8 +1,9 @@
 """Taking up a run where its last checkpoint left it, with no step recorded twice and none missing.
 
-A checkpoint holds the learner (weights, optimiser, random state) and `Progress`. Rollouts are not in it: group `i` is a
-function of the seed and `i` alone, so the groups in flight at a kill are generated anew, from the same tasks with the
-same sampling seeds, under weights that are never older than those before.
+A checkpoint holds the learner (weights, optimiser, random state) and `Progress`. Rollouts are not in it: the task of
+group `i` is a function of the seed and `i` alone, so the groups in flight at a kill are generated anew from the same
+tasks, under weights that are never older than those before. In a synchronous run (`max_staleness` 0) so are their
+sampling seeds and weights, and the resumed run equals one that was never cut off.
 """
 
 from __future__ import annotations
