@@ -219,11 +219,11 @@ async def test_nonsense_faults_are_refused(text, words):
 
 
 @asynccontextmanager
-async def sim_process(tmp_path, *options):
+async def sim_process(tmp_path, *options, env=None):
     """A simulated engine in a process of its own; its first line, its url."""
     log = tmp_path / "sim.log"
     argv = [sys.executable, "-m", "penstock.sim", "--port", "0", "--name", "engine-7", *options]
-    process = await ChildProcess.start(argv, name="sim", log=log)
+    process = await ChildProcess.start(argv, name="sim", log=log, env=env)
     try:
         async with asyncio.timeout(20):
             # A file cannot be awaited.
@@ -235,14 +235,14 @@ async def sim_process(tmp_path, *options):
 
 
 async def test_process_says_when_it_is_ready_and_ends_on_sigterm(tmp_path):
-    async with sim_process(tmp_path, "--vocab-size", "64", "--api-key", "k") as (process, line):
+    async with sim_process(tmp_path, "--vocab-size", "64", env={"PENSTOCK_API_KEY": "k"}) as (process, line):
         assert line.startswith("penstock-sim ready engine-7 http://127.0.0.1:")
-        headers = {"Authorization": "Bearer k"}
-        async with (
-            aiohttp.ClientSession() as session,
-            session.get(line.split()[3] + "/penstock/info", headers=headers) as a,
-        ):
-            assert (await a.json())["vocab_size"] == 64
+        url = line.split()[3] + "/penstock/info"
+        async with aiohttp.ClientSession() as session:
+            async with session.get(url) as answer:
+                assert answer.status == 401
+            async with session.get(url, headers={"Authorization": "Bearer k"}) as answer:
+                assert (await answer.json())["vocab_size"] == 64
         await process.stop(5)
         assert process.returncode == 0
 

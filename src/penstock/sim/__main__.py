@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from penstock.sim.faults import Fault
 from penstock.sim.server import SimServer
 from penstock.types import TensorSpec
 
+API_KEY_ENV = "PENSTOCK_API_KEY"
 READY = "penstock-sim ready"
 """The line printed once it serves: `penstock-sim ready NAME http://127.0.0.1:PORT`."""
 
@@ -48,6 +50,8 @@ def _config(argv: Sequence[str] | None) -> SimConfig:
     options = vars(parser.parse_args(argv))
     faults = tuple(Fault.parse(text) for text in options.pop("fault"))
     file: Path | None = options.pop("tensor_specs")
+    # A launcher passes the key in the environment, where other users of the machine do not see it.
+    options["api_key"] = options["api_key"] or os.environ.get(API_KEY_ENV)
     return SimConfig(**options, faults=faults, tensor_specs=None if file is None else _specs(file))
 
 
