@@ -17,7 +17,8 @@ from sim_fleets import SIM, check, check_serves, children, engine_process, in_fl
 
 from penstock import Fleet, SamplingParams
 from penstock.config import EngineConfig, FleetConfig, RouterConfig
-from penstock.errors import ConfigError, EngineDeadError, EngineStartError, StateError
+from penstock.engine.data import DataClient
+from penstock.errors import ConfigError, EngineDeadError, EngineHTTPError, EngineStartError, StateError
 from penstock.fleet.lifecycle import State
 
 LAUNCHER = """
@@ -66,6 +67,12 @@ async def test_options_whole_or_by_name_and_a_teardown_that_may_be_repeated(ours
     assert line[line.index("--policy") + 1] == "round-robin"
     assert not any("k" in line for line in [*lines, line]), "the key is on no command line"
     assert len(await fleet.sample([1], 2, {"max_tokens": 2})) == 2
+    for url in (fleet.url, (await fleet.engines())[0].url):
+        stranger = DataClient(url)
+        with pytest.raises(EngineHTTPError) as caught:
+            await stranger.sample([1], 1)
+        assert caught.value.status == 401
+        await stranger.close()
     with pytest.raises(StateError, match="opened already"):
         await opening
     await asyncio.gather(fleet.teardown(), fleet.teardown())
