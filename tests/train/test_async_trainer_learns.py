@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,8 +47,8 @@ async def test_reward_rises_and_logprobs_agree_at_equal_versions(tmp_path: Path)
     config = config_of(
         model,
         rollout={"groups_per_batch": 6, "group_size": 8, "max_tokens": 3, "temperature": TEMPERATURE},
-        train={"steps": 15, "learning_rate": 0.02, "max_staleness": 1, "checkpoint_every": 100},
-        eval={"size": 8},
+        train={"steps": 24, "learning_rate": 0.02, "max_staleness": 1, "checkpoint_every": 100},
+        eval={"size": 16},
     )
     policy = NanoPolicy(model)
     environment = Letters()
@@ -65,12 +64,12 @@ async def test_reward_rises_and_logprobs_agree_at_equal_versions(tmp_path: Path)
         reporter=NullReporter(),
     )
     rewards = [row["reward_mean"] for row in folder.metrics()]
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+    assert summary.accuracy_before is not None
     assert summary.accuracy_after is not None
-    assert summary.accuracy_after >= 0.9
+    assert summary.accuracy_after > summary.accuracy_before + 0.3
     assert summary.logprob_difference is not None
     assert 0 < summary.logprob_difference <= 1e-4
     assert summary.staleness.get(1, 0) > 0
     stale = [v for row in folder.metrics() for k, v in row.items() if k == "learner/logprob_diff_staleness/1"]
     assert max(stale) > 10 * summary.logprob_difference  # another version's logprobs are not the same
-    assert not math.isnan(sum(rewards))
