@@ -1,7 +1,7 @@
 """Where a body ends. The bytes themselves are passed on as they came; these readers only follow them.
 
 RFC 9112, sections 6 and 7. The chunked reader is stricter than the RFC: a peer behind us must not find another end
-than we do, so a bare LF, white space around a chunk size or a size over 15 digits is an error.
+than we do, so a bare LF, white space around a chunk size or in an extension, or a size over 15 digits is an error.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
-_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[\t -~\x80-\xff]*)?")
-_TRAILER = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*")
+_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_CHUNK_SIZE = re.compile(
+    rb"([0-9A-Fa-f]{1,15})(?:;" + _TOKEN + rb"(?:=(?:" + _TOKEN + rb'|"[\t !#-\[\]-~]*"))?)*'  # no escapes in quotes
+)
+_TRAILER = re.compile(_TOKEN + rb":[\t -~\x80-\xff]*")
 _MAX_LINE = 4096
 _MAX_TRAILERS = 8192
 

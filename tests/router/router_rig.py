@@ -1,0 +1,264 @@
+"""Raw backends and raw clients: bytes on the wire, so that what the router changes is seen."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from penstock.config import RouterConfig
+from penstock.router.admin_client import RouterAdmin
+from penstock.router.membership import EngineEntry
+from penstock.router.server import Router
+
+Headers = list[tuple[str, str]]
+
+
+async def read_head(reader: asyncio.StreamReader) -> tuple[str, Headers]:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    first, *lines = head[:-4].split("\r\n")
+    return first, [(n, v.strip()) for n, _, v in (line.partition(":") for line in lines)]
+
+
+def value(headers: Headers, name: str) -> str | None:
+    return next((v for n, v in headers if n.lower() == name), None)
+
+
+async def read_chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    while True:
+        size = int((await reader.readuntil(b"\r\n")).split(b";")[0], 16)
+        if size:
+            yield (await reader.readexactly(size + 2))[:-2]
+        else:
+            while await reader.readuntil(b"\r\n") != b"\r\n":
+                pass
+            return
+
+
+async def read_body(reader: asyncio.StreamReader, headers: Headers) -> bytes:
+    if (value(headers, "transfer-encoding") or "").lower() == "chunked":
+        return b"".join([chunk async for chunk in read_chunks(reader)])
+    return await reader.readexactly(int(value(headers, "content-length") or 0))
+
+
+@dataclass
+class Seen:
+    """A request as an engine got it."""
+
+    line: str
+    headers: Headers
+    body: bytes = b""
+
+    def header(self, name: str) -> str | None:
+        return value(self.headers, name)
+
+
+def reply(body: bytes = b"ok", status: str = "200 OK", headers: str = "") -> bytes:
+    return f"HTTP/1.1 {status}\r\n{headers}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+Answer = Callable[["Backend", Seen, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+async def answer_name(backend: Backend, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
+    writer.write(reply(backend.name.encode()))
+
+
+@dataclass
+class Backend:
+    """One raw engine. `answer` serves one request; closing the writer ends the connection."""
+
+    answer: Answer = answer_name
+    name: str = "e0"
+    read_bodies: bool = True
+    seen: list[Seen] = field(default_factory=list)
+    connections: int = 0
+    disconnected: asyncio.Event = field(default_factory=asyncio.Event)
+    """A connection was closed by the router."""
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    port: int = 0
+    _server: asyncio.Server | None = None
+    _writers: set[asyncio.StreamWriter] = field(default_factory=set)
+
+    async def start(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, backlog=1024)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            for writer in list(self._writers):
+                writer.transport.abort()
+            self._server = None
+
+    def entry(self, **more: Any) -> EngineEntry:
+        return EngineEntry(self.name, f"http://127.0.0.1:{self.port}", **more)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self._writers.add(writer)
+        try:
+            while not writer.is_closing():
+                seen = Seen(*await read_head(reader))
+                if seen.line.startswith("GET /health "):  # a probe is not a request
+                    writer.write(reply())
+                    continue
+                self.seen.append(seen)
+                self.arrived.set()
+                if self.read_bodies:
+                    seen.body = await read_body(reader, seen.headers)
+                await self.answer(self, seen, reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.disconnected.set()
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+
+@dataclass
+class Answered:
+    status: int
+    headers: Headers
+    body: bytes
+
+    def header(self, name: str) -> str | None:
+        return value(self.headers, name)
+
+
+class RawClient:
+    """One connection to the router."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    @classmethod
+    async def connect(cls, url: str, **options: Any) -> Self:
+        parts = urlsplit(url)
+        return cls(*await asyncio.open_connection(parts.hostname, parts.port, **options))
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def head(self) -> tuple[int, Headers]:
+        first, headers = await read_head(self.reader)
+        return int(first.split()[1]), headers
+
+    async def receive(self, *, head_only: bool = False) -> Answered:
+        async with asyncio.timeout(10):
+            status, headers = await self.head()
+            framed = value(headers, "content-length") or value(headers, "transfer-encoding")
+            if head_only or status in {204, 304}:
+                body = b""
+            elif framed:
+                body = await read_body(self.reader, headers)
+            else:
+                body = await self.reader.read()
+            return Answered(status, headers, body)
+
+    async def ask(self, target: str = "/v1/x", body: bytes = b"", headers: str = "", method: str = "POST") -> Answered:
+        await self.send(request(target, body, headers, method))
+        return await self.receive(head_only=method == "HEAD")
+
+    async def rest(self) -> bytes:
+        """What comes until the router closes."""
+        async with asyncio.timeout(10):
+            return await self.reader.read()
+
+    def close(self) -> None:
+        self.writer.transport.abort()
+
+
+def request(target: str = "/v1/x", body: bytes = b"", headers: str = "", method: str = "POST") -> bytes:
+    length = f"Content-Length: {len(body)}\r\n" if body else ""
+    return f"{method} {target} HTTP/1.1\r\nHost: test\r\n{headers}{length}\r\n".encode("latin-1") + body
+
+
+@dataclass
+class Rig:
+    """A router, its backends and an admin client."""
+
+    url: str
+    admin: RouterAdmin
+    backends: list[Backend]
+    router: Router | None
+    """None where it is a process of its own."""
+    pid: int
+    clients: list[RawClient] = field(default_factory=list)
+    epoch: int = 0
+
+    async def client(self, **options: Any) -> RawClient:
+        client = await RawClient.connect(self.url, **options)
+        self.clients.append(client)
+        return client
+
+    async def announce(self, entries: Sequence[EngineEntry]) -> None:
+        self.epoch += 1
+        await self.admin.set_engines(self.epoch, entries)
+
+    async def settled(self) -> Any:
+        """State once nothing is outstanding."""
+        async with asyncio.timeout(5):
+            while True:
+                state = await self.admin.engines()
+                if not state.held and not any(e.outstanding for e in state.engines):
+                    return state
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def rig(
+    *answers: Answer, process: bool = False, api_key: str | None = None, read_bodies: bool = True, **config: Any
+) -> AsyncIterator[Rig]:
+    """A router before one backend for each of `answers`; `process`: on uvloop, in a process of its own."""
+    async with AsyncExitStack() as stack:
+        backends: list[Backend] = []
+        for i, answer in enumerate(answers):
+            backend = Backend(answer, f"e{i}", read_bodies)
+            backends.append(await backend.start())
+            stack.push_async_callback(backend.stop)
+        router = None
+        if process:
+            url, pid = await stack.enter_async_context(router_process(api_key=api_key, **config))
+        else:
+            router = Router(RouterConfig(**config), api_key=api_key)
+            await router.start("127.0.0.1", 0)
+            stack.push_async_callback(router.close)
+            url, pid = router.url, os.getpid()
+        admin = RouterAdmin(url, api_key)
+        stack.push_async_callback(admin.close)
+        made = Rig(url, admin, backends, router, pid)
+        stack.callback(lambda: [client.close() for client in made.clients])
+        if backends:
+            await made.announce([backend.entry() for backend in backends])
+        yield made
+
+
+@asynccontextmanager
+async def router_process(*, api_key: str | None = None, **config: Any) -> AsyncIterator[tuple[str, int]]:
+    argv = [part for key, given in config.items() for part in (f"--{key.replace('_', '-')}", str(given))]
+    env = dict(os.environ)
+    if api_key is not None:
+        argv += ["--api-key-env", "TEST_ROUTER_KEY"]
+        env["TEST_ROUTER_KEY"] = api_key
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "penstock.router", *argv, stdout=asyncio.subprocess.PIPE, env=env
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(20):
+            line = (await process.stdout.readline()).decode()
+        assert line.startswith("penstock router ready on http://127.0.0.1:"), line
+        yield line.split()[-1], process.pid
+    finally:
+        with suppress(ProcessLookupError):
+            process.terminate()
+        async with asyncio.timeout(10):
+            assert await process.wait() == 0

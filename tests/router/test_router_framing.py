@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import httptools
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.router.framing import ChunkedReader, FramingError, LengthReader
+
+BAD_BODIES = {
+    "no digits": b"\r\nabc\r\n0\r\n\r\n",
+    "not hexadecimal": b"xyz\r\nabc\r\n0\r\n\r\n",
+    "sign": b"+3\r\nabc\r\n0\r\n\r\n",
+    "minus": b"-3\r\nabc\r\n0\r\n\r\n",
+    "prefix": b"0x3\r\nabc\r\n0\r\n\r\n",
+    "space before": b" 3\r\nabc\r\n0\r\n\r\n",
+    "space after": b"3 \r\nabc\r\n0\r\n\r\n",
+    "too many digits": b"0" * 15 + b"3\r\nabc\r\n0\r\n\r\n",
+    "bare LF": b"3\nabc\r\n0\r\n\r\n",
+    "bare LF in an extension": b"3;a\nb\r\nabc\r\n0\r\n\r\n",
+    "bare CR in an extension": b"3;a\rb\r\nabc\r\n0\r\n\r\n",
+    "chunk longer than its size": b"3\r\nabcd\r\n0\r\n\r\n",
+    "chunk shorter than its size": b"3\r\nab\r\n0\r\n\r\n",
+    "LF after a chunk": b"3\r\nabc\n0\r\n\r\n",
+    "folded trailer": b"0\r\nA: b\r\n c\r\n\r\n",
+    "trailer without colon": b"0\r\nab\r\n\r\n",
+    "trailer with a space before its colon": b"0\r\nA : b\r\n\r\n",
+    "endless size line": b"3;" + b"a" * 5000,
+    "endless trailers": b"0\r\n" + b"A: b\r\n" * 3000 + b"\r\n",
+}
+
+
+@pytest.mark.parametrize("body", BAD_BODIES.values(), ids=BAD_BODIES)
+def test_bad_chunks_are_refused(body: bytes) -> None:
+    with pytest.raises(FramingError):
+        ChunkedReader().feed(body)
+
+
+@st.composite
+def chunked_bodies(draw: st.DrawFn) -> tuple[bytes, bytes]:
+    """A well-formed chunked body and its payload."""
+    wire, payload = b"", b""
+    for chunk in draw(st.lists(st.binary(min_size=1, max_size=40), max_size=6)):
+        extension = draw(st.sampled_from([b"", b";a", b";a=b", b';a="c d"']))
+        size = draw(st.sampled_from(["%x", "%X", "00%x"])) % len(chunk)
+        wire += size.encode() + extension + b"\r\n" + chunk + b"\r\n"
+        payload += chunk
+    trailers = draw(st.sampled_from([b"", b"A: b\r\n", b"A: b\r\nC:\r\n"]))
+    return wire + b"0\r\n" + trailers + b"\r\n", payload
+
+
+@settings(max_examples=200, deadline=None)
+@given(chunked_bodies(), st.binary(max_size=20), st.data())
+def test_any_split_finds_the_same_end_and_payload(body: tuple[bytes, bytes], after: bytes, data: st.DataObject) -> None:
+    wire, payload = body
+    whole = wire + after
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=12)))
+    pieces: list[bytes] = []
+    reader = ChunkedReader(pieces)
+    consumed = 0
+    for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True):
+        if reader.done or start == end:
+            continue
+        prefix = data.draw(st.integers(0, 3))  # a head in front of the body
+        taken = reader.feed(b"H" * prefix + whole[start:end], prefix) - prefix
+        assert reader.done or taken == end - start
+        consumed += taken
+    assert reader.done
+    assert consumed == len(wire)
+    assert b"".join(pieces) == payload
+    assert reader.size == len(payload)
+
+
+class _Complete:
+    def __init__(self) -> None:
+        self.body = b""
+        self.done = False
+
+    def on_body(self, body: bytes) -> None:
+        self.body += body
+
+    def on_message_complete(self) -> None:
+        self.done = True
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    chunked_bodies(), st.lists(st.tuples(st.integers(0, 200), st.sampled_from(list(b"\r\n 0a;:\x00g-"))), max_size=3)
+)
+def test_what_is_accepted_means_the_same_to_llhttp(body: tuple[bytes, bytes], changes: list[tuple[int, int]]) -> None:
+    wire = bytearray(body[0])
+    for at, byte in changes:
+        wire[at % len(wire)] = byte
+    pieces: list[bytes] = []
+    reader = ChunkedReader(pieces)
+    try:
+        end = reader.feed(bytes(wire))
+    except FramingError:
+        return
+    if not reader.done:
+        return
+    events = _Complete()
+    parser = httptools.HttpRequestParser(events)
+    parser.feed_data(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
+    parser.feed_data(bytes(wire[:end]))
+    assert events.done
+    assert events.body == b"".join(pieces)
+
+
+def test_length_ends_where_it_says() -> None:
+    reader = LengthReader(5)
+    assert reader.feed(b"abc") == 3
+    assert reader.feed(b"HEADdefg", 4) == 6
+    assert reader.done
+    assert LengthReader(0).done

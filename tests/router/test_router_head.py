@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import httptools
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.router.head import CHUNKED, UNTIL_CLOSE, parse_request, parse_response, without_chunked
+from penstock.router.refusal import RefusalError
+
+BAD_HEADS = {
+    "length and chunked": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+    "chunked and length": b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n",
+    "two lengths": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
+    "two equal lengths": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nContent-Length: 5\r\n\r\n",
+    "list of lengths": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5, 5\r\n\r\n",
+    "signed length": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: +5\r\n\r\n",
+    "negative length": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n",
+    "hexadecimal length": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 0x5\r\n\r\n",
+    "empty length": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length:\r\n\r\n",
+    "overflowing length": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999999999999999\r\n\r\n",
+    "chunked twice": b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n",
+    "another coding last": b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked, gzip\r\n\r\n",
+    "another coding first": b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip, chunked\r\n\r\n",
+    "identity": b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: identity\r\n\r\n",
+    "almost chunked": b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: xchunked\r\n\r\n",
+    "vertical tab": b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: \x0bchunked\r\n\r\n",
+    "chunked in HTTP/1.0": b"POST / HTTP/1.0\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n",
+    "folded value": b"POST / HTTP/1.1\r\nHost: a\r\nX: a\r\n b\r\n\r\n",
+    "folded length": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length:\r\n 5\r\n\r\n",
+    "space first": b"POST / HTTP/1.1\r\n Host: a\r\n\r\n",
+    "space before the colon": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length : 5\r\n\r\n",
+    "tab before the colon": b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding\t: chunked\r\n\r\n",
+    "no colon": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length\r\n\r\n",
+    "no name": b"POST / HTTP/1.1\r\nHost: a\r\n: 5\r\n\r\n",
+    "NUL in a value": b"POST / HTTP/1.1\r\nHost: a\x00\r\n\r\n",
+    "NUL in a name": b"POST / HTTP/1.1\r\nHost: a\r\nX\x00: a\r\n\r\n",
+    "bare CR": b"POST / HTTP/1.1\r\nHost: a\rX: b\r\n\r\n",
+    "bare LF": b"POST / HTTP/1.1\r\nHost: a\nX: b\r\n\r\n",
+    "no host": b"POST / HTTP/1.1\r\nX: b\r\n\r\n",
+    "two hosts": b"POST / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+    "two keys": b"POST / HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer a\r\nAuthorization: Bearer b\r\n\r\n",
+    "two sessions": b"POST / HTTP/1.1\r\nHost: a\r\nX-Session-ID: a\r\nX-Session-ID: b\r\n\r\n",
+    "endless session": b"POST / HTTP/1.1\r\nHost: a\r\nX-Session-ID: " + b"a" * 600 + b"\r\n\r\n",
+    "version that is no number": b"POST / HTTP/1.1\r\nHost: a\r\nX-Weight-Version: v3\r\n\r\n",
+    "Connection takes the length away": b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close, Content-Length\r\n\r\n",
+    "Connection takes the key away": b"POST / HTTP/1.1\r\nHost: a\r\nConnection: Authorization\r\n\r\n",
+    "unknown method": b"FROB / HTTP/1.1\r\nHost: a\r\n\r\n",
+    "lower-case method": b"post / HTTP/1.1\r\nHost: a\r\n\r\n",
+    "CONNECT": b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n",
+    "TRACE": b"TRACE / HTTP/1.1\r\nHost: a\r\n\r\n",
+    "HTTP/2 preface": b"PRI * HTTP/2.0\r\n\r\n",
+    "asterisk": b"OPTIONS * HTTP/1.1\r\nHost: a\r\n\r\n",
+    "absolute target": b"GET http://b/c HTTP/1.1\r\nHost: a\r\n\r\n",
+    "target without a slash": b"GET c HTTP/1.1\r\nHost: a\r\n\r\n",
+    "8-bit target": b"GET /\xff HTTP/1.1\r\nHost: a\r\n\r\n",
+    "space in the target": b"GET /a b HTTP/1.1\r\nHost: a\r\n\r\n",
+    "two spaces": b"GET  / HTTP/1.1\r\nHost: a\r\n\r\n",
+    "no version": b"GET /\r\nHost: a\r\n\r\n",
+    "HTTP/0.9": b"GET / HTTP/0.9\r\nHost: a\r\n\r\n",
+    "HTTP/1.2": b"GET / HTTP/1.2\r\nHost: a\r\n\r\n",
+    "HTTP/2.0": b"GET / HTTP/2.0\r\nHost: a\r\n\r\n",
+    "another protocol": b"DESCRIBE / RTSP/1.0\r\nHost: a\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+    "unknown expectation": b"POST / HTTP/1.1\r\nHost: a\r\nExpect: a-pony\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("head", BAD_HEADS.values(), ids=BAD_HEADS)
+def test_hostile_heads_are_refused(head: bytes) -> None:
+    with pytest.raises(RefusalError) as caught:
+        parse_request(head)
+    assert caught.value.status in {400, 417, 501, 505}
+
+
+def test_a_plain_head_is_passed_on_as_it_came() -> None:
+    head = (
+        b"POST /v1/completions?a=b HTTP/1.1\r\nhOST: a\r\nX-Session-ID: 7\r\nX-Weight-Version: 3\r\n"
+        b"traceparent: 00-a-b-01\r\nAuthorization: Bearer k\r\nContent-Length: 12 \r\n"
+        b"X-Odd:\t two  words \r\nEmpty:\r\n\r\n"
+    )
+    request = parse_request(head)
+    assert request.forward == head
+    assert (request.method, request.target, request.length) == (b"POST", b"/v1/completions?a=b", 12)
+    assert (request.session_id, request.min_weight_version) == ("7", 3)
+    assert request.keep_alive
+
+
+def test_hop_by_hop_fields_stay_here() -> None:
+    head = (
+        b"POST / HTTP/1.1\r\nHost: a\r\nConnection: keep-alive, X-Mine\r\n"
+        b"Keep-Alive: timeout=5\r\nX-Mine: 1\r\nTE: trailers\r\n"
+        b"Proxy-Connection: keep-alive\r\nProxy-Authorization: Basic x\r\nUpgrade: h2c\r\nX-Other: 2\r\n"
+        b"Expect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    request = parse_request(head)
+    assert request.forward == b"POST / HTTP/1.1\r\nHost: a\r\nX-Other: 2\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert request.expects_continue
+    assert request.length == CHUNKED
+
+
+def test_an_offer_to_upgrade_is_declined() -> None:
+    request = parse_request(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+    assert request.forward == b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+def test_http_1_0_is_spoken_with_clients_only() -> None:
+    request = parse_request(b"GET / HTTP/1.0\r\n\r\n")
+    assert request.forward == b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    assert not request.keep_alive
+    assert parse_request(b"GET / HTTP/1.0\r\nConnection: Keep-Alive\r\n\r\n").keep_alive
+
+
+@pytest.mark.parametrize(
+    ("head", "method", "length"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n", b"GET", 7),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n", b"HEAD", 0),
+        (b"HTTP/1.1 304 Not Modified\r\nContent-Length: 7\r\n\r\n", b"GET", 0),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", b"GET", 0),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: Chunked\r\n\r\n", b"GET", CHUNKED),
+        (b"HTTP/1.1 200\r\n\r\n", b"GET", UNTIL_CLOSE),
+    ],
+)
+def test_length_of_an_answer(head: bytes, method: bytes, length: int) -> None:
+    response = parse_response(head, method)
+    assert response.length == length
+    assert response.forward == head
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\nContent-Length: 8\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\n",
+        b"SSH-2.0-OpenSSH_9.6\r\n\r\n",
+        b"HTTP/1.1 2OO OK\r\n\r\n",
+    ],
+)
+def test_ambiguous_answers_are_refused(head: bytes) -> None:
+    with pytest.raises(RefusalError) as caught:
+        parse_response(head, b"GET")
+    assert caught.value.status == 502
+
+
+def test_answers_are_told_in_our_own_version() -> None:
+    response = parse_response(b"HTTP/1.0 200 OK\r\nConnection: close\r\nServer: x\r\n\r\n", b"GET")
+    assert response.forward == b"HTTP/1.1 200 OK\r\nServer: x\r\n\r\n"
+    assert not response.keep_alive
+    assert without_chunked(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nA: b\r\n\r\n") == (
+        b"HTTP/1.1 200 OK\r\nA: b\r\n\r\n"
+    )
+
+
+class _Reference:
+    """What llhttp's callbacks say of a head."""
+
+    def __init__(self) -> None:
+        self.url = b""
+        self.fields: list[tuple[bytes, bytes]] = []
+        self.complete = False
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.fields.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self.complete = True
+
+
+LINES = [
+    b"Host: a", b"Content-Length: 5", b"content-length:0", b"Transfer-Encoding: chunked", b"Connection: close",
+    b"Connection: keep-alive, x-a", b"X-A: 1", b"X-Session-ID: s", b"Expect: 100-continue", b" folded", b"Upgrade: h2c",
+    b"X-Weight-Version: 2", b"TE: trailers", b"Broken", b"Sp : a", b"A:\x00", b"A: \xff", b"A:", b"",
+]  # fmt: skip
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    st.sampled_from(
+        [b"GET / HTTP/1.1", b"POST /a?b HTTP/1.1", b"HEAD / HTTP/1.0", b"PUT  / HTTP/1.1", b"\r\nGET / HTTP/1.1"]
+    ),
+    st.lists(st.sampled_from(LINES), max_size=6),
+    st.lists(st.tuples(st.integers(0, 300), st.integers(0, 255)), max_size=2),
+)
+def test_what_is_accepted_means_the_same_to_llhttp(
+    start: bytes, lines: list[bytes], changes: list[tuple[int, int]]
+) -> None:
+    raw = bytearray(b"\r\n".join([start, *lines]) + b"\r\n\r\n")
+    for at, byte in changes:
+        raw[at % len(raw)] = byte
+    head = bytes(raw[: raw.find(b"\r\n\r\n") + 4])
+    try:
+        request = parse_request(head)
+    except RefusalError:
+        return
+    reference = _Reference()
+    parser = httptools.HttpRequestParser(reference)
+    try:
+        parser.feed_data(request.forward)  # what an engine reads
+    except httptools.HttpParserUpgrade:
+        pytest.fail("an upgrade was passed on")
+    assert reference.complete
+    assert (parser.get_method(), reference.url) == (request.method, request.target)
+    names = [name.lower() for name, _ in reference.fields]
+    assert not {b"connection", b"upgrade", b"te", b"expect"} & set(names)
+    assert names.count(b"host") == 1 or not request.http_1_1
+    sizes = [value.strip() for name, value in reference.fields if name.lower() == b"content-length"]
+    chunked = [value for name, value in reference.fields if name.lower() == b"transfer-encoding"]
+    assert len(sizes) + len(chunked) <= 1
+    assert request.length == (CHUNKED if chunked else int(sizes[0]) if sizes else 0)

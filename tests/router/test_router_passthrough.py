@@ -1,0 +1,301 @@
+"""What goes in comes out: heads, bodies, their framing and their timing, on asyncio and on uvloop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from router_rig import Backend, Rig, Seen, answer_name, read_chunks, reply, request, rig, value
+
+both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])
+Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+
+
+async def echo(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+    writer.write(reply(seen.body, headers="X-Engine: 1\r\nSet-Cookie: a=b\r\nSet-Cookie: c=d\r\n"))
+
+
+@both_loops
+async def test_heads_pass_both_ways(process: bool) -> None:
+    async with rig(echo, process=process) as r:
+        client = await r.client()
+        sent = (
+            "X-Session-ID: 7\r\nTraceParent: 00-a-b-01\r\nAuthorization: Bearer k\r\nX-Twice: 1\r\nX-Twice: 2\r\n"
+            "Content-Type: application/json\r\nAccept-Encoding: gzip\r\n"
+        )
+        answer = await client.ask("/v1/a%20b?c=d&e", b"{}", sent + "Connection: keep-alive, X-Mine\r\nX-Mine: 1\r\n")
+        seen = r.backends[0].seen[0]
+        assert seen.line == "POST /v1/a%20b?c=d&e HTTP/1.1"
+        assert seen.headers == [
+            ("Host", "test"), ("X-Session-ID", "7"), ("TraceParent", "00-a-b-01"), ("Authorization", "Bearer k"),
+            ("X-Twice", "1"), ("X-Twice", "2"), ("Content-Type", "application/json"), ("Accept-Encoding", "gzip"),
+            ("Content-Length", "2"),
+        ]  # fmt: skip
+        assert answer.headers == [
+            ("X-Engine", "1"), ("Set-Cookie", "a=b"), ("Set-Cookie", "c=d"), ("Content-Length", "2")
+        ]  # fmt: skip
+        assert answer.body == b"{}"
+
+
+@both_loops
+async def test_bodies_pass_whatever_their_framing_and_size(process: bool) -> None:
+    async with rig(echo, process=process) as r, aiohttp.ClientSession() as session:
+
+        async def pieces(body: bytes) -> Any:
+            for start in range(0, len(body), 70_001):
+                yield body[start : start + 70_001]
+
+        for size in (0, 1, 65_536, 1_200_000, 3_000_000):
+            body = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
+            for data in (body, pieces(body)):
+                async with session.post(r.url + "/v1/echo", data=data) as response:
+                    assert response.status == 200
+                    assert await response.read() == body
+        state = await r.settled()
+        assert state.requests == 10
+        assert r.backends[0].connections <= 2  # kept alive; one may be opened while another is being given back
+
+
+@both_loops
+async def test_a_prompt_of_32k_ids(process: bool) -> None:
+    async with rig(echo, process=process) as r, aiohttp.ClientSession() as session:
+        prompt = {"model": "m", "prompt": list(range(100_000, 132_768)), "return_token_ids": True, "priority": 3}
+        async with session.post(r.url + "/v1/completions", json=prompt) as response:
+            assert await response.json(content_type=None) == prompt
+        assert r.backends[0].seen[0].body == json.dumps(prompt).encode()
+
+
+@both_loops
+async def test_chunks_extensions_and_trailers_pass(process: bool) -> None:
+    wire = b'3;a="b c"\r\nabc\r\n1\r\nd\r\n0\r\nX-Sum: 1\r\n\r\n'
+
+    async def chunked(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTrailer: X-Sum\r\n\r\n")
+        for i in range(len(wire)):  # every split of the framing
+            writer.write(wire[i : i + 1])
+            await writer.drain()
+            await asyncio.sleep(0.001)
+
+    async with rig(chunked, process=process) as r:
+        client = await r.client()
+        await client.send(request(headers="Transfer-Encoding: chunked\r\n") + wire)
+        status, headers = await client.head()
+        assert (status, value(headers, "trailer")) == (200, "X-Sum")
+        assert await client.reader.readexactly(len(wire)) == wire
+        assert r.backends[0].seen[0].body == b"abcd"
+        assert (await client.ask()).body == b"abcd"
+
+
+@both_loops
+async def test_each_event_is_passed_on_at_once(process: bool) -> None:
+    release = [asyncio.Event() for _ in range(5)]
+
+    async def events(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for event in release:
+            await event.wait()
+            writer.write(b"9\r\ndata: x\n\n\r\n")
+        writer.write(b"0\r\n\r\n")
+
+    async with rig(events, process=process) as r:
+        client = await r.client()
+        await client.send(request())
+        async with asyncio.timeout(5):
+            assert (await client.head())[0] == 200  # the head comes before the first event
+            chunks = read_chunks(client.reader)
+            for event in release:
+                event.set()
+                # The engine makes no further event before this one has arrived: nothing may be held back.
+                assert await anext(chunks) == b"data: x\n\n"
+            assert [chunk async for chunk in chunks] == []
+
+
+@both_loops
+async def test_a_request_body_is_streamed(process: bool) -> None:
+    async def early(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        chunks = read_chunks(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-First: " + await anext(chunks) + b"\r\n\r\n")
+        async for chunk in chunks:
+            writer.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+        writer.write(b"0\r\n\r\n")
+
+    async with rig(early, process=process, read_bodies=False) as r:
+        client = await r.client()
+        await client.send(request(headers="Transfer-Encoding: chunked\r\n") + b"1\r\na\r\n")
+        async with asyncio.timeout(5):
+            _, headers = await client.head()
+            assert value(headers, "x-first") == "a"
+            chunks = read_chunks(client.reader)
+            for piece in (b"bc", b"d"):
+                await client.send(b"%x\r\n%b\r\n" % (len(piece), piece))
+                assert await anext(chunks) == piece
+            await client.send(b"0\r\n\r\n")
+            assert [chunk async for chunk in chunks] == []
+
+
+@both_loops
+async def test_answers_without_a_body(process: bool) -> None:
+    async def bare(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        match seen.line.split()[1]:
+            case "/head":
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 77\r\n\r\n")
+            case "/204":
+                writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+            case "/304":
+                writer.write(b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\nETag: x\r\n\r\n")
+            case _:
+                writer.write(reply(headers="Allow: GET, OPTIONS\r\n"))
+
+    async with rig(bare, process=process) as r:
+        client = await r.client()
+        assert (await client.ask("/head", method="HEAD")).header("content-length") == "77"
+        assert (await client.ask("/204", method="DELETE")).status == 204
+        assert (await client.ask("/304", method="GET")).header("etag") == "x"
+        assert (await client.ask("/options", method="OPTIONS")).header("allow") == "GET, OPTIONS"
+        assert r.backends[0].connections == 1
+
+
+@both_loops
+async def test_informational_answers(process: bool) -> None:
+    async def hints(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        writer.write(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: a\r\n\r\n" + reply(b"done"))
+
+    async with rig(hints, process=process) as r:
+        client = await r.client()
+        await client.send(request())
+        assert (await client.head())[0] == 103
+        assert (await client.receive()).body == b"done"
+
+
+async def test_the_router_says_continue() -> None:
+    async with rig(echo) as r:
+        client = await r.client()
+        head = request(headers="Expect: 100-continue\r\nContent-Length: 3\r\n")
+        await client.send(head)
+        assert (await client.head())[0] == 100
+        await client.send(b"abc")
+        assert (await client.receive()).body == b"abc"
+        assert r.backends[0].seen[0].header("expect") is None
+        await client.send(head + b"def")  # the client need not wait
+        assert (await client.receive()).body == b"def"
+
+
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    async def slow_first(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        if seen.line.split()[1] == "/0":
+            await asyncio.sleep(0.05)
+        assert len(backend.seen) == int(seen.line.split()[1][1:]) + 1  # one at a time
+        writer.write(reply(seen.line.split()[1].encode()))
+
+    async with rig(slow_first) as r:
+        client = await r.client()
+        chunked = request("/2", headers="Transfer-Encoding: chunked\r\n") + b"1\r\na\r\n0\r\n\r\n"
+        await client.send(request("/0") + request("/1", b"body") + chunked + b"\r\n" + request("/3"))
+        await client.send(request("/4", b"x" * 100_000))
+        assert [(await client.receive()).body for _ in range(5)] == [b"/0", b"/1", b"/2", b"/3", b"/4"]
+
+
+@both_loops
+async def test_clients_of_http_1_0(process: bool) -> None:
+    async def chunked(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        if seen.line.split()[1] == "/plain":
+            writer.write(reply(b"plain"))
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n1\r\nd\r\n0\r\n\r\n")
+
+    async with rig(chunked, process=process) as r:
+        client = await r.client()
+        await client.send(b"GET /plain HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+        first = await client.receive()
+        assert (first.body, first.header("connection")) == (b"plain", "keep-alive")
+        await client.send(b"GET /chunked HTTP/1.0\r\n\r\n")
+        answer = await client.rest()
+        assert answer.endswith(b"Connection: close\r\n\r\nabcd")
+        assert b"chunked" not in answer
+
+
+@both_loops
+async def test_an_answer_that_ends_with_its_connection(process: bool) -> None:
+    async def until_close(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        writer.write(b"HTTP/1.0 200 OK\r\nContent-Type: text/plain\r\n\r\nall of it")
+        writer.close()
+
+    async with rig(until_close, process=process) as r:
+        client = await r.client()
+        answer = await client.ask()
+        assert (answer.body, answer.header("connection")) == (b"all of it", "close")
+
+
+async def test_the_client_decides_about_its_own_connection() -> None:
+    async with rig(answer_name) as r:
+        client = await r.client()
+        answer = await client.ask(headers="Connection: close\r\n")
+        assert answer.header("connection") == "close"
+        assert await client.rest() == b""
+        assert (await (await r.client()).ask()).body == b"e0"
+        assert r.backends[0].connections == 1  # the engine's connection outlived the client's
+
+
+async def test_idle_connections_to_engines_are_closed_before_the_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.router.engine.IDLE_S", 0.3)
+    async with rig(answer_name) as r:
+        client = await r.client()
+        await client.ask()
+        await client.ask()
+        assert r.backends[0].connections == 1
+        async with asyncio.timeout(3):
+            await r.backends[0].disconnected.wait()
+        await client.ask()
+        assert r.backends[0].connections == 2
+
+
+def resident(pid: int) -> int:
+    """Resident memory in bytes."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+
+
+async def test_slow_readers_do_not_fill_the_router() -> None:
+    size, streams = 4 << 20, 24
+
+    async def megabytes(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        writer.write(reply(b"y" * size))
+        await writer.drain()
+
+    async def slow(r: Rig) -> int:
+        client = await r.client(limit=16 << 10)
+        client.writer.get_extra_info("socket").setsockopt(1, 8, 16 << 10)  # SO_RCVBUF
+        await client.send(request())
+        await client.head()
+        started = time.monotonic()
+        while time.monotonic() - started < 1.0:
+            await client.reader.read(1000)
+            await asyncio.sleep(0.05)
+        return resident(r.pid)
+
+    async with rig(megabytes, process=True) as r:
+        await (await r.client()).ask("/warm-up")
+        before = resident(r.pid)
+        peaks = await asyncio.gather(*[slow(r) for _ in range(streams)])
+        assert max(peaks) - before < 16 << 20  # of 96 MB that the engine offered
+
+
+async def test_a_slow_engine_does_not_fill_the_router() -> None:
+    async def deaf(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        await asyncio.sleep(1.0)
+        length = int(seen.header("content-length") or 0)
+        while length:
+            length -= len(await reader.read(min(length, 1 << 20)))
+        writer.write(reply(b"read"))
+
+    async with rig(deaf, process=True, read_bodies=False) as r:
+        before = resident(r.pid)
+        clients = [await r.client() for _ in range(4)]
+        asks = [asyncio.create_task(client.ask(body=b"x" * (24 << 20))) for client in clients]
+        await asyncio.sleep(0.8)
+        assert resident(r.pid) - before < 24 << 20  # of 96 MB that the clients offered
+        assert [answer.body for answer in await asyncio.gather(*asks)] == [b"read"] * 4
