@@ -218,7 +218,12 @@ class Operations:
 
         self._running = task = asyncio.create_task(run())
         task.add_done_callback(done)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if self._closed and task.cancelled():  # it is `close` that cut it short, not whoever waits here
+                raise StateError("this fleet was torn down in the middle of the operation") from None
+            raise
 
 
 async def _resume(engine: EngineControl) -> None:
