@@ -1,0 +1,244 @@
+"""The learner of one process: a causal language model, its optimiser, and one step on a batch of trajectories."""
+
+# transformers ships partial types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from penstock.config import TrainConfig
+from penstock.errors import CheckpointError, ConfigError, UserError
+from penstock.train.advantages import ADVANTAGES, group_indices
+from penstock.train.batching import MicroBatch, collate, micro_batches
+from penstock.train.checkpoint import Snapshot
+from penstock.train.losses import LOSSES, Limits, LossTerms, Totals
+from penstock.types import Trajectory
+
+_HEAD_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+"""Config entries of models that do something to the logits after the output matrix."""
+
+
+class Learner:
+    """Holds the weights being trained, in fp32, on CUDA where there is a device.
+
+    It knows no event loop and may be called from any one thread at a time.
+
+    Args:
+        model_path: folder or hub name of a causal language model.
+        config: optimiser, loss, and sizes; see `TrainConfig`.
+        seed: of torch, for models with dropout.
+        temperature: of sampling. The engine's logprobs are those after division of the logits by it.
+        max_tokens: generation budget; the constant that Dr. GRPO divides by.
+
+    Attributes:
+        version: version of the weights held: 0 as loaded, +1 for each step.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or transforms its logits in a way that is not supported.
+    """
+
+    def __init__(
+        self, model_path: str, config: TrainConfig, *, seed: int, temperature: float = 1.0, max_tokens: int = 1
+    ) -> None:
+        self.config = config
+        self.temperature = temperature
+        self.max_tokens = max_tokens
+        self.version = 0
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._use_threads()
+        torch.manual_seed(seed)
+        self.model = _load_model(model_path).to(self.device)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=config.learning_rate,
+            betas=config.adam_betas,
+            weight_decay=config.weight_decay,
+        )
+
+    def step(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """One optimiser step on the batch; `version` goes up by one.
+
+        The batch is cut into micro-batches of at most `micro_batch_tokens` padded tokens, whose gradients add up to
+        that of the whole. The engine's logprobs are the behaviour policy: there is no second forward pass for them.
+
+        Returns:
+            `loss`, `grad_norm` (before clipping), `reward_mean`, `tokens` (prompt and response), `seconds`,
+            `tokens_per_second`, `trajectories_without_advantage` (fraction); the means of `LossOutput.metrics`; and of
+            |trainer logprob - engine logprob| over the policy's tokens: `logprob_diff_mean`, for each staleness s
+            `logprob_diff_staleness/s` (mean), and for tokens of the version held before the step
+            `logprob_diff_equal_tokens` (count) and `logprob_diff_max_equal`, the latter absent where the count is 0.
+
+        Raises:
+            UserError: no trajectories, an empty prompt, or no token that the policy made.
+        """
+        started = time.perf_counter()
+        self._use_threads()
+        totals = self._totals(trajectories)
+        rewards_N = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
+        groups_N = group_indices([t.group_id for t in trajectories])
+        advantages_N = ADVANTAGES[self.config.advantage](rewards_N, groups_N).float()
+
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        sums: dict[str, Tensor] = {}
+        differences: list[Tensor] = []
+        versions: list[Tensor] = []
+        for batch in micro_batches(trajectories, advantages_N, self.config.micro_batch_tokens):
+            metrics, difference_K = self._accumulate(batch.to(self.device), totals)
+            for name, value in metrics.items():
+                sums[name] = sums[name] + value if name in sums else value
+            differences.append(difference_K)
+            versions.append(batch.versions_K)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip_norm)
+        self.optimizer.step()
+
+        result = {name: float(value) for name, value in sums.items()}
+        result |= _difference_metrics(torch.cat(differences).cpu(), self.version - torch.cat(versions))
+        tokens = sum(len(t.prompt_ids) + len(t.response_ids) for t in trajectories)
+        seconds = time.perf_counter() - started
+        self.version += 1
+        return result | {
+            "grad_norm": float(grad_norm),
+            "reward_mean": float(rewards_N.mean()),
+            "trajectories_without_advantage": float((advantages_N == 0).float().mean()),
+            "tokens": float(tokens),
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+        }
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """`(checkpoint name, tensor)` of every weight, tied ones once.
+
+        The tensors are the live ones, detached: the next `step` changes them, so copy before it.
+        """
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+
+    @torch.no_grad()
+    def score(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> list[float]:
+        """Logprob of each response token under the weights held, after temperature."""
+        size = len(response_ids)
+        trajectory = Trajectory(
+            prompt_ids=tuple(prompt_ids),
+            response_ids=tuple(response_ids),
+            loss_mask=(1,) * size,
+            logprobs=(0.0,) * size,
+            versions=(0,) * size,
+            reward=0.0,
+            stop_reason="stop",
+            group_id="",
+        )
+        self.model.eval()
+        return self._logprobs(collate([trajectory], torch.zeros(1)).to(self.device)).tolist()
+
+    def state(self) -> Snapshot:
+        """Everything a resumed run needs, copied to the CPU: weights, optimiser, random state, version."""
+        tensors = {f"model/{name}": tensor for name, tensor in self.named_tensors()}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer/{key}/{name}"] = value
+        tensors["rng/cpu"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            tensors["rng/cuda"] = torch.cuda.get_rng_state(self.device)
+        copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+        return Snapshot(copies, {"version": self.version})
+
+    def load_state(self, state: Snapshot) -> None:
+        """Take up what `state` gave.
+
+        Raises:
+            CheckpointError: the state is that of another model; nothing was changed.
+        """
+        parameters = dict(self.model.named_parameters())
+        here = {f"model/{name}": tuple(parameter.shape) for name, parameter in parameters.items()}
+        there = {name: tuple(tensor.shape) for name, tensor in state.tensors.items() if name.startswith("model/")}
+        for name in sorted(here.keys() | there.keys()):
+            if here.get(name) != there.get(name):
+                raise CheckpointError(
+                    f"the checkpoint is of another model: {name} has shape {here.get(name)} here and {there.get(name)} "
+                    "there; resume with the model of that run, or start a new one"
+                )
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(state.tensors[f"model/{name}"])
+        self.optimizer.state.clear()
+        for key, value in state.tensors.items():
+            if key.startswith("optimizer/"):
+                _, entry, name = key.split("/", 2)
+                place = "cpu" if entry == "step" else self.device  # AdamW counts its steps on the CPU
+                self.optimizer.state[parameters[name]][entry] = value.to(place, copy=True)
+        torch.set_rng_state(state.tensors["rng/cpu"])
+        if self.device.type == "cuda" and "rng/cuda" in state.tensors:
+            torch.cuda.set_rng_state(state.tensors["rng/cuda"], self.device)
+        self.version = int(state.values["version"])
+
+    def _totals(self, trajectories: Sequence[Trajectory]) -> Totals:
+        if not trajectories:
+            raise UserError("a training step needs at least one trajectory, got none")
+        if any(not t.prompt_ids for t in trajectories):
+            raise UserError("a trajectory has an empty prompt; its first token would have nothing to be predicted from")
+        tokens = sum(sum(t.loss_mask) for t in trajectories)
+        if not tokens:
+            raise UserError(f"none of the {len(trajectories)} trajectories has a token that the policy made")
+        return Totals(sequences=len(trajectories), tokens=tokens, max_tokens=self.max_tokens)
+
+    def _accumulate(self, batch: MicroBatch, totals: Totals) -> tuple[dict[str, Tensor], Tensor]:
+        """Add the micro-batch's gradient; its share of the metrics, and |trainer - engine logprob| `[K]`."""
+        config = self.config
+        with torch.set_grad_enabled(batch.needs_gradient):
+            logprobs_K = self._logprobs(batch)
+            logprobs_B_T = logprobs_K.new_zeros(batch.mask_B_T.shape).masked_scatter(batch.mask_B_T, logprobs_K)
+            terms = LossTerms(logprobs_B_T, batch.behaviour_B_T, batch.advantages_B, batch.mask_B_T)
+            output = LOSSES[config.loss](
+                terms, Limits(config.clip_low, config.clip_high, config.importance_cap), totals
+            )
+            if batch.needs_gradient:
+                output.loss.backward()
+        difference_K = (logprobs_K.detach() - batch.behaviour_B_T[batch.mask_B_T]).abs()
+        return {"loss": output.loss.detach(), **output.metrics}, difference_K
+
+    def _logprobs(self, batch: MicroBatch) -> Tensor:
+        """Logprob of each token the policy made, `[K]`; the output matrix sees only the positions that predict one."""
+        # No attention mask: padding is on the right, where causal attention does not look from a real position.
+        hidden_B_L_H = self.model.base_model(input_ids=batch.input_ids_B_L, use_cache=False).last_hidden_state
+        hidden_K_H = hidden_B_L_H.flatten(0, 1)[batch.positions_K]
+        logits_K_V = self.model.get_output_embeddings()(hidden_K_H) / self.temperature
+        return -functional.cross_entropy(logits_K_V, batch.targets_K, reduction="none")
+
+    def _use_threads(self) -> None:
+        # Set again in each step: the number belongs to the calling thread.
+        if self.config.threads is not None:
+            torch.set_num_threads(self.config.threads)
+
+
+def _load_model(model_path: str) -> Any:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load model {model_path!r} for training: {error}") from error
+    for name in _HEAD_TRANSFORMS:
+        if getattr(model.config, name, None) not in (None, 1.0):
+            raise ConfigError(f"model {model_path!r} sets {name}, which the learner does not support")
+    return model
+
+
+def _difference_metrics(difference_K: Tensor, staleness_K: Tensor) -> dict[str, float]:
+    """Figures of |trainer - engine logprob| by trainer version minus token version."""
+    equal_K = difference_K[staleness_K == 0]
+    result = {
+        "logprob_diff_mean": float(difference_K.mean()),
+        "logprob_diff_equal_tokens": float(len(equal_K)),
+    }
+    if len(equal_K):
+        result["logprob_diff_max_equal"] = float(equal_K.max())
+    for staleness in staleness_K.unique().tolist():
+        result[f"logprob_diff_staleness/{staleness}"] = float(difference_K[staleness_K == staleness].mean())
+    return result
