@@ -213,7 +213,7 @@ async def test_an_older_version_number_is_refused(live):
 async def test_apply_without_prepare_is_refused(live):
     with pytest.raises(EngineHTTPError, match="not prepared") as error:
         await live.engine.control.apply_weights(9_999)
-    assert error.value.status == 400
+    assert error.value.status == 409
 
 
 async def test_native_endpoints_drive_our_backend(live):

@@ -14,7 +14,7 @@ import orjson
 from penstock.engine.vllm_plugin.spec import WeightSpec, check_bytes, expected_weights
 from penstock.engine.vllm_plugin.version_spans import VersionSpans
 from penstock.engine.wire import version_number
-from penstock.errors import WeightsError
+from penstock.errors import StateError, WeightsError
 from penstock.weights.manifest import WeightManifest
 
 MAX_BODY = 64 * 2**20
@@ -55,6 +55,8 @@ class PenstockMiddleware:
             status, answer = 200, await route(scope["app"].state.engine_client, body)
         except (WeightsError, orjson.JSONDecodeError) as error:
             status, answer = 400, {"error": str(error)}
+        except StateError as error:
+            status, answer = 409, {"error": str(error)}
         await _answer(send, status, answer)
 
     async def _info(self, engine: Any, _body: Any) -> dict[str, Any]:
@@ -88,7 +90,7 @@ class PenstockMiddleware:
         manifest = self._prepared
         if manifest is None or manifest.version != version:
             held = "none" if manifest is None else manifest.version
-            raise WeightsError(f"weight version {version} is not prepared here (prepared: {held})")
+            raise StateError(f"weight version {version} is not prepared here (prepared: {held})")
         async with self._updating:
             return await self._load(engine, manifest, clear_cache=bool(_field(body, "clear_cache")))
 

@@ -1,0 +1,116 @@
+"""Two real vLLM CPU engines behind the router: the invariants where they count."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from nano_models import History, changed
+from penstock import Fleet
+from penstock.errors import EngineHTTPError, WeightsError
+from penstock.types import PauseMode, SamplingParams
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+LONG = SamplingParams(max_tokens=150, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture(scope="module")
+async def fleet(nano_path):
+    async with Fleet.launch(nano_path, engines=2, profile="cpu", max_model_len=512) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def history(nano_path):
+    return History({0: AutoModelForCausalLM.from_pretrained(nano_path, dtype="float32")})
+
+
+async def test_updates_in_flight_lose_nothing_and_every_token_has_its_version(fleet, history):
+    prompts = [[5 + i, 6, 7] for i in range(24)]
+    batch = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=LONG))
+    groups = [asyncio.create_task(fleet.sample([40, 41, 42 + i], 3, LONG, session_id=i)) for i in range(4)]
+    for seed in (1, 2):
+        await asyncio.sleep(0.4)
+        model = changed(history.latest, seed)
+        report = await fleet.update_weights(model.named_parameters())
+        history.models[report.version] = model
+        assert [engine.engine for engine in report.engines] == ["e0", "e1"]
+        assert len({engine.checksum for engine in report.engines}) == 1
+        assert report.failures == {}
+    out = await batch
+    assert [len(ids) for ids in out.response_ids] == [150] * 24
+    samples = [(p, s) for p, s in zip(prompts, _samples(out), strict=True)]
+    samples += [([40, 41, 42 + i], s) for i, task in enumerate(groups) for s in await task]
+    assert {v for _, s in samples for v in s.versions()} >= {0, 1}
+    for prompt, sample in samples:
+        assert history.worst_difference(prompt, sample) < 1e-4
+    crossed = [(p, s) for p, s in samples if len(s.spans) > 1]
+    assert crossed, "no request was in flight during an update"
+    last = max(history.models)
+    history.models[last + 1] = changed(history.models[0], 77)
+    assert all(history.worst_difference(p, s, shift=1) > 1e-2 for p, s in crossed)
+    del history.models[last + 1]
+
+
+async def test_both_engines_work_and_a_session_stays_on_one(fleet):
+    before = [e.stats.generation_tokens for e in await fleet.engines()]
+    await fleet.generate(prompt_token_ids=[[9, 9]] * 8, sampling_params=LONG)
+    spread = [e.stats.generation_tokens for e in await fleet.engines()]
+    assert all(b > a for a, b in zip(before, spread, strict=True))
+    for _ in range(4):
+        await fleet.sample([8, 8], 1, LONG, session_id="conversation")
+    sticky = [e.stats.generation_tokens for e in await fleet.engines()]
+    assert sorted(b - a for a, b in zip(spread, sticky, strict=True)) == [0, 600]
+
+
+async def test_requests_wait_through_a_pause_and_none_fails(fleet, history):
+    running = asyncio.create_task(fleet.generate(prompt_token_ids=[[5, 6]] * 6, sampling_params=LONG))
+    await asyncio.sleep(0.2)
+    await fleet.pause_generation(PauseMode.KEEP)
+    late = asyncio.create_task(fleet.sample([5, 6], 2, LONG))
+    done, _ = await asyncio.wait({running, late}, timeout=0.3)
+    assert not done
+    model = changed(history.latest, 9)
+    history.models[(await fleet.update_weights(model.named_parameters())).version] = model
+    done, _ = await asyncio.wait({running, late}, timeout=0.2)
+    assert not done, "an update let a paused fleet go on"
+    await fleet.resume_generation()
+    for sample in [*_samples(await running), *await late]:
+        assert history.worst_difference([5, 6], sample) < 1e-4
+
+
+async def test_the_four_prompt_forms_and_n(fleet, nano_path):
+    body = {"model": str(nano_path), "max_tokens": 3, "seed": 3, "n": 2}
+    for prompt, count in (("12", 1), (["12", "34"], 2), ([21, 22], 1), ([[21, 22], [23, 24], [21, 22]], 3)):
+        answer = await fleet.completion({**body, "prompt": prompt})
+        assert [choice["index"] for choice in answer["choices"]] == list(range(2 * count))
+        assert answer["usage"]["completion_tokens"] == 6 * count
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert texts[:2] == texts[4:]  # the same prompt and seed, wherever it was served
+
+
+async def test_bad_input_is_refused_and_the_fleet_goes_on(fleet, history):
+    with pytest.raises(EngineHTTPError, match="512") as error:
+        await fleet.generate(prompt_token_ids=[[5] * 600, [5]])
+    assert error.value.status == 400
+    tensors = dict(history.latest.named_parameters())
+    tensors.pop("model.norm.weight")
+    version = fleet.weight_version
+    with pytest.raises(WeightsError, match="missing"):
+        await fleet.update_weights(tensors.items())
+    assert fleet.weight_version == version
+    assert len((await fleet.sample([5], 1, LONG))[0].token_ids) == 150
+
+
+def _samples(out):
+    from penstock.types import Sample
+
+    return [
+        Sample(ids, reason, logprobs, spans)
+        for ids, reason, logprobs, spans in zip(
+            out.response_ids, out.stop_reasons, out.response_logprobs, out.response_spans, strict=True
+        )
+    ]
