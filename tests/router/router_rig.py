@@ -12,7 +12,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from penstock.config import RouterConfig
-from penstock.router.admin_client import RouterAdmin
+from penstock.router.admin_client import RouterAdmin, RouterState
 from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
 
@@ -96,6 +96,11 @@ class Backend:
             for writer in list(self._writers):
                 writer.transport.abort()
             self._server = None
+
+    @property
+    def open(self) -> int:
+        """Connections that the router has with it."""
+        return len(self._writers)
 
     def entry(self, **more: Any) -> EngineEntry:
         return EngineEntry(self.name, f"http://127.0.0.1:{self.port}", **more)
@@ -181,6 +186,16 @@ def request(target: str = "/v1/x", body: bytes = b"", headers: str = "", method:
     return f"{method} {target} HTTP/1.1\r\nHost: test\r\n{headers}{length}\r\n".encode("latin-1") + body
 
 
+async def eventually(holds: Callable[[], bool | Awaitable[bool]], seconds: float = 20) -> None:
+    """Wait for what another process, or a socket, will bring about."""
+    async with asyncio.timeout(seconds):
+        while True:
+            now = holds()
+            if now if isinstance(now, bool) else await now:
+                return
+            await asyncio.sleep(0.005)
+
+
 @dataclass
 class Rig:
     """A router, its backends and an admin client."""
@@ -203,14 +218,21 @@ class Rig:
         self.epoch += 1
         await self.admin.set_engines(self.epoch, entries)
 
-    async def settled(self) -> Any:
+    async def settled(self) -> RouterState:
         """State once nothing is outstanding."""
-        async with asyncio.timeout(5):
-            while True:
-                state = await self.admin.engines()
-                if not state.held and not any(e.outstanding for e in state.engines):
-                    return state
-                await asyncio.sleep(0.005)
+
+        async def idle() -> bool:
+            state = await self.admin.engines()
+            return not state.held and not any(e.outstanding for e in state.engines)
+
+        await eventually(idle, 5)
+        return await self.admin.engines()
+
+    async def until_held(self, held: int) -> None:
+        async def so_many() -> bool:
+            return (await self.admin.engines()).held == held
+
+        await eventually(so_many)
 
 
 @asynccontextmanager

@@ -21,7 +21,7 @@ async def echo(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> 
 
 
 @both_loops
-async def test_heads_pass_both_ways(process: bool) -> None:
+async def test_heads_pass_both_ways(*, process: bool) -> None:
     async with rig(echo, process=process) as r:
         client = await r.client()
         sent = (
@@ -43,7 +43,7 @@ async def test_heads_pass_both_ways(process: bool) -> None:
 
 
 @both_loops
-async def test_bodies_pass_whatever_their_framing_and_size(process: bool) -> None:
+async def test_bodies_pass_whatever_their_framing_and_size(*, process: bool) -> None:
     async with rig(echo, process=process) as r, aiohttp.ClientSession() as session:
 
         async def pieces(body: bytes) -> Any:
@@ -62,7 +62,7 @@ async def test_bodies_pass_whatever_their_framing_and_size(process: bool) -> Non
 
 
 @both_loops
-async def test_a_prompt_of_32k_ids(process: bool) -> None:
+async def test_a_prompt_of_32k_ids(*, process: bool) -> None:
     async with rig(echo, process=process) as r, aiohttp.ClientSession() as session:
         prompt = {"model": "m", "prompt": list(range(100_000, 132_768)), "return_token_ids": True, "priority": 3}
         async with session.post(r.url + "/v1/completions", json=prompt) as response:
@@ -71,7 +71,7 @@ async def test_a_prompt_of_32k_ids(process: bool) -> None:
 
 
 @both_loops
-async def test_chunks_extensions_and_trailers_pass(process: bool) -> None:
+async def test_chunks_extensions_and_trailers_pass(*, process: bool) -> None:
     wire = b'3;a="b c"\r\nabc\r\n1\r\nd\r\n0\r\nX-Sum: 1\r\n\r\n'
 
     async def chunked(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
@@ -92,7 +92,7 @@ async def test_chunks_extensions_and_trailers_pass(process: bool) -> None:
 
 
 @both_loops
-async def test_each_event_is_passed_on_at_once(process: bool) -> None:
+async def test_each_event_is_passed_on_at_once(*, process: bool) -> None:
     release = [asyncio.Event() for _ in range(5)]
 
     async def events(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
@@ -116,7 +116,7 @@ async def test_each_event_is_passed_on_at_once(process: bool) -> None:
 
 
 @both_loops
-async def test_a_request_body_is_streamed(process: bool) -> None:
+async def test_a_request_body_is_streamed(*, process: bool) -> None:
     async def early(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
         chunks = read_chunks(reader)
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-First: " + await anext(chunks) + b"\r\n\r\n")
@@ -139,7 +139,7 @@ async def test_a_request_body_is_streamed(process: bool) -> None:
 
 
 @both_loops
-async def test_answers_without_a_body(process: bool) -> None:
+async def test_answers_without_a_body(*, process: bool) -> None:
     async def bare(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
         match seen.line.split()[1]:
             case "/head":
@@ -161,7 +161,7 @@ async def test_answers_without_a_body(process: bool) -> None:
 
 
 @both_loops
-async def test_informational_answers(process: bool) -> None:
+async def test_informational_answers(*, process: bool) -> None:
     async def hints(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
         writer.write(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: a\r\n\r\n" + reply(b"done"))
 
@@ -201,7 +201,7 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
 
 
 @both_loops
-async def test_clients_of_http_1_0(process: bool) -> None:
+async def test_clients_of_http_1_0(*, process: bool) -> None:
     async def chunked(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
         if seen.line.split()[1] == "/plain":
             writer.write(reply(b"plain"))
@@ -220,7 +220,7 @@ async def test_clients_of_http_1_0(process: bool) -> None:
 
 
 @both_loops
-async def test_an_answer_that_ends_with_its_connection(process: bool) -> None:
+async def test_an_answer_that_ends_with_its_connection(*, process: bool) -> None:
     async def until_close(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
         writer.write(b"HTTP/1.0 200 OK\r\nContent-Type: text/plain\r\n\r\nall of it")
         writer.close()

@@ -260,9 +260,9 @@ class ClientConnection(asyncio.Protocol):
         self._head = data
 
     def _begin(self, request: RequestHead, data: bytes, start: int) -> None:
-        self._check(request)
         self._request = request
         body = self._body = ChunkedReader() if request.length == CHUNKED else LengthReader(request.length)
+        self._check(request)
         call = self._call = self._router.call(self, request)
         if body.done:
             call.add_body(b"", done=True)

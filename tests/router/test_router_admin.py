@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+from router_rig import answer_name, eventually, request, rig
+
+from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, StateError, UserError
+from penstock.router.admin_client import RouterAdmin
+from penstock.router.membership import EngineEntry, Membership
+from penstock.router.server import Router
+
+
+async def test_the_set_and_its_figures() -> None:
+    async with rig(answer_name, answer_name) as r:
+        client = await r.client()
+        for session in ("a", "b", "a"):
+            await client.ask(headers=f"X-Session-ID: {session}\r\n")
+        state = await r.settled()
+        assert (state.epoch, state.requests, state.sessions, state.held, state.gate_closed) == (1, 3, 2, 0, False)
+        assert [e.name for e in state.engines] == ["e0", "e1"]
+        assert sum(e.requests for e in state.engines) == 3
+        await r.admin.gate(closed=True)
+        assert (await r.admin.engines()).gate_closed
+
+
+async def test_epochs() -> None:
+    async with rig() as r:
+        first = [EngineEntry("a", "http://127.0.0.1:1"), EngineEntry("b", "http://127.0.0.1:2", 3, eligible=False)]
+        await r.admin.set_engines(5, first)
+        await r.admin.set_engines(5, first)  # the same again
+        await r.admin.set_engines(4, first)  # late, and nothing new
+        for epoch in (5, 4):
+            with pytest.raises(StateError, match=rf"epoch {epoch} is not newer than 5"):
+                await r.admin.set_engines(epoch, first[:1])
+        state = await r.admin.engines()
+        assert (state.epoch, [(e.name, e.weight_version, e.eligible) for e in state.engines]) == (
+            5,
+            [("a", 0, True), ("b", 3, False)],
+        )
+        await r.admin.set_engines(6, [])
+        assert (await r.admin.engines()).engines == ()
+
+
+async def test_an_engine_that_stays_keeps_its_connections_and_one_that_leaves_ends_its_work() -> None:
+    go = asyncio.Event()
+
+    async def slow(backend: object, seen: object, reader: object, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
+        await go.wait()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+    async with rig(slow, answer_name, policy="round-robin") as r:
+        leaving, staying = r.backends
+        client = await r.client()
+        await client.send(request())
+        await leaving.arrived.wait()
+        await r.announce([staying.entry(weight_version=1)])
+        assert [e.name for e in (await r.admin.engines()).engines] == ["e1"]
+        other = await r.client()
+        assert {(await other.ask()).body for _ in range(3)} == {b"e1"}
+        go.set()
+        assert (await client.receive()).body == b"ok"
+        async with asyncio.timeout(3):
+            await leaving.disconnected.wait()
+        assert staying.connections == 1
+
+
+async def test_sessions_of_an_ineligible_engine_move_and_stay_moved() -> None:
+    async with rig(answer_name, answer_name) as r:
+        client = await r.client()
+        homes = {s: (await client.ask(headers=f"X-Session-ID: {s}\r\n")).body for s in range(20)}
+        assert set(homes.values()) == {b"e0", b"e1"}
+        again = {s: (await client.ask(headers=f"X-Session-ID: {s}\r\n")).body for s in range(20)}
+        assert again == homes
+        e0, e1 = r.backends
+        await r.announce([e0.entry(eligible=False), e1.entry()])
+        assert {(await client.ask(headers=f"X-Session-ID: {s}\r\n")).body for s in range(20)} == {b"e1"}
+        await r.announce([e0.entry(), e1.entry()])
+        assert {(await client.ask(headers=f"X-Session-ID: {s}\r\n")).body for s in range(20)} == {b"e1"}
+
+
+async def test_load_goes_to_the_idlest() -> None:
+    go = asyncio.Event()
+
+    async def slow(backend: object, seen: object, reader: object, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
+        await go.wait()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    async with rig(slow, slow, slow) as r:
+        clients = [await r.client() for _ in range(12)]
+        for i, client in enumerate(clients):
+            await client.send(request(headers=f"X-Session-ID: {i}\r\n" if i % 2 else ""))
+            await eventually(lambda so_many=i + 1: sum(len(b.seen) for b in r.backends) == so_many)
+        assert [e.outstanding for e in (await r.admin.engines()).engines] == [4, 4, 4]
+        go.set()
+        await r.settled()
+
+
+BAD_CALLS = [
+    ("PUT", "/router/engines", b"{", 400, "not JSON"),
+    ("PUT", "/router/engines", b"[]", 400, "does not fit"),
+    ("PUT", "/router/engines", b'{"engines": []}', 400, "epoch"),
+    ("PUT", "/router/engines", b'{"epoch": "1", "engines": []}', 400, "epoch"),
+    ("PUT", "/router/engines", b'{"epoch": -1, "engines": []}', 400, "epoch"),
+    ("PUT", "/router/engines", b'{"epoch": 9, "engines": [{"name": "a"}]}', 400, "engines.0.url"),
+    ("PUT", "/router/engines", b'{"epoch": 9, "engines": [{"name": "a", "url": "a"}]}', 400, "http://host:port"),
+    (
+        "PUT",
+        "/router/engines",
+        b'{"epoch": 9, "engines": [{"name": "a", "url": "https://a:1"}]}',
+        400,
+        "http://host:port",
+    ),
+    ("PUT", "/router/engines", b'{"epoch": 9, "engines": [{"name": "a", "url": "http://a:1/v1"}]}', 400, "http://host"),
+    (
+        "PUT",
+        "/router/engines",
+        b'{"epoch": 9, "engines": [{"name": "a b", "url": "http://a:1"}]}',
+        400,
+        "without spaces",
+    ),
+    ("PUT", "/router/engines", b'{"epoch": 9, "engines": [{"name": "a", "url": "http://a:1", "wv": 1}]}', 400, "wv"),
+    ("POST", "/router/gate", b'{"closed": 1}', 400, "closed"),
+    ("POST", "/router/gate", b"{}", 400, "closed"),
+    ("DELETE", "/router/engines", b"", 405, "DELETE"),
+    ("GET", "/router/nothing", b"", 404, "/router/nothing"),
+    ("GET", "/router", b"", 404, "/router"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "status", "message"), BAD_CALLS)
+async def test_bad_admin_calls_are_clear(method: str, path: str, body: bytes, status: int, message: str) -> None:
+    async with rig(answer_name) as r:
+        client = await r.client()
+        answer = await client.ask(path, body, method=method)
+        assert answer.status == status
+        error = json.loads(answer.body)["error"]
+        assert message in error["message"]
+        assert error["code"] == answer.header("x-penstock-error")
+        assert (await r.admin.engines()).epoch == 1
+        assert r.backends[0].seen == []
+        assert (await client.ask()).status == 200
+
+
+async def test_two_engines_of_one_name_or_url_are_refused() -> None:
+    a = EngineEntry("a", "http://127.0.0.1:1")
+    with pytest.raises(UserError, match="name 'a'"):
+        Membership().replaced_by(1, [a, EngineEntry("a", "http://127.0.0.1:2")])
+    with pytest.raises(UserError, match=r"url 'http://127\.0\.0\.1:1'"):
+        Membership().replaced_by(1, [a, EngineEntry("b", "http://127.0.0.1:1")])
+
+
+async def test_the_key_is_asked_for_everywhere_but_on_health() -> None:
+    async with rig(answer_name, api_key="secret") as r:
+        client = await r.client()
+        for headers in ("", "Authorization: Bearer wrong\r\n", "Authorization: secret\r\n"):
+            for method, target in (
+                ("POST", "/v1/x"),
+                ("GET", "/router/engines"),
+                ("GET", "/router/metrics"),
+                ("POST", "/router/health"),
+                ("GET", "/router/health/../engines"),
+                ("OPTIONS", "/v1/x"),
+            ):
+                answer = await client.ask(target, method=method, headers=headers)
+                assert (answer.status, answer.header("www-authenticate")) == (401, "Bearer")
+        assert r.backends[0].seen == []
+        assert (await client.ask("/router/health", method="GET")).status == 200
+        answer = await client.ask(headers="authorization: Bearer secret\r\n")
+        assert answer.status == 200
+        assert r.backends[0].seen[0].header("authorization") == "Bearer secret"
+        stranger = RouterAdmin(r.url)
+        await stranger.health()
+        with pytest.raises(EngineHTTPError, match="API key is missing") as caught:
+            await stranger.engines()
+        assert caught.value.status == 401
+        await stranger.close()
+
+
+async def test_a_wrong_key_with_a_large_body_still_gets_its_answer() -> None:
+    async with (
+        rig(answer_name, api_key="secret") as r,
+        aiohttp.ClientSession() as session,
+        session.post(r.url + "/v1/x", data=b"x" * 20_000_000) as response,
+    ):
+        assert response.status == 401
+
+
+async def test_metrics() -> None:
+    async with rig(answer_name) as r:
+        client = await r.client()
+        await client.ask(body=b"12345")
+        await client.ask("/router/nothing")
+        await r.settled()
+        text = (await client.ask("/router/metrics", method="GET")).body.decode()
+        lines = text.splitlines()
+        for line in (
+            "penstock_router_requests_total 1",
+            'penstock_router_errors_total{code="not_found"} 1',
+            "penstock_router_retries_total 0",
+            "penstock_router_held 0",
+            'penstock_router_engine_outstanding{engine="e0"} 0',
+            'penstock_router_engine_requests_total{engine="e0"} 1',
+            "penstock_router_request_bytes_total 5",
+            "penstock_router_response_bytes_total 2",
+            "penstock_router_hold_seconds_total 0.0",
+        ):
+            assert line in lines
+        assert (await client.ask("/router/metrics", method="HEAD")).body == b""
+
+
+async def test_admin_calls_have_a_deadline_and_say_when_the_router_is_gone() -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    admin = RouterAdmin(f"http://127.0.0.1:{port}", timeout_s=0.2)
+    with pytest.raises(DeadlineError, match=r"within 0\.2 s"):
+        await admin.health()
+    server.close()
+    await server.wait_closed()
+    with pytest.raises(EngineDeadError, match="is gone"):
+        await admin.health()
+    await admin.close()
+
+
+async def test_a_port_that_is_taken_is_a_clear_error() -> None:
+    first = Router()
+    await first.start("127.0.0.1", 0)
+    port = int(first.url.rsplit(":", 1)[1])
+    with pytest.raises(UserError, match=rf"cannot listen on 127\.0\.0\.1:{port}"):
+        await Router().start("127.0.0.1", port)
+    await first.close()

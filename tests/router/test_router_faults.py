@@ -1,0 +1,239 @@
+"""Clients and engines that go away, engines that refuse: what is retried, where, and what the client sees."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from router_rig import Backend, RawClient, Seen, answer_name, eventually, reply, request, rig
+
+both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])
+Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+
+
+async def never(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+    await reader.readexactly(1)  # the router's disconnect ends it
+
+
+async def streaming(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+    writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
+    await reader.readexactly(1)
+
+
+async def hang_up(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+    writer.close()
+
+
+@both_loops
+@pytest.mark.parametrize("answer", [never, streaming], ids=["before the answer", "inside the answer"])
+async def test_a_client_that_leaves_ends_the_engines_work(*, process: bool, answer: object) -> None:
+    async with rig(answer, process=process) as r:  # type: ignore[arg-type]
+        client = await r.client()
+        await client.send(request(body=b"x" * 10))
+        async with asyncio.timeout(5):
+            await r.backends[0].arrived.wait()
+            if answer is streaming:
+                await client.head()
+            client.close()
+            await r.backends[0].disconnected.wait()
+        assert (await r.settled()).engines[0].requests == 1
+
+
+async def test_a_client_that_leaves_inside_its_body_ends_the_engines_work() -> None:
+    async with rig(never) as r:
+        client = await r.client()
+        await client.send(request(headers="Content-Length: 100\r\n") + b"half")
+        async with asyncio.timeout(5):
+            await r.backends[0].arrived.wait()
+            client.close()
+            await r.backends[0].disconnected.wait()
+        await r.settled()
+
+
+BROKEN = {
+    "length": b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\npart",
+    "chunked": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\npart\r\n",
+    "inside a chunk": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\npart",
+}
+
+
+@both_loops
+@pytest.mark.parametrize("wire", BROKEN.values(), ids=BROKEN)
+async def test_an_engine_that_breaks_off_is_never_a_clean_end(*, process: bool, wire: bytes) -> None:
+    async def breaks(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        writer.write(wire)
+        writer.close()
+
+    async with rig(breaks, answer_name, process=process, policy="round-robin") as r:
+        client = await r.client()
+        await client.send(request())
+        assert await client.rest() == wire  # what there was, no terminating chunk, no other engine's answer
+        assert len(r.backends[1].seen) == 0
+        await r.settled()
+
+
+@both_loops
+async def test_a_reset_without_framing_is_a_reset(*, process: bool) -> None:
+    async def resets(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\npart")
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.get_extra_info("socket").setsockopt(1, 13, b"\1\0\0\0\0\0\0\0")  # SO_LINGER 0: close with a reset
+        writer.transport.abort()
+
+    async with rig(resets, process=process) as r:
+        client = await r.client()
+        await client.send(request())
+        with pytest.raises(ConnectionResetError):
+            await client.rest()
+
+
+async def test_http_1_0_clients_see_a_broken_chunked_answer_as_a_reset() -> None:
+    async def breaks(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        writer.write(BROKEN["chunked"])
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.close()
+
+    async with rig(breaks) as r:
+        client = await r.client()
+        await client.send(b"GET / HTTP/1.0\r\n\r\n")
+        with pytest.raises(ConnectionResetError):
+            await client.rest()
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"SSH-2.0-OpenSSH\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Le",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok",
+    ],
+    ids=["ambiguous", "not HTTP", "upgrade", "half a head", "bad chunk", "two answers"],
+)
+async def test_an_answer_that_is_no_http_is_a_502(wire: bytes) -> None:
+    async def odd(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        writer.write(wire)
+        await writer.drain()
+        writer.close()
+
+    async with rig(odd) as r:
+        client = await r.client()
+        answer = await client.ask()
+        assert answer.status == 502
+        assert answer.header("x-penstock-error") in {"bad_engine_response", "engine_failed"}
+        assert len(r.backends[0].seen) == 1  # a byte had come: not retried
+        assert (await client.ask()).status == 502  # the connection goes on
+
+
+@both_loops
+async def test_a_request_that_was_hung_up_on_goes_to_another_engine_once(*, process: bool) -> None:
+    async with rig(hang_up, answer_name, hang_up, process=process, policy="round-robin") as r:
+        body = b"x" * 300_000
+        for _ in range(6):
+            client = await r.client()
+            answer = await client.ask(body=body)
+            assert (answer.status, answer.body) == (200, b"e1")
+        assert all(seen.body == body for seen in r.backends[1].seen)
+        sent = Counter({b.name: len(b.seen) for b in r.backends})
+        assert sent["e1"] == 6
+        state = await r.settled()
+        assert not any(e.down for e in state.engines)  # nobody refused a connection
+
+
+async def test_no_engine_is_tried_twice() -> None:
+    async with rig(hang_up, hang_up, hang_up) as r:
+        answer = await (await r.client()).ask(body=b"poison")
+        assert (answer.status, answer.header("x-penstock-error")) == (502, "engines_failed")
+        assert [len(b.seen) for b in r.backends] == [1, 1, 1]
+
+
+async def test_a_session_follows_its_retry() -> None:
+    async with rig(answer_name, answer_name) as r:
+        first = await (await r.client()).ask(headers="X-Session-ID: s\r\n")
+        home = next(b for b in r.backends if b.name == first.body.decode())
+        other = next(b for b in r.backends if b is not home)
+        home.answer = hang_up
+        moved = await (await r.client()).ask(headers="X-Session-ID: s\r\n")
+        assert moved.body == other.name.encode()
+        home.answer = answer_name
+        assert (await (await r.client()).ask(headers="X-Session-ID: s\r\n")).body == other.name.encode()
+
+
+async def test_a_stale_connection_is_no_fault_of_its_engine() -> None:
+    async def once(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:
+        await answer_name(backend, seen, reader, writer)
+        await reader.readuntil(b"\r\n\r\n")  # the next request meets a connection that closes unanswered
+        writer.close()
+
+    async with rig(once, answer_name, policy="sticky-least-loaded") as r:
+        r.backends[1].answer = once
+        client = await r.client()
+        for _ in range(3):
+            answers = {(await client.ask(headers="X-Session-ID: s\r\n")).body for _ in range(2)}
+            assert len(answers) == 1  # on the same engine, on a fresh connection
+
+
+async def test_an_http_500_is_an_answer() -> None:
+    async def error(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        writer.write(reply(b'{"error": "x"}', "500 Internal Server Error"))
+
+    async with rig(error, answer_name, policy="round-robin") as r:
+        client = await r.client()
+        statuses = [(await client.ask()).status for _ in range(6)]
+        assert sorted(statuses) == [200] * 3 + [500] * 3
+        assert not any(e.down for e in (await r.admin.engines()).engines)
+
+
+async def test_a_body_over_the_replay_limit_is_not_retried() -> None:
+    async with rig(hang_up, hang_up) as r:
+        answer = await (await r.client()).ask(body=b"x" * (3 << 20))
+        assert (answer.status, answer.header("x-penstock-error")) == (502, "engine_failed")
+        assert sum(len(b.seen) for b in r.backends) == 1
+
+
+@both_loops
+async def test_an_engine_that_refuses_is_left_out_until_it_answers_a_probe(*, process: bool) -> None:
+    async with rig(answer_name, answer_name, process=process, policy="round-robin") as r:
+        client = await r.client()
+        await r.backends[0].stop()
+        answers = [(await client.ask(body=b"x" * 2_000_000)).body for _ in range(4)]
+        assert answers == [b"e1"] * 4  # nothing was sent to the one that refused: any size goes on
+        assert [e.down for e in (await r.admin.engines()).engines] == [True, False]
+        await r.backends[0].start()
+
+        async def up() -> bool:
+            return not (await r.admin.engines()).engines[0].down
+
+        await eventually(up)
+        assert {(await client.ask()).body for _ in range(4)} == {b"e0", b"e1"}
+
+
+async def test_an_early_answer_ends_the_upload() -> None:
+    async def too_large(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        writer.write(reply(b"too large", "413 Content Too Large"))
+        await reader.read()
+
+    async with rig(too_large, read_bodies=False) as r:
+        client = await r.client()
+        await client.send(request(headers="Content-Length: 5000000\r\n") + b"x" * 100_000)
+        answer = await client.receive()
+        assert (answer.status, answer.body, answer.header("connection")) == (413, b"too large", "close")
+        await eventually(lambda: not r.backends[0].open)
+        await r.settled()
+
+
+async def test_closing_the_router_breaks_what_is_under_way() -> None:
+    async with rig(streaming) as r:
+        client = await r.client()
+        await client.send(request())
+        await client.head()
+        assert r.router is not None
+        await r.router.close()
+        assert await client.rest() == b"3\r\nabc\r\n"
+        with pytest.raises(ConnectionRefusedError):
+            await RawClient.connect(r.url)

@@ -1,0 +1,219 @@
+"""Requests that wait: for the gate, for an engine, for a weight version."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from router_rig import Backend, RawClient, Seen, answer_name, eventually, reply, request, rig
+
+from penstock.router.engine_connection import EngineConnection
+from penstock.router.exchange import Exchange
+from penstock.router.gate import Gate
+from penstock.router.refusal import RefusalError
+
+Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])
+
+
+class Item:
+    """A request that only records what happens to it."""
+
+    hold_seconds = 0.0
+
+    def __init__(self, name: int, log: list[int], *, placeable: bool = True) -> None:
+        self.name = name
+        self.log = log
+        self.placeable = placeable
+        self.refusal = ""
+
+    def try_place(self) -> bool:
+        if self.placeable:
+            self.log.append(self.name)
+        return self.placeable
+
+    def held(self) -> None:
+        pass
+
+    def refuse(self, refusal: RefusalError) -> None:
+        self.refusal = refusal.code
+
+
+async def test_waiting_requests_go_in_order_and_newcomers_behind_them() -> None:
+    gate, log = Gate(max_held=10_000, max_hold_s=10), []
+    gate.set(closed=True)
+    for i in range(200):
+        gate.submit(Item(i, log))
+    gate.set(closed=False)
+    assert 0 < len(log) < 200  # a slice at once, the rest in later turns of the loop
+    gate.submit(Item(200, log))
+    await eventually(lambda: not len(gate))
+    gate.submit(Item(201, log))
+    assert log == list(range(202))
+
+
+async def test_closing_again_stops_the_release_and_keeps_the_order() -> None:
+    gate, log = Gate(max_held=10_000, max_hold_s=10), []
+    gate.set(closed=True)
+    for i in range(200):
+        gate.submit(Item(i, log))
+    gate.set(closed=False)
+    gate.set(closed=True)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    gone = len(log)
+    assert gone < 200
+    gate.set(closed=False)
+    await eventually(lambda: not len(gate))
+    assert log == list(range(200))
+
+
+async def test_what_no_engine_may_serve_does_not_hold_up_the_others() -> None:
+    gate, log = Gate(max_held=10, max_hold_s=10), []
+    stuck = Item(0, log, placeable=False)
+    gate.submit(stuck)
+    gate.submit(Item(1, log))
+    assert (log, len(gate)) == ([1], 1)
+    gate.recheck()
+    await asyncio.sleep(0)
+    assert len(gate) == 1
+    stuck.placeable = True
+    gate.recheck()
+    assert (log, len(gate)) == ([1, 0], 0)
+
+
+async def test_the_queue_is_bounded_and_its_wait_too() -> None:
+    gate, log = Gate(max_held=2, max_hold_s=5), []
+    gate.set(closed=True)
+    items = [Item(i, log) for i in range(3)]
+    for item in items:
+        gate.submit(item)
+    assert [item.refusal for item in items] == ["", "", "queue_full"]
+    gate.discard(items[0])
+    gate.expire(time.monotonic() + 4)
+    assert len(gate) == 1
+    gate.expire(time.monotonic() + 6)
+    assert (items[1].refusal, items[0].refusal, len(gate)) == ("held_too_long", "", 0)
+
+
+@both_loops
+async def test_two_thousand_wait_and_go_on_in_order_while_new_clients_are_accepted(
+    *, process: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 2000
+    sent: list[int] = []
+    send = EngineConnection.send
+
+    def spy(self: EngineConnection, exchange: Exchange, *parts: Any) -> None:
+        sent.append(int(exchange.request.target[1:]))
+        send(self, exchange, *parts)
+
+    monkeypatch.setattr(EngineConnection, "send", spy)  # sees the router of this process only
+    async with rig(answer_name, process=process) as r:
+        await r.admin.gate(closed=True)
+        clients: list[RawClient] = []
+        for i in range(count):
+            client = await r.client()
+            clients.append(client)
+            client.writer.write(request(f"/{i}", b"x" * 10))
+            if i % 50 == 49:
+                await r.until_held(i + 1)
+        assert r.backends[0].connections == 0
+        await r.admin.gate(closed=False)
+        assert (await (await r.client()).ask("/router/health", method="GET")).status == 200
+        assert len(r.backends[0].seen) < count  # a new client did not have to wait for all of them
+        answers = await asyncio.gather(*[client.receive() for client in clients])
+        assert {answer.status for answer in answers} == {200}
+        assert sent == ([] if process else list(range(count)))
+        assert len(r.backends[0].seen) == count
+        state = await r.settled()
+        assert (state.held, state.requests) == (0, count)
+
+
+async def test_the_gate_holds_new_requests_only() -> None:
+    go = asyncio.Event()
+
+    async def slow(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        await go.wait()
+        writer.write(reply())
+
+    async with rig(slow) as r:
+        before = await r.client()
+        await before.send(request())
+        await r.backends[0].arrived.wait()
+        await r.admin.gate(closed=True)
+        go.set()
+        assert (await before.receive()).status == 200
+        after = await r.client()
+        await after.send(request())
+        await r.until_held(1)
+        opened = time.monotonic()
+        await r.admin.gate(closed=False)
+        assert (await after.receive()).status == 200
+        assert time.monotonic() - opened < 0.5
+        assert r.router is not None
+        assert r.router.metrics.holds == 1
+        assert r.router.metrics.hold_seconds > 0
+
+
+async def test_nothing_up_is_held_then_refused_with_retry_after() -> None:
+    async with rig(max_hold_s=0.3) as r:
+        client = await r.client()
+        started = time.monotonic()
+        answer = await client.ask()
+        assert 0.3 <= time.monotonic() - started < 2
+        assert (answer.status, answer.header("x-penstock-error")) == (503, "held_too_long")
+        assert int(answer.header("retry-after") or 0) > 0
+        assert b'"message":"no engine could serve it for 0.3 s' in answer.body
+        assert (await client.ask()).status == 503  # the connection goes on
+
+
+async def test_a_held_request_goes_to_the_first_engine_that_comes() -> None:
+    async with rig() as r:
+        backend = await Backend(name="late").start()
+        client = await r.client()
+        await client.send(request(body=b"x" * 3_000_000))  # over what is read of a held request
+        await r.until_held(1)
+        await r.announce([backend.entry(eligible=False)])
+        assert (await r.admin.engines()).held == 1
+        await r.announce([backend.entry()])
+        assert (await client.receive()).body == b"late"
+        assert len(backend.seen[0].body) == 3_000_000
+        await backend.stop()
+
+
+async def test_a_request_waits_for_its_weight_version() -> None:
+    async with rig(answer_name, answer_name) as r:
+        old, new = r.backends
+        await r.announce([old.entry(weight_version=3), new.entry(weight_version=4)])
+        client, other = await r.client(), await r.client()
+        assert {(await client.ask(headers="X-Weight-Version: 4\r\n")).body for _ in range(3)} == {b"e1"}
+        await client.send(request(headers="X-Weight-Version: 5\r\n"))
+        await r.until_held(1)
+        assert (await other.ask(headers="X-Weight-Version: 3\r\n")).status == 200
+        await r.announce([old.entry(weight_version=5), new.entry(weight_version=4)])
+        assert (await client.receive()).body == b"e0"
+
+
+async def test_the_queue_full_answer() -> None:
+    async with rig(max_held=1, max_hold_s=1) as r:
+        first, second = await r.client(), await r.client()
+        await first.send(request())
+        await r.until_held(1)
+        assert (await second.ask()).header("x-penstock-error") == "queue_full"
+
+
+@both_loops
+async def test_a_held_client_that_leaves_is_forgotten(*, process: bool) -> None:
+    async with rig(answer_name, process=process) as r:
+        await r.admin.gate(closed=True)
+        client = await r.client()
+        await client.send(request(body=b"x" * 1000))
+        await r.until_held(1)
+        client.close()
+        await r.until_held(0)
+        await r.admin.gate(closed=False)
+        assert (await (await r.client()).ask()).status == 200
+        assert len(r.backends[0].seen) == 1

@@ -1,0 +1,151 @@
+"""Input that is refused, seen from outside: an error, a closed connection, and an engine that was never touched."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from router_rig import Rig, answer_name, request, rig
+from test_router_framing import BAD_BODIES
+from test_router_head import BAD_HEADS, LINES
+
+both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])
+
+
+async def refused(r: Rig, data: bytes, allowed: set[int]) -> bytes:
+    """Send it, and see one error answer and the end of the connection."""
+    client = await r.client()
+    client.writer.write(data)
+    answer = await client.rest()
+    client.close()
+    assert answer.startswith((b"HTTP/1.1 4", b"HTTP/1.1 5")), (data, answer)
+    assert int(answer.split()[1]) in allowed, (data, answer)
+    assert len(re.findall(rb"HTTP/1\.1 \d", answer)) == 1, (data, answer)
+    assert b"X-Penstock-Error: " in answer
+    assert b"Connection: close" in answer
+    return answer
+
+
+@both_loops
+async def test_hostile_heads_and_bodies_touch_no_engine(*, process: bool) -> None:
+    smuggled = request("/smuggled", method="GET")
+    async with rig(answer_name, process=process) as r:
+        for head in BAD_HEADS.values():
+            await refused(r, head + b"0\r\n\r\n" + smuggled, {400, 417, 501, 505})
+        for body in BAD_BODIES.values():
+            await refused(r, request(headers="Transfer-Encoding: chunked\r\n") + body + smuggled, {400})
+        assert (r.backends[0].seen, r.backends[0].connections) == ([], 0)
+        assert (await (await r.client()).ask()).status == 200
+
+
+async def test_a_bad_request_behind_a_good_one_ends_the_connection() -> None:
+    async with rig(answer_name) as r:
+        client = await r.client()
+        await client.send(request() + BAD_HEADS["length and chunked"] + request("/smuggled"))
+        assert (await client.receive()).status == 200
+        assert (await client.receive()).status == 400
+        assert await client.rest() == b""
+        assert [seen.line.split()[1] for seen in r.backends[0].seen] == ["/v1/x"]
+
+
+async def test_a_chunked_body_that_turns_bad_reaches_no_engine_as_a_whole() -> None:
+    async with rig(answer_name) as r:
+        client = await r.client()
+        await client.send(request(headers="Transfer-Encoding: chunked\r\n") + b"3\r\nabc\r\n")
+        async with asyncio.timeout(5):
+            await r.backends[0].arrived.wait()
+            await client.send(b"zz\r\nabc\r\n0\r\n\r\n")
+            assert (await client.receive()).status == 400
+            await r.backends[0].disconnected.wait()  # inside the body: the engine never ran it
+        await r.settled()
+
+
+@both_loops
+async def test_limits(*, process: bool) -> None:
+    async with rig(
+        answer_name, process=process, max_header_bytes=2000, max_body_bytes=10_000, header_timeout_s=0.4
+    ) as r:
+        long = f"X-Long: {'a' * 2000}\r\n"
+        assert b" 431 " in await refused(r, request(headers=long), {431})
+        assert b" 431 " in await refused(r, b"GET /" + b"a" * 3000, {431})
+        assert b" 413 " in await refused(r, request(headers="Content-Length: 10001\r\n") + b"x" * 50, {413})
+        chunk = b"1000\r\n" + b"x" * 4096 + b"\r\n"
+        assert b" 413 " in await refused(r, request(headers="Transfer-Encoding: chunked\r\n") + 4 * chunk, {413})
+        expecting = request(headers="Expect: 100-continue\r\nContent-Length: 20000\r\n")
+        assert b" 413 " in await refused(r, expecting, {413})  # told before it sends
+        started = time.monotonic()
+        assert b" 408 " in await refused(r, b"GET / HTTP/1.1\r\nHost: ", {408})
+        assert 0.4 <= time.monotonic() - started < 3
+        assert r.backends[0].seen == []
+        assert (await (await r.client()).ask(body=b"x" * 10_000)).status == 200
+
+
+async def test_a_head_that_drips_in_is_still_a_head() -> None:
+    async with rig(answer_name) as r:
+        client = await r.client()
+        for byte in b"\r\n\r\n" + request(body=b"abc"):
+            client.writer.write(bytes([byte]))
+            await asyncio.sleep(0)
+        assert (await client.receive()).status == 200
+        assert r.backends[0].seen[0].body == b"abc"
+
+
+async def test_a_body_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.router.client_connection.BODY_STALL_S", 0.2)
+    async with rig(answer_name) as r:
+        answer = await refused(r, request(headers="Content-Length: 10\r\n") + b"half", {408})
+        assert b"X-Penstock-Error: slow_body" in answer
+        await r.settled()
+
+
+async def test_a_client_that_never_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.router.client_connection.WRITE_STALL_S", 0.3)
+
+    async def endless(backend: object, seen: object, reader: object, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while True:
+            writer.write(b"10000\r\n" + b"x" * 65_536 + b"\r\n")
+            await writer.drain()
+
+    async with rig(endless) as r:
+        client = await r.client(limit=1000)
+        await client.send(request())
+        await client.head()
+        state = await r.settled()
+        assert state.engines[0].requests == 1
+
+
+PIECES = [
+    *[line + b"\r\n" for line in LINES],
+    b"\r\n",
+    b"GET / HTTP/1.1\r\n",
+    b"POST /v1 HTTP/1.1\r\n",
+    b"3\r\nabc\r\n",
+]
+PIECES += [b"0\r\n\r\n", b"\x00", b"\n", b"\r", b"Content-Length: 3\r\n", b"abc"]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.lists(st.sampled_from(PIECES), max_size=10), min_size=8, max_size=8))
+def test_whatever_is_sent_the_router_goes_on_and_engines_see_well_formed_requests(batches: list[list[bytes]]) -> None:
+    async def run() -> None:
+        async with rig(answer_name, header_timeout_s=5) as r:
+            for pieces in batches:
+                client = await r.client()
+                client.writer.write(b"".join(pieces))
+                await asyncio.sleep(0.003)  # long enough to be placed
+                client.writer.write_eof()
+                await client.rest()
+                client.close()
+            assert (await (await r.client()).ask(body=b"after")).status == 200
+            assert r.backends[0].seen[-1].body == b"after"
+            for seen in r.backends[0].seen:
+                assert seen.line.split()[0] in {"GET", "POST"}
+                assert seen.header("host") == "a" or seen.header("host") == "test"
+            await r.settled()
+
+    asyncio.run(run())

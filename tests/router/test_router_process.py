@@ -1,0 +1,173 @@
+"""The router as a process, with the clients and the (simulated) engine that people use."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import openai
+from router_rig import eventually, rig, router_process
+
+from penstock.process import ChildProcess
+from penstock.router.admin_client import RouterAdmin
+from penstock.router.membership import EngineEntry
+from penstock.sim import SimConfig, SimServer
+
+
+async def run(*argv: str, env: dict[str, str] | None = None) -> tuple[int | None, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env={**os.environ, **(env or {})}
+    )
+    async with asyncio.timeout(30):
+        out, err = await process.communicate()
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_the_openai_client_through_the_router() -> None:
+    async with (
+        SimServer(SimConfig(api_key="k")) as one,
+        SimServer(SimConfig(api_key="k")) as two,
+        router_process(api_key="k") as (url, _),
+    ):
+        admin = RouterAdmin(url, "k")
+        await admin.set_engines(1, [EngineEntry("one", one.url), EngineEntry("two", two.url)])
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
+        headers = {"X-Session-ID": "7"}
+        completion = await client.completions.create(
+            model="sim-model", prompt=[1, 2, 3], max_tokens=5, extra_headers=headers
+        )
+        assert completion.usage is not None
+        assert completion.usage.completion_tokens == 5
+        stream = await client.chat.completions.create(
+            model="sim-model",
+            messages=[{"role": "user", "content": "hi"}],
+            max_tokens=6,
+            stream=True,
+            extra_headers=headers,
+        )
+        finished = [chunk.choices[0].finish_reason async for chunk in stream if chunk.choices]
+        assert finished[-1] == "length"
+        assert "sim-model" in [model.id async for model in client.models.list()]
+        state = await admin.engines()
+        assert sorted(e.requests for e in state.engines) in ([0, 3], [1, 2])
+        await client.close()
+        await admin.close()
+
+
+async def test_curl_through_the_router(tmp_path: Path) -> None:
+    async def echo(backend: object, seen: object, reader: object, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
+        body = seen.body  # type: ignore[attr-defined]
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+    big = tmp_path / "big"
+    big.write_bytes(os.urandom(1_500_000))
+    async with rig(echo, process=True) as r:
+        for options in ((), ("--http1.0",), ("-H", "Transfer-Encoding: chunked"), ("-H", "Expect: 100-continue")):
+            got = tmp_path / "got"
+            status, out, _ = await run(
+                "curl", "-sS", "--max-time", "10", "-o", str(got), "-w", "%{http_code}", *options,
+                "--data-binary", f"@{big}", f"{r.url}/v1/x",
+            )  # fmt: skip
+            assert (status, out) == (0, "200"), options
+            assert got.read_bytes() == big.read_bytes()
+        status, out, _ = await run(
+            "curl", "-sS", "-i", "--max-time", "5", "-X", "PUT", "-d", "{", f"{r.url}/router/engines"
+        )
+        assert "X-Penstock-Error: bad_json" in out
+        status, _, _ = await run("curl", "-sS", "-I", "--max-time", "5", f"{r.url}/router/health")
+        assert status == 0
+
+
+async def test_curl_sees_a_broken_answer() -> None:
+    async def breaks(backend: object, seen: object, reader: object, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\npart\r\n")
+        writer.close()
+
+    async with rig(breaks, process=True) as r:
+        status, out, _ = await run("curl", "-sS", "--max-time", "5", f"{r.url}/v1/x")
+        assert (status, out) == (18, "part")  # "transfer closed with outstanding read data remaining"
+
+
+async def test_it_logs_a_line_a_request_when_asked() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "penstock.router", "--access-log", "--max-hold-s", "0.1",
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    async with asyncio.timeout(20):
+        url = (await process.stdout.readline()).decode().split()[-1]
+        await run("curl", "-sS", "-H", "X-Session-ID: s", "-d", "abc", f"{url}/v1/x?y")
+        process.terminate()
+        _, err = await process.communicate()
+    line = json.loads(err)
+    assert line["hold_seconds"] >= 0.1
+    expected = {"method": "POST", "target": "/v1/x?y", "status": 503, "session": "s", "bytes_in": 3, "engine": None}
+    assert {key: line[key] for key in expected} == expected
+    assert line["outcome"] == "held_too_long"
+
+
+async def test_wrong_options_are_one_line_and_exit_2() -> None:
+    for options, message in (
+        (["--policy", "fastest"], "invalid choice: 'fastest'"),
+        (["--port", "70000"], "'port'"),
+        (["--max-hold-s", "-1"], "'max_hold_s'"),
+        (["--api-key-env", "NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE: that environment variable is not set"),
+        (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1"),
+    ):
+        status, out, err = await run(sys.executable, "-m", "penstock.router", *options)
+        assert (status, out) == (2, "")
+        assert message in err
+        assert "Traceback" not in err
+
+
+def running(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+async def test_it_ends_with_its_launcher(tmp_path: Path) -> None:
+    launcher = (
+        "import asyncio, pathlib, sys\n"
+        "from penstock.process import ChildProcess\n"
+        "async def main():\n"
+        "    child = await ChildProcess.start([sys.executable, '-m', 'penstock.router'], name='r',\n"
+        "        log=pathlib.Path(sys.argv[1]))\n"
+        "    print(child.pid, flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", launcher, str(tmp_path / "log"), stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    async with asyncio.timeout(30):
+        router = int(await process.stdout.readline())
+        await eventually(lambda: "ready" in (tmp_path / "log").read_text())
+        process.kill()
+        await process.wait()
+        await eventually(lambda: not running(router))
+
+
+async def test_it_stops_on_sigterm_with_requests_under_way(tmp_path: Path) -> None:
+    child = await ChildProcess.start([sys.executable, "-m", "penstock.router"], name="router", log=tmp_path / "log")
+    async with asyncio.timeout(20):
+        await eventually(lambda: "ready" in child.log.read_text())
+        url = child.log.read_text().split()[-1]
+        held = asyncio.create_task(run("curl", "-sS", "--max-time", "15", f"{url}/v1/x"))
+        admin = RouterAdmin(url)
+
+        async def held_one() -> bool:
+            return (await admin.engines()).held == 1
+
+        await eventually(held_one)
+        await admin.close()
+        os.kill(child.pid, signal.SIGTERM)
+        assert await child.wait() == 0
+        assert (await held)[0] == 52  # curl: empty reply
+    assert "Traceback" not in child.log_tail()
