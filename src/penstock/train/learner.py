@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as hf_logging
 
 from penstock.config import TrainConfig
 from penstock.errors import CheckpointError, ConfigError, UserError
@@ -220,6 +221,7 @@ class Learner:
 
 
 def _load_model(model_path: str) -> Any:
+    hf_logging.disable_progress_bar()  # it would write over the live display
     try:
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     except (OSError, ValueError) as error:

@@ -1,0 +1,280 @@
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from conftest import trajectories_of, trajectory
+from penstock.config import TrainConfig
+from penstock.errors import CheckpointError, ConfigError, UserError
+from penstock.train import checkpoint
+from penstock.train.batching import collate, plan
+from penstock.train.checkpoint import Snapshot
+from penstock.train.learner import Learner
+from penstock.train.losses import LOSSES, Limits, LossTerms, Totals
+
+
+def learner_of(model: str, *, temperature: float = 1.0, double: bool = False, **config: object) -> Learner:
+    learner = Learner(model, TrainConfig(**config), seed=0, temperature=temperature, max_tokens=16)
+    if double:
+        learner.model.double()
+    return learner
+
+
+def gradients(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in learner.model.named_parameters() if p.grad is not None}
+
+
+# --- batching ---------------------------------------------------------------------------------------------------------
+
+
+@given(lengths=st.lists(st.integers(1, 50), max_size=60), max_tokens=st.integers(1, 300))
+def test_the_plan_holds_every_sequence_once_within_the_bound(lengths: list[int], max_tokens: int):
+    batches = plan(lengths, max_tokens)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= max_tokens
+    longest = [max(lengths[i] for i in batch) for batch in batches]
+    assert longest == sorted(longest, reverse=True)
+
+
+def test_collate_aligns_targets_with_the_positions_that_predict_them():
+    first = trajectory([1, 2, 3], [4, 5, 6], mask=[1, 0, 1], logprobs=[-0.1, 0.0, -0.3], versions=[7, 7, 8])
+    second = trajectory([9], [8], logprobs=[-0.5], versions=[6])
+    batch = collate([first, second], torch.tensor([1.0, -1.0]))
+    assert batch.input_ids_B_L.tolist() == [[1, 2, 3, 4, 5], [9, 0, 0, 0, 0]]
+    assert batch.targets_K.tolist() == [4, 6, 8]
+    assert [batch.input_ids_B_L.flatten()[p].item() for p in batch.positions_K] == [3, 5, 9]
+    assert batch.mask_B_T.tolist() == [[True, False, True], [True, False, False]]
+    assert batch.versions_K.tolist() == [7, 8, 6]
+    torch.testing.assert_close(batch.behaviour_B_T, torch.tensor([[-0.1, 0.0, -0.3], [-0.5, 0.0, 0.0]]))
+
+
+# --- logprobs and gradients -------------------------------------------------------------------------------------------
+
+
+def test_score_is_the_log_softmax_of_the_logits_over_temperature(micro_model: str):
+    learner = learner_of(micro_model, temperature=0.6)
+    prompt, response = [3, 1, 4], [1, 5, 9, 2]
+    logits = AutoModelForCausalLM.from_pretrained(micro_model)(torch.tensor([prompt + response])).logits[0]
+    want = torch.log_softmax(logits[len(prompt) - 1 : -1] / 0.6, -1)[range(4), response]
+    assert learner.score(prompt, response) == pytest.approx(want.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_gradient_is_that_of_a_plain_forward_pass_over_one_padded_batch(micro_model: str, loss: str):
+    learner = learner_of(micro_model, double=True, loss=loss, micro_batch_tokens=40, grad_clip_norm=1e9)
+    trajectories = trajectories_of(learner)
+    metrics = learner.step(trajectories)
+
+    plain = AutoModelForCausalLM.from_pretrained(micro_model).double()
+    width = max(len(t.prompt_ids) + len(t.response_ids) for t in trajectories)
+    ids, attention = torch.zeros(12, width, dtype=torch.long), torch.zeros(12, width, dtype=torch.long)
+    mask, behaviour = torch.zeros(12, width, dtype=torch.bool), torch.zeros(12, width, dtype=torch.float64)
+    rewards = torch.tensor([t.reward for t in trajectories]).view(3, 4)
+    for row, t in enumerate(trajectories):
+        start, end = len(t.prompt_ids), len(t.prompt_ids) + len(t.response_ids)
+        ids[row, :end] = torch.tensor(t.prompt_ids + t.response_ids)
+        attention[row, :end] = 1
+        mask[row, start:end] = torch.tensor(t.loss_mask) == 1
+        behaviour[row, start:end] = torch.tensor(t.logprobs)
+    logits = plain(input_ids=ids, attention_mask=attention).logits
+    logprobs = torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    std = rewards.std(-1, keepdim=True, correction=0)
+    advantages = torch.where(std > 0, (rewards - rewards.mean(-1, keepdim=True)) / std, 0.0).flatten()
+    terms = LossTerms(logprobs, behaviour[:, 1:], advantages, mask[:, 1:])
+    output = LOSSES[loss](terms, Limits(), Totals(12, int(mask.sum()), 16))
+    output.loss.backward()
+
+    assert metrics["loss"] == pytest.approx(output.loss.item(), rel=1e-6)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(gradients(learner)[name], parameter.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_micro_batches_add_up_to_one_big_batch(micro_model: str, loss: str):
+    """In float64 nothing is left of the difference but rounding."""
+    results = []
+    for size in (1, 50, 100_000):
+        learner = learner_of(micro_model, double=True, loss=loss, micro_batch_tokens=size, grad_clip_norm=1e9)
+        metrics = learner.step(trajectories_of(learner))
+        results.append((metrics, gradients(learner)))
+    (whole_metrics, whole) = results[-1]
+    for metrics, parts in results[:-1]:
+        for name, gradient in parts.items():
+            torch.testing.assert_close(gradient, whole[name], rtol=1e-10, atol=1e-13)
+        for key in ("loss", "grad_norm", "ratio_mean", "kl", "clip_fraction", "logprob_diff_mean"):
+            assert metrics[key] == pytest.approx(whole_metrics[key], rel=1e-5, abs=1e-7), key
+
+
+def test_what_the_environment_said_is_context_and_not_learned(micro_model: str):
+    learner = learner_of(micro_model, double=True, grad_clip_norm=1e9)
+    base = [trajectory([1, 2], [3, 4, 5], mask=[1, 0, 1], logprobs=[-1, 0, -1], reward=r) for r in (0.0, 1.0)]
+    learner.step(base)
+    before = gradients(learner)
+    other = learner_of(micro_model, double=True, grad_clip_norm=1e9)
+    other.step([trajectory([1, 2], [3, 4, 5], mask=[1, 0, 1], logprobs=[-1, -9, -1], reward=t.reward) for t in base])
+    for name, gradient in gradients(other).items():
+        torch.testing.assert_close(gradient, before[name], rtol=0, atol=0)
+
+
+# --- a step -----------------------------------------------------------------------------------------------------------
+
+
+def test_figures_of_the_logprob_difference_by_staleness(micro_model: str):
+    learner = learner_of(micro_model)
+    learner.version = 3
+    exact = learner.score([1, 2], [3, 4, 5])
+    fresh = trajectory([1, 2], [3, 4, 5], logprobs=[exact[0], exact[1] + 0.25, exact[2]], versions=[3, 3, 3], reward=1)
+    mixed = trajectory([1, 2], [3, 4, 5], logprobs=[lp - 0.5 for lp in exact], versions=[1, 1, 2])
+    metrics = learner.step([fresh, mixed])
+    assert metrics["logprob_diff_equal_tokens"] == 3
+    assert metrics["logprob_diff_max_equal"] == pytest.approx(0.25, abs=1e-5)
+    assert metrics["logprob_diff_staleness/0"] == pytest.approx(0.25 / 3, abs=1e-5)
+    assert metrics["logprob_diff_staleness/1"] == pytest.approx(0.5, abs=1e-5)
+    assert metrics["logprob_diff_staleness/2"] == pytest.approx(0.5, abs=1e-5)
+    assert metrics["logprob_diff_mean"] == pytest.approx((0.25 + 1.5) / 6, abs=1e-5)
+    assert learner.version == 4
+    # All tokens are old now: there is no largest difference at equal weights to speak of.
+    metrics = learner.step([fresh, mixed])
+    assert metrics["logprob_diff_equal_tokens"] == 0
+    assert "logprob_diff_max_equal" not in metrics
+
+
+def test_figures_of_a_step(micro_model: str):
+    learner = learner_of(micro_model, grad_clip_norm=1e-3)
+    trajectories = trajectories_of(learner)
+    metrics = learner.step(trajectories)
+    assert metrics["tokens"] == sum(len(t.prompt_ids) + len(t.response_ids) for t in trajectories)
+    assert metrics["tokens_per_second"] == pytest.approx(metrics["tokens"] / metrics["seconds"])
+    assert metrics["reward_mean"] == pytest.approx(sum(t.reward for t in trajectories) / 12)
+    clipped = math.sqrt(sum(g.square().sum().item() for g in gradients(learner).values()))
+    assert clipped == pytest.approx(1e-3, rel=1e-3)
+    assert metrics["grad_norm"] > 1e-3
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+async def test_rewarded_answers_become_likelier_from_any_thread(micro_model: str, loss: str):
+    learner = learner_of(micro_model, loss=loss, learning_rate=3e-3, threads=1)
+    good, bad = ([1, 2], [3, 4, 5]), ([1, 2], [6, 7])
+    before = sum(learner.score(*good)) - sum(learner.score(*bad))
+    for _ in range(5):
+        batch = [
+            trajectory(*answer, logprobs=learner.score(*answer), reward=reward)
+            for answer, reward in ((good, 1.0), (bad, 0.0))
+        ]
+        await asyncio.to_thread(learner.step, batch)
+    assert sum(learner.score(*good)) - sum(learner.score(*bad)) > before + 0.5
+    assert learner.version == 5
+
+
+def test_groups_without_a_preference_change_nothing_but_are_measured(micro_model: str):
+    learner = learner_of(micro_model)
+    before = {name: tensor.clone() for name, tensor in learner.named_tensors()}
+    metrics = learner.step([trajectory([1, 2], [3, 4], reward=1.0, logprobs=[-2, -2]) for _ in range(4)])
+    assert metrics["trajectories_without_advantage"] == 1
+    assert metrics["grad_norm"] == 0
+    assert metrics["logprob_diff_equal_tokens"] == 8
+    assert metrics["logprob_diff_mean"] > 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in learner.named_tensors())
+
+
+def test_tensors_carry_the_names_of_the_checkpoint_tied_ones_once(micro_model: str):
+    learner = learner_of(micro_model)
+    with safe_open(f"{micro_model}/model.safetensors", "pt") as file:
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    given_out = dict(learner.named_tensors())
+    assert given_out.keys() == stored.keys()
+    assert "lm_head.weight" not in given_out
+    assert all(torch.equal(given_out[name], stored[name]) for name in stored)
+    assert not any(tensor.requires_grad for tensor in given_out.values())
+
+
+@pytest.mark.parametrize(
+    ("trajectories", "message"),
+    [
+        ([], "at least one trajectory"),
+        ([trajectory([], [1])], "empty prompt"),
+        ([trajectory([1], [2, 3], mask=[0, 0])], "none of the 1 trajectories"),
+        ([trajectory([1], [])], "none of the 1 trajectories"),
+    ],
+)
+def test_a_batch_with_nothing_to_learn_is_refused(micro_model: str, trajectories: list, message: str):
+    learner = learner_of(micro_model)
+    with pytest.raises(UserError, match=message):
+        learner.step(trajectories)
+    assert learner.version == 0
+
+
+def test_an_aborted_answer_without_tokens_is_let_through_beside_others(micro_model: str):
+    learner = learner_of(micro_model, loss="grpo")
+    metrics = learner.step([trajectory([1, 2], []), trajectory([1, 2], [3], reward=1.0)])
+    assert math.isfinite(metrics["loss"])
+
+
+def test_a_model_that_cannot_be_loaded_is_a_config_error(tmp_path, micro_model: str):
+    with pytest.raises(ConfigError, match="no-such-model"):
+        learner_of(str(tmp_path / "no-such-model"))
+    model = AutoModelForCausalLM.from_pretrained(micro_model)
+    model.config.final_logit_softcapping = 30.0
+    model.save_pretrained(tmp_path / "capped")
+    with pytest.raises(ConfigError, match="final_logit_softcapping"):
+        learner_of(str(tmp_path / "capped"))
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_learner_goes_on_bit_for_bit(micro_model: str, tmp_path):
+    learner = learner_of(micro_model)
+    batches = [trajectories_of(learner, seed=seed) for seed in range(3)]
+    for batch in batches[:2]:
+        learner.step(batch)
+    path = checkpoint.save(tmp_path, 2, learner.state())
+    want = learner.step(batches[2])
+
+    resumed = learner_of(micro_model)
+    step, state = checkpoint.load(path)
+    resumed.load_state(state)
+    assert (step, resumed.version) == (2, 2)
+    got = resumed.step(batches[2])
+    assert got["loss"] == want["loss"]
+    assert got["grad_norm"] == want["grad_norm"]
+    for (name, tensor), (_, other) in zip(learner.named_tensors(), resumed.named_tensors(), strict=True):
+        assert torch.equal(tensor, other), name
+
+
+def test_the_random_state_is_part_of_the_state(micro_model: str):
+    learner = learner_of(micro_model)
+    state = learner.state()
+    drawn = torch.rand(4)
+    learner.load_state(state)
+    assert torch.equal(torch.rand(4), drawn)
+
+
+def test_a_state_is_a_copy(micro_model: str):
+    learner = learner_of(micro_model)
+    state = learner.state()
+    before = {name: tensor.clone() for name, tensor in state.tensors.items()}
+    learner.step(trajectories_of(learner))
+    assert all(torch.equal(before[name], tensor) for name, tensor in state.tensors.items())
+
+
+def test_the_state_of_another_model_is_refused_and_changes_nothing(micro_model: str):
+    learner = learner_of(micro_model)
+    state = learner.state()
+    before = {name: tensor.clone() for name, tensor in learner.named_tensors()}
+    missing = {name: tensor + 1 for name, tensor in state.tensors.items() if "layers.1.mlp.up" not in name}
+    misshapen = {name: tensor[:3] if "embed_tokens" in name else tensor + 1 for name, tensor in state.tensors.items()}
+    extra = state.tensors | {"model/model.layers.2.mlp.up_proj.weight": torch.zeros(2)}
+    for tensors, name in ((missing, "layers.1.mlp.up"), (misshapen, "embed_tokens"), (extra, "layers.2")):
+        with pytest.raises(CheckpointError, match=f"another model: .*{name}"):
+            learner.load_state(Snapshot(tensors, state.values))
+    assert all(torch.equal(before[name], tensor) for name, tensor in learner.named_tensors())
