@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from random_trajectories import trajectories_of, trajectory
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from conftest import trajectories_of, trajectory
 from penstock.config import TrainConfig
 from penstock.errors import CheckpointError, ConfigError, UserError
 from penstock.train import checkpoint
