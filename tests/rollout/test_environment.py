@@ -153,4 +153,4 @@ def test_too_small_a_dataset_is_said_to_be_so():
         sorter(min_value=0, max_value=1, max_numbers=3).heldout_tasks(4)
 
 
-ENVIRONMENTS = [sorter(), sorter(compact=False), ReasoningGymEnvironment(dataset="countdown", seed=0)]
+ENVIRONMENTS = [sorter(), sorter(compact=False), ReasoningGymEnvironment(dataset="spell_backward", seed=0)]
