@@ -51,6 +51,21 @@ async def test_a_client_that_leaves_inside_its_body_ends_the_engines_work() -> N
         await r.settled()
 
 
+async def test_a_client_that_leaves_after_a_long_held_body_ends_the_engines_work() -> None:
+    async with rig(never) as r:
+        await r.admin.gate(closed=True)
+        client = await r.client()
+        sending = asyncio.create_task(client.send(request(body=b"x" * 3_000_000)))  # more than is read while it waits
+        await r.until_held(1)
+        await r.admin.gate(closed=False)
+        async with asyncio.timeout(5):
+            await sending
+            await eventually(lambda: bool(r.backends[0].seen) and len(r.backends[0].seen[0].body) == 3_000_000)
+            client.close()
+            await r.backends[0].disconnected.wait()
+        await r.settled()
+
+
 BROKEN = {
     "length": b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\npart",
     "chunked": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\npart\r\n",

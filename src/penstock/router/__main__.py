@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import logging
 import os
 import resource
@@ -19,6 +20,9 @@ from penstock.errors import UserError
 from penstock.router.policy import POLICIES
 from penstock.router.server import Router
 
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+"""Options of glibc's mallopt(3)."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run until SIGINT or SIGTERM. Exit status 2: it could not be started as asked."""
@@ -31,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if access_log:
             logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
         _raise_file_limit()
+        _keep_freed_memory()
         uvloop.run(_serve(Router(config, api_key=api_key, access_log=access_log)))
     except UserError as error:
         sys.stderr.write(f"penstock router: {error}\n")
@@ -63,6 +68,17 @@ def _raise_file_limit() -> None:
     """Two sockets a request: the soft limit of most systems, 1024, is too few for one fleet."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep up to 64 MiB that bodies have left, instead of giving pages back and faulting them in again.
+
+    Halves the cost of a 200 KB prompt. Other C libraries have no `mallopt`, and need none of it.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for option, value in ((_M_TRIM_THRESHOLD, 64 << 20), (_M_TOP_PAD, 16 << 20), (_M_MMAP_THRESHOLD, 32 << 20)):
+            mallopt(option, value)
 
 
 def _parser() -> argparse.ArgumentParser:

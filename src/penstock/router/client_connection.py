@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
 
-from penstock.router.framing import BodyReader, ChunkedReader, FramingError, LengthReader
+from penstock.router.framing import BodyReader, ChunkedReader, FramingError, LengthReader, body_slice
 from penstock.router.head import CHUNKED, RequestHead, parse_request
 from penstock.router.refusal import RefusalError
 
@@ -28,6 +28,7 @@ LINGER_S = 2.0
 """How long the rest of a refused request is read and thrown away, so that the client gets to read its answer."""
 _PIPELINE_LIMIT = 1 << 16
 _NEVER = float("inf")
+_COMPLETE = LengthReader(0)
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 _BODY, _PIPELINE = 1, 2
 """Reasons not to read, as bits."""
@@ -173,7 +174,8 @@ class ClientConnection(asyncio.Protocol):
         self._call = self._request = self._body = None
         if self.transport.is_closing():
             return
-        self.block_body(blocked=False)
+        if self._blocked & _BODY:
+            self.block_body(blocked=False)
         if not close:
             self._arm(IDLE_S, self._close)
             if self._pipelined:
@@ -261,26 +263,32 @@ class ClientConnection(asyncio.Protocol):
 
     def _begin(self, request: RequestHead, data: bytes, start: int) -> None:
         self._request = request
+        end = start + request.length
+        if start <= end <= len(data):  # all of it is here, as it mostly is
+            self._body = _COMPLETE
+            self._check(request)
+            call = self._call = self._router.call(self, request)
+            call.add_body(body_slice(data, start, end), done=True)
+            if end < len(data):
+                self._keep_for_later(data[end:])
+            call.start()
+            return
         body = self._body = ChunkedReader() if request.length == CHUNKED else LengthReader(request.length)
         self._check(request)
         call = self._call = self._router.call(self, request)
-        if body.done:
-            call.add_body(b"", done=True)
-            if start < len(data):
-                self._keep_for_later(data[start:])
+        if start < len(data):
+            self._read_body(call, body, data, start)
         else:
-            if start < len(data):
-                self._read_body(call, body, data, start)
-            else:
-                self._arm(BODY_STALL_S, self._slow_body)
-            if request.expects_continue and not body.done:
-                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._arm(BODY_STALL_S, self._slow_body)
+        if request.expects_continue and not body.done:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         call.start()
 
     def _check(self, request: RequestHead) -> None:
         key = self._router.api_key
-        public = request.method == b"GET" and request.target == b"/router/health"
-        if key is not None and not public and not hmac.compare_digest(request.authorization, b"Bearer " + key):
+        if key is not None and not hmac.compare_digest(request.authorization, b"Bearer " + key):
+            if request.method == b"GET" and request.target == b"/router/health":
+                return
             given = "is wrong" if request.authorization else "is missing"
             raise RefusalError(401, "bad_api_key", f"the router's API key {given}: send Authorization: Bearer KEY")
         limit = self._router.config.max_body_bytes
@@ -301,8 +309,7 @@ class ClientConnection(asyncio.Protocol):
             self.deadline = _NEVER
         else:
             self._arm(BODY_STALL_S, self._slow_body)
-        piece = data if start == 0 and end == len(data) else memoryview(data)[start:end]  # bodies are long
-        call.add_body(piece, done=body.done)
+        call.add_body(body_slice(data, start, end), done=body.done)
 
     # --- pipelining --------------------------------------------------------------------------------------------------
 

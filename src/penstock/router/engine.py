@@ -105,8 +105,8 @@ class Engine:
         if not reusable or self.removed or connection.write_paused or connection.transport.is_closing():
             connection.transport.abort()
             return
-        connection.transport.resume_reading()
-        if not self._give(connection):
+        connection.set_reading(reading=True)
+        if not self._waiting or not self._give(connection):
             connection.idle_since = time.monotonic()
             self._idle[connection] = None
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from penstock.router.framing import BodyReader, ChunkedReader, CloseReader, FramingError, LengthReader
-from penstock.router.head import CHUNKED, UNTIL_CLOSE, parse_response
+from penstock.router.head import CHUNKED, parse_response
 from penstock.router.refusal import RefusalError
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class EngineConnection(asyncio.Protocol):
         "_body",
         "_buffer",
         "_payload",
+        "_read_paused",
         "_reusable",
         "engine",
         "exchange",
@@ -49,6 +50,7 @@ class EngineConnection(asyncio.Protocol):
         self._body: BodyReader | None = None
         self._payload: list[bytes] | None = None
         self._reusable = False
+        self._read_paused = False
 
     # --- callbacks of the event loop ---------------------------------------------------------------------------------
 
@@ -113,6 +115,12 @@ class EngineConnection(asyncio.Protocol):
         for piece in body:
             self.transport.write(piece)
 
+    def set_reading(self, *, reading: bool) -> None:
+        """Read the answer, or leave it with the engine while the client is slow."""
+        if reading == self._read_paused and not self.transport.is_closing():
+            self._read_paused = not reading
+            (self.transport.resume_reading if reading else self.transport.pause_reading)()
+
     def drop(self) -> None:
         """Close at once, whatever is under way: the engine sees the disconnect and aborts the request."""
         self.exchange = None
@@ -144,15 +152,13 @@ class EngineConnection(asyncio.Protocol):
                 exchange.interim(response.forward)
         self._buffer = b""
         self._payload = [] if response.length == CHUNKED and not exchange.request.http_1_1 else None
-        match response.length:
-            case n if n == CHUNKED:
-                self._body = ChunkedReader(self._payload)
-            case n if n == UNTIL_CLOSE:
-                self._body = CloseReader()
-            case length:
-                self._body = LengthReader(length)
+        if response.length >= 0:
+            body = LengthReader(response.length)
+        else:
+            body = ChunkedReader(self._payload) if response.length == CHUNKED else CloseReader()
+        self._body = body
         self._reusable = response.keep_alive
-        self._read_body(exchange, self._body, data, start, exchange.respond(response))
+        self._read_body(exchange, body, data, start, exchange.respond(response))
 
     def _read_body(self, exchange: Exchange, body: BodyReader, data: bytes, start: int = 0, head: bytes = b"") -> None:
         if body.feed(data, start) < len(data):

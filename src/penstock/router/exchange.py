@@ -94,7 +94,7 @@ class Exchange:
             if self._buffered > REPLAY_LIMIT:
                 if connection is not None:
                     self._replay = None
-                else:
+                elif not done:
                     self.adjust_reading()
 
     def start(self) -> None:
@@ -111,9 +111,8 @@ class Exchange:
 
     def pause(self, *, paused: bool) -> None:
         """The client's side is full, or has room again."""
-        connection = self._connection
-        if connection is not None and self._started:
-            (connection.transport.pause_reading if paused else connection.transport.resume_reading)()
+        if self._connection is not None and self._started:
+            self._connection.set_reading(reading=not paused)
 
     # --- from the gate and the dispatcher ----------------------------------------------------------------------------
 
@@ -159,7 +158,6 @@ class Exchange:
         connection.send(self, self.request.forward, self._replay or [])
         if self._buffered > REPLAY_LIMIT:
             self._replay = None
-        if not self.body_done:
             self.adjust_reading()
 
     def not_connected(self, engine: Engine) -> None:

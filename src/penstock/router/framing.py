@@ -14,6 +14,7 @@ _CHUNK_SIZE = re.compile(
     rb"([0-9A-Fa-f]{1,15})(?:;" + _TOKEN + rb"(?:=(?:" + _TOKEN + rb'|"[\t !#-\[\]-~]*"))?)*'  # no escapes in quotes
 )
 _TRAILER = re.compile(_TOKEN + rb":[\t -~\x80-\xff]*")
+_COPY_LIMIT = 1 << 14
 _MAX_LINE = 4096
 _MAX_TRAILERS = 8192
 
@@ -56,6 +57,13 @@ class LengthReader:
         self._left -= taken
         self.size += taken
         return start + taken
+
+
+def body_slice(data: bytes, start: int, end: int) -> bytes | memoryview:
+    """`data[start:end]`, without a copy where that would be long."""
+    if end - start == len(data):
+        return data
+    return data[start:end] if end - start <= _COPY_LIMIT else memoryview(data)[start:end]
 
 
 class CloseReader:

@@ -230,6 +230,8 @@ def _whole_number(field: str, value: bytes) -> int:
 
 def _connection(seen: dict[bytes, bytes]) -> tuple[AbstractSet[bytes], AbstractSet[bytes]]:
     """Connection options in lower case, and the names of the fields that end at this hop."""
+    if _HOP_BY_HOP.isdisjoint(seen):
+        return _NONE, _NONE
     drop = _HOP_BY_HOP.intersection(seen)
     if b"connection" not in drop:
         return _NONE, drop
