@@ -21,7 +21,7 @@ both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "
 class Item:
     """A request that only records what happens to it."""
 
-    hold_seconds = 0.0
+    patience_used = 0.0
 
     def __init__(self, name: int, log: list[int], *, placeable: bool = True) -> None:
         self.name = name
@@ -86,8 +86,7 @@ async def test_what_no_engine_may_serve_does_not_hold_up_the_others() -> None:
 
 async def test_the_queue_is_bounded_and_its_wait_too() -> None:
     gate, log = Gate(max_held=2, max_hold_s=5), []
-    gate.set(closed=True)
-    items = [Item(i, log) for i in range(3)]
+    items = [Item(i, log, placeable=False) for i in range(3)]
     for item in items:
         gate.submit(item)
     assert [item.refusal for item in items] == ["", "", "queue_full"]
@@ -96,6 +95,57 @@ async def test_the_queue_is_bounded_and_its_wait_too() -> None:
     assert len(gate) == 1
     gate.expire(time.monotonic() + 6)
     assert (items[1].refusal, items[0].refusal, len(gate)) == ("held_too_long", "", 0)
+
+
+async def test_time_at_a_closed_gate_does_not_count() -> None:
+    gate, log = Gate(max_held=10, max_hold_s=0.2), []
+    before = Item(0, log, placeable=False)
+    gate.submit(before)
+    await asyncio.sleep(0.1)
+    gate.set(closed=True)
+    during = Item(1, log, placeable=False)
+    gate.submit(during)
+    gate.expire(time.monotonic() + 3600)
+    await asyncio.sleep(0.3)
+    gate.set(closed=True)  # again: it was closed all the time
+    gate.set(closed=False)
+    gate.expire(time.monotonic())
+    assert (before.refusal, during.refusal) == ("", "")
+    gate.expire(time.monotonic() + 0.15)
+    assert (before.refusal, during.refusal) == ("held_too_long", "")
+    gate.expire(time.monotonic() + 0.25)
+    assert during.refusal == "held_too_long"
+
+
+async def test_patience_goes_on_where_it_was_when_an_engine_did_not_take_the_request() -> None:
+    gate, log = Gate(max_held=10, max_hold_s=0.2), []
+    gate.set(closed=True)
+    item = Item(0, log)
+    gate.submit(item)
+    await asyncio.sleep(0.3)
+    gate.set(closed=False)  # placed, and the engine refuses the connection
+    assert log == [0]
+    assert item.patience_used == pytest.approx(0, abs=0.05)
+    item.placeable = False
+    gate.submit(item)
+    await asyncio.sleep(0.1)
+    gate.recheck()
+    gate.discard(item)
+    assert item.patience_used == pytest.approx(0.1, abs=0.05)
+    gate.submit(item)
+    gate.expire(time.monotonic() + 0.15)
+    assert item.refusal == "held_too_long"
+
+
+async def test_a_pause_longer_than_the_hold_fails_no_request() -> None:
+    async with rig(answer_name, max_hold_s=0.3) as r:
+        await r.admin.gate(closed=True)
+        client = await r.client()
+        await client.send(request())
+        await r.until_held(1)
+        await asyncio.sleep(0.8)  # more than the hold and a sweep
+        await r.admin.gate(closed=False)
+        assert (await client.receive()).status == 200
 
 
 @both_loops

@@ -42,6 +42,7 @@ class Exchange:
         "gone",
         "hold_seconds",
         "outcome",
+        "patience_used",
         "request",
         "started_at",
         "status",
@@ -60,6 +61,7 @@ class Exchange:
         self.tried: list[str] = []
         """Engines that took the request and closed the connection without an answer."""
         self.hold_seconds = 0.0
+        self.patience_used = 0.0
         self.bytes_in = 0
         self.bytes_out = 0
         self.status = 0

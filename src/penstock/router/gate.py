@@ -16,8 +16,8 @@ _SLICE = 64
 class Waiting(Protocol):
     """A request as the gate sees it."""
 
-    hold_seconds: float
-    """How long it has waited before, when an engine did not take it in the end."""
+    patience_used: float
+    """Seconds that it has waited for an engine so far, time at a closed gate not counted. Kept by the gate."""
 
     def try_place(self) -> bool:
         """Send it on its way; False where no engine may serve it now."""
@@ -40,15 +40,18 @@ class Gate:
 
     Args:
         max_held: bound of the queue; a request beyond it is refused with 503.
-        max_hold_s: seconds after which a waiting request is refused with 503.
+        max_hold_s: seconds that a request waits for an engine before it is refused with 503. Time at a closed gate does
+            not count: a pause may be as long as it likes, and no request fails of it.
     """
 
     def __init__(self, *, max_held: int, max_hold_s: float) -> None:
         self._max_held = max_held
         self._max_hold_s = max_hold_s
-        self._closed = False
+        self._closed_at: float | None = None
+        self._closed_s = 0.0
+        """How long the gate was closed before, all times together."""
         self._queue: OrderedDict[Waiting, float] = OrderedDict()
-        """Waiting requests with the time at which each gives up."""
+        """Waiting requests with the time at which each gives up, by a clock that stands still while it is closed."""
         self._parked: OrderedDict[Waiting, float] = OrderedDict()
         """Those of them that this pass has looked at and no engine may serve."""
         self._passing = False
@@ -57,21 +60,20 @@ class Gate:
     @property
     def closed(self) -> bool:
         """Whether it is closed for all."""
-        return self._closed
+        return self._closed_at is not None
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._parked)
 
     def submit(self, request: Waiting) -> None:
         """Let a request through, or hold it until it has waited for `max_hold_s` in all."""
-        if self._closed or self._passing or not request.try_place():
+        if self.closed or self._passing or not request.try_place():
             if len(self) >= self._max_held:
                 request.refuse(
                     RefusalError(503, "queue_full", f"{len(self)} requests are waiting already; retry later")
                 )
                 return
-            now = time.monotonic()
-            self._queue[request] = now + self._max_hold_s - request.hold_seconds
+            self._queue[request] = self._open_time(time.monotonic()) + self._max_hold_s - request.patience_used
             request.held()
 
     def discard(self, request: Waiting) -> None:
@@ -81,34 +83,46 @@ class Gate:
 
     def set(self, *, closed: bool) -> None:
         """Close or open it for all."""
-        self._closed = closed
-        if not closed:
+        now = time.monotonic()
+        if closed and self._closed_at is None:
+            self._closed_at = now
+        elif not closed:
+            if self._closed_at is not None:
+                self._closed_s += now - self._closed_at
+                self._closed_at = None
             self.recheck()
 
     def recheck(self) -> None:
         """Something changed that may let waiting requests go."""
         if self._passing:
             self._again = True
-        elif self._queue and not self._closed:
+        elif self._queue and not self.closed:
             self._passing = True
             self._pass_slice()
 
     def expire(self, now: float) -> None:
         """Refuse those that have waited too long; `now` is `time.monotonic()`."""
+        if self.closed:
+            return
+        now = self._open_time(now)
         late = [r for queue in (self._queue, self._parked) for r, deadline in queue.items() if deadline <= now]
-        why = "the gate was closed" if self._closed else "no engine could serve it"
         for request in late:
             self.discard(request)
-            request.refuse(
-                RefusalError(503, "held_too_long", f"{why} for {self._max_hold_s:g} s; retry later or raise max_hold_s")
-            )
+            why = f"no engine could serve it for {self._max_hold_s:g} s; retry later or raise max_hold_s"
+            request.refuse(RefusalError(503, "held_too_long", why))
+
+    def _open_time(self, now: float) -> float:
+        """`now` by a clock that stands still while the gate is closed."""
+        return (now if self._closed_at is None else self._closed_at) - self._closed_s
 
     def _pass_slice(self) -> None:
+        now = self._open_time(time.monotonic())
         for _ in range(_SLICE):
-            if self._closed or not self._queue:
+            if self.closed or not self._queue:
                 self._end_pass()
                 return
             request, deadline = self._queue.popitem(last=False)
+            request.patience_used = self._max_hold_s - (deadline - now)
             if not request.try_place():
                 self._parked[request] = deadline
         asyncio.get_running_loop().call_soon(self._pass_slice)
