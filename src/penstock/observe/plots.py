@@ -42,7 +42,7 @@ def draw_plots(folder: RunFolder) -> list[Path]:
     out = folder.path / "plots"
     out.mkdir(exist_ok=True)
     files: list[Path] = []
-    plots = {"learning": partial(draw_learning, evaluations=_evaluations(folder, rows)), **PLOTS}
+    plots = {"learning": partial(draw_learning, evaluations=folder.evaluations()), **PLOTS}
     for name, draw in plots.items():
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         draw(figure, rows)
@@ -160,13 +160,6 @@ def _axes(figure: Figure, title: str, y: str, x: str = "step") -> Axes:
     axes.set_axisbelow(True)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return axes
-
-
-def _evaluations(folder: RunFolder, rows: Sequence[Row]) -> dict[int, float]:
-    """Held-out accuracy by step: the summary's, which has those before and after; of a run under way, its rows'."""
-    if (folder.path / "summary.json").exists():
-        return {int(step): accuracy for step, accuracy in folder.summary()["evaluations"].items()}
-    return {int(row["step"]): row["accuracy"] for row in rows if "accuracy" in row}
 
 
 def _column(rows: Sequence[Row], key: str) -> list[float]:

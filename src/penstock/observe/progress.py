@@ -29,6 +29,7 @@ LINE_EVERY = 5
 """Steps between two plain lines."""
 REFRESH_PER_SECOND = 4
 PHASES: Mapping[str, str] = {
+    "launch": "starting engines",
     "resume": "resuming from the last checkpoint",
     "evaluate": "evaluating on the held-out set",
     "train": "training",
@@ -53,7 +54,7 @@ class RunDisplay:
         self._started = clock_s()
         self._step = 0
         self._first_step: int | None = None
-        self._phase = "starting engines"
+        self._phase = "preparing"
         self._last: Mapping[str, float] = {}
         self._rewards: list[float] = []
         self._durations: deque[float] = deque(maxlen=ETA_WINDOW)
@@ -66,8 +67,6 @@ class RunDisplay:
         if self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=REFRESH_PER_SECOND, get_renderable=self._panel)
             self._live.start()
-        else:
-            self._line(self._phase)
         return self
 
     def __exit__(
@@ -80,7 +79,7 @@ class RunDisplay:
     def on_phase(self, name: str) -> None:
         """Show what goes on."""
         self._phase = PHASES.get(name, name)
-        if name in {"resume", "evaluate"}:
+        if name in {"launch", "resume", "evaluate"}:
             self._line(self._phase)
 
     def on_step(self, metrics: Mapping[str, float]) -> None:

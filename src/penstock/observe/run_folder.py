@@ -42,6 +42,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +55,7 @@ from penstock.errors import ConfigError, UserError
 from penstock.observe.summary import Summary
 from penstock.observe.trajectory_log import TrajectoryRecord, to_markdown
 
+CONFIG = "config.yaml"
 RECORDS = ("metrics.jsonl", "evaluations.jsonl", "trajectories.jsonl")
 """Files of one row for each step, or some steps."""
 MAY_CHANGE = ("train.steps", "run_dir")
@@ -71,7 +73,27 @@ class RunFolder:
     def check_unused(path: Path) -> None:
         """Raise UserError where `path` holds a run, one that recorded a step and not one that failed to start."""
         if _read(path / "metrics.jsonl"):
-            raise UserError(f"{path} already holds a run; go on with it by --resume, or choose another name or run_dir")
+            raise UserError(
+                f"{path} already holds a run; go on with it by --resume, replace it by --fresh, or choose another name"
+            )
+
+    @staticmethod
+    def remove(path: Path) -> bool:
+        """Delete `path`, with everything in it, where it holds a run; anything else is left as it is.
+
+        Returns:
+            Whether there was a run.
+
+        Raises:
+            UserError: the folder cannot be deleted.
+        """
+        if not all((path / name).is_file() for name in (CONFIG, RECORDS[0])):
+            return False
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            raise UserError(f"cannot remove the run in {path}: {error}; choose another name") from error
+        return True
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> Self:
@@ -95,7 +117,7 @@ class RunFolder:
         Raises:
             UserError: there is no run in it.
         """
-        file = path / "config.yaml"
+        file = path / CONFIG
         if not file.exists():
             raise UserError(f"{path} holds no run: {file.name} is missing")
         return cls(path, load_config(file))
@@ -105,7 +127,7 @@ class RunFolder:
     def write_config(self, config: RunConfig) -> None:
         """Record `config` as the run's."""
         self.config = config
-        _replace(self.path / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        _replace(self.path / CONFIG, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
     def check_resumable(self, config: RunConfig) -> None:
         """Refuse to go on with another configuration than the run was begun with.

@@ -31,6 +31,7 @@ class Summary:
         tokens_per_second: `tokens` by the wall seconds of all steps (from the first rollout's start to the last
             step's end, without the evaluations before and after).
         updates: weight updates, one a step.
+        updates_in_flight: those that found requests in flight on an engine.
         bubble_median: median update bubble in seconds (see `UpdateReport.bubble`).
         bubble_max: the longest.
         wasted_tokens: tokens generated and then thrown away. Steps lost to a kill and done again count; what was in
@@ -52,6 +53,7 @@ class Summary:
     tokens: int
     tokens_per_second: float
     updates: int
+    updates_in_flight: int
     bubble_median: float
     bubble_max: float
     wasted_tokens: int
@@ -106,6 +108,7 @@ class Summary:
             tokens=tokens,
             tokens_per_second=tokens / step_seconds if step_seconds else 0.0,
             updates=len(rows),
+            updates_in_flight=sum(row["update/preempted"] > 0 for row in rows),
             bubble_median=statistics.median(bubbles) if bubbles else 0.0,
             bubble_max=max(bubbles, default=0.0),
             wasted_tokens=wasted_tokens,

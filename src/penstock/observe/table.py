@@ -29,7 +29,7 @@ def end_table(summary: Summary) -> Table:
     table.add_row("held-out accuracy", _accuracy(summary))
     table.add_row("steps", _steps(summary))
     table.add_row("tokens", f"{summary.tokens:,} generated, {summary.tokens_per_second:,.0f} a second")
-    table.add_row("weight updates", f"{summary.updates}, all while generating")
+    table.add_row("weight updates", f"{summary.updates}, of which {summary.updates_in_flight} with requests in flight")
     table.add_row(
         "update bubble", f"median {milliseconds(summary.bubble_median)}, max {milliseconds(summary.bubble_max)}"
     )

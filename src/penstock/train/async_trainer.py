@@ -2,8 +2,8 @@
 
 One loop: wait for the groups of the next batch, train on them in a thread, put the new weights in force in flight,
 let the groups start that the staleness window now allows. Everything else (HTTP, scoring, more groups) runs beside it
-on the event loop. Nothing polls: a group starts in the moment an update commits, and the loop wakes when the last group
-it waits for is done.
+on the event loop. Nothing polls: a committed update admits the next groups, which start at the pace at which the
+learner takes them (`pacing`), and the loop wakes when the last group it waits for is done.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from penstock.rollout.environment import Environment
 from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
 from penstock.train.evaluate import greedy_accuracy
 from penstock.train.learner import Learner
+from penstock.train.pacing import Pacer
 from penstock.train.resume import Progress, begin, save_checkpoint, take_up
 from penstock.train.staleness import StalenessWindow
 from penstock.train.step_metrics import (
@@ -109,6 +111,7 @@ class _Run:
     window: StalenessWindow = field(init=False)
     groups: dict[int, asyncio.Task[GeneratorOutput]] = field(init=False)
     """Groups submitted and not yet trained on, by index."""
+    pacer: Pacer = field(init=False)
     generated_before: int = field(init=False)
     """`progress.generated_tokens` at the last recorded step."""
 
@@ -122,6 +125,7 @@ class _Run:
             version=self.learner.version,
         )
         self.groups = {}
+        self.pacer = Pacer()
         self.generated_before = self.progress.generated_tokens
 
     async def put_in_force(self) -> None:
@@ -191,12 +195,15 @@ class _Run:
             batch = await self._next_batch()
         ages = token_ages(batch, trainer_version)
         check_ages(ages, self.config.train.max_staleness)
+        began = time.monotonic()
         with self.watch.measure("training"):
             learned = await _to_the_end(asyncio.to_thread(self.learner.step, batch))
         with self.watch.measure("update"):
             report = await _to_the_end(
                 self.client.update_weights(self.learner.named_tensors(), version=self.learner.version)
             )
+        if self.config.train.max_staleness:  # a synchronous run has nothing to do while rollouts go on
+            self.pacer.busy_s = time.monotonic() - began
         self.window.commit(self.learner.version)
         self._submit(rollouts)
         self._record(batch, {**batch_metrics(batch, ages), **learner_metrics(learned)}, report)
@@ -204,11 +211,14 @@ class _Run:
         await self.evaluate_if_due()
 
     def _submit(self, rollouts: asyncio.TaskGroup) -> None:
-        for group in self.window.take():
-            self.groups[group] = rollouts.create_task(self._roll_out(group), name=f"rollout-{group}")
+        admitted = self.window.take()
+        for place, group in enumerate(admitted):
+            work = self._roll_out(group, place, len(admitted))
+            self.groups[group] = rollouts.create_task(work, name=f"rollout-{group}")
 
-    async def _roll_out(self, group: int) -> GeneratorOutput:
+    async def _roll_out(self, group: int, place: int, of: int) -> GeneratorOutput:
         config = self.config
+        await self.pacer.turn(group, place, of)
         # Sampling is seeded only where that makes a run reproducible: with weights that change in flight, the version
         # that makes a token is a matter of timing, and vLLM draws for seeded requests one by one (topk_topp_sampler).
         synchronous = config.train.max_staleness == 0
@@ -231,7 +241,9 @@ class _Run:
 
     async def _next_batch(self) -> list[Trajectory]:
         batch: list[Trajectory] = []
-        for group in self.window.batch(self.progress.step):
+        wanted = self.window.batch(self.progress.step)
+        self.pacer.hurry(wanted)
+        for group in wanted:
             batch += (await self.groups[group]).trajectories
             del self.groups[group]
         return batch

@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from penstock.config import RunConfig
+from penstock.errors import UserError
 from penstock.fleet.fleet import Fleet
 from penstock.observe.plots import draw_plots
 from penstock.observe.report import Reporter
@@ -21,17 +22,28 @@ from penstock.types import SamplingParams
 log = logging.getLogger(__name__)
 
 
-async def run(config: RunConfig, *, resume: bool, reporter: Reporter) -> Summary:
+async def run(config: RunConfig, *, resume: bool, reporter: Reporter, fresh: bool = False) -> Summary:
     """What `penstock train` does. The folder is `config.run_dir / config.name`.
 
     Everything that can be refused is refused before an engine is started.
 
+    Args:
+        config: of the run.
+        resume: go on with the run in the folder.
+        reporter: told of everything as it happens.
+        fresh: delete the run in the folder first, if there is one.
+
     Raises:
+        UserError: both `resume` and `fresh`.
         PenstockError: see `penstock.train.async_trainer.train`, `Fleet.launch` and `RunFolder`.
     """
+    if resume and fresh:
+        raise UserError("--resume goes on with a run and --fresh deletes it; give one of them")
     path = config.run_dir / config.name
     environment = load_environment(config.environment, config.seed)
     tokenizer = load_tokenizer(config.engine.tokenizer or config.engine.model)
+    if fresh and RunFolder.remove(path):
+        log.info("removed the earlier run in %s", path)
     folder = RunFolder.open(path) if resume else RunFolder.create(path, config)
     if resume:
         folder.check_resumable(config)

@@ -1,0 +1,87 @@
+"""The main job on real engines: in a short form that is killed and taken up again, and whole (slow)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+ROOT = Path(__file__).parent.parent.parent
+DEMO = ROOT / "examples" / "DEMO.yaml"
+SHORT = (
+    "fleet.engines=1", "train.steps=6", "train.checkpoint_every=2", "rollout.groups_per_batch=8", "eval.size=48",
+)  # fmt: skip
+
+
+@pytest.mark.timeout(400)
+async def test_a_killed_demo_is_taken_up_again_and_ends(tmp_path):
+    arguments = [str(DEMO), *SHORT, f"run_dir={tmp_path}", "name=short"]
+    folder = tmp_path / "short"
+    first = await _penstock("train", *arguments)
+    await _until(lambda: len(_rows(folder)) >= 3 or first.returncode is not None, 180)
+    assert first.returncode is None, (await first.communicate())[0].decode()
+    engines = psutil.Process(first.pid).children(recursive=True)
+    assert engines
+    first.send_signal(signal.SIGKILL)
+    await first.wait()
+    await _until(lambda: not any(_alive(p) for p in engines), 5)
+
+    second = await _penstock("train", *arguments, "--resume")
+    out, _ = await asyncio.wait_for(second.communicate(), 200)
+    assert second.returncode == 0, out.decode()
+    rows = _rows(folder)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["version"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["updates"] == 6
+    assert summary["resumed_at"] in ([2], [4])
+    assert max(row["staleness_max"] for row in rows) <= 1
+    # The first step's tokens are all of version 0, which trainer and engine loaded from the same file.
+    assert 0 < rows[0]["logprob_difference"] <= 1e-4
+    assert len(list((folder / "plots").glob("*.png"))) >= 5
+    assert "weight version" in (folder / "trajectories.md").read_text().lower()
+    assert b"held-out accuracy" in out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+async def test_the_demo_learns(tmp_path, seed):
+    """The bar: at least 20 points of held-out exact-match accuracy in at most 4 minutes of training, nothing wasted."""
+    run = await _penstock("train", str(DEMO), f"seed={seed}", f"run_dir={tmp_path}", "name=demo")
+    out, _ = await asyncio.wait_for(run.communicate(), 800)
+    assert run.returncode == 0, out.decode()
+    summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
+    assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.20
+    assert summary["wasted_tokens"] == 0
+    assert summary["logprob_difference"] <= 1e-4
+    assert summary["updates_in_flight"] > 0
+
+
+async def _penstock(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "penstock", *arguments, cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def _rows(folder: Path) -> list[dict]:
+    file = folder / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+async def _until(condition, seconds: float) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - another process, seen through its files
+            await asyncio.sleep(0.1)

@@ -1,0 +1,64 @@
+"""Groups are spread over the learner's busy time, and start at once when it waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from penstock.sim import run_virtual
+from penstock.train.pacing import STARTS_PER_BATCH, Pacer
+
+GROUPS = 32
+
+
+def starts(busy_s: float, hurry_after_s: float | None = None, hurry: range = range(GROUPS)) -> list[float]:
+    """Virtual time at which each of the groups got its turn."""
+
+    async def main(_clock) -> list[float]:
+        loop = asyncio.get_running_loop()
+        pacer = Pacer()
+        pacer.busy_s = busy_s
+        began = loop.time()
+
+        async def one(group: int) -> float:
+            await pacer.turn(group, group, GROUPS)
+            return loop.time() - began
+
+        tasks = [asyncio.create_task(one(group)) for group in range(GROUPS)]
+        if hurry_after_s is not None:
+            await asyncio.sleep(hurry_after_s)
+            pacer.hurry(hurry)
+        return [await task for task in tasks]
+
+    return run_virtual(main)
+
+
+def test_portions_are_spread_evenly_and_in_order():
+    times = starts(8.0)
+    assert times == sorted(times)
+    assert sorted(set(times)) == [i + 0.5 for i in range(STARTS_PER_BATCH)]
+    assert all(times.count(t) == GROUPS // STARTS_PER_BATCH for t in times)
+
+
+def test_without_a_busy_time_all_start_at_once():
+    assert starts(0.0) == [0.0] * GROUPS
+
+
+def test_hurried_groups_start_now_and_later_ones_keep_their_turn():
+    times = starts(8.0, hurry_after_s=2.0, hurry=range(16))
+    assert max(times[:16]) == 2.0
+    assert times[16:] == starts(8.0)[16:]
+
+
+def test_a_cancelled_turn_is_forgotten():
+    async def main(_clock) -> None:
+        pacer = Pacer()
+        pacer.busy_s = 100.0
+        task = asyncio.create_task(pacer.turn(0, 0, 1))
+        await asyncio.sleep(1.0)
+        task.cancel()
+        await asyncio.wait([task])
+        pacer.hurry(range(1))
+        assert asyncio.get_running_loop().time() < 2.0
+        assert not pacer._turns
+
+    run_virtual(main)
