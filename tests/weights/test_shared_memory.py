@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import WeightsError
+from penstock.errors import StateError, WeightsError
 from penstock.weights.manifest import WeightManifest
 from penstock.weights.pack import read
 from penstock.weights.shared_memory import SharedMemoryStore, open_mapping
@@ -21,6 +23,7 @@ TENSORS = {
     "scalar": torch.tensor(3.5, dtype=torch.float64),
     "empty": torch.empty(0, 5),
     "bytes": torch.arange(5, dtype=torch.uint8),
+    "quantized": torch.tensor([0.5, -448.0]).to(torch.float8_e4m3fn),
 }
 
 
@@ -67,6 +70,7 @@ def test_the_current_version_stays_while_the_next_is_written(store):
     ("tensors", "message"),
     [
         ([("w", torch.tensor([1.0, float("inf")]))], "'w' holds NaN or infinity"),
+        ([("w", torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn))], "'w' holds NaN or infinity"),
         ([("w", torch.ones(1)), ("w", torch.ones(1))], "'w' is given twice"),
         ([("w", torch.ones(1, dtype=torch.complex64))], "complex64"),
         ([], "no tensors"),
@@ -86,7 +90,40 @@ def test_a_manifest_longer_than_the_file_and_a_closed_store_are_refused(store):
         open_mapping(manifest.location["path"], manifest.extent)
 
 
-@pytest.mark.parametrize("damage", [{"version": "x"}, {"tensors": [["w"]]}, {"location": None}])
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:penstock-weights")
+
+
+def test_an_error_that_somebody_keeps_hinders_neither_the_next_version_nor_the_end(store):
+    before = mappings()
+    with pytest.raises(WeightsError, match="NaN") as kept:
+        store.publish(1, [("w", torch.full((4,), float("nan")))])
+    assert mappings() == before + 1
+    manifest = store.publish(2, [("w", torch.ones(10_000))])  # larger: the same buffer is mapped anew
+    mapping = open_mapping(manifest.location["path"], manifest.extent)
+    assert torch.equal(dict(read(memoryview(mapping), manifest.tensors))["w"], torch.ones(10_000))
+    del mapping
+    store.close()
+    store.close()
+    assert mappings() == before + 1, "what the kept traceback looks at"
+    del kept
+    gc.collect()
+    assert mappings() == before
+    with pytest.raises(StateError, match="is closed"):
+        store.publish(3, [("w", torch.ones(4))])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"version": "x"},
+        {"tensors": [["w"]]},
+        {"location": None},
+        {"tensors": [["w", "complex64", [1], 0, 0]]},
+        {"tensors": [["w", "float32", [-1], 0, 0]]},
+        {"tensors": [["w", "float32", [1], -4, 0]]},
+    ],
+)
 def test_a_malformed_manifest_is_refused(store, damage):
     good = store.publish(1, [("w", torch.ones(4))]).to_json()
     with pytest.raises(WeightsError, match="malformed"):

@@ -70,7 +70,7 @@ class WeightManifest:
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Read what `to_json` wrote. Raises WeightsError where a field is missing or of the wrong form."""
         try:
-            return cls(
+            manifest = cls(
                 version=int(data["version"]),
                 transport=str(data["transport"]),
                 location={str(k): str(v) for k, v in data["location"].items()},
@@ -81,3 +81,7 @@ class WeightManifest:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise WeightsError(f"malformed weight manifest: {error!r}") from error
+        for entry in manifest.tensors:
+            if entry.dtype not in DTYPE_BYTES or min(0, entry.offset, *entry.shape) < 0:
+                raise WeightsError(f"malformed weight manifest: {entry} has an unknown dtype or a negative size")
+        return manifest

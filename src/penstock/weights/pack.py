@@ -51,7 +51,7 @@ def write(buffer: memoryview, tensors: NamedTensors, offsets: Sequence[int]) -> 
     with torch.no_grad():
         for (name, tensor), offset in zip(tensors, offsets, strict=True):
             source = tensor.detach()
-            if source.is_floating_point() and not bool(torch.isfinite(source).all()):
+            if not all_finite(source):
                 raise WeightsError(f"tensor {name!r} holds NaN or infinity; the update was not sent")
             entry = TensorEntry(name, dtype_name(source.dtype), tuple(source.shape), offset, 0)
             if entry.nbytes:
@@ -77,6 +77,15 @@ def read(buffer: memoryview, entries: Sequence[TensorEntry]) -> Iterator[tuple[s
     """Views of all tensors, in the manifest's order."""
     for entry in entries:
         yield entry.name, view(buffer, entry)
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinity; true of whole numbers."""
+    if not tensor.is_floating_point():
+        return True
+    if tensor.element_size() == 1:  # torch has no isfinite for float8_e4m3fn
+        tensor = tensor.to(torch.float16)
+    return bool(torch.isfinite(tensor).all())
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from penstock.errors import WeightsError
+from penstock.errors import StateError, WeightsError
 from penstock.weights.manifest import WeightManifest
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class SharedMemoryStore:
 
         Raises:
             WeightsError: a name twice, no tensor at all, a dtype no engine loads, NaN or infinity.
+            StateError: the store is closed.
         """
         from penstock.weights.pack import layout, write  # noqa: PLC0415 - the core must import without torch
 
@@ -54,7 +55,7 @@ class SharedMemoryStore:
         self.current = manifest
 
     def close(self) -> None:
-        """Free the memory (engines that still map it keep their view until they let go)."""
+        """Free the memory. Who still looks at it, an engine or a view in this process, keeps it until it lets go."""
         self.current = None
         for buffer in self._buffers:
             buffer.close()
@@ -64,7 +65,11 @@ class SharedMemoryStore:
 
 
 class _Buffer:
-    """One memfd and our mapping of it."""
+    """One memfd and our mapping of it.
+
+    A mapping that is not needed any more is dropped and not closed: closing it is an error while a view of it lives,
+    as one does in the traceback of an exception that somebody keeps. Dropped, it ends with its last view.
+    """
 
     def __init__(self, name: str) -> None:
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC)
@@ -77,18 +82,16 @@ class _Buffer:
 
     def resize(self, size: int) -> memoryview:
         """A writable view of at least `size` bytes. It never shrinks: an engine may still map what was there."""
+        if self._fd < 0:
+            raise StateError("the store of weights is closed: its fleet or engine was torn down")
         if self._map is None or len(self._map) < size:
-            if self._map is not None:
-                self._map.close()
             os.ftruncate(self._fd, size)
             self._map = mmap.mmap(self._fd, size)
         return memoryview(self._map)
 
     def close(self) -> None:
-        """Unmap and close; closing twice is harmless."""
-        if self._map is not None:
-            self._map.close()
-            self._map = None
+        """Let go of mapping and file; closing twice is harmless."""
+        self._map = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -13,7 +13,7 @@ import torch
 
 from penstock.errors import WeightsError
 from penstock.weights.manifest import WeightManifest
-from penstock.weights.pack import dtype_name, view
+from penstock.weights.pack import all_finite, dtype_name, view
 from penstock.weights.shared_memory import open_mapping
 
 TIED_HEAD = "lm_head.weight"
@@ -51,8 +51,7 @@ def check_bytes(manifest: WeightManifest) -> None:
         crc = zlib.crc32(buffer[entry.offset : entry.offset + entry.nbytes])
         if crc != entry.crc32:
             raise WeightsError(f"tensor {entry.name!r} has crc32 {crc:08x}, its manifest says {entry.crc32:08x}")
-        tensor = view(buffer, entry)
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if not all_finite(view(buffer, entry)):
             raise WeightsError(f"tensor {entry.name!r} holds NaN or infinity")
 
 
