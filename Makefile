@@ -12,7 +12,7 @@ $(READY): requirements/cpu.lock pyproject.toml scripts/setup.sh
 setup: $(READY) ## build .venv: torch, vLLM for CPU, everything pinned, penstock (about 3 GB)
 
 demo: $(READY) ## train a small model with rollouts from two real vLLM engines, updated in flight
-	@$(BIN)/penstock train examples/DEMO.yaml
+	@$(BIN)/penstock train examples/DEMO.yaml --fresh
 
 test: $(READY) ## every test but the slow ones
 	@$(BIN)/pytest

@@ -7,7 +7,7 @@ line that names the key and, for a typo, the nearest known one.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
@@ -19,6 +19,7 @@ from penstock.errors import ConfigError
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
+Name = Annotated[str, Field(pattern=r"^\w[\w.+-]*$", coerce_numbers_to_str=True)]
 S = TypeVar("S", bound="Section")
 
 
@@ -145,7 +146,8 @@ class EvalConfig(Section):
 class RunConfig(Section):
     """A whole training run: what `penstock train` reads."""
 
-    name: str = "run"
+    name: Name = "run"
+    """Also the run folder's name, so nothing that could lead elsewhere."""
     seed: int = 0
     run_dir: Path = Path("runs")
     engine: EngineConfig
@@ -214,6 +216,7 @@ def _explain(section: type[Section], error: Mapping[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
         known = sorted(_fields_at(section, location[:-1]))
         near = difflib.get_close_matches(location[-1], known, n=1)
+        near = near or [name for name in _keys(section) if name.endswith(f".{location[-1]}")][:1]
         hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
         return f"unknown config key {key!r}; {hint}"
     if error["type"] == "missing":
@@ -229,3 +232,12 @@ def _fields_at(section: type[Section], path: Sequence[str]) -> list[str]:
             return []
         current = annotation
     return list(current.model_fields)
+
+
+def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key of a tree, with its section before it."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name

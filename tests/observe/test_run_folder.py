@@ -64,6 +64,28 @@ def test_a_second_run_in_one_folder_is_refused(tmp_path: Path) -> None:
         RunFolder.create(tmp_path, config_of())
 
 
+def test_only_a_run_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    assert not RunFolder.remove(path)
+    path.mkdir()
+    (path / "metrics.jsonl").write_text("figures of something else")
+    assert not RunFolder.remove(path)
+    (path / "metrics.jsonl").unlink()
+    RunFolder.create(path, config_of()).append_metrics(row(1))
+    (path / "checkpoints").mkdir()
+    (path / "checkpoints" / "step-00000001.safetensors").touch()
+    assert RunFolder.remove(path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_cannot_be_removed_is_an_error_and_not_a_mixture(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path / "real", config_of()).append_metrics(row(1))
+    (tmp_path / "run").symlink_to(tmp_path / "real")
+    with pytest.raises(UserError, match=r"cannot remove the run in .*run"):
+        RunFolder.remove(tmp_path / "run")
+    assert len(RunFolder.open(tmp_path / "real").metrics()) == 1
+
+
 def test_a_run_that_never_made_a_step_is_replaced(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, config_of()).append_evaluation(0, 0.5)
     folder = RunFolder.create(tmp_path, config_of(seed=9))

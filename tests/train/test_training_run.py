@@ -53,6 +53,21 @@ async def test_a_run_on_two_engines_and_its_resumption(model: Path, tmp_path: Pa
     assert summary.resumed_at == (4,)
 
 
+async def test_a_fresh_run_replaces_the_one_of_its_name(model: Path, tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "test", fleet_config(model, tmp_path))
+    folder.append_metrics({"step": 99})
+    (folder.path / "summary.json").write_text("{}")
+    with pytest.raises(UserError, match="--resume goes on with a run and --fresh deletes it"):
+        await run(fleet_config(model, tmp_path), resume=True, fresh=True, reporter=Recorder())
+    wrong = fleet_config(model, tmp_path, environment={"name": "nowhere:Nothing"})
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        await run(wrong, resume=False, fresh=True, reporter=Recorder())
+    assert folder.metrics() == [{"step": 99}]
+    summary = await run(fleet_config(model, tmp_path), resume=False, fresh=True, reporter=Recorder())
+    assert [row["step"] for row in folder.metrics()] == [1, 2, 3, 4]
+    assert folder.summary()["steps"] == summary.steps == 4
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -18,6 +18,7 @@ def train(
     ] = None,
     *,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with this run from its last checkpoint.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete an earlier run of this name first.")] = False,
 ) -> None:
     """Train a model with rollouts from a fleet of engines, updated while they generate.
 
@@ -26,6 +27,7 @@ def train(
     - `penstock train examples/DEMO.yaml`
     - `penstock train examples/DEMO.yaml seed=1 train.steps=40 fleet.engines=4`
     - `penstock train examples/DEMO.yaml --resume` (after a crash or Ctrl-C)
+    - `penstock train examples/DEMO.yaml --fresh` (once more from the start, under the same name)
 
     The run folder, `run_dir`/`name`, holds the resolved config, metrics.jsonl, summary.json, plots, and sample
     trajectories. What each key means: docs/configuration.md.
@@ -38,4 +40,4 @@ def train(
     from penstock.train.run import run  # noqa: PLC0415
 
     with RunDisplay(settings.name, settings.train.steps) as display:
-        run_until_signal(run(settings, resume=resume, reporter=display))
+        run_until_signal(run(settings, resume=resume, fresh=fresh, reporter=display))
