@@ -35,8 +35,10 @@ def resolve_profile(config: EngineConfig) -> Literal["cpu", "gpu", "sim"]:
     return "gpu" if Path("/proc/driver/nvidia").exists() or Path("/dev/nvidiactl").exists() else "cpu"
 
 
-def server_command(config: EngineConfig, *, port: int, api_key: str | None, host: str = "127.0.0.1") -> ServerCommand:
-    """The command of one engine server.
+def server_command(
+    config: EngineConfig, *, port: int, api_key: str | None, host: str = "127.0.0.1", gpus: Sequence[str] = ()
+) -> ServerCommand:
+    """The command of one engine server; `gpus` are those it sees, as in CUDA_VISIBLE_DEVICES (none: all).
 
     Raises:
         ConfigError: the model path does not exist.
@@ -52,6 +54,8 @@ def server_command(config: EngineConfig, *, port: int, api_key: str | None, host
     if api_key:
         # Not on the command line, which every user of the machine can read.
         env["VLLM_API_KEY"] = api_key
+    if gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if profile == "cpu":
         env.update(_cpu_env(config))
         options.update(_cpu_options(config))

@@ -6,6 +6,7 @@ import asyncio
 import re
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -34,8 +35,10 @@ class EngineProcess:
         self._child = child
 
     @classmethod
-    async def launch(cls, config: EngineConfig, *, name: str, log_dir: Path, api_key: str | None = None) -> Self:
-        """Start a server on a free port of 127.0.0.1 and return when it is ready.
+    async def launch(
+        cls, config: EngineConfig, *, name: str, log_dir: Path, api_key: str | None = None, gpus: Sequence[str] = ()
+    ) -> Self:
+        """Start a server on a free port of 127.0.0.1 and return when it is ready; it sees `gpus`, or all if none.
 
         Raises:
             ConfigError: the model path is wrong; nothing was started.
@@ -43,7 +46,7 @@ class EngineProcess:
                 message holds the telling lines of its log.
         """
         port = free_port()
-        command = server_command(config, port=port, api_key=api_key)
+        command = server_command(config, port=port, api_key=api_key, gpus=gpus)
         log = log_dir / f"{name}.log"
         child = await ChildProcess.start(command.argv, name=name, log=log, env=command.env)
         engine = cls(name, f"http://127.0.0.1:{port}", child)

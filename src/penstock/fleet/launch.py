@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +14,13 @@ from types import TracebackType
 from typing import Any
 
 from penstock.config import EngineConfig, FleetConfig, RouterConfig
-from penstock.engine.command import server_command
+from penstock.engine.command import resolve_profile, server_command
 from penstock.engine.concurrent import all_or_first_error
 from penstock.engine.process import EngineProcess
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.fleet.assemble import assemble, join
 from penstock.fleet.fleet import Fleet
+from penstock.fleet.gpus import assign, visible_gpus
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import SERVABLE, Member
 from penstock.fleet.opening import Opening
@@ -45,16 +46,22 @@ def launch(
         raise ConfigError(f"parallel_starts must be at least 1, got {parallel_starts}")
     given = model if isinstance(model, EngineConfig) else None
     named = options if given is not None else {**options, "model": str(model)}
+    engine, of_fleet = section(EngineConfig, given, named), section(FleetConfig, fleet, options)
+    if of_fleet.min_engines > of_fleet.engines:
+        raise ConfigError(f"min_engines is {of_fleet.min_engines}, more than the {of_fleet.engines} engines")
+    server_command(engine, port=0, api_key=None)  # a wrong model path is said now, not after a router started
+    gpus = assign(engine, of_fleet.engines, visible_gpus() if resolve_profile(engine) == "gpu" else ())
+    if len({name for names in gpus for name in names}) < sum(len(names) for names in gpus):
+        # vLLM measures what its GPU has free while it starts, so those that share one start one after another.
+        parallel_starts = 1
     plan = _Plan(
-        engine=section(EngineConfig, given, named),
-        fleet=section(FleetConfig, fleet, options),
+        engine=engine,
+        fleet=of_fleet,
         router=section(RouterConfig, router, options),
         api_key=api_key,
         parallel_starts=parallel_starts,
+        gpus=gpus,
     )
-    if plan.fleet.min_engines > plan.fleet.engines:
-        raise ConfigError(f"min_engines is {plan.fleet.min_engines}, more than the {plan.fleet.engines} engines")
-    server_command(plan.engine, port=0, api_key=None)  # a wrong model path is said now, not after a router started
     return Opening(plan.start)
 
 
@@ -73,6 +80,8 @@ class _Plan:
     router: RouterConfig
     api_key: str | None
     parallel_starts: int | None
+    gpus: Sequence[tuple[str, ...]]
+    """Of each engine; none: it takes what it finds."""
 
     async def start(self) -> Fleet:
         async with AsyncExitStack() as owned:
@@ -85,7 +94,7 @@ class _Plan:
             owned.push_async_callback(_stop_all, launched, self.fleet.stop_timeout_s)
             limit = asyncio.Semaphore(self.parallel_starts or self.fleet.engines)
             members = await all_or_first_error(
-                self._engine(f"e{i}", logs, limit, launched, owned) for i in range(self.fleet.engines)
+                self._engine(f"e{i}", gpus, logs, limit, launched, owned) for i, gpus in enumerate(self.gpus)
             )
             return await assemble(
                 router.url,
@@ -99,12 +108,20 @@ class _Plan:
             )
 
     async def _engine(
-        self, name: str, logs: Path, limit: asyncio.Semaphore, launched: list[_Launched], owned: AsyncExitStack
+        self,
+        name: str,
+        gpus: Sequence[str],
+        logs: Path,
+        limit: asyncio.Semaphore,
+        launched: list[_Launched],
+        owned: AsyncExitStack,
     ) -> Member:
         lifecycle = Lifecycle(name)
         try:
             async with limit:
-                process = await EngineProcess.launch(self.engine, name=name, log_dir=logs, api_key=self.api_key)
+                process = await EngineProcess.launch(
+                    self.engine, name=name, log_dir=logs, api_key=self.api_key, gpus=gpus
+                )
                 launched.append(_Launched(lifecycle, process))
                 return await join(
                     lifecycle,

@@ -1,0 +1,48 @@
+"""Which GPUs of this machine each engine gets."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.config import EngineConfig
+from penstock.errors import ConfigError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs that a process started from here may use, by their names in `CUDA_VISIBLE_DEVICES`.
+
+    Empty where they cannot be listed (WSL has no device files): engines then find theirs by themselves.
+    """
+    given = os.environ.get(VISIBLE)
+    if given is not None:
+        return tuple(name.strip() for name in given.split(",") if name.strip())
+    return tuple(str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*")))))
+
+
+def assign(config: EngineConfig, engines: int, gpus: Sequence[str]) -> list[tuple[str, ...]]:
+    """GPUs of each engine, from the last backwards, so that the first ones are left to a trainer.
+
+    Each has its own where there are enough; else they share, as far as `gpu_memory_utilization` leaves room.
+
+    Raises:
+        ConfigError: one engine needs more GPUs than there are, or sharing would need more memory than they have.
+    """
+    if not gpus:
+        return [()] * engines
+    ranks = config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size
+    needed = engines * ranks
+    sharing = math.ceil(needed / len(gpus))
+    if ranks > len(gpus) or sharing * config.gpu_memory_utilization > 1:
+        share = f", or gpu_memory_utilization of at most {1 / sharing:.2g} to share them" if ranks <= len(gpus) else ""
+        raise ConfigError(
+            f"{needed} GPUs are needed (engines: {engines}, GPUs of each: {ranks}) and there are {len(gpus)} "
+            f"({','.join(gpus)}): ask for fewer{share}"
+        )
+    first = len(gpus) - needed
+    places = [range(first + engine * ranks, first + (engine + 1) * ranks) for engine in range(engines)]
+    return [tuple(gpus[place % len(gpus)] for place in of_engine) for of_engine in places]

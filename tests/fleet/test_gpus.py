@@ -1,0 +1,63 @@
+"""Which GPUs each engine gets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from penstock import Fleet
+from penstock.config import EngineConfig
+from penstock.engine.command import server_command
+from penstock.errors import ConfigError
+from penstock.fleet.gpus import assign, visible_gpus
+
+
+def config(tp: int = 1, share: float = 0.9) -> EngineConfig:
+    return EngineConfig(model="m", profile="gpu", tensor_parallel_size=tp, gpu_memory_utilization=share)
+
+
+@pytest.mark.parametrize(
+    ("engines", "tp", "share", "gpus", "assigned"),
+    [
+        (2, 1, 0.9, "01", ["0", "1"]),
+        (4, 2, 0.9, "01234567", ["01", "23", "45", "67"]),
+        (2, 1, 0.9, "0123", ["2", "3"]),  # the first ones are left to a trainer
+        (2, 1, 0.4, "0", ["0", "0"]),
+        (3, 2, 0.3, "012", ["01", "20", "12"]),  # no engine has one GPU twice
+        (2, 8, 0.9, "", ["", ""]),  # not to be listed: as each finds them
+    ],
+)
+def test_every_engine_has_its_own_or_a_fair_share(
+    engines: int, tp: int, share: float, gpus: Sequence[str], assigned: Sequence[str]
+) -> None:
+    assert assign(config(tp, share), engines, tuple(gpus)) == [tuple(names) for names in assigned]
+
+
+@pytest.mark.parametrize(
+    ("engines", "tp", "share", "message"),
+    [
+        (4, 2, 0.9, "8 GPUs are needed (engines: 4, GPUs of each: 2) and there are 2 (4,5): ask for fewer, or gpu_mem"),
+        (1, 4, 0.1, "4 GPUs are needed (engines: 1, GPUs of each: 4) and there are 2 (4,5): ask for fewer"),
+    ],
+)
+def test_too_few_are_said_before_anything_starts(
+    engines: int, tp: int, share: float, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 5")
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        Fleet.launch(config(tp, share), engines=engines)
+
+
+def test_those_of_the_environment_and_else_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,3")
+    assert visible_gpus() == ("GPU-a", "3")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert len(visible_gpus()) == len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def test_an_engine_sees_its_own_only() -> None:
+    assert server_command(config(2), port=1, api_key=None, gpus=("2", "3")).env["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert "CUDA_VISIBLE_DEVICES" not in server_command(config(2), port=1, api_key=None).env
