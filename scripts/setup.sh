@@ -14,22 +14,23 @@ fail() {
     exit 2
 }
 
-is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+# What requirements/cpu.lock has wheels for.
+is_fitting() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
 
 find_python() {
     local candidate
     for candidate in "${PYTHON:-python3}" python3.11 python3.12 python3.13; do
-        if is_new_enough "$candidate"; then
+        if is_fitting "$candidate"; then
             echo "$candidate"
             return
         fi
     done
-    fail "Python 3.11 or newer is needed; install it, or name it: make setup PYTHON=/path/to/python3.11"
+    fail "Python 3.11, 3.12 or 3.13 is needed; install one, or name it: make setup PYTHON=/path/to/python3.12"
 }
 
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check -qq "$@"; }
 
-if ! is_new_enough "$VENV/bin/python"; then
+if ! is_fitting "$VENV/bin/python"; then
     python=$(find_python)
     say "creating $VENV with $("$python" --version)"
     "$python" -m venv "$VENV" || fail "cannot create $VENV (on Debian and Ubuntu: apt install python3-venv)"
