@@ -31,6 +31,7 @@ CANNOT_RUN = {
     ".ci/run": "runs what this test is a part of",
     ".venv/bin/pre-commit install": "changes the checkout",
     "pip install": "changes the machine",
+    "source .venv/bin/activate": "changes the shell",
     "penstock serve": "serves until Ctrl-C; the fixture `served_url` runs it, tests/cli the rest",
     "penstock train": "takes minutes and real engines; tests of the demo run it",
     "penstock plot runs/demo": "needs the demo's run folder; tests/cli plots one",
