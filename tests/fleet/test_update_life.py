@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 
 import pytest
 from fleet_fakes import DEADLINE_S, Bench, until
@@ -198,6 +199,26 @@ async def test_a_cancelled_caller_leaves_no_update_half_done() -> None:
     await bench.operations.pause(PauseMode.KEEP, clear_cache=True)  # in its turn, so after the update
     assert bench.roster.version == 1
     bench.check_belief()
+
+
+async def test_teardown_waits_for_the_thread_that_writes_into_the_store() -> None:
+    bench = await Bench("a").started()
+    began, go = threading.Event(), threading.Event()
+
+    def publish(*_: object) -> None:
+        began.set()
+        assert go.wait(5.0)
+
+    bench.store.publish = publish
+    update = asyncio.create_task(bench.operations.update([], None))
+    await until(began.is_set)
+    closing = asyncio.create_task(bench.operations.close())
+    await asyncio.sleep(0.05)
+    assert not closing.done(), "what comes next is closing the store"
+    go.set()
+    await asyncio.wait_for(closing, 5.0)
+    with pytest.raises(StateError, match="torn down"):
+        await update
 
 
 async def test_a_version_may_jump_but_not_go_back() -> None:

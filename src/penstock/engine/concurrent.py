@@ -1,9 +1,9 @@
-"""Many coroutines at once; the first failure cancels the others and is raised as it is."""
+"""Many coroutines at once, where the first failure cancels the others and is raised as it is; work in a thread."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -17,3 +17,13 @@ async def all_or_first_error(coroutines: Iterable[Coroutine[Any, Any, T]]) -> li
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Run `work` in a thread; a cancellation takes effect when it has ended, since until then it uses what is ours."""
+    thread = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(thread)
+    except asyncio.CancelledError:
+        await asyncio.wait((thread,))
+        raise

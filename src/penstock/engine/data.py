@@ -40,7 +40,7 @@ class DataClient:
     ) -> None:
         self.http = HttpTransport(url, api_key=api_key, name=name)
         self.vocab_size = vocab_size
-        self._request_s = request_timeout_s
+        self.request_timeout_s = request_timeout_s
 
     async def generate_batch(self, batch: GenerateBatch) -> GenerateOutput:
         """Complete a batch (R2); answers in input order, `n` samples of a prompt side by side."""
@@ -100,7 +100,7 @@ class DataClient:
         body = orjson.dumps(wire.generate_body(token_ids, params))
         headers = wire.request_headers(len(token_ids), params, session_id)
         answer, answered = await self.http.call(
-            "POST", "/inference/v1/generate", body, timeout_s=self._request_s, headers=headers
+            "POST", "/inference/v1/generate", body, timeout_s=self.request_timeout_s, headers=headers
         )
         samples = wire.samples_of(decode(answer), answered, params)
         if not params.detokenize:
@@ -115,7 +115,7 @@ class DataClient:
         if body.get("stream"):
             raise RequestError("stream=true gives no single answer; stream from the HTTP endpoint itself")
         headers = {wire.SESSION_HEADER: str(session_id)} if session_id is not None else None
-        answer: dict[str, Any] = await self.http.post(path, body, timeout_s=self._request_s, headers=headers)
+        answer: dict[str, Any] = await self.http.post(path, body, timeout_s=self.request_timeout_s, headers=headers)
         return answer
 
     def _check_ids(self, ids: Sequence[int], where: str) -> None:

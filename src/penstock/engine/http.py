@@ -34,8 +34,7 @@ class HTTPEngine(Engine):
         self.data = data
         self._info = info
         self._version = info.weight_version
-        self._paused = info.paused
-        self._updating = asyncio.Lock()
+        self._update: asyncio.Task[UpdateReport] | None = None
         self._store = SharedMemoryStore()
 
     @classmethod
@@ -103,18 +102,18 @@ class HTTPEngine(Engine):
         return await self.data.chat_completion(body, session_id)
 
     async def pause_generation(self, mode: PauseMode = PauseMode.KEEP, *, clear_cache: bool = True) -> None:
-        """Stop making tokens (R22, R23)."""
-        if self._paused:
+        """Stop making tokens (R22, R23). Whether it is paused is asked of the engine, which others may pause too."""
+        if await self.control.is_paused():
             raise StateError("generation is already paused; call resume_generation first")
-        await self.control.pause(mode, clear_cache=clear_cache)
-        self._paused = True
+        # `wait` ends with the longest request in flight, the other modes at once.
+        timeout_s = self.data.request_timeout_s if mode is PauseMode.WAIT else None
+        await self.control.pause(mode, clear_cache=clear_cache, timeout_s=timeout_s)
 
     async def resume_generation(self) -> None:
         """Go on."""
-        if not self._paused:
+        if not await self.control.is_paused():
             raise StateError("generation is not paused; there is nothing to resume")
         await self.control.resume()
-        self._paused = False
 
     async def abort_generation(self) -> None:
         """End every request in flight with what it has."""
@@ -146,32 +145,35 @@ class HTTPEngine(Engine):
     async def update_weights(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, version: int | None = None
     ) -> UpdateReport:
-        """Put new weights in force while requests are in flight."""
-        if self._updating.locked():
+        """Put new weights in force while requests are in flight. Once begun, it ends even if this call is cancelled."""
+        if self._update is not None and not self._update.done():
             raise StateError("another weight update is under way; wait for it to return")
-        async with self._updating:
-            target = self._version + 1 if version is None else version
-            if target <= self._version:
-                raise WeightsError(f"version {target} is not newer than the present version {self._version}")
-            begin = time.perf_counter()
-            manifest = await asyncio.to_thread(self._store.publish, target, named_tensors)
-            published = time.perf_counter()
-            await self.control.prepare_weights(manifest)
-            prepared = time.perf_counter()
-            try:
-                update = await self.control.apply_weights(target)
-            except PenstockError as error:
-                raise UpdateError(f"version {target} did not commit, and the engine must not serve: {error}") from error
-            self._store.commit(manifest)
-            self._version = target
-            end = time.perf_counter()
-            seconds = {
-                "publish": published - begin,
-                "prepare": prepared - published,
-                "gate": end - prepared,
-                "total": end - begin,
-            }
-            return UpdateReport(version=target, bytes=manifest.nbytes, seconds=seconds, engines=(update,))
+        target = self._version + 1 if version is None else version
+        if target <= self._version:
+            raise WeightsError(f"version {target} is not newer than the present version {self._version}")
+        self._update = asyncio.create_task(self._put_in_force(named_tensors, target))
+        return await asyncio.shield(self._update)
+
+    async def _put_in_force(self, named_tensors: Iterable[tuple[str, torch.Tensor]], target: int) -> UpdateReport:
+        begin = time.perf_counter()
+        manifest = await asyncio.to_thread(self._store.publish, target, named_tensors)
+        published = time.perf_counter()
+        await self.control.prepare_weights(manifest)
+        prepared = time.perf_counter()
+        try:
+            update = await self.control.apply_weights(target)
+        except PenstockError as error:
+            raise UpdateError(f"version {target} did not commit, and the engine must not serve: {error}") from error
+        self._store.commit(manifest)
+        self._version = target
+        end = time.perf_counter()
+        seconds = {
+            "publish": published - begin,
+            "prepare": prepared - published,
+            "gate": end - prepared,
+            "total": end - begin,
+        }
+        return UpdateReport(version=target, bytes=manifest.nbytes, seconds=seconds, engines=(update,))
 
     async def get_num_unfinished_requests(self, index: int | None = None) -> int:
         """Requests running or waiting (R10)."""
@@ -191,7 +193,12 @@ class HTTPEngine(Engine):
         return await self.control.collective_rpc(method, timeout_s, args, kwargs)
 
     async def teardown(self) -> None:
-        """Close connections and free the published weights; the server itself is its launcher's to end."""
+        """Close connections and free the published weights; the server itself is its launcher's to end.
+
+        An update under way ends first, within its deadlines.
+        """
+        if self._update is not None:
+            await asyncio.wait((self._update,))
         await self.data.close()
         await self.control.close()
         self._store.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import Counter
@@ -11,6 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from penstock.engine.concurrent import in_thread
 from penstock.errors import PenstockError, UpdateError, WeightsError
 from penstock.fleet.control import fan_out
 from penstock.fleet.lifecycle import Clock
@@ -69,7 +69,7 @@ class Updater:
         began = self.clock()
         members = self.roster.live()
         self._need(members, version, "before it began")
-        manifest = await asyncio.to_thread(self.store.publish, version, named_tensors)
+        manifest = await in_thread(lambda: self.store.publish(version, named_tensors))
         published = self.clock()
         prepared = await self._prepare(members, manifest)
         ready = self.clock()
