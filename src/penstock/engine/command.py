@@ -94,7 +94,6 @@ def _options(config: EngineConfig, port: int, host: str) -> dict[str, Option]:
         "hf-overrides": '{"head_dtype": "float32"}' if config.fp32_lm_head else None,
         # An RL loss needs log-softmax(logits / T); vLLM's default ignores the temperature.
         "logprobs-mode": "processed_logprobs",
-        "enable-scale-out": True,
         "weight-transfer-config": orjson.dumps({"backend": BACKEND}).decode(),
         "worker-extension-cls": "penstock.engine.vllm_plugin.worker.WorkerExtension",
         "middleware": "penstock.engine.vllm_plugin.middleware.PenstockMiddleware",

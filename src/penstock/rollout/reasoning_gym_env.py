@@ -110,7 +110,9 @@ class ReasoningGymEnvironment(Environment):
         try:
             import reasoning_gym  # noqa: PLC0415 - takes 1.5 s and is not a dependency of the core
         except ImportError as error:
-            raise ConfigError("the reasoning_gym environment needs `pip install 'penstock[train]'`") from error
+            raise ConfigError(
+                f"the reasoning_gym environment needs `pip install 'penstock[train]'` ({error})"
+            ) from error
         # Datasets seed item i with seed + i, so that neighbouring seeds would share items; hashed seeds do not.
         name = f"{self.seed}/{split}/{chunk}".encode()
         seed = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest()) >> 1

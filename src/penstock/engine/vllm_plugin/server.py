@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import runpy
+import sys
 
 from penstock import lifeline
 
@@ -18,6 +19,7 @@ def main() -> None:
     lifeline.watch()
     launcher = "vllm.entrypoints.launchers.api_server.entry"
     if importlib.util.find_spec("vllm.entrypoints.launchers") is not None:
+        sys.argv.append("--enable-scale-out")  # the token endpoint; 0.26 serves it always and knows no such option
         module = importlib.import_module(launcher)
         module.main()
     else:  # vLLM 0.26
