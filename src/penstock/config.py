@@ -7,6 +7,7 @@ line that names the key and, for a typo, the nearest known one.
 from __future__ import annotations
 
 import difflib
+import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -78,6 +79,21 @@ class RouterConfig(Section):
     max_header_bytes: Positive = 65_536
     max_body_bytes: Positive = 256 * 2**20
     header_timeout_s: Seconds = 20.0
+
+
+def refuse_open_host(host: str, api_key: str | bytes | None) -> None:
+    """Raise ConfigError where a router would listen on `host`, in reach of other machines, without asking for a key."""
+    if api_key or host == "localhost":
+        return
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, or empty for every address
+        loopback = False
+    if not loopback:
+        raise ConfigError(
+            f"router.host {host!r} opens the router to other machines and there is no API key; set one (of penstock "
+            "serve: PENSTOCK_API_KEY, of Fleet.launch: api_key, of the router: --api-key-env), or keep 127.0.0.1"
+        )
 
 
 class FleetConfig(Section):

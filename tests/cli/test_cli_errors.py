@@ -75,6 +75,7 @@ def test_help_loads_nothing_heavy() -> None:
         (["serve", "m", "--sim", "--port", "70000"], "--port"),
         (["serve", "m", "--sim", "--cpu"], "--cpu and --sim exclude each other"),
         (["serve", "m", "--sim", "--host", "0.0.0.0"], "PENSTOCK_API_KEY"),
+        (["serve", "m", "--sim", "router.host=0.0.0.0"], "PENSTOCK_API_KEY"),
         (["serve", "m", "--sim", "--host", "192.0.2.1", "--api-key", "k"], "cannot listen on 192.0.2.1"),
         (["serve", "./nowhere", "--cpu"], "./nowhere does not exist"),
         (["serve", ".", "--cpu"], "has no config.json"),

@@ -111,6 +111,8 @@ async def test_what_is_not_there_or_something_else() -> None:
         Fleet.connect(server.url, min_engine=2)
     with pytest.raises(ConfigError, match="unknown option 'port'"):
         Fleet.connect(server.url, port=1)
+    with pytest.raises(ConfigError, match="no API key"):
+        Fleet.connect([server.url], host="::")
 
 
 async def test_a_wrong_key_is_said() -> None:

@@ -92,6 +92,7 @@ async def test_options_whole_or_by_name_and_a_teardown_that_may_be_repeated(ours
         ({"policy": "best"}, "'policy'"),
         ({"engines": 2, "min_engines": 3}, "min_engines is 3, more than the 2 engines"),
         ({"parallel_starts": 0}, "parallel_starts must be at least 1"),
+        ({"host": "0.0.0.0"}, "router.host '0.0.0.0' opens the router to other machines and there is no API key"),
         ({"profile": "cpu"}, r"model path \./nowhere does not exist"),
     ],
 )

@@ -7,10 +7,24 @@ import aiohttp
 import pytest
 from router_rig import answer_name, eventually, request, rig
 
-from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, StateError, UserError
+from penstock.config import refuse_open_host
+from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineHTTPError, StateError, UserError
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import EngineEntry, Membership
 from penstock.router.server import Router
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])
+def test_loopback_needs_no_key(host: str) -> None:
+    refuse_open_host(host, None)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.7", "example.org", ""])
+def test_an_address_beyond_loopback_needs_a_key(host: str) -> None:
+    for key in (None, ""):
+        with pytest.raises(ConfigError, match="no API key"):
+            refuse_open_host(host, key)
+    refuse_open_host(host, "k")
 
 
 async def test_the_set_and_its_figures() -> None:

@@ -116,9 +116,10 @@ async def test_wrong_options_are_one_line_and_exit_2() -> None:
         (["--port", "70000"], "'port'"),
         (["--max-hold-s", "-1"], "'max_hold_s'"),
         (["--api-key-env", "NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE: that environment variable is not set"),
-        (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1"),
+        (["--host", "0.0.0.0"], "there is no API key"),
+        (["--host", "192.0.2.1", "--api-key-env", "KEY"], "cannot listen on 192.0.2.1"),
     ):
-        status, out, err = await run(sys.executable, "-m", "penstock.router", *options)
+        status, out, err = await run(sys.executable, "-m", "penstock.router", *options, env={"KEY": "k"})
         assert (status, out) == (2, "")
         assert message in err
         assert "Traceback" not in err

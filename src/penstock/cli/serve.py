@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from penstock.config import RunConfig
 
 SECTIONS = ("engine.", "fleet.", "router.")
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(
@@ -56,12 +55,13 @@ def serve(
 
     Keys and their meaning: docs/configuration.md; `extra_args.NAME=VALUE` passes any other option on to vLLM.
     """
+    from penstock.config import refuse_open_host  # noqa: PLC0415
+
     profiles = [name for name, chosen in (("cpu", cpu), ("gpu", gpu), ("sim", sim)) if chosen]
     if len(profiles) > 1:
         raise UserError(f"--{profiles[0]} and --{profiles[1]} exclude each other; give one of them")
-    if host not in LOOPBACK and not api_key:
-        raise UserError(f"--host {host} opens the endpoint to others; set a key by PENSTOCK_API_KEY or --api-key")
     config = _config(model, options or [], engines=engines, host=host, port=port, profiles=profiles)
+    refuse_open_host(config.router.host, api_key)
     check_port(config.router.host, config.router.port)
     check_engine(config.engine)
     run_until_signal(_serve(config, api_key or None))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.config import FleetConfig, RouterConfig
+from penstock.config import FleetConfig, RouterConfig, refuse_open_host
 from penstock.engine.concurrent import all_or_first_error
 from penstock.errors import EngineHTTPError, UserError
 from penstock.fleet.assemble import assemble, join
@@ -42,6 +42,8 @@ def connect(
         control_timeout_s=control_timeout_s,
         request_timeout_s=request_timeout_s,
     )
+    if not to_router:
+        refuse_open_host(plan.router.host, api_key)
     return Opening(lambda: plan.to_router(target.rstrip("/")) if isinstance(target, str) else plan.to_engines(target))
 
 

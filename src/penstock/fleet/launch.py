@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from penstock.config import EngineConfig, FleetConfig, RouterConfig
+from penstock.config import EngineConfig, FleetConfig, RouterConfig, refuse_open_host
 from penstock.engine.command import resolve_profile, server_command
 from penstock.engine.concurrent import all_or_first_error
 from penstock.engine.process import EngineProcess
@@ -54,10 +54,12 @@ def launch(
     if len({name for names in gpus for name in names}) < sum(len(names) for names in gpus):
         # vLLM measures what its GPU has free while it starts, so those that share one start one after another.
         parallel_starts = 1
+    of_router = section(RouterConfig, router, options)
+    refuse_open_host(of_router.host, api_key)
     plan = _Plan(
         engine=engine,
         fleet=of_fleet,
-        router=section(RouterConfig, router, options),
+        router=of_router,
         api_key=api_key,
         parallel_starts=parallel_starts,
         gpus=gpus,

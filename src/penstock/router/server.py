@@ -9,7 +9,7 @@ import time
 
 import orjson
 
-from penstock.config import RouterConfig
+from penstock.config import RouterConfig, refuse_open_host
 from penstock.errors import StateError, UserError
 from penstock.router.admin import AdminCall
 from penstock.router.client_connection import Call, ClientConnection
@@ -61,9 +61,11 @@ class Router:
         """Listen on `host` and `port` (default: those of the configuration; port 0: any free one).
 
         Raises:
+            ConfigError: other machines can reach the address, and there is no key.
             UserError: the address cannot be used.
         """
         host = self.config.host if host is None else host
+        refuse_open_host(host, self.api_key)
         port = self.config.port if port is None else port
         loop = asyncio.get_running_loop()
         try:
