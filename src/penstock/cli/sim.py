@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.checks import check_port
-from penstock.cli.signals import run_until_signal
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,7 +38,12 @@ def sim(
     """
     config = _config({"host": host, "port": port, "api_key": api_key or None}, options or [], fault or [])
     check_port(host, port)
-    run_until_signal(_run(config))
+    from penstock.sim.__main__ import serve  # noqa: PLC0415
+
+    asyncio.run(
+        serve(config, lambda url: typer.echo(f"ready: simulated engine {config.served_model_name} at {url}/v1"))
+    )
+    typer.echo("stopped")
 
 
 def _config(flags: dict[str, Any], options: list[str], faults: list[str]) -> SimConfig:
@@ -70,14 +74,3 @@ def _config(flags: dict[str, Any], options: list[str], faults: list[str]) -> Sim
         if not first["loc"]:  # SimConfig's own check of how its values go together
             raise ConfigError(first["msg"].removeprefix("Value error, ")) from None
         raise ConfigError(f"sim option {first['loc'][0]!r}: {first['msg']}, got {first['input']!r}") from None
-
-
-async def _run(config: SimConfig) -> None:
-    from penstock.sim.server import SimServer  # noqa: PLC0415
-
-    async with SimServer(config, own_process=True) as server:
-        typer.echo(f"ready: simulated engine {config.served_model_name} at {server.url}/v1")
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:  # a signal: the way in which serving ends
-            typer.echo("stopped")

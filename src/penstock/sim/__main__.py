@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock import lifeline
@@ -28,10 +28,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse, serve, and return the exit status: 2 for bad options, 1 where it cannot start."""
     lifeline.watch()
     try:
-        return asyncio.run(_serve(_config(argv)))
+        config = _config(argv)
+        asyncio.run(serve(config, lambda url: _say(f"{READY} {config.name} {url}")))
     except PenstockError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2 if isinstance(error, UserError) else 1
+    return 0
+
+
+async def serve(config: SimConfig, ready: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT. `ready` is called with the address once it listens.
+
+    Raises:
+        EngineStartError: the port is taken.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with SimServer(config, own_process=True) as server:
+        ready(server.url)
+        await stop.wait()
 
 
 def _config(argv: Sequence[str] | None) -> SimConfig:
@@ -63,17 +80,9 @@ def _specs(file: Path) -> tuple[TensorSpec, ...]:
         raise ConfigError(f"cannot read tensor specs from {file}: {error}") from error
 
 
-async def _serve(config: SimConfig) -> int:
-    server = SimServer(config, own_process=True)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    async with server:
-        sys.stdout.write(f"{READY} {config.name} {server.url}\n")
-        sys.stdout.flush()
-        await stop.wait()
-    return 0
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
