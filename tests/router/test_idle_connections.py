@@ -1,0 +1,36 @@
+"""vLLM closes idle connections after 5 s; whoever keeps one longer now and then posts on a dead one."""
+
+from __future__ import annotations
+
+import asyncio
+
+from router_rig import Backend, Seen, reply, rig
+
+from penstock.engine.transport import HttpTransport
+from penstock.router.admin_client import RouterAdmin
+from penstock.sim.server import KEEP_ALIVE_S
+
+
+async def json_object(backend: Backend, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
+    writer.write(reply(b"{}"))
+
+
+async def test_every_client_takes_a_fresh_connection_before_an_engine_closes_an_idle_one() -> None:
+    async with rig(json_object, json_object, json_object) as r:
+        behind_router, transport_server, admin_server = r.backends
+        await r.announce([behind_router.entry()])
+        client = await r.client()
+        transport = HttpTransport(f"http://127.0.0.1:{transport_server.port}")
+        admin = RouterAdmin(f"http://127.0.0.1:{admin_server.port}")
+
+        async def ask_all() -> list[int]:
+            assert (await client.ask()).status == 200
+            await transport.post("/pause", timeout_s=5.0)
+            await admin.gate(closed=True)
+            return [backend.connections for backend in r.backends]
+
+        assert await ask_all() == await ask_all() == [1, 1, 1], "they are kept at all"
+        await asyncio.sleep(KEEP_ALIVE_S - 0.5)
+        assert await ask_all() == [2, 2, 2]
+        await transport.close()
+        await admin.close()
