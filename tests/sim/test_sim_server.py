@@ -126,12 +126,13 @@ async def test_bad_json_and_large_bodies_are_refused():
                 assert (await answer.json())["error"]["code"] == status
 
 
-async def test_api_key_guards_what_vllm_guards_and_ours():
+async def test_api_key_guards_everything_but_probes():
     async with sim_client(SimConfig(api_key="secret")) as sim:
-        for path in ("/v1/models", "/penstock/info"):
+        for path in ("/v1/models", "/penstock/info", "/is_paused"):
             assert (await sim.call("GET", path))[0] == 401
             assert (await sim.call("GET", path, headers={"Authorization": "Bearer wrong"}))[0] == 401
             assert (await sim.call("GET", path, headers={"Authorization": "Bearer secret"}))[0] == 200
+        assert (await sim.call("POST", "/pause"))[0] == 401
         await sim.get("/health")
 
 

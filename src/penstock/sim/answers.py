@@ -18,8 +18,8 @@ from penstock.types import SamplingParams
 
 ENGINE: web.AppKey[SimEngine] = web.AppKey("engine", SimEngine)
 
-GUARDED = ("/v1", "/v2", "/inference", "/cohere", "/penstock", "/sim")
-"""Paths that need the API key: vLLM's AuthenticationMiddleware's, and ours."""
+OPEN_PATHS = ("/health", "/ping", "/metrics", "/version")
+"""What needs no API key, as with our middleware in vLLM."""
 
 _INTEGERS = ("max_tokens", "n", "top_k", "seed", "min_tokens")
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -70,13 +70,13 @@ async def errors_as_vllm(request: web.Request, handler: Handler) -> web.StreamRe
 
 
 def require_key(api_key: str | None) -> Middleware:
-    """Middleware: 401 without the key, on the paths that vLLM guards and on ours."""
+    """Middleware: 401 without the key, on every path but `OPEN_PATHS`."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "")
         wanted = f"Bearer {api_key}"
-        guarded = api_key is not None and request.path.startswith(GUARDED)
+        guarded = api_key is not None and request.path not in OPEN_PATHS
         if guarded and not secrets.compare_digest(given.encode(), wanted.encode()):
             return json_answer({"error": "Unauthorized"}, 401)
         return await handler(request)

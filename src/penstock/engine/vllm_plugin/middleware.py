@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
+import os
 import time
 from collections.abc import Awaitable, Callable
 from importlib import metadata
@@ -20,16 +22,24 @@ from penstock.weights.manifest import WeightManifest
 MAX_BODY = 64 * 2**20
 """A manifest of a 100k-tensor model is about 10 MB."""
 
+OPEN_PATHS = ("/health", "/ping", "/metrics", "/version")
+"""What needs no API key: probes and scrapers have none, and these change nothing and tell nothing of a request."""
+
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class PenstockMiddleware:
-    """Answers `/penstock/*` and passes everything else on, adding version spans where vLLM has none (0.26)."""
+    """Answers `/penstock/*` and passes everything else on, adding version spans where vLLM has none (0.26).
+
+    It asks for the API key on every path but `OPEN_PATHS`: vLLM itself does so on some prefixes only, which leaves
+    `/collective_rpc`, `/pause` and every other control call to anyone who reaches the port.
+    """
 
     def __init__(self, app: Any) -> None:
         self.app = app
+        self._key = os.environ.get("VLLM_API_KEY", "")
         self._spec: WeightSpec | None = None
         self._prepared: WeightManifest | None = None
         self._version = 0
@@ -38,6 +48,9 @@ class PenstockMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
+        if self._key and scope["type"] == "http" and not self._may(scope):
+            await _answer(send, 401, {"error": "Unauthorized"})
+            return
         if scope["type"] != "http" or not scope["path"].startswith("/penstock/"):
             await self._spans.pass_on(self.app, scope, receive, send)
             return
@@ -58,6 +71,12 @@ class PenstockMiddleware:
         except StateError as error:
             status, answer = 409, {"error": str(error)}
         await _answer(send, status, answer)
+
+    def _may(self, scope: Scope) -> bool:
+        if scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+            return True
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return hmac.compare_digest(given, b"Bearer " + self._key.encode())
 
     async def _info(self, engine: Any, _body: Any) -> dict[str, Any]:
         config = engine.vllm_config
