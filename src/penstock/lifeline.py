@@ -42,19 +42,22 @@ def _end_group_at_eof(fd: int) -> None:
 def kill_group(group: int) -> None:
     """SIGKILL to every process of a group but Python's resource trackers; to ourselves last, if we are of it.
 
+    Returns when all have been sent it, not when they are gone: one whose devices have to be closed takes seconds.
     A resource tracker unlinks the named semaphores and shared memory of processes that died without doing so, and ends
     when the last of them has; killed together with them it would leave those names behind.
     """
     own = os.getpid()
-    while others := [pid for pid in _members(group) if pid != own]:
+    sent = {own}
+    while others := set(members(group)) - sent:  # again, since one may have forked in between
         for pid in others:
             with suppress(ProcessLookupError):  # ended in between
                 os.kill(pid, signal.SIGKILL)
+        sent |= others
     if os.getpgrp() == group:
         os.kill(own, signal.SIGKILL)
 
 
-def _members(group: int) -> list[int]:
+def members(group: int) -> list[int]:
     """Living processes of a group without resource trackers."""
     found: list[int] = []
     for entry in Path("/proc").iterdir():

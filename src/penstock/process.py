@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -12,14 +13,22 @@ from typing import Self
 
 from penstock import lifeline
 
+logger = logging.getLogger(__name__)
+
+GONE_S = 10.0
+"""How long is waited for the rest of a group after its SIGKILL; a device's driver may hold a process for seconds."""
+
 
 class ChildProcess:
     """A running child. Build it with `start`; `stop` it, or let the lifeline end it with us."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path, lifeline_fd: int) -> None:
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process, log: Path, lifeline_fd: int, earlier: int
+    ) -> None:
         self.name = name
         self.log = log
         self._process = process
+        self._earlier = earlier
         self._lifeline_fd = lifeline_fd
         self._reaper = asyncio.create_task(self._reap(), name=f"reap-{name}")
 
@@ -33,6 +42,7 @@ class ChildProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
             with log.open("ab") as out:
+                earlier = out.tell()
                 process = await asyncio.create_subprocess_exec(
                     *argv,
                     stdin=asyncio.subprocess.DEVNULL,
@@ -47,7 +57,7 @@ class ChildProcess:
             raise
         finally:
             os.close(read_fd)
-        return cls(name, process, log, write_fd)
+        return cls(name, process, log, write_fd, earlier)
 
     @property
     def pid(self) -> int:
@@ -79,12 +89,36 @@ class ChildProcess:
         if not self._reaper.done():
             lifeline.kill_group(self.pid)
 
-    def log_tail(self, lines: int = 20) -> str:
-        """Last lines of its log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+    def said(self) -> str:
+        """What it has written to its log; what was there before it began is another run's."""
+        with self.log.open("rb") as log:
+            log.seek(self._earlier)
+            return log.read().decode(errors="replace")
 
     async def _reap(self) -> int:
         status = await self._process.wait()
         lifeline.kill_group(self.pid)  # usually nobody of the group is left
+        try:
+            async with asyncio.timeout(GONE_S):
+                for pid in lifeline.members(self.pid):
+                    await _ended(pid)
+        except TimeoutError:
+            logger.warning("%s: processes of its group are not gone %g s after SIGKILL", self.name, GONE_S)
         os.close(self._lifeline_fd)
         return status
+
+
+async def _ended(pid: int) -> None:
+    """Return when a process has ended, which need not be a child of ours."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(fd, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)

@@ -171,4 +171,4 @@ async def test_it_stops_on_sigterm_with_requests_under_way(tmp_path: Path) -> No
         os.kill(child.pid, signal.SIGTERM)
         assert await child.wait() == 0
         assert (await held)[0] == 52  # curl: empty reply
-    assert "Traceback" not in child.log_tail()
+    assert "Traceback" not in child.said()

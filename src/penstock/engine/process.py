@@ -6,7 +6,8 @@ import asyncio
 import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -45,18 +46,17 @@ class EngineProcess:
             EngineStartError: it ended, or was not ready within `config.start_timeout_s` seconds; it is gone, and the
                 message holds the telling lines of its log.
         """
-        port = free_port()
-        command = server_command(config, port=port, api_key=api_key, gpus=gpus)
-        log = log_dir / f"{name}.log"
-        child = await ChildProcess.start(command.argv, name=name, log=log, env=command.env)
-        engine = cls(name, f"http://127.0.0.1:{port}", child)
-        try:
-            await engine._ready(config, api_key)
-        except BaseException:
-            child.kill()
-            await child.wait()
-            raise
-        return engine
+        with reserved_port() as port:  # vLLM listens on it seconds after it was chosen
+            command = server_command(config, port=port, api_key=api_key, gpus=gpus)
+            child = await ChildProcess.start(command.argv, name=name, log=log_dir / f"{name}.log", env=command.env)
+            engine = cls(name, f"http://127.0.0.1:{port}", child)
+            try:
+                await engine._ready(config, api_key)
+            except BaseException:
+                child.kill()
+                await child.wait()
+                raise
+            return engine
 
     @property
     def pid(self) -> int:
@@ -91,7 +91,7 @@ class EngineProcess:
         finally:
             for task in (probe, exit_status):
                 task.cancel()
-        if probe in done:
+        if probe in done and exit_status not in done:
             probe.result()
             return
         seconds = time.monotonic() - begin
@@ -103,7 +103,7 @@ class EngineProcess:
         profile = resolve_profile(config)
         raise EngineStartError(
             f"the {profile} server for model {config.model} {what}; its log ({self.log}) says:\n"
-            + telling_lines(self.log.read_text(errors="replace")),
+            + telling_lines(self._child.said()),
             engine=self.name,
         )
 
@@ -126,6 +126,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@contextmanager
+def reserved_port() -> Generator[int]:
+    """A free TCP port of 127.0.0.1 that the kernel gives to nobody else meanwhile.
+
+    A server that sets SO_REUSEADDR, as servers do, can listen on it all the same, because here nobody listens.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 def telling_lines(log: str, most: int = 6) -> str:

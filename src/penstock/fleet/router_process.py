@@ -52,11 +52,9 @@ class RouterProcess:
             options += ["--api-key-env", API_KEY_ENV]
             env[API_KEY_ENV] = api_key
         argv = [sys.executable, "-m", "penstock.router", *options]
-        log = log_dir / "router.log"
-        earlier = log.stat().st_size if log.exists() else 0
-        child = await ChildProcess.start(argv, name="router", log=log, env=env)
+        child = await ChildProcess.start(argv, name="router", log=log_dir / "router.log", env=env)
         try:
-            url = await _ready(child, earlier)
+            url = await _ready(child)
         except BaseException:
             child.kill()
             await child.wait()
@@ -72,16 +70,12 @@ class RouterProcess:
         await self._child.stop(STOP_S)
 
 
-async def _ready(child: ChildProcess, skip: int) -> str:
-    """Wait for the line that names the URL; the first `skip` bytes of the log are another run's."""
-
-    def said() -> str:
-        return child.log.read_bytes()[skip:].decode(errors="replace")
-
+async def _ready(child: ChildProcess) -> str:
+    """Wait for the line that names the URL."""
     try:
         async with asyncio.timeout(START_S):
             while True:
-                ready = _READY.search(said())
+                ready = _READY.search(child.said())
                 if ready is not None:
                     return ready[1]
                 if child.returncode is not None:
@@ -91,7 +85,7 @@ async def _ready(child: ChildProcess, skip: int) -> str:
                 await asyncio.sleep(LOOK_S)
     except TimeoutError:
         what = f"was not ready within {START_S:g} s"
-    lines = telling_lines(said())
+    lines = telling_lines(child.said())
     if child.returncode == USAGE:
         raise ConfigError(lines)
     raise EngineStartError(f"the router {what}; its log ({child.log}) says:\n{lines}")
