@@ -16,6 +16,10 @@ EXPECTED_TOKENS_HEADER = "X-Expected-Tokens"
 SPANS_HEADER = "X-Penstock-Weight-Versions"
 """Set by our plugin where vLLM's answer has no spans (0.26): for each choice `[[version, start, end], ...]`."""
 
+FINAL_ONLY = 2
+"""vLLM's `RequestOutputKind`. 0.26 does not set it on the token endpoint, and then answers an n-way request with those
+samples alone that ended in its last step; 0.32 sets it itself."""
+
 INITIAL_VERSION = "default"
 """vLLM's label before the first update; our version 0."""
 
@@ -40,6 +44,7 @@ def generate_body(token_ids: Sequence[int], params: SamplingParams) -> dict[str,
     sampling: dict[str, Any] = {
         "max_tokens": params.max_tokens,
         "n": params.n,
+        "output_kind": FINAL_ONLY,
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,
