@@ -147,7 +147,15 @@ class GenerateBatch:
             raise RequestError(
                 f"session_ids has {len(self.session_ids)} entries for {len(self)} prompts; give one for each"
             )
+        # Strings and flat lists are sequences too: taken as such, they would be a prompt for each character or token.
+        if isinstance(self.prompts, str):
+            raise RequestError(f"prompts is one string; give a list of prompts: [{self.prompts[:40]!r}]")
+        for i, prompt in enumerate(self.prompts or ()):
+            if isinstance(prompt, Mapping):
+                raise RequestError(f"prompts[{i}] is one message; a prompt is a string or a list of messages")
         for i, ids in enumerate(self.prompt_token_ids or ()):
+            if not hasattr(ids, "__len__"):
+                raise RequestError(f"prompt_token_ids[{i}] is {ids!r}; give a list of token ids for each prompt")
             if len(ids) == 0:
                 raise RequestError(f"prompt_token_ids[{i}] is empty")
 

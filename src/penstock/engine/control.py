@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from penstock.engine.metrics import engine_stats
 from penstock.engine.transport import HttpTransport
-from penstock.errors import EngineHTTPError, StateError, WeightsError
+from penstock.errors import EngineError, EngineHTTPError, StateError, WeightsError
 from penstock.types import EngineStats, EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest
 
@@ -46,14 +46,18 @@ class ControlClient:
         self._timeout_s = timeout_s
 
     async def info(self) -> EngineInfo:
-        """Version, sizes and state."""
-        answer: dict[str, Any] = await self.http.get("/penstock/info", timeout_s=self._timeout_s)
-        transports: list[str] = answer.pop("transports")
-        return EngineInfo(**answer, transports=tuple(transports))
+        """Version, sizes and state. EngineError: it answers something else, so it is no engine of ours."""
+        answer: Any = await self.http.get("/penstock/info", timeout_s=self._timeout_s)
+        try:
+            known: dict[str, Any] = {field.name: answer[field.name] for field in fields(EngineInfo)}
+            known["transports"] = tuple(known["transports"])
+        except (KeyError, TypeError) as error:
+            raise EngineError(f"GET /penstock/info answered {answer!r}, without {error}", engine=self.name) from error
+        return EngineInfo(**known)
 
     async def health(self) -> None:
         """Returns when the engine says it is well; raises otherwise."""
-        await self.http.get("/health", timeout_s=HEALTH_S)
+        await self.http.get_text("/health", timeout_s=HEALTH_S)
 
     async def stats(self) -> EngineStats:
         """Load, from the engine's own metrics."""

@@ -10,7 +10,7 @@ import orjson
 
 from penstock.engine import wire
 from penstock.engine.concurrent import all_or_first_error
-from penstock.engine.transport import HttpTransport, decode
+from penstock.engine.transport import HttpTransport
 from penstock.errors import RequestError
 from penstock.types import GenerateBatch, GenerateOutput, Message, Sample, SamplingParams, SessionId
 
@@ -102,7 +102,7 @@ class DataClient:
         answer, answered = await self.http.call(
             "POST", "/inference/v1/generate", body, timeout_s=self.request_timeout_s, headers=headers
         )
-        samples = wire.samples_of(decode(answer), answered, params)
+        samples = wire.samples_of(self.http.decode(answer), answered, params)
         if not params.detokenize:
             return samples
         texts = await all_or_first_error(self._text(sample) for sample in samples)

@@ -112,7 +112,7 @@ class EngineProcess:
         try:
             while True:
                 try:
-                    await http.get("/health", timeout_s=5.0)
+                    await http.get_text("/health", timeout_s=5.0)
                 except PenstockError:
                     await asyncio.sleep(PROBE_S)
                 else:

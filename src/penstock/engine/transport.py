@@ -9,7 +9,7 @@ from typing import Any, cast
 import aiohttp
 import orjson
 
-from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError
+from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError
 
 IDLE_CONNECTION_S = 4.0
 """vLLM's server closes idle connections after 5 s; a pool that keeps them longer posts on dead ones."""
@@ -48,20 +48,21 @@ class HttpTransport:
             DeadlineError: no complete answer within `timeout_s` seconds.
             EngineDeadError: the connection was refused or broke.
             EngineHTTPError: an error status, with the server's message, type and status.
+            EngineError: the answer is not JSON; most likely another kind of server.
         """
         data = b"" if body is None else orjson.dumps(body)
         answer, _ = await self.call("POST", path, data, timeout_s=timeout_s, params=params, headers=headers)
-        return decode(answer)
+        return self.decode(answer)
 
     async def get(self, path: str, *, timeout_s: float) -> Any:
         """GET and decode JSON; raises as `post` does."""
         answer, _ = await self.call("GET", path, None, timeout_s=timeout_s)
-        return decode(answer)
+        return self.decode(answer)
 
     async def get_text(self, path: str, *, timeout_s: float) -> str:
         """GET plain text; raises as `post` does."""
         answer, _ = await self.call("GET", path, None, timeout_s=timeout_s)
-        return answer.decode()
+        return answer.decode(errors="replace")
 
     async def call(
         self,
@@ -94,6 +95,13 @@ class HttpTransport:
             detail = str(error) or type(error).__name__
             raise EngineDeadError(f"{method} {path}: {detail}", engine=self.name) from error
 
+    def decode(self, answer: bytes) -> Any:
+        """JSON, or None for an empty body; raises EngineError for anything else."""
+        try:
+            return orjson.loads(answer) if answer else None
+        except orjson.JSONDecodeError as error:
+            raise EngineError(f"answered {answer[:80]!r}, which is not JSON", engine=self.name) from error
+
     async def close(self) -> None:
         """Close the connections. A later call opens new ones."""
         if self._session is not None:
@@ -123,8 +131,3 @@ class HttpTransport:
             elif isinstance(error, str):
                 message = error
         return EngineHTTPError(message, status=status, error_type=kind, engine=self.name)
-
-
-def decode(answer: bytes) -> Any:
-    """JSON, or None for an empty body."""
-    return orjson.loads(answer) if answer else None

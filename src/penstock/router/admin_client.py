@@ -104,7 +104,7 @@ class RouterAdmin:
                 f"router {self._url} did not answer {method} {path} within {self._timeout_s:g} s",
                 seconds=self._timeout_s,
             ) from error
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise EngineDeadError(f"router {self._url} is gone ({method} {path}): {error}") from error
         return _answer(status, content, f"{method} {self._url}{path}")
 

@@ -1,0 +1,90 @@
+"""Servers that answer something else, and batches that are not what they look like: one clear error of ours."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from penstock.engine.control import ControlClient
+from penstock.engine.data import DataClient
+from penstock.errors import EngineDeadError, EngineError, RequestError
+from penstock.router.admin_client import RouterAdmin
+from penstock.types import GenerateBatch
+
+INFO = (
+    b'{"engine": "vllm", "vllm": "0.32.0", "weight_version": 3, "paused": false, "tp": 1, "pp": 1, "dp": 1, '
+    b'"vocab_size": 32, "max_model_len": 64, "transports": ["shared_memory"], "of a later version": 1}'
+)
+
+
+@asynccontextmanager
+async def answering(body: bytes) -> AsyncIterator[str]:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize("body", [b"<html>hello</html>", b'{"engine": "other"}', b"[1]", b""])
+async def test_a_server_that_is_no_engine_is_said_to_be_none(body: bytes) -> None:
+    async with answering(body) as url:
+        control = ControlClient("e0", url)
+        with pytest.raises(EngineError, match=r"engine e0: .*answered"):
+            await control.info()
+        await control.close()
+
+
+async def test_an_answer_that_is_not_json_is_the_engines_fault() -> None:
+    async with answering(b"<html>") as url:
+        data = DataClient(url, name="e0")
+        with pytest.raises(EngineError, match="engine e0: answered b'<html>', which is not JSON"):
+            await data.sample([1], 1)
+        await data.close()
+
+
+async def test_what_a_later_engine_says_besides_is_not_read() -> None:
+    async with answering(INFO) as url:
+        control = ControlClient("e0", url)
+        info = await control.info()
+        assert (info.weight_version, info.transports) == (3, ("shared_memory",))
+        await control.close()
+
+
+async def test_any_body_of_a_good_status_is_good_health() -> None:
+    async with answering(b"OK\xff") as url:
+        control = ControlClient("e0", url)
+        await control.health()
+        await control.close()
+
+
+async def test_a_router_whose_address_cannot_be_reached_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reset(*_: object, **__: object) -> None:
+        raise ConnectionResetError("Cannot write to closing transport")
+
+    monkeypatch.setattr("aiohttp.ClientSession.request", reset)
+    admin = RouterAdmin("http://127.0.0.1:1")
+    with pytest.raises(EngineDeadError, match="is gone"):
+        await admin.health()
+    await admin.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"prompts": "hello"}, r"prompts is one string; give a list of prompts: \['hello'\]"),
+        ({"prompts": [{"role": "user", "content": "hi"}]}, r"prompts\[0\] is one message"),
+        ({"prompt_token_ids": [1, 2]}, r"prompt_token_ids\[0\] is 1; give a list of token ids for each prompt"),
+        ({"prompt_token_ids": [[1], []]}, r"prompt_token_ids\[1\] is empty"),
+    ],
+)
+def test_one_prompt_is_not_taken_for_a_batch(given, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        GenerateBatch(**given)
