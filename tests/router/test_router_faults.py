@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from router_rig import Backend, RawClient, Seen, answer_name, eventually, reply, request, rig
+
+from penstock.router.engine import Engine
+from penstock.router.engine_connection import EngineConnection
+from penstock.router.membership import EngineEntry
 
 both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
@@ -226,6 +232,59 @@ async def test_an_engine_that_refuses_is_left_out_until_it_answers_a_probe(*, pr
 
         await eventually(up)
         assert {(await client.ask()).body for _ in range(4)} == {b"e0", b"e1"}
+
+
+async def test_a_connection_that_closes_as_soon_as_it_is_open_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    connect = loop.create_connection
+
+    async def late(*where: Any, **options: Any) -> Any:
+        made = await connect(*where, **options)
+        if where[-1] == closing:
+            await asyncio.sleep(0.05)  # by now the engine has closed it
+        return made
+
+    monkeypatch.setattr(loop, "create_connection", late)
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    closing = server.sockets[0].getsockname()[1]
+    async with server, rig(answer_name) as r:
+        await r.announce([EngineEntry("bad", f"http://127.0.0.1:{closing}")])
+        client = await r.client()
+        await client.send(request())
+        await eventually(lambda: r.router is not None and r.router.dispatcher.engines["bad"].down)
+        await r.announce([r.backends[0].entry()])
+        assert (await client.receive()).body == b"e0"
+
+
+class Wanting:
+    """An exchange that wants a connection, and keeps it."""
+
+    gone = False
+
+    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
+        self.connection: EngineConnection | None = None
+        self.then = then
+
+    def connected(self, connection: EngineConnection) -> None:
+        self.connection = connection
+        self.then()
+
+
+async def test_a_request_that_comes_when_the_last_connecting_has_just_ended_gets_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("penstock.router.engine.MAX_CONNECTING", 1)
+    backend = await Backend().start()
+    engine = Engine(backend.entry())
+    second = Wanting()
+    loop = asyncio.get_running_loop()
+    # In the turn of the loop between the end of the task that connects and the callbacks of its end.
+    first = Wanting(lambda: loop.call_soon(engine.connect, second) and None)
+    engine.connect(first)  # type: ignore[arg-type]
+    await eventually(lambda: second.connection is not None, 5)
+    assert first.connection is not second.connection
+    await engine.close()
+    await backend.stop()
 
 
 async def test_an_early_answer_ends_the_upload() -> None:

@@ -266,11 +266,11 @@ class ClientConnection(asyncio.Protocol):
         end = start + request.length
         if start <= end <= len(data):  # all of it is here, as it mostly is
             self._body = _COMPLETE
+            if end < len(data):
+                self._keep_for_later(data[end:])
             self._check(request)
             call = self._call = self._router.call(self, request)
             call.add_body(body_slice(data, start, end), done=True)
-            if end < len(data):
-                self._keep_for_later(data[end:])
             call.start()
             return
         body = self._body = ChunkedReader() if request.length == CHUNKED else LengthReader(request.length)

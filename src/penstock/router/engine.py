@@ -95,10 +95,7 @@ class Engine:
                     return
                 connection.transport.abort()
         self._waiting.append(exchange)
-        if len(self._connecting) < MAX_CONNECTING:
-            task = asyncio.get_running_loop().create_task(self._connect())
-            self._connecting.add(task)
-            task.add_done_callback(self._connecting.discard)
+        self._start_connecting()
 
     def release(self, connection: EngineConnection, *, reusable: bool) -> None:
         """An exchange is over: keep its connection for another one, or close it."""
@@ -109,6 +106,14 @@ class Engine:
         if not self._waiting or not self._give(connection):
             connection.idle_since = time.monotonic()
             self._idle[connection] = None
+
+    def opened(self, connection: EngineConnection) -> None:
+        """A connection is there."""
+        self._open.add(connection)
+        sock = connection.transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def forget(self, connection: EngineConnection) -> None:
         """A connection is gone."""
@@ -138,6 +143,17 @@ class Engine:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _start_connecting(self) -> None:
+        if len(self._connecting) < MAX_CONNECTING:
+            task = asyncio.get_running_loop().create_task(self._connect())
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting_ended)
+
+    def _connecting_ended(self, task: asyncio.Task[None]) -> None:
+        self._connecting.discard(task)
+        if self._waiting and not self.removed:  # it came when this task had ended but still counted
+            self._start_connecting()
+
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()
         host, port = self._address
@@ -145,14 +161,11 @@ class Engine:
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     _, connection = await loop.create_connection(lambda: EngineConnection(self), host, port)
+                if connection.transport.is_closing():
+                    raise ConnectionResetError("closed as soon as it was open")
             except OSError as error:  # TimeoutError is one
                 self._refused(error)
                 return
-            self._open.add(connection)
-            sock = connection.transport.get_extra_info("socket")
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in _KEEPALIVE:
-                sock.setsockopt(socket.IPPROTO_TCP, option, value)
             self.release(connection, reusable=True)
 
     def _refused(self, error: OSError) -> None:

@@ -57,6 +57,7 @@ class EngineConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The connection is there."""
         self.transport = cast("asyncio.Transport", transport)
+        self.engine.opened(self)
 
     def pause_writing(self) -> None:
         """More is buffered towards the peer than it takes."""

@@ -39,6 +39,7 @@ class EngineEntry:
         try:
             parts = urlsplit(self.url)
             host, port = parts.hostname, parts.port
+            (host or "").encode("idna")  # what the resolver will do: an error there would come too late to be said
         except ValueError as error:
             raise UserError(f"engine {self.name}: url {self.url!r} is malformed: {error}") from None
         extra = parts.path.rstrip("/") or parts.query or parts.fragment or parts.username or parts.password
