@@ -1,0 +1,47 @@
+"""The checksum of weights in force: what must show in it, and what must not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.engine.vllm_plugin.checksum import weights_checksum
+
+
+class Model(torch.nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = torch.nn.Parameter(torch.randn(3, 4, 6).to(dtype))
+        self.bias = torch.nn.Parameter(torch.randn(6).to(dtype))
+        self.scale = torch.nn.Parameter(torch.tensor(2.0).to(dtype))
+        self.empty = torch.nn.Parameter(torch.empty(0, 4).to(dtype))
+
+
+def swap(a: torch.Tensor, b: torch.Tensor) -> None:
+    kept = a.clone()
+    a.copy_(b)
+    b.copy_(kept)
+
+
+CHANGES = {
+    "one value": lambda m: m.experts[0, 0, 0].add_(1e-3),
+    "one sign": lambda m: m.scale.neg_(),
+    "two rows": lambda m: swap(m.experts[1, 0], m.experts[1, 2]),
+    "two experts": lambda m: swap(m.experts[0], m.experts[2]),
+    "two values of a vector": lambda m: swap(m.bias[0], m.bias[2]),
+    "two parameters": lambda m: swap(m.bias, m.experts[0, 0]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_changes_the_model_changes_the_checksum(change) -> None:
+    model = Model()
+    with torch.no_grad():
+        change(model)
+    assert weights_checksum(model) != weights_checksum(Model())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_equal_weights_have_equal_checksums_in_any_dtype(dtype: torch.dtype) -> None:
+    assert weights_checksum(Model(dtype)) == weights_checksum(Model(dtype)) != weights_checksum(Model())
