@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +18,20 @@ logger = logging.getLogger(__name__)
 
 GONE_S = 10.0
 """How long is waited for the rest of a group after its SIGKILL; a device's driver may hold a process for seconds."""
+
+OPEN_FILES = 1 << 20
+"""More than any router or client here has at once."""
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as it may, up to `OPEN_FILES`.
+
+    Each request in flight is a socket, in a router two; the soft limit of most systems is 1024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class ChildProcess:

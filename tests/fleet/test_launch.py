@@ -36,6 +36,21 @@ async def main():
 asyncio.run(main())
 """
 
+FEW_FILES = """
+import asyncio, resource
+import penstock
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+async def main():
+    async with penstock.Fleet.launch("sim-model", profile="sim") as fleet:
+        out = await fleet.generate(
+            prompt_token_ids=[[1]] * 200, sampling_params={"max_tokens": 200, "detokenize": False}
+        )
+        print(len(out.response_ids))
+
+asyncio.run(main())
+"""
+
 
 @pytest.fixture(autouse=True)
 def logs_go_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -159,6 +174,14 @@ async def test_a_folder_for_logs(tmp_path: Path) -> None:
         async with Fleet.launch("sim-model", profile="sim", log_dir=logs) as fleet:
             await check_serves(fleet, engines=1)
     assert {log.name for log in logs.iterdir()} == {"e0.log", "router.log"}
+
+
+async def test_more_requests_than_a_shells_limit_of_open_files() -> None:
+    launcher = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", FEW_FILES, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await asyncio.wait_for(launcher.communicate(), 60.0)
+    assert (out, err.decode()) == (b"200\n", "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])

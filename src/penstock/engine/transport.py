@@ -10,6 +10,7 @@ import aiohttp
 import orjson
 
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError
+from penstock.process import raise_file_limit
 
 IDLE_CONNECTION_S = 4.0
 """vLLM's server closes idle connections after 5 s; a pool that keeps them longer posts on dead ones."""
@@ -110,6 +111,7 @@ class HttpTransport:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
+            raise_file_limit()
             # No limit: the caller bounds what is in flight, and a queue hidden here would look like engine latency.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
             self._session = aiohttp.ClientSession(connector=connector, loop=asyncio.get_running_loop())

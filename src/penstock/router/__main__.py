@@ -7,7 +7,6 @@ import asyncio
 import ctypes
 import logging
 import os
-import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ import uvloop
 from penstock import lifeline
 from penstock.config import RouterConfig, validate
 from penstock.errors import UserError
+from penstock.process import raise_file_limit
 from penstock.router.policy import POLICIES
 from penstock.router.server import Router
 
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         api_key = _api_key(key_env)
         if access_log:
             logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
-        _raise_file_limit()
+        raise_file_limit()
         _keep_freed_memory()
         uvloop.run(_serve(Router(config, api_key=api_key, access_log=access_log)))
     except UserError as error:
@@ -62,12 +62,6 @@ def _api_key(env: str | None) -> str | None:
     if not key:
         raise UserError(f"--api-key-env {env}: that environment variable is not set")
     return key
-
-
-def _raise_file_limit() -> None:
-    """Two sockets a request: the soft limit of most systems, 1024, is too few for one fleet."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _keep_freed_memory() -> None:

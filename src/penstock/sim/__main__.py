@@ -14,6 +14,7 @@ from pathlib import Path
 
 from penstock import lifeline
 from penstock.errors import ConfigError, PenstockError, UserError
+from penstock.process import raise_file_limit
 from penstock.sim.config import SimConfig
 from penstock.sim.faults import Fault
 from penstock.sim.server import SimServer
@@ -42,6 +43,7 @@ async def serve(config: SimConfig, ready: Callable[[str], None]) -> None:
     Raises:
         EngineStartError: the port is taken.
     """
+    raise_file_limit()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
