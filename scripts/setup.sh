@@ -52,7 +52,7 @@ if ! "$VENV/bin/python" -c 'import torch, sys; sys.exit(torch.__version__ != "2.
         || fail "could not install $TORCH, neither from pip's own index nor from $TORCH_CPU_INDEX"
 fi
 
-say "installing requirements/cpu.lock (vLLM for CPU, the trainer's libraries, the development tools)"
+say "installing requirements/cpu.lock (vLLM for CPU, the trainer's libraries, the development tools; a few minutes)"
 pip install --no-deps --requirement requirements/cpu.lock
 say "installing penstock"
 pip install --no-deps --no-build-isolation --editable .

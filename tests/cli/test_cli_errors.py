@@ -63,6 +63,7 @@ def test_help_loads_nothing_heavy() -> None:
         (["train", "run.yaml", "train.steps=many"], "'train.steps'"),
         (["train", "run.yaml", "train.steps"], "not of the form section.key=value"),
         (["train", "broken.yaml"], "not valid YAML"),
+        (["train", "run.yaml", "engine.profile=cpu", "engine.model=./nowhere"], "./nowhere does not exist"),
         (["train", "run.yaml", "--resume", "--fresh"], "give one of them"),
         (["plot", "nowhere"], "nowhere holds no run"),
         (["status", "nowhere"], "'nowhere' is not an address"),

@@ -53,12 +53,15 @@ def test_options_reach_vllm_and_the_key_stays_off_the_command_line(nano_path):
 
 
 def test_telling_lines_are_the_errors_not_the_traceback():
-    log = """(EngineCore pid=1) INFO 11-21 15:08:45 [core.py:1] starting
+    log = """Found ulimit of 20000. This can cause errors like `OSError: [Errno 24] Too many open files`.
+(EngineCore pid=1) INFO 11-21 15:08:45 [core.py:1] starting
 (EngineCore pid=1) ERROR 11-21 15:09:06 [core.py:1512] Traceback (most recent call last):
 (EngineCore pid=1) ERROR 11-21 15:09:06 [core.py:1512]   File "core.py", line 676, in step
 (EngineCore pid=1) ERROR 11-21 15:09:06 [core.py:1512] RuntimeError: Unsupported CPU attention configuration
 """
     assert telling_lines(log) == "RuntimeError: Unsupported CPU attention configuration"
+    worker = "(VllmWorker-0 pid=9) ERROR 11-21 16:22:02 [multiproc_executor.py:953] ValueError: too little memory"
+    assert telling_lines(worker) == "ValueError: too little memory"
 
 
 @pytest.mark.vllm

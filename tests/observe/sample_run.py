@@ -37,6 +37,7 @@ def sample_rows(steps: int = 80, seed: int = 0) -> list[dict[str, float]]:
                 "generated_tokens": tokens,
                 "tokens_per_second": tokens / seconds,
                 "wasted_tokens": 0,
+                "update/preempted": 300,
                 "update/bubble": abs(rng.gauss(0.045, 0.004)) + (0.02 if step == 1 else 0),
                 "seconds/training": training,
                 "seconds/waiting": waiting,

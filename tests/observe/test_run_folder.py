@@ -46,6 +46,7 @@ def row(step: int, **values: float) -> dict[str, float]:
         "generated_tokens": 100,
         "seconds/step": 2.0,
         "update/bubble": 0.01 * step,
+        "update/preempted": step - 1,
         "staleness/0": 5,
         **values,
     }
@@ -197,7 +198,7 @@ def test_the_summary_adds_up_the_rows(tmp_path: Path) -> None:
         seconds={"total": 6.0},
     )
     assert summary.staleness == {0: 95, 1: 65, 2: 4}
-    assert (summary.steps, summary.updates, summary.tokens) == (3, 3, 300)
+    assert (summary.steps, summary.updates, summary.updates_in_flight, summary.tokens) == (3, 3, 2, 300)
     assert summary.tokens_per_second == pytest.approx(50.0)
     assert (summary.bubble_median, summary.bubble_max) == (pytest.approx(0.02), pytest.approx(0.03))
     assert summary.multi_version_share == pytest.approx((5 + 15) / 50)

@@ -288,7 +288,10 @@ async def test_a_broken_environment_ends_the_run_at_once_and_names_the_group(mod
     config = config_of(model)
     folder = RunFolder.create(tmp_path, config)
     tasks_before = asyncio.all_tasks()
-    with pytest.raises(PenstockError, match="group 13 failed: ZeroDivisionError: thirteen") as caught:
+    with (
+        folder.capture_log(),
+        pytest.raises(PenstockError, match="group 13 failed: ZeroDivisionError: thirteen") as caught,
+    ):
         await run_on_sim(config, folder, environment=Broken())
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert {t for t in asyncio.all_tasks() - tasks_before if t.get_name().startswith("rollout-")} == set()

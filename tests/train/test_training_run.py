@@ -15,6 +15,7 @@ from penstock.rollout.char_tokenizer import save_char_tokenizer
 from penstock.train.run import run
 
 SIM = {"vocab-size": 96, "eos-token-id": 2, "eos-share": 0.1, "tokens-per-second": 2000.0}
+ONE_DIGIT = {"min_numbers": 1, "max_numbers": 1, "min_value": 0, "max_value": 9, "min_decimals": 0, "max_decimals": 0}
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +73,14 @@ async def test_a_fresh_run_replaces_the_one_of_its_name(model: Path, tmp_path: P
     ("changes", "message"),
     [
         ({"environment": {"name": "nowhere:Nothing"}}, "cannot be imported"),
+        ({"environment": {"options": {"dataset": "number_sorting", "compact": True, **ONE_DIGIT}}}, "too few distinct"),
         ({"engine": {"model": "/nowhere", "profile": "sim"}}, "no tokenizer in /nowhere"),
     ],
 )
 async def test_what_is_wrong_is_said_before_anything_is_started_or_written(
     model: Path, tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(UserError, match=message):
         await run(fleet_config(model, tmp_path, **changes), resume=False, reporter=Recorder())
     assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match="holds no run"):

@@ -48,7 +48,7 @@ def check_engine(config: EngineConfig) -> None:
         return
     require_extra("vllm", "vllm")
     if profile == "gpu" and resolve_profile(config.model_copy(update={"profile": "auto"})) != "gpu":
-        raise UserError("there is no NVIDIA device on this machine; use --cpu")
+        raise UserError("there is no NVIDIA device on this machine; choose --cpu (train: engine.profile=cpu)")
     server_command(config, port=0, api_key=None)  # refuses a path without a checkpoint
     from pathlib import Path  # noqa: PLC0415
 
@@ -57,12 +57,21 @@ def check_engine(config: EngineConfig) -> None:
 
 
 def _check_hub_name(model: str) -> None:
-    from huggingface_hub import hf_hub_download  # noqa: PLC0415  # pyright: ignore[reportUnknownVariableType]
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+    from httpx import TransportError  # noqa: PLC0415
+    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache  # noqa: PLC0415  # pyright: ignore[reportUnknownVariableType]
+    from huggingface_hub.errors import (  # noqa: PLC0415
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+    )
 
     try:
+        if isinstance(try_to_load_from_cache(model, "config.json"), str):
+            return
+        HfApi().model_info(model, timeout=_HUB_TIMEOUT_S)  # says at once what a download tries for half a minute
         hf_hub_download(model, "config.json", etag_timeout=_HUB_TIMEOUT_S)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        unreachable = isinstance(error, LocalEntryNotFoundError)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, TransportError) as error:
+        unreachable = isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled | TransportError)
         why = "cannot be reached" if unreachable else "has none of that name, or does not let you read it"
         raise UserError(f"no model {model!r}: there is no such folder, and the Hugging Face hub {why}") from None

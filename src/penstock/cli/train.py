@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.checks import require_extra
+from penstock.cli.checks import check_engine, check_port, require_extra
 from penstock.cli.signals import run_until_signal
 
 
@@ -36,8 +36,13 @@ def train(
 
     settings = load_config(config, overrides or [])
     require_extra("train", "torch", "transformers", "safetensors", "matplotlib")
+    check_port(settings.router.host, settings.router.port)
+    check_engine(settings.engine)
     from penstock.observe.progress import RunDisplay  # noqa: PLC0415
-    from penstock.train.run import run  # noqa: PLC0415
 
     with RunDisplay(settings.name, settings.train.steps) as display:
+        from penstock.train.run import run  # noqa: PLC0415 - seconds: torch
+
         run_until_signal(run(settings, resume=resume, fresh=fresh, reporter=display))
+    folder = settings.run_dir / settings.name
+    typer.echo(f"run folder: {folder} (to read: trajectories.md; to look at: plots; the table's figures: summary.json)")

@@ -20,10 +20,10 @@ from penstock.process import ChildProcess
 PROBE_S = 0.2
 """Between two readiness probes. vLLM announces readiness only on its port, so this one wait has no event to use."""
 
-TELLING = re.compile(r"(\b\w*(Error|Exception)\b: .)|\berror: |out of memory|No space left|Killed")
+TELLING = re.compile(r"(^[\w.]*(Error|Exception)\b: .)|\berror: |out of memory|No space left|Killed")
 """An error's own line, not the traceback above it."""
 
-LOG_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(ERROR|WARNING|INFO) \S+ \S+ \[[^]]*\] ")
+LOG_PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?(ERROR|WARNING|INFO) \S+ \S+ \[[^]]*\] ")
 """What vLLM puts before each line of a traceback that it logs."""
 
 

@@ -55,19 +55,21 @@ def draw_learning(figure: Figure, rows: Sequence[Row], evaluations: Mapping[int,
     """Mean reward of each batch with its moving mean, and held-out accuracy by the step after which it was measured."""
     axes = _axes(figure, "Reward and held-out accuracy", "mean reward")
     steps, rewards = _column(rows, "step"), _column(rows, "reward_mean")
-    axes.plot(steps, rewards, color=BLUE, alpha=0.3, linewidth=1)
-    axes.plot(steps, _moving_mean(rewards), color=BLUE, linewidth=2, label=f"reward (mean of {SMOOTHING} steps)")
+    axes.plot(steps, rewards, color=BLUE, alpha=0.3, linewidth=1, label="reward, each step")
+    axes.plot(steps, _moving_mean(rewards), color=BLUE, linewidth=2, label=f"reward, mean of {SMOOTHING} steps")
     if evaluations:
         right = axes.twinx()
-        right.plot(*zip(*evaluations.items(), strict=True), color=ORANGE, marker="o", linewidth=2, label="accuracy")
+        right.plot(
+            *zip(*evaluations.items(), strict=True), color=ORANGE, marker="o", linewidth=2, label="held-out accuracy"
+        )
         right.set_ylabel("held-out accuracy")
-        right.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        right.yaxis.set_major_formatter(PercentFormatter(1.0))
         right.spines[["top"]].set_visible(False)
         if min(rewards) >= 0 and max(rewards) <= 1:  # both are fractions, so one scale for both tells the truth
             limits = (*axes.get_ylim(), *right.get_ylim())
             axes.set_ylim(min(limits), max(limits))
             right.set_ylim(min(limits), max(limits))
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
 
 
 def draw_seconds(figure: Figure, rows: Sequence[Row]) -> None:
@@ -91,7 +93,7 @@ def draw_seconds(figure: Figure, rows: Sequence[Row]) -> None:
 
 def draw_bubble(figure: Figure, rows: Sequence[Row]) -> None:
     """Update bubble of each update: the time in which an engine made no token because of it."""
-    axes = _axes(figure, "Update bubble: no token is made because of the update", "bubble in ms", x="update")
+    axes = _axes(figure, "Update bubble: time without a token because of the update", "bubble in ms", x="update")
     bubbles = [1e3 * value for value in _column(rows, "update/bubble")]
     middle = statistics.median(bubbles)
     axes.bar(_column(rows, "version"), bubbles, width=0.8, color=BLUE, label="each update")
@@ -134,10 +136,11 @@ def draw_throughput(figure: Figure, rows: Sequence[Row]) -> None:
     """Response tokens a second, all engines together."""
     axes = _axes(figure, "Generation, all engines together", "tokens per s")
     steps, rates = _column(rows, "step"), _column(rows, "tokens_per_second")
-    axes.plot(steps, rates, color=BLUE, alpha=0.3, linewidth=1)
-    axes.plot(steps, _moving_mean(rates), color=BLUE, linewidth=2)
+    axes.plot(steps, rates, color=BLUE, alpha=0.3, linewidth=1, label="each step")
+    axes.plot(steps, _moving_mean(rates), color=BLUE, linewidth=2, label=f"mean of {SMOOTHING} steps")
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.set_ylim(bottom=0)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
 
 
 PLOTS: Mapping[str, Callable[[Figure, Sequence[Row]], None]] = {

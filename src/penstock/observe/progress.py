@@ -28,6 +28,7 @@ ETA_WINDOW = 20
 LINE_EVERY = 5
 """Steps between two plain lines."""
 REFRESH_PER_SECOND = 4
+PREPARING = "preparing"
 PHASES: Mapping[str, str] = {
     "launch": "starting engines",
     "resume": "resuming from the last checkpoint",
@@ -54,7 +55,7 @@ class RunDisplay:
         self._started = clock_s()
         self._step = 0
         self._first_step: int | None = None
-        self._phase = "preparing"
+        self._phase = PREPARING
         self._last: Mapping[str, float] = {}
         self._rewards: list[float] = []
         self._durations: deque[float] = deque(maxlen=ETA_WINDOW)
@@ -72,6 +73,8 @@ class RunDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._live is not None and self._phase == PREPARING:
+            self._live.transient = True  # nothing was started, and the error says why: an empty panel tells nothing
         self._stop_live()
 
     # --- Reporter ----------------------------------------------------------------------------------------------------
@@ -144,7 +147,7 @@ class RunDisplay:
         rows.add_row("now", self._phase)
         rows.add_row("reward", self._reward())
         rows.add_row("held-out", self._accuracy())
-        rows.add_row("staleness", self._figure("mean {staleness_mean:.2f}, max {staleness_max:.0f} versions"))
+        rows.add_row("staleness", self._figure("mean {staleness_mean:.2f}, max {staleness_max:.0f} (in versions)"))
         rows.add_row("tokens/s", self._figure("{tokens_per_second:,.0f}"))
         rows.add_row("bubble", self._bubble())
         rows.add_row("engines", self._engines())

@@ -141,7 +141,8 @@ class RunFolder:
         if refused:
             listed = "; ".join(f"{key} was {ours.get(key)!r} and is now {theirs.get(key)!r}" for key in refused)
             raise ConfigError(
-                f"cannot resume {self.path} with another configuration: {listed}; only {MAY_CHANGE[0]} may change"
+                f"cannot resume {self.path} with another configuration: {listed}; only {MAY_CHANGE[0]} may change, "
+                f"and {self.path / CONFIG} is the run's own"
             )
 
     # --- rows of each step -------------------------------------------------------------------------------------------

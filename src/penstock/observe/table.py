@@ -90,7 +90,7 @@ def _seconds(seconds: Mapping[str, float]) -> RenderableType:
         parts["start and the rest"] = other
     shares = {label: part / total for label, part in parts.items()} if total else {}
     bars = _bars(shares, {label: f"{parts[label]:.1f} s" for label in shares})
-    bars.add_row("in all", "", clock(total))
+    bars.add_row("in all, once started", "", clock(total))
     return bars
 
 

@@ -76,17 +76,16 @@ async def train(
         StateError: the engines do not serve the weights that the learner starts from.
         PenstockError: a rollout or an update failed for good; the message says which.
     """
-    with folder.capture_log():
-        if resume:
-            reporter.on_phase("resume")
-        progress = take_up(config, folder, learner) if resume else begin(folder)
-        run = _Run(config, client, learner, generator, environment, folder, reporter, progress)
-        for step, accuracy in folder.evaluations().items():
-            run.report_evaluation(step, accuracy)
-        await run.put_in_force()
-        await run.evaluate_if_due()
-        await run.train_to_the_end()
-        return run.summarize()
+    if resume:
+        reporter.on_phase("resume")
+    progress = take_up(config, folder, learner) if resume else begin(folder)
+    run = _Run(config, client, learner, generator, environment, folder, reporter, progress)
+    for step, accuracy in folder.evaluations().items():
+        run.report_evaluation(step, accuracy)
+    await run.put_in_force()
+    await run.evaluate_if_due()
+    await run.train_to_the_end()
+    return run.summarize()
 
 
 def group_seed(run_seed: int, group: int) -> int:

@@ -12,9 +12,9 @@ from penstock.observe.plots import draw_plots
 from penstock.observe.report import Reporter
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Summary
-from penstock.rollout.environment import load_environment
+from penstock.rollout.environment import Environment, load_environment
 from penstock.rollout.single_turn import SingleTurnGenerator
-from penstock.rollout.tokenizer import load_tokenizer
+from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.train.async_trainer import train
 from penstock.train.learner import Learner
 from penstock.types import SamplingParams
@@ -42,14 +42,31 @@ async def run(config: RunConfig, *, resume: bool, reporter: Reporter, fresh: boo
     path = config.run_dir / config.name
     environment = load_environment(config.environment, config.seed)
     tokenizer = load_tokenizer(config.engine.tokenizer or config.engine.model)
+    await asyncio.to_thread(environment.heldout_tasks, config.eval.size)  # too few are said now
     if fresh and RunFolder.remove(path):
         log.info("removed the earlier run in %s", path)
     folder = RunFolder.open(path) if resume else RunFolder.create(path, config)
     if resume:
         folder.check_resumable(config)
+    with folder.capture_log():
+        summary = await _run(config, folder, environment, tokenizer, reporter, resume=resume)
+    await asyncio.to_thread(draw_plots, folder)
+    return summary
+
+
+async def _run(
+    config: RunConfig,
+    folder: RunFolder,
+    environment: Environment,
+    tokenizer: Tokenizer,
+    reporter: Reporter,
+    *,
+    resume: bool,
+) -> Summary:
+    """From the start of the engines to their end."""
     fleet_config = config.fleet
     if fleet_config.log_dir is None:
-        fleet_config = fleet_config.model_copy(update={"log_dir": path / "logs"})
+        fleet_config = fleet_config.model_copy(update={"log_dir": folder.path / "logs"})
     reporter.on_phase("launch")
     opening = Fleet.launch(config.engine, fleet=fleet_config, router=config.router)
     # The learner loads in a thread while the engines start.
@@ -67,7 +84,7 @@ async def run(config: RunConfig, *, resume: bool, reporter: Reporter, fresh: boo
                 ),
                 config.rollout.concurrency,
             )
-            summary = await train(
+            return await train(
                 config,
                 fleet,
                 learner=await loading,
@@ -79,8 +96,6 @@ async def run(config: RunConfig, *, resume: bool, reporter: Reporter, fresh: boo
             )
     finally:
         loading.cancel()
-    await asyncio.to_thread(draw_plots, folder)
-    return summary
 
 
 def _learner(config: RunConfig) -> Learner:
