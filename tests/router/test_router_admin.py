@@ -210,6 +210,29 @@ async def test_a_wrong_key_with_a_large_body_still_gets_its_answer() -> None:
         assert response.status == 401
 
 
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/pause?mode=abort",
+        "/resume",
+        "/collective_rpc",
+        "/%70ause",
+        "/update_weights",
+        "/v1/load_lora_adapter",
+        "/penstock/weights/apply",
+        "/sim/fault",
+    ],
+)
+async def test_control_that_would_reach_one_engine_of_many_is_refused(target: str) -> None:
+    async with rig(answer_name, answer_name) as r:
+        client = await r.client()
+        answer = await client.ask(target, body=b"{}")
+        assert (answer.status, answer.header("x-penstock-error")) == (403, "control_call")
+        for passed in ("/v1/completions", "/pauses", "/v1/x?then=/pause", "/penstock/info", "/is_paused"):
+            assert (await client.ask(passed)).status == 200
+        assert len(r.backends[0].seen) + len(r.backends[1].seen) == 5
+
+
 async def test_metrics() -> None:
     async with rig(answer_name) as r:
         client = await r.client()

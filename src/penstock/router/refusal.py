@@ -8,7 +8,7 @@ import orjson
 
 from penstock.errors import PenstockError
 
-_TYPES = {401: "authentication_error", 408: "timeout_error", 409: "conflict_error"}
+_TYPES = {401: "authentication_error", 403: "permission_error", 408: "timeout_error", 409: "conflict_error"}
 RETRY_AFTER_S = 5
 """What a 503 asks a client to wait."""
 

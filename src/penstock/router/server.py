@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import time
+from urllib.parse import unquote_to_bytes
 
 import orjson
 
@@ -17,10 +18,17 @@ from penstock.router.dispatcher import Dispatcher
 from penstock.router.exchange import Exchange
 from penstock.router.head import RequestHead
 from penstock.router.metrics import Metrics
+from penstock.router.refusal import RefusalError
 
 _BACKLOG = 4096
 _SWEEP_S = 0.25
 """How often deadlines are looked at. One timer for all: a timer for each request costs more than the request's head."""
+_CONTROL = frozenset(
+    b"/pause /resume /abort_requests /reset_prefix_cache /sleep /wake_up /collective_rpc /init_weight_transfer_engine "
+    b"/start_weight_update /update_weights /finish_weight_update /update_weight_version /v1/load_lora_adapter "
+    b"/v1/unload_lora_adapter".split()
+)
+"""What changes the state of the one engine that gets it, and leaves the others as they were."""
 _access = logging.getLogger("penstock.router.access")
 
 
@@ -90,7 +98,17 @@ class Router:
         await self.dispatcher.close()
 
     def call(self, client: ClientConnection, request: RequestHead) -> Call:
-        """What serves a request: the router itself under `/router`, an engine everything else."""
+        """What serves a request: the router itself under `/router`, an engine everything else but control.
+
+        Raises:
+            RefusalError: 403, for a call that would change one engine of many and say that it went well.
+        """
+        path = request.target.partition(b"?")[0]
+        if b"%" in path:  # the engine would decode it
+            path = unquote_to_bytes(path)
+        if path in _CONTROL or path.startswith((b"/penstock/weights/", b"/sim/")):
+            what = f"{path[:80].decode(errors='replace')} would reach one engine only"
+            raise RefusalError(403, "control_call", f"{what}; control goes to every engine by the fleet's own client")
         if request.target.startswith(b"/router/") or request.target == b"/router":
             return AdminCall(client, request, self.dispatcher)
         return Exchange(client, request, self.dispatcher)
