@@ -57,21 +57,15 @@ def check_engine(config: EngineConfig) -> None:
 
 
 def _check_hub_name(model: str) -> None:
-    from httpx import TransportError  # noqa: PLC0415
-    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache  # noqa: PLC0415  # pyright: ignore[reportUnknownVariableType]
-    from huggingface_hub.errors import (  # noqa: PLC0415
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-    )
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache  # noqa: PLC0415  # pyright: ignore[reportUnknownVariableType]
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+    from huggingface_hub.utils.logging import set_verbosity_error  # noqa: PLC0415
 
+    set_verbosity_error()  # it tries an unreachable hub for half a minute, with two lines each time
     try:
-        if isinstance(try_to_load_from_cache(model, "config.json"), str):
-            return
-        HfApi().model_info(model, timeout=_HUB_TIMEOUT_S)  # says at once what a download tries for half a minute
-        hf_hub_download(model, "config.json", etag_timeout=_HUB_TIMEOUT_S)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, TransportError) as error:
-        unreachable = isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled | TransportError)
+        if not isinstance(try_to_load_from_cache(model, "config.json"), str):
+            hf_hub_download(model, "config.json", etag_timeout=_HUB_TIMEOUT_S)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        unreachable = isinstance(error, LocalEntryNotFoundError)
         why = "cannot be reached" if unreachable else "has none of that name, or does not let you read it"
         raise UserError(f"no model {model!r}: there is no such folder, and the Hugging Face hub {why}") from None

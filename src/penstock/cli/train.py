@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -38,6 +39,9 @@ def train(
     require_extra("train", "torch", "transformers", "safetensors", "matplotlib")
     check_port(settings.router.host, settings.router.port)
     check_engine(settings.engine)
+    sys.path.append(
+        str(Path.cwd())
+    )  # docs/environments.md: an environment of one's own
     from penstock.observe.progress import RunDisplay  # noqa: PLC0415
 
     with RunDisplay(settings.name, settings.train.steps) as display:
