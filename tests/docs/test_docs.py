@@ -84,7 +84,9 @@ def command_help(command: str) -> str:
 
 def check_yaml(text: str) -> None:
     config = validate(RunConfig, {"engine": {"model": "any-name"}, **yaml.safe_load(text)})
-    assert load_environment(config.environment, seed=0).train_task(0).prompt
+    environment = load_environment(config.environment, seed=0)
+    assert environment.train_task(0).prompt
+    assert len(environment.heldout_tasks(config.eval.size)) == config.eval.size
 
 
 @pytest.fixture

@@ -6,16 +6,22 @@ from pathlib import Path
 
 import psutil
 import pytest
-from training_setup import Recorder, config_of, save_nano_model
+from training_setup import Letters, Recorder, config_of, save_nano_model
 
 from penstock.config import RunConfig
 from penstock.errors import ConfigError, EngineStartError, UserError
 from penstock.observe.run_folder import RunFolder
 from penstock.rollout.char_tokenizer import save_char_tokenizer
+from penstock.rollout.environment import Task
 from penstock.train.run import run
 
 SIM = {"vocab-size": 96, "eos-token-id": 2, "eos-share": 0.1, "tokens-per-second": 2000.0}
 ONE_DIGIT = {"min_numbers": 1, "max_numbers": 1, "min_value": 0, "max_value": 9, "min_decimals": 0, "max_decimals": 0}
+
+
+class Few(Letters):
+    def heldout_tasks(self, n: int) -> list[Task]:
+        raise ValueError(f"3 at most, not {n}")
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +80,7 @@ async def test_a_fresh_run_replaces_the_one_of_its_name(model: Path, tmp_path: P
     [
         ({"environment": {"name": "nowhere:Nothing"}}, "cannot be imported"),
         ({"environment": {"options": {"dataset": "number_sorting", "compact": True, **ONE_DIGIT}}}, "too few distinct"),
+        ({"environment": {"name": "test_training_run:Few"}}, "no 16 held-out tasks .eval.size.: ValueError: 3 at most"),
         ({"engine": {"model": "/nowhere", "profile": "sim"}}, "no tokenizer in /nowhere"),
     ],
 )

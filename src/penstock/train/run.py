@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from penstock.config import RunConfig
-from penstock.errors import UserError
+from penstock.errors import PenstockError, UserError
 from penstock.fleet.fleet import Fleet
 from penstock.observe.plots import draw_plots
 from penstock.observe.report import Reporter
@@ -42,7 +42,7 @@ async def run(config: RunConfig, *, resume: bool, reporter: Reporter, fresh: boo
     path = config.run_dir / config.name
     environment = load_environment(config.environment, config.seed)
     tokenizer = load_tokenizer(config.engine.tokenizer or config.engine.model)
-    await asyncio.to_thread(environment.heldout_tasks, config.eval.size)  # too few are said now
+    await _check_heldout(config, environment)
     if fresh and RunFolder.remove(path):
         log.info("removed the earlier run in %s", path)
     folder = RunFolder.open(path) if resume else RunFolder.create(path, config)
@@ -52,6 +52,18 @@ async def run(config: RunConfig, *, resume: bool, reporter: Reporter, fresh: boo
         summary = await _run(config, folder, environment, tokenizer, reporter, resume=resume)
     await asyncio.to_thread(draw_plots, folder)
     return summary
+
+
+async def _check_heldout(config: RunConfig, environment: Environment) -> None:
+    try:
+        await asyncio.to_thread(environment.heldout_tasks, config.eval.size)
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"environment {config.environment.name!r} has no {config.eval.size} held-out tasks (eval.size): "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 async def _run(
