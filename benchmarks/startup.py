@@ -3,7 +3,8 @@
     python benchmarks/startup.py [--engines 2] [--rounds 3]
 
 Ours includes the router. The peer's command is `vllm serve MODEL --port P`, started as a module, since vLLM's CPU build
-has no working `vllm` command.
+has no working `vllm` command, and with one option: by default an engine takes 92% of the memory for its cache, so that
+a second one does not start at all.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from penstock.types import SamplingParams
 MODEL = Path(__file__).parent.parent / "examples" / "models" / "sorter-0.8m"
 BAR = 0.6
 DEADLINE_S = 400.0
+MEMORY_SHARE = 0.3
 
 
 async def ours(engines: int) -> float:
@@ -46,17 +48,18 @@ async def defaults(engines: int) -> float:
             ports = [free_port() for _ in range(engines)]
             for port in ports:
                 argv = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL), "--port", str(port)]
+                argv += ["--gpu-memory-utilization", str(MEMORY_SHARE)]
                 log = Path(logs, f"{port}.log")
                 children.append(await ChildProcess.start([sys.executable, *argv], name=str(port), log=log))
             async with asyncio.timeout(DEADLINE_S):
-                await asyncio.gather(*(first_answer(port) for port in ports))
+                await asyncio.gather(*(first_answer(port, c) for port, c in zip(ports, children, strict=True)))
             return time.perf_counter() - began
         finally:
             for child in children:
                 await child.stop(20.0)
 
 
-async def first_answer(port: int) -> None:
+async def first_answer(port: int, child: ChildProcess) -> None:
     """Ask until the server answers."""
     http = HttpTransport(f"http://127.0.0.1:{port}")
     body = {"model": str(MODEL), "prompt": [5, 6, 7], "max_tokens": 4}
@@ -64,6 +67,8 @@ async def first_answer(port: int) -> None:
         try:
             await http.post("/v1/completions", body, timeout_s=120.0)
         except PenstockError:
+            if child.returncode is not None:
+                raise SystemExit(f"vLLM's server did not start:\n{child.log_tail()}") from None
             await asyncio.sleep(0.2)
         else:
             break

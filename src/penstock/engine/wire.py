@@ -30,7 +30,7 @@ def version_number(label: str) -> int:
 
 
 def request_headers(prompt_tokens: int | None, params: SamplingParams, session_id: SessionId | None) -> dict[str, str]:
-    """What the router needs to place a request, so that it need not parse the body."""
+    """What a router can place a request by without parsing its body. Ours reads the session; a policy may read all."""
     headers = {EXPECTED_TOKENS_HEADER: str(params.max_tokens * params.n)}
     if prompt_tokens is not None:
         headers[PROMPT_TOKENS_HEADER] = str(prompt_tokens)
@@ -79,6 +79,8 @@ def samples_of(answer: Mapping[str, Any], headers: Mapping[str, str], params: Sa
         raise EngineError(f"asked for {params.n} samples, got those with index {[c['index'] for c in choices]}")
     given = headers.get(SPANS_HEADER)
     by_header: Any = orjson.loads(given) if given is not None else None
+    if by_header is not None:
+        by_header += [[]] * (len(choices) - len(by_header))  # samples without a token come last or have no span
     return [_sample(choice, by_header[i] if by_header else None, params) for i, choice in enumerate(choices)]
 
 

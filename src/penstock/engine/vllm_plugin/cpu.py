@@ -7,7 +7,8 @@ On CPU vLLM packs weight matrices into a kernel's own layout after loading, and 
 2. Mixture of experts: `UnquantizedFusedMoEMethod` repacks only when it has no kernel yet. Before a reload we take the
    kernel away, so that loading builds it anew.
 
-Both end with the release of vLLM that repacks in `finalize_layerwise_reload`; on GPUs neither applies.
+Both end with the release of vLLM that repacks in `finalize_layerwise_reload` (no issue of vLLM's names them; its RFC
+54477 would replace the mechanism). On GPUs neither applies.
 """
 # pyright: basic, reportMissingImports=false
 

@@ -30,14 +30,14 @@ class VersionSpans:
         self._version = 0
         self._installed = False
         self._native = False
-        # For each HTTP request in flight: its samples in order of (request id, index), each [[version, tokens], ...].
-        self._requests: dict[str, dict[tuple[str, int], list[list[int]]]] = {}
+        # For each HTTP request in flight: its samples by (prompt, sample index), each [[version, tokens], ...].
+        self._requests: dict[str, dict[tuple[int, int], list[list[int]]]] = {}
 
     def install(self, engine: Any) -> None:
         """Hook into the output processor, once.
 
-        The one method that we wrap inside vLLM. Ends with support for 0.26: vLLM issue "weight version per token",
-        answered in 0.32 by `RequestOutput.weight_versions`.
+        The one method that we wrap inside vLLM. Ends with support for 0.26: vLLM's issue 54443 asks for versions of
+        tokens, and 0.32 has them.
         """
         if self._installed:
             return
@@ -91,18 +91,24 @@ class VersionSpans:
             if state is None or not output.new_token_ids:
                 continue
             external = state.parent_req.external_req_id if state.parent_req is not None else state.external_req_id
-            request = self._requests.get(_http_name(external))
+            name, prompt = _http_request(external)
+            request = self._requests.get(name)
             if request is None:
                 continue
-            parts = request.setdefault((external, state.request_index), [])
+            parts = request.setdefault((prompt, state.request_index), [])
             if not parts or parts[-1][0] != self._version:
                 parts.append([self._version, 0])
             parts[-1][1] += len(output.new_token_ids)
         return process_outputs(outputs, *args, **kwargs)
 
     def _spans(self, name: str) -> list[list[list[int]]]:
+        """For each sample, prompt by prompt; a sample without a token has no span."""
+        counted = self._requests[name]
+        samples = 1 + max((index for _, index in counted), default=-1)
+        prompts = 1 + max((prompt for prompt, _ in counted), default=-1)
         answer: list[list[list[int]]] = []
-        for _, parts in sorted(self._requests[name].items()):
+        for place in range(prompts * samples):
+            parts = counted.get(divmod(place, samples), [])
             start, spans = 0, []
             for version, tokens in parts:
                 spans.append([version, start, start + tokens])
@@ -111,6 +117,11 @@ class VersionSpans:
         return answer
 
 
-def _http_name(external_request_id: str) -> str:
-    """Our 32 hex digits inside vLLM's `cmpl-NAME-0`, `chatcmpl-NAME` or `generate-tokens-NAME`."""
-    return next((part for part in external_request_id.split("-") if len(part) == 32), "")  # noqa: PLR2004 - uuid4().hex
+def _http_request(external_request_id: str) -> tuple[str, int]:
+    """Our 32 hex digits, and the prompt's number, in vLLM's `cmpl-NAME-3`, `chatcmpl-NAME`, `generate-tokens-NAME`."""
+    parts = external_request_id.split("-")
+    place = next((i for i, part in enumerate(parts) if len(part) == len(uuid.UUID(int=0).hex)), None)
+    if place is None:
+        return "", 0
+    number = parts[place + 1] if place + 1 < len(parts) else ""
+    return parts[place], int(number) if number.isdecimal() else 0
