@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,7 @@ async def test_every_token_has_the_version_that_made_it(live):
     del live.history.models[start - 1]
 
 
+@pytest.mark.skipif("PENSTOCK_TEST_ENGINE" in os.environ, reason="on GPUs sums depend on the batch in the last bits")
 async def test_pause_keep_changes_nothing_in_a_seeded_run(live):
     prompts = [[40, 41, 42 + i] for i in range(8)]
     undisturbed = await live.engine.generate(prompt_token_ids=prompts, sampling_params=LONG)
