@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -30,10 +31,11 @@ def history(nano_path):
 
 async def test_updates_in_flight_lose_nothing_and_every_token_has_its_version(fleet, history):
     prompts = [[5 + i, 6, 7] for i in range(24)]
-    batch = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=LONG))
-    groups = [asyncio.create_task(fleet.sample([40, 41, 42 + i], 3, LONG, session_id=i)) for i in range(4)]
+    longer = replace(LONG, max_tokens=450)
+    batch = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=longer))
+    groups = [asyncio.create_task(fleet.sample([40, 41, 42 + i], 3, longer, session_id=i)) for i in range(4)]
     for seed in (1, 2):
-        await asyncio.sleep(0.4)
+        await _made(fleet, 1000)
         model = changed(history.latest, seed)
         report = await fleet.update_weights(model.named_parameters())
         history.models[report.version] = model
@@ -41,7 +43,7 @@ async def test_updates_in_flight_lose_nothing_and_every_token_has_its_version(fl
         assert len({engine.checksum for engine in report.engines}) == 1
         assert report.failures == {}
     out = await batch
-    assert [len(ids) for ids in out.response_ids] == [150] * 24
+    assert [len(ids) for ids in out.response_ids] == [450] * 24
     samples = [(p, s) for p, s in zip(prompts, _samples(out), strict=True)]
     samples += [([40, 41, 42 + i], s) for i, task in enumerate(groups) for s in await task]
     assert {v for _, s in samples for v in s.versions()} >= {0, 1}
@@ -53,6 +55,18 @@ async def test_updates_in_flight_lose_nothing_and_every_token_has_its_version(fl
     history.models[last + 1] = changed(history.models[0], 77)
     assert all(history.worst_difference(p, s, shift=1) > 1e-2 for p, s in crossed)
     del history.models[last + 1]
+
+
+async def _made(fleet, tokens):
+    """Return when the engines have made so many tokens more."""
+
+    async def total():
+        return sum(engine.stats.generation_tokens for engine in await fleet.engines())
+
+    before = await total()
+    async with asyncio.timeout(60):
+        while await total() < before + tokens:  # noqa: ASYNC110 - engines send no event
+            await asyncio.sleep(0.02)
 
 
 async def test_both_engines_work_and_a_session_stays_on_one(fleet):
