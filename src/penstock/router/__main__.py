@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key to ask for")
     parser.add_argument("--policy", choices=list(POLICIES), help=f"(default {defaults.policy})")
     parser.add_argument(
-        "--max-hold-s", type=float, help=f"seconds a request may wait (default {defaults.max_hold_s:g})"
+        "--max-hold-s", type=float, help=f"seconds a request waits for an engine (default {defaults.max_hold_s:g})"
     )
     parser.add_argument("--max-held", type=int, help=f"requests that may wait (default {defaults.max_held})")
     parser.add_argument("--max-header-bytes", type=int, help=f"(default {defaults.max_header_bytes})")
