@@ -46,6 +46,7 @@ class SamplingParams:
 
     `logprobs` asks for the logprob of each sampled token after temperature scaling.
     `seed` with `n > 1` gives sample `i` the seed `seed + i`.
+    `skip_special_tokens` leaves the token that ends a text out of it (vLLM's detokenizer shows any other).
     """
 
     max_tokens: int = 256

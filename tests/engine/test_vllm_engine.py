@@ -42,6 +42,18 @@ async def test_generate_keeps_order_and_gives_exact_logprobs_after_temperature(l
         assert text == await live.engine.data.detokenize(ids)
 
 
+async def test_the_token_that_ends_a_text_is_no_part_of_it(live):
+    samples = await live.engine.sample([5, 6], 16, SamplingParams(max_tokens=200, seed=1))
+    (first, *_), texts = [s for s in samples if s.finish_reason == "stop"], live.engine.data.detokenize
+    assert first.token_ids[-1] == 2
+    assert first.text == await texts(first.token_ids[:-1]) != await texts(first.token_ids)
+    shown = await live.engine.sample([5, 6], 16, SamplingParams(max_tokens=200, seed=1, skip_special_tokens=False))
+    assert shown[samples.index(first)].text == await texts(first.token_ids)
+    stop = SamplingParams(max_tokens=200, seed=1, stop_token_ids=first.token_ids[1:2])
+    stopped = (await live.engine.sample([5, 6], 16, stop))[samples.index(first)]
+    assert stopped.text == await texts(first.token_ids[:2])
+
+
 async def test_chat_and_string_prompts_go_through_the_engines_own_tokenizer(live):
     params = SamplingParams(max_tokens=8, temperature=0)
     chat = [{"role": "user", "content": "3 1 2"}]

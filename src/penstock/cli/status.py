@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.errors import EngineDeadError, EngineError, PenstockError, UserError
+from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, PenstockError, UserError
 
 if TYPE_CHECKING:
     from penstock.router.admin_client import EngineLoad, RouterState
 
+UNAUTHORIZED = 401
 DEFAULT_URL = "http://127.0.0.1:8000"
 COLUMNS = ("engine", "state", "version", "running", "waiting", "KV", "tokens", "address")
 ENGINE_TIMEOUT_S = 5.0
@@ -55,6 +56,10 @@ async def _collect(url: str, api_key: str | None) -> dict[str, Any]:
         state = await admin.engines()
     except EngineDeadError as error:
         raise PenstockError(f"nothing answers at {url}; is `penstock serve` running there?") from error
+    except EngineHTTPError as error:
+        if error.status != UNAUTHORIZED:
+            raise
+        raise PenstockError(f"{url} asks for its API key: set PENSTOCK_API_KEY to it") from error
     finally:
         await admin.close()
     engines = await asyncio.gather(*(_engine(load, state, api_key) for load in state.engines))

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.checks import check_engine, check_port, require_extra
-from penstock.cli.signals import run_until_signal
+from penstock.cli.signals import Interrupted, run_until_signal
 
 
 def train(
@@ -39,14 +39,16 @@ def train(
     require_extra("train", "torch", "transformers", "safetensors", "matplotlib")
     check_port(settings.router.host, settings.router.port)
     check_engine(settings.engine)
-    sys.path.append(
-        str(Path.cwd())
-    )  # docs/environments.md: an environment of one's own
+    sys.path.append(str(Path.cwd()))  # for an environment of one's own
     from penstock.observe.progress import RunDisplay  # noqa: PLC0415
 
     with RunDisplay(settings.name, settings.train.steps) as display:
         from penstock.train.run import run  # noqa: PLC0415 - seconds: torch
 
-        run_until_signal(run(settings, resume=resume, fresh=fresh, reporter=display))
+        try:
+            run_until_signal(run(settings, resume=resume, fresh=fresh, reporter=display))
+        except Interrupted:
+            typer.echo("interrupted; with --resume the same command goes on from the last checkpoint", err=True)
+            raise
     folder = settings.run_dir / settings.name
     typer.echo(f"run folder: {folder} (to read: trajectories.md; to look at: plots; the table's figures: summary.json)")

@@ -105,11 +105,15 @@ class DataClient:
         samples = wire.samples_of(self.http.decode(answer), answered, params)
         if not params.detokenize:
             return samples
-        texts = await all_or_first_error(self._text(sample) for sample in samples)
+        texts = await all_or_first_error(self._text(sample, params) for sample in samples)
         return [replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)]
 
-    async def _text(self, sample: Sample) -> str:
-        return await self.detokenize(sample.token_ids) if sample.token_ids else ""
+    async def _text(self, sample: Sample, params: SamplingParams) -> str:
+        ids = sample.token_ids
+        if ids and params.skip_special_tokens and sample.finish_reason == "stop" and not params.stop:
+            # vLLM's /detokenize shows special tokens. Without stop strings, what ended the sample is its last token.
+            ids = ids if ids[-1] in params.stop_token_ids else ids[:-1]
+        return await self.detokenize(ids) if ids else ""
 
     async def _openai(self, path: str, body: Mapping[str, Any], session_id: SessionId | None) -> dict[str, Any]:
         if body.get("stream"):
