@@ -51,4 +51,4 @@ def train(
             typer.echo("interrupted; with --resume the same command goes on from the last checkpoint", err=True)
             raise
     folder = settings.run_dir / settings.name
-    typer.echo(f"run folder: {folder} (to read: trajectories.md; to look at: plots; the table's figures: summary.json)")
+    typer.echo(f"run folder: {folder} (read trajectories.md, look at plots/)")

@@ -53,7 +53,7 @@ def draw_plots(folder: RunFolder) -> list[Path]:
 
 def draw_learning(figure: Figure, rows: Sequence[Row], evaluations: Mapping[int, float]) -> None:
     """Mean reward of each batch with its moving mean, and held-out accuracy by the step after which it was measured."""
-    axes = _axes(figure, "Reward and held-out accuracy", "mean reward")
+    axes = _axes(figure, "Reward and held-out accuracy", "mean reward, sampled")
     steps, rewards = _column(rows, "step"), _column(rows, "reward_mean")
     axes.plot(steps, rewards, color=BLUE, alpha=0.3, linewidth=1, label="reward, each step")
     axes.plot(steps, _moving_mean(rewards), color=BLUE, linewidth=2, label=f"reward, mean of {SMOOTHING} steps")
@@ -62,7 +62,7 @@ def draw_learning(figure: Figure, rows: Sequence[Row], evaluations: Mapping[int,
         right.plot(
             *zip(*evaluations.items(), strict=True), color=ORANGE, marker="o", linewidth=2, label="held-out accuracy"
         )
-        right.set_ylabel("held-out accuracy")
+        right.set_ylabel("held-out accuracy, decoded greedily")
         right.yaxis.set_major_formatter(PercentFormatter(1.0))
         right.spines[["top"]].set_visible(False)
         if min(rewards) >= 0 and max(rewards) <= 1:  # both are fractions, so one scale for both tells the truth
