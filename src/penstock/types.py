@@ -64,7 +64,6 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     skip_special_tokens: bool = True
-    """Taken for vLLM's sake and without effect: the text of a sample is that of every token, special ones too."""
     logprobs: bool = True
     detokenize: bool = True
     """Whether the answer carries text; token-space callers turn it off and save a call."""
