@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from penstock.engine.vllm_plugin.version_spans import VersionSpans
-from penstock.engine.wire import SPANS_HEADER, samples_of
+from penstock.engine.wire import FINAL_ONLY, SPANS_HEADER, generate_body, samples_of
 from penstock.errors import EngineError
 from penstock.types import SamplingParams, VersionSpan
 
@@ -165,3 +165,8 @@ def test_missing_samples_are_refused():
     """As vLLM 0.26 answered before `output_kind` was sent."""
     with pytest.raises(EngineError, match=r"asked for 3 samples, got those with index \[0, 1\]"):
         samples_of(answer([1], [2]), {}, SamplingParams(n=3))
+
+
+def test_a_request_asks_for_one_answer_at_the_end():
+    """What vLLM 0.26 needs to return every sample of an n-way request."""
+    assert generate_body([1, 2], PARAMS)["sampling_params"]["output_kind"] == FINAL_ONLY == 2
