@@ -35,8 +35,9 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
 kills = []
 lifeline.os.kill = lambda pid, number: kills.append((pid, number))
 lifeline.kill_group(child.pid)
+os.killpg(child.pid, signal.SIGKILL)  # Popen.kill would go through the os.kill replaced above
+child.wait()
 assert kills == [(child.pid, signal.SIGKILL)], kills
-child.kill()
 """
 
 
