@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import socket
 import time
 from urllib.parse import unquote_to_bytes
 
@@ -65,8 +66,10 @@ class Router:
             raise StateError("the router has not been started")
         return self._url
 
-    async def start(self, host: str | None = None, port: int | None = None) -> None:
-        """Listen on `host` and `port` (default: those of the configuration; port 0: any free one).
+    async def start(
+        self, host: str | None = None, port: int | None = None, *, sock: socket.socket | None = None
+    ) -> None:
+        """Listen on `host` and `port` (default: those of the configuration; port 0: any free one), or on `sock`.
 
         Raises:
             ConfigError: other machines can reach the address, and there is no key.
@@ -77,9 +80,10 @@ class Router:
         port = self.config.port if port is None else port
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(
-                lambda: ClientConnection(self), host, port, backlog=_BACKLOG, start_serving=True
-            )
+            if sock is None:
+                self._server = await loop.create_server(lambda: ClientConnection(self), host, port, backlog=_BACKLOG)
+            else:
+                self._server = await loop.create_server(lambda: ClientConnection(self), sock=sock, backlog=_BACKLOG)
         except OSError as error:
             hint = "; choose another port, or 0 for any free one" if error.errno == errno.EADDRINUSE else ""
             raise UserError(f"the router cannot listen on {host}:{port}: {error.strerror or error}{hint}") from error
