@@ -69,6 +69,10 @@ class EngineConfig(Section):
 class RouterConfig(Section):
     """The data plane in front of a fleet."""
 
+    kind: Literal["penstock", "vllm-router"] = "penstock"
+    """`vllm-router`: that program in the place of ours, as far as it goes (docs/routing.md)."""
+    url: Annotated[str, Field(pattern=r"^http://[^/\s]+$")] | None = None
+    """Of a router of this kind that runs already: it is used, and gets this fleet's engines, instead of a new one."""
     host: str = "127.0.0.1"
     port: Port = 0
     """0: any free port."""
@@ -103,6 +107,15 @@ class FleetConfig(Section):
     min_engines: Positive = 1
     """An update counts as committed if at least this many engines made it."""
     health_interval_s: Seconds = 1.0
+    hang_timeout_s: Seconds = 15.0
+    """An engine that gives no sign of life for so long hangs: it is ended."""
+    max_restarts: Annotated[int, Field(ge=0)] = 5
+    """How often one engine is started anew within `restart_window_s`; one that dies once more stays dead."""
+    restart_window_s: Seconds = 600.0
+    restart_backoff_s: Seconds = 1.0
+    """Before the first restart; twice as long before each further one of the window, up to a minute."""
+    drain_timeout_s: Seconds = 600.0
+    """How long an engine that is to leave may go on with what it has."""
     stop_timeout_s: Seconds = 10.0
     log_dir: Path | None = None
     """Where engine and router logs go; default: a temporary folder, kept when something failed."""

@@ -32,6 +32,9 @@ def serve(
     engines: Annotated[int, typer.Option(help="How many engines.", min=1)] = 1,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 8000,
+    router: Annotated[
+        str, typer.Option(metavar="KIND", help="penstock, or vllm-router in the place of our router.")
+    ] = "penstock",
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -60,18 +63,22 @@ def serve(
     profiles = [name for name, chosen in (("cpu", cpu), ("gpu", gpu), ("sim", sim)) if chosen]
     if len(profiles) > 1:
         raise UserError(f"--{profiles[0]} and --{profiles[1]} exclude each other; give one of them")
-    config = _config(model, options or [], engines=engines, host=host, port=port, profiles=profiles)
-    refuse_open_host(config.router.host, api_key)
-    check_port(config.router.host, config.router.port)
+    config = _config(model, options or [], engines=engines, router=router, host=host, port=port, profiles=profiles)
+    if config.router.url is None:
+        refuse_open_host(config.router.host, api_key)
+        check_port(config.router.host, config.router.port)
     check_engine(config.engine)
     run_until_signal(_serve(config, api_key or None))
 
 
-def _config(model: str, options: list[str], *, engines: int, host: str, port: int, profiles: list[str]) -> RunConfig:
+def _config(
+    model: str, options: list[str], *, engines: int, router: str, host: str, port: int, profiles: list[str]
+) -> RunConfig:
     """The flags and the `key=value` options as one validated tree; a key without a section is the engine's."""
     from penstock.config import load_config  # noqa: PLC0415
 
-    flags: dict[str, Any] = {"engine.model": model, "fleet.engines": engines, "router.host": host, "router.port": port}
+    flags: dict[str, Any] = {"engine.model": model, "fleet.engines": engines}
+    flags |= {"router.kind": router, "router.host": host, "router.port": port}
     if profiles:
         flags["engine.profile"] = profiles[0]
     given = [option if option.startswith(SECTIONS) else f"engine.{option}" for option in options]

@@ -13,9 +13,8 @@ from penstock.fleet.fleet import Fleet
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import EngineHandle, Member
 from penstock.fleet.operations import Operations
-from penstock.fleet.roster import Roster
+from penstock.fleet.roster import Admin, Roster
 from penstock.fleet.supervise import Supervisor
-from penstock.router.admin_client import RouterAdmin
 from penstock.weights.shared_memory import SharedMemoryStore
 
 
@@ -46,7 +45,7 @@ async def join(
 
 async def assemble(
     url: str,
-    admin: RouterAdmin,
+    admin: Admin,
     members: Sequence[Member],
     owned: AsyncExitStack,
     *,

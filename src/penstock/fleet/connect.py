@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.config import FleetConfig, RouterConfig, refuse_open_host
+from penstock.config import FleetConfig, RouterConfig
 from penstock.engine.concurrent import all_or_first_error
 from penstock.errors import EngineHTTPError, UserError
 from penstock.fleet.assemble import assemble, join
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.lifecycle import Lifecycle
 from penstock.fleet.opening import Opening
-from penstock.fleet.router_process import RouterProcess
+from penstock.fleet.roster import Admin
+from penstock.fleet.routers import check_router, open_router
 from penstock.fleet.settings import refuse_unknown, section
 from penstock.router.admin_client import RouterAdmin, RouterState
 
@@ -43,7 +44,7 @@ def connect(
         request_timeout_s=request_timeout_s,
     )
     if not to_router:
-        refuse_open_host(plan.router.host, api_key)
+        check_router(plan.router, api_key)
     return Opening(lambda: plan.to_router(target.rstrip("/")) if isinstance(target, str) else plan.to_engines(target))
 
 
@@ -69,15 +70,12 @@ class _Plan:
             if logs is None:
                 logs = Path(tempfile.mkdtemp(prefix="penstock-"))
                 owned.callback(shutil.rmtree, logs)
-            router = await RouterProcess.launch(self.router, log_dir=logs, api_key=self.api_key)
-            owned.push_async_callback(router.stop)
-            admin = RouterAdmin(router.url, self.api_key)
-            owned.push_async_callback(admin.close)
+            url, admin = await open_router(self.router, log_dir=logs, api_key=self.api_key, owned=owned)
             named = {f"e{i}": url.rstrip("/") for i, url in enumerate(urls)}
-            return await self._fleet(router.url, admin, named, owned, epoch=None)
+            return await self._fleet(url, admin, named, owned, epoch=None)
 
     async def _fleet(
-        self, url: str, admin: RouterAdmin, engines: Mapping[str, str], owned: AsyncExitStack, *, epoch: int | None
+        self, url: str, admin: Admin, engines: Mapping[str, str], owned: AsyncExitStack, *, epoch: int | None
     ) -> Fleet:
         members = await all_or_first_error(
             join(Lifecycle(name), its, owned, api_key=self.api_key, control_timeout_s=self.control_timeout_s)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from penstock.config import EngineConfig, FleetConfig, RouterConfig, refuse_open_host
+from penstock.config import EngineConfig, FleetConfig, RouterConfig
 from penstock.engine.command import resolve_profile, server_command
 from penstock.engine.concurrent import all_or_first_error
 from penstock.engine.process import EngineProcess
@@ -24,9 +24,8 @@ from penstock.fleet.gpus import assign, visible_gpus
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import SERVABLE, Member
 from penstock.fleet.opening import Opening
-from penstock.fleet.router_process import RouterProcess
+from penstock.fleet.routers import check_router, open_router
 from penstock.fleet.settings import refuse_unknown, section
-from penstock.router.admin_client import RouterAdmin
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ def launch(
         # vLLM measures what its GPU has free while it starts, so those that share one start one after another.
         parallel_starts = 1
     of_router = section(RouterConfig, router, options)
-    refuse_open_host(of_router.host, api_key)
+    check_router(of_router, api_key)
     plan = _Plan(
         engine=engine,
         fleet=of_fleet,
@@ -89,17 +88,14 @@ class _Plan:
         async with AsyncExitStack() as owned:
             launched: list[_Launched] = []
             logs = _log_folder(self.fleet.log_dir, launched, owned)
-            router = await RouterProcess.launch(self.router, log_dir=logs, api_key=self.api_key)
-            owned.push_async_callback(router.stop)
-            admin = RouterAdmin(router.url, self.api_key)
-            owned.push_async_callback(admin.close)
+            url, admin = await open_router(self.router, log_dir=logs, api_key=self.api_key, owned=owned)
             owned.push_async_callback(_stop_all, launched, self.fleet.stop_timeout_s)
             limit = asyncio.Semaphore(self.parallel_starts or self.fleet.engines)
             members = await all_or_first_error(
                 self._engine(f"e{i}", gpus, logs, limit, launched, owned) for i, gpus in enumerate(self.gpus)
             )
             return await assemble(
-                router.url,
+                url,
                 admin,
                 members,
                 owned,

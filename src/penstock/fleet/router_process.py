@@ -44,7 +44,9 @@ class RouterProcess:
                 telling lines of its log.
         """
         options = [
-            part for name, value in config.model_dump().items() for part in (f"--{name.replace('_', '-')}", str(value))
+            part
+            for name, value in config.model_dump(exclude={"kind", "url"}).items()
+            for part in (f"--{name.replace('_', '-')}", str(value))
         ]
         env: dict[str, str] = {}
         if api_key:

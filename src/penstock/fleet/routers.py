@@ -1,0 +1,68 @@
+"""Which router a fleet runs behind: ours or vllm-router, started here or found running."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from penstock.config import RouterConfig, refuse_open_host
+from penstock.errors import PenstockError
+from penstock.fleet.roster import Admin
+from penstock.fleet.router_process import RouterProcess
+from penstock.fleet.vllm_router import VllmRouterAdmin, VllmRouterProcess, check_vllm_router
+from penstock.router.admin_client import RouterAdmin
+
+logger = logging.getLogger(__name__)
+
+
+def check_router(config: RouterConfig, api_key: str | None) -> None:
+    """Refuse what can be known to be wrong before anything starts.
+
+    Raises:
+        ConfigError: it would be open to other machines without a key, or vllm-router has no such policy.
+        UserError: vllm-router is not installed.
+    """
+    if config.url is not None:
+        return
+    if config.kind == "vllm-router":
+        check_vllm_router(config)
+    else:
+        refuse_open_host(config.host, api_key)
+
+
+async def open_router(
+    config: RouterConfig, *, log_dir: Path, api_key: str | None, owned: AsyncExitStack
+) -> tuple[str, Admin]:
+    """A router's URL and its control side: of one that ends with `owned`, or of the one that runs at `config.url`.
+
+    One that runs on loses its engines at the end, since they are gone by then or not ours to route to.
+
+    Raises:
+        EngineStartError: it did not start.
+        EngineDeadError: nobody answers at `config.url`; `UserError` or `EngineHTTPError`: it is another program.
+    """
+    url = config.url or await _launch(config, log_dir, api_key, owned)
+    admin = VllmRouterAdmin(url) if config.kind == "vllm-router" else RouterAdmin(url, api_key)
+    owned.push_async_callback(admin.close)
+    if config.url is not None:
+        await admin.engines()
+        owned.push_async_callback(_withdraw, admin)
+    return url, admin
+
+
+async def _launch(config: RouterConfig, log_dir: Path, api_key: str | None, owned: AsyncExitStack) -> str:
+    if config.kind == "vllm-router":
+        router = await VllmRouterProcess.launch(config, log_dir=log_dir)
+    else:
+        router = await RouterProcess.launch(config, log_dir=log_dir, api_key=api_key)
+    owned.push_async_callback(router.stop)
+    return router.url
+
+
+async def _withdraw(admin: Admin) -> None:
+    try:
+        await admin.set_engines((await admin.engines()).epoch + 1, ())
+    except PenstockError as error:
+        # The fleet ends all the same; whoever owns the router sees from this what it was not told.
+        logger.warning("the router was not told that this fleet's engines are gone: %s", error)
