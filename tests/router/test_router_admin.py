@@ -5,12 +5,14 @@ import json
 
 import aiohttp
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from router_rig import answer_name, eventually, request, rig
 
 from penstock.config import refuse_open_host
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineHTTPError, StateError, UserError
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import EngineEntry, Membership
+from penstock.router.prometheus import Family, Histogram, Sample, render
 from penstock.router.server import Router
 
 
@@ -233,27 +235,65 @@ async def test_control_that_would_reach_one_engine_of_many_is_refused(target: st
         assert len(r.backends[0].seen) + len(r.backends[1].seen) == 5
 
 
+def figures(text: str) -> dict[str, float]:
+    """Every sample of a Prometheus text, by its name and label values."""
+    families = list(text_string_to_metric_families(text))
+    assert all(family.type in {"counter", "gauge", "histogram"} and family.documentation for family in families)
+    samples = [sample for family in families for sample in family.samples]
+    found = {" ".join([sample.name.removeprefix("penstock_router_"), *sample.labels.values()]): sample.value
+             for sample in samples}  # fmt: skip
+    assert len(found) == len(samples) == len([line for line in text.splitlines() if not line.startswith("#")])
+    return found
+
+
 async def test_metrics() -> None:
     async with rig(answer_name) as r:
         client = await r.client()
         await client.ask(body=b"12345")
         await client.ask("/router/nothing")
         await r.settled()
-        text = (await client.ask("/router/metrics", method="GET")).body.decode()
-        lines = text.splitlines()
-        for line in (
-            "penstock_router_requests_total 1",
-            'penstock_router_errors_total{code="not_found"} 1',
-            "penstock_router_retries_total 0",
-            "penstock_router_held 0",
-            'penstock_router_engine_outstanding{engine="e0"} 0',
-            'penstock_router_engine_requests_total{engine="e0"} 1',
-            "penstock_router_request_bytes_total 5",
-            "penstock_router_response_bytes_total 2",
-            "penstock_router_hold_seconds_total 0.0",
-        ):
-            assert line in lines
+        answer = await client.ask("/router/metrics", method="GET")
+        assert answer.header("content-type") == "text/plain; version=0.0.4; charset=utf-8"
+        found = figures(answer.body.decode())
+        expected = {
+            "requests_total": 1,
+            "answered_total": 1,
+            "cancelled_total": 0,
+            "broken_total": 0,
+            "rejected_total not_found": 1,
+            "held turn": 0,
+            "held nowhere": 0,
+            "engine_outstanding e0": 0,
+            "engine_requests_total e0": 1,
+            "engine_down e0": 0,
+            "engine_breaker_openings_total e0": 0,
+            "request_bytes_total": 5,
+            "response_bytes_total": 2,
+            "request_seconds_count": 1,
+            "first_byte_seconds_bucket +Inf": 1,
+            "hold_seconds_count": 0,
+            "gate_seconds_count": 0,
+        }
+        assert {name: found.get(name) for name in expected} == expected
+        assert 0 < found["first_byte_seconds_sum"] <= found["request_seconds_sum"] < 5
+        assert figures((await client.ask("/metrics", method="GET")).body.decode()).keys() == found.keys()
         assert (await client.ask("/router/metrics", method="HEAD")).body == b""
+        assert len(r.backends[0].seen) == 1
+
+
+def test_a_histogram_counts_each_value_once_up_to_and_with_its_bound() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 99.0):
+        histogram.observe(value)
+    assert [(s.labels.get("le"), s.value) for s in histogram.samples()] == [
+        ("1", 2), ("2", 4), ("+Inf", 5), (None, 104.0), (None, 5),
+    ]  # fmt: skip
+
+
+def test_labels_are_escaped() -> None:
+    odd = 'a"b\\c\nd'
+    text = render([Family("x_total", "counter", "What.", [Sample({"code": odd}, 2)])])
+    assert [s.labels["code"] for f in text_string_to_metric_families(text) for s in f.samples] == [odd]
 
 
 async def test_admin_calls_have_a_deadline_and_say_when_the_router_is_gone() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import aiohttp
 import orjson
 
-from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, StateError, UserError
+from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, PenstockError, StateError, UserError
 from penstock.router.membership import EngineEntry
 
 _KEEPALIVE_S = 4.0
@@ -25,11 +25,31 @@ class EngineLoad:
     eligible: bool
     """As announced by the fleet."""
     down: bool
-    """A connection was refused and no probe has succeeded since."""
+    """The breaker is open: a connection was refused or a health check failed, and no probe has succeeded since."""
     outstanding: int
     """Requests sent and not answered in full."""
     requests: int
     """Requests sent since the engine joined."""
+    draining: bool = False
+    """As announced by the fleet: only its own sessions still go there."""
+    drained: bool = False
+    """It is draining, nothing is in flight there, and no session lives there any more: it may go."""
+    adapters: tuple[str, ...] | None = None
+    """As announced by the fleet."""
+    gate_closed: bool = False
+    """Its own gate; the one for all is in `RouterState`."""
+    outstanding_tokens: int = 0
+    """Prompt and expected tokens of the outstanding requests, as far as their headers say."""
+    resident_tokens: int = 0
+    """Context that lives there."""
+    sessions: int = 0
+    """Sessions that live there."""
+    kv_usage: float = -1.0
+    """Share of its KV cache in use, 0 to 1; -1: not known."""
+    kv_capacity: int = 0
+    """Tokens that its KV cache holds; 0: not known."""
+    breaker_openings: int = 0
+    """How often the breaker opened since the engine joined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +60,22 @@ class RouterState:
     """-1 before the first membership."""
     gate_closed: bool
     held: int
-    """Requests waiting for the gate or for an engine."""
+    """Requests waiting for a gate, for an engine or for room on one."""
     sessions: int
     """Sessions that have a home."""
     requests: int
     """Requests taken in since the router started, its own admin calls not counted."""
     engines: tuple[EngineLoad, ...]
+    held_bytes: int = 0
+    """Most bytes that are kept of the requests that wait."""
+    held_by: Mapping[str, int] = field(default_factory=dict[str, int])
+    """How many wait for what: see `penstock.router.lane.Kind`."""
+    gates_closed: tuple[str, ...] = ()
+    """Adapters whose gate is closed."""
+    moved_sessions: int = 0
+    """Later turns that went to another engine than the one before."""
+    placements: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Requests placed, by the rule that chose the engine."""
 
 
 class RouterAdmin:
@@ -67,14 +97,33 @@ class RouterAdmin:
         """Announce the full set; sending the same set again under the same epoch is harmless."""
         await self._call("PUT", "/router/engines", {"epoch": epoch, "engines": [asdict(e) for e in engines]})
 
-    async def gate(self, closed: bool) -> None:  # noqa: FBT001 - the one thing that the call says
-        """Close the gate (new requests wait) or open it; returns once that is in force."""
-        await self._call("POST", "/router/gate", {"closed": closed})
+    async def gate(self, closed: bool, *, adapter: str | None = None, engine: str | None = None) -> None:  # noqa: FBT001 - the one thing that the call says
+        """Close a gate (new requests wait) or open it; returns once that is in force.
+
+        Args:
+            closed: whether requests are to wait.
+            adapter: only those for this adapter.
+            engine: only those of sessions that live on this engine; new ones go elsewhere. Its gate is gone once the
+                engine leaves the set.
+        """
+        which = {"adapter": adapter, "engine": engine}
+        body = {"closed": closed, **{name: value for name, value in which.items() if value is not None}}
+        await self._call("POST", "/router/gate", body)
+
+    async def finish_session(self, session_id: str | int) -> bool:
+        """The session has no further turn: what it holds on its engine no longer counts. False: it was not known."""
+        answer = await self._call("POST", "/router/sessions/finish", {"session_id": str(session_id)})
+        return bool(answer["finished"])
+
+    async def metrics(self) -> str:
+        """The router's own figures, as Prometheus text."""
+        return (await self._request("GET", "/router/metrics")).decode()
 
     async def engines(self) -> RouterState:
         """The set in force, with load figures."""
         answer = await self._call("GET", "/router/engines")
-        loads = tuple(EngineLoad(**load) for load in answer.pop("engines"))
+        loads = tuple(_load(load) for load in answer.pop("engines"))
+        answer["gates_closed"] = tuple(answer["gates_closed"])
         return RouterState(**answer, engines=loads)
 
     async def health(self) -> None:
@@ -88,6 +137,17 @@ class RouterAdmin:
             await session.close()
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        call = f"{method} {self._url}{path}"
+        content = await self._request(method, path, body)
+        try:
+            answer: Any = orjson.loads(content)
+        except orjson.JSONDecodeError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise EngineHTTPError(f"{call} answered 200, but not with a JSON object: {content[:200]!r}", status=200)
+        return answer  # pyright: ignore[reportUnknownVariableType] - a JSON object
+
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(keepalive_timeout=_KEEPALIVE_S),
@@ -106,16 +166,22 @@ class RouterAdmin:
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineDeadError(f"router {self._url} is gone ({method} {path}): {error}") from error
-        return _answer(status, content, f"{method} {self._url}{path}")
+        if status != 200:  # noqa: PLR2004 - the HTTP status
+            raise _error(status, content, f"{method} {self._url}{path}")
+        return content
 
 
-def _answer(status: int, content: bytes, call: str) -> dict[str, Any]:
+def _load(answer: dict[str, Any]) -> EngineLoad:
+    if answer["adapters"] is not None:
+        answer["adapters"] = tuple(answer["adapters"])
+    return EngineLoad(**answer)
+
+
+def _error(status: int, content: bytes, call: str) -> PenstockError:
     try:
         answer: Any = orjson.loads(content)
     except orjson.JSONDecodeError:
         answer = None
-    if status == 200 and isinstance(answer, dict):  # noqa: PLR2004 - the HTTP status
-        return answer  # pyright: ignore[reportUnknownVariableType] - a JSON object
     message = f"{call} answered {status}: {content[:500].decode(errors='replace')}"
     kind = ""
     match answer:
@@ -125,8 +191,8 @@ def _answer(status: int, content: bytes, call: str) -> dict[str, Any]:
             pass
     match status:
         case 400:
-            raise UserError(message)
+            return UserError(message)
         case 409:
-            raise StateError(message)
+            return StateError(message)
         case _:
-            raise EngineHTTPError(message, status=status, error_type=kind)
+            return EngineHTTPError(message, status=status, error_type=kind)

@@ -119,7 +119,7 @@ class ClientConnection(asyncio.Protocol):
             if self._call is not None:
                 self._call.refuse(refusal)
             else:
-                self._router.metrics.errors[refusal.code] += 1
+                self._router.metrics.rejected[refusal.code] += 1
                 self.answer_refusal(refusal)
 
     def eof_received(self) -> None:
@@ -227,7 +227,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _slow_head(self) -> None:
         limit = self._router.config.header_timeout_s
-        self._router.metrics.errors["slow_headers"] += 1
+        self._router.metrics.rejected["slow_headers"] += 1
         self.answer_refusal(RefusalError(408, "slow_headers", f"the request's head took more than {limit:g} s"))
 
     def _slow_body(self) -> None:

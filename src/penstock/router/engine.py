@@ -1,4 +1,4 @@
-"""One engine as the router knows it: what was announced, its load, and a pool of connections to it."""
+"""One engine as the router knows it: what was announced, whether it is up, and a pool of connections to it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import asyncio
 import errno
 import socket
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from typing import TYPE_CHECKING
 
 from penstock.router.engine_connection import EngineConnection
 from penstock.router.membership import EngineEntry
-from penstock.router.policy import EngineView
 from penstock.router.refusal import RefusalError
 
 if TYPE_CHECKING:
@@ -29,19 +28,24 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_
 
 
 class Engine:
-    """Live record of one engine; `view` is the frozen side of it that policies see."""
+    """Live record of one engine. What policies see of it is kept by the placement."""
 
     def __init__(self, entry: EngineEntry) -> None:
         self.entry = entry
+        self.address = entry.address()
         self.down = False
-        """A connection was refused, and since then neither a probe succeeded nor a membership was announced."""
+        """The breaker is open: a connection was refused or a health check failed, and since then neither a probe
+        succeeded nor a membership was announced."""
+        self.openings = 0
+        """How often the breaker opened."""
         self.outstanding = 0
+        """Requests of this process that were sent and not answered in full."""
         self.requests = 0
+        """Requests sent by this process."""
         self.removed = False
-        self._view: EngineView | None = None
-        self._address = entry.address()
-        self._idle: OrderedDict[EngineConnection, None] = OrderedDict()
-        """Oldest first; the youngest is used first, so that a burst's surplus ages and is closed."""
+        self._idle: list[EngineConnection] = []
+        """Oldest first; the youngest is used first, so that a burst's surplus ages and is closed. One that was lost
+        stays until it is met."""
         self._open: set[EngineConnection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
         self._waiting: deque[Exchange] = deque()
@@ -51,31 +55,15 @@ class Engine:
         """Its name."""
         return self.entry.name
 
-    @property
-    def view(self) -> EngineView:
-        """What policies see; the same object until something changes."""
-        if self._view is None:
-            entry = self.entry
-            self._view = EngineView(
-                entry.name, entry.eligible and not self.down, entry.weight_version, self.outstanding
-            )
-        return self._view
-
     def announce(self, entry: EngineEntry) -> None:
-        """Take over what the fleet says of it now; a mark as down is gone."""
+        """Take over what the fleet says of it now; an open breaker closes."""
         self.entry = entry
         self.down = False
-        self._view = None
 
     def mark(self, *, down: bool) -> None:
-        """Note whether it takes connections."""
+        """Open or close the breaker."""
+        self.openings += down and not self.down
         self.down = down
-        self._view = None
-
-    def load(self, change: int) -> None:
-        """One request more (1) or less (-1) is outstanding."""
-        self.outstanding += change
-        self._view = None
 
     # --- connections -------------------------------------------------------------------------------------------------
 
@@ -88,8 +76,9 @@ class Engine:
         """
         if not fresh:
             oldest = time.monotonic() - IDLE_S
-            while self._idle:
-                connection, _ = self._idle.popitem()
+            idle = self._idle
+            while idle:
+                connection = idle.pop()
                 if connection.idle_since > oldest and not connection.transport.is_closing():
                     exchange.connected(connection)
                     return
@@ -105,7 +94,7 @@ class Engine:
         connection.set_reading(reading=True)
         if not self._waiting or not self._give(connection):
             connection.idle_since = time.monotonic()
-            self._idle[connection] = None
+            self._idle.append(connection)
 
     def opened(self, connection: EngineConnection) -> None:
         """A connection is there."""
@@ -118,12 +107,17 @@ class Engine:
     def forget(self, connection: EngineConnection) -> None:
         """A connection is gone."""
         self._open.discard(connection)
-        self._idle.pop(connection, None)
 
     def close_idle(self, now: float) -> None:
         """Close connections that have been idle for too long; `now` is `time.monotonic()`."""
-        while self._idle and next(iter(self._idle)).idle_since <= now - IDLE_S:
-            self._idle.popitem(last=False)[0].transport.abort()
+        oldest = now - IDLE_S
+        late = 0
+        for connection in self._idle:
+            if connection.idle_since > oldest:
+                break
+            connection.transport.abort()
+            late += 1
+        del self._idle[:late]
 
     def remove(self) -> None:
         """It left the set: requests in flight end as they may, nothing new is begun."""
@@ -156,7 +150,7 @@ class Engine:
 
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()
-        host, port = self._address
+        host, port = self.address
         while self._next_waiting(peek=True) is not None:
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):

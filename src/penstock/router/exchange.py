@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.router.dispatcher import Dispatcher
     from penstock.router.engine import Engine
     from penstock.router.engine_connection import EngineConnection
+    from penstock.router.lane import Lane
 
 REPLAY_LIMIT = 1 << 20
 """Bytes of request body kept for a retry; while a request is held, no more than these are read of it."""
@@ -29,16 +30,17 @@ class Exchange:
         "_by_close",
         "_connection",
         "_head_sent",
-        "_held_since",
         "_replay",
         "_stale",
-        "_started",
+        "_waiting",
         "body_done",
         "bytes_in",
         "bytes_out",
         "client",
         "dispatcher",
         "engine",
+        "first_byte_at",
+        "gate_seconds",
         "gone",
         "hold_seconds",
         "outcome",
@@ -61,20 +63,22 @@ class Exchange:
         self.tried: list[str] = []
         """Engines that took the request and closed the connection without an answer."""
         self.hold_seconds = 0.0
+        self.gate_seconds = 0.0
         self.patience_used = 0.0
         self.bytes_in = 0
         self.bytes_out = 0
         self.status = 0
         self.outcome = ""
         self.started_at = time.monotonic()
+        self.first_byte_at = 0.0
+        """A byte of an engine's answer has come, at this time."""
         self._connection: EngineConnection | None = None
         self._replay: list[bytes | memoryview] | None = []
         self._buffered = 0
-        self._held_since: float | None = None
+        self._waiting = False
+        """The gate may have it."""
         self._stale = False
         """It met a stale connection and had its second go at the same engine."""
-        self._started = False
-        """A byte of an answer has come."""
         self._head_sent = False
         """The client has the head of the engine's answer."""
         self._announced_close = False
@@ -107,24 +111,27 @@ class Exchange:
     def cancel(self) -> None:
         """The client has gone; so must the engine's work for it."""
         if not self.gone:
-            self.dispatcher.metrics.cancelled += 1
             self._leave_gate()
             self._end("cancelled")
 
     def pause(self, *, paused: bool) -> None:
         """The client's side is full, or has room again."""
-        if self._connection is not None and self._started:
+        if self._connection is not None and self.first_byte_at:
             self._connection.set_reading(reading=not paused)
 
     # --- from the gate and the dispatcher ----------------------------------------------------------------------------
 
-    def try_place(self) -> bool:
-        """Send it to an engine; False where none may serve it now."""
+    def try_place(self) -> Lane | None:
+        """Send it to an engine, or say what it has to wait for."""
         return self.dispatcher.try_place(self)
 
-    def held(self) -> None:
-        """It waits from now on."""
-        self._held_since = time.monotonic()
+    def held(self) -> int:
+        """It waits from now on; no more bytes of it are kept than the answer says."""
+        self._waiting = True
+        if self.body_done or self._replay is None:
+            return self._buffered
+        length = self.request.length
+        return REPLAY_LIMIT if length < 0 else min(length, REPLAY_LIMIT)
 
     def refuse(self, refusal: RefusalError) -> None:
         """Answer it here; where an answer is under way already, break that off."""
@@ -135,21 +142,13 @@ class Exchange:
             self.broken(str(refusal))
             return
         self.status = refusal.status
-        self.dispatcher.metrics.errors[refusal.code] += 1
         self._end(refusal.code)
         self.client.answer_refusal(refusal)
 
     def place(self, engine: Engine) -> None:
-        """An engine is chosen."""
-        if self._held_since is not None:
-            waited = time.monotonic() - self._held_since
-            self._held_since = None
-            self.hold_seconds += waited
-            self.dispatcher.metrics.holds += 1
-            self.dispatcher.metrics.hold_seconds += waited
+        """An engine is chosen, and the request is accounted for there."""
+        self._waiting = False
         self.engine = engine
-        engine.requests += 1
-        engine.load(1)
         engine.connect(self)
 
     # --- from the engine's pool --------------------------------------------------------------------------------------
@@ -166,7 +165,7 @@ class Exchange:
         """The engine refused, or left the set; nothing was sent, so any engine may have the request."""
         self._displace()
         self.dispatcher.engine_refused(engine)
-        self.dispatcher.replace(self)
+        self.dispatcher.replace(self, "refused")
 
     # --- from the engine's connection --------------------------------------------------------------------------------
 
@@ -178,7 +177,7 @@ class Exchange:
 
     def first_byte(self) -> None:
         """An answer begins: from here on nothing is retried."""
-        self._started = True
+        self.first_byte_at = time.monotonic()
         self._replay = None
 
     def interim(self, head: bytes) -> None:
@@ -236,55 +235,52 @@ class Exchange:
         if not self._head_sent:
             self.failed(RefusalError(502, "engine_failed", reason))
             return
-        self.dispatcher.metrics.broken += 1
         self._end(f"broken: {reason}")
         self.client.cut(reset=self._by_close)
 
     def unanswered(self, connection: EngineConnection, detail: str) -> None:
         """The engine closed the connection before a whole head of an answer."""
         engine = connection.engine
-        replayable = self._replay is not None
-        self._displace()
-        if self._started or not replayable:
+        self._connection = None
+        if self.first_byte_at or self._replay is None:
+            self._displace()
             why = detail or f"closed the connection unanswered, and the request is over {REPLAY_LIMIT} bytes to replay"
             self.refuse(RefusalError(502, "engine_failed", f"engine {engine.name} {why}"))
         elif connection.reused and not self._stale and not engine.removed:
             # Most likely it had closed the idle connection before our bytes arrived.
             self._stale = True
-            self.dispatcher.metrics.retries += 1
-            self.engine = engine
-            engine.load(1)
+            self.dispatcher.metrics.retries["stale"] += 1
             engine.connect(self, fresh=True)
         else:
+            self._displace()
             self.tried.append(engine.name)
             self._stale = False
-            self.dispatcher.replace(self)
+            self.dispatcher.replace(self, "hung_up")
 
     # --- its end -----------------------------------------------------------------------------------------------------
 
     def _leave_gate(self) -> None:
-        if self._held_since is not None:
+        if self._waiting:
+            self._waiting = False
             self.dispatcher.gate.discard(self)
-            self.hold_seconds += time.monotonic() - self._held_since
-            self._held_since = None
 
     def _displace(self) -> None:
+        """It is not with its engine any longer, and may go to another."""
         self._connection = None
         if self.engine is not None:
-            self.engine.load(-1)
+            self.dispatcher.left(self, self.engine, time.monotonic(), ok=False)
             self.engine = None
 
     def _end(self, outcome: str) -> None:
+        now = time.monotonic()
         self.gone = True
         self.outcome = outcome
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.drop()
         if self.engine is not None:
-            self.engine.load(-1)
+            self.dispatcher.left(self, self.engine, now, ok=not outcome)
         self._replay = None
-        metrics = self.dispatcher.metrics
-        metrics.bytes_in += self.bytes_in
-        metrics.bytes_out += self.bytes_out
+        self.dispatcher.metrics.record(self, now)
         if self.dispatcher.on_end is not None:
             self.dispatcher.on_end(self)

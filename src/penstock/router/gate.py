@@ -1,30 +1,42 @@
-"""Requests that wait: for the gate to open, or for an engine that may serve them. First come, first served."""
+"""Requests that wait: for a gate to open, for an engine that may serve them, or for room on one.
+
+Each waits in a lane, and each lane has the event that ends its wait; nothing is polled, and no event looks at more
+requests than it may let go.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Collection
 from typing import Protocol
 
+from penstock.router.lane import ANY_ENGINE, GATES, NOWHERE, TURN, Kind, Lane
 from penstock.router.refusal import RefusalError
 
 _SLICE = 64
 """Requests let go in one turn of the event loop, so that ten thousand of them do not keep it from accepting."""
+_NEVER = float("inf")
+_ABSENT = object()
 
 
 class Waiting(Protocol):
-    """A request as the gate sees it."""
+    """A request as the gate sees it. The gate keeps the three times."""
 
+    hold_seconds: float
+    """Waited for an engine or for room so far."""
+    gate_seconds: float
+    """Waited at a closed gate so far."""
     patience_used: float
-    """Seconds that it has waited for an engine so far, time at a closed gate not counted. Kept by the gate."""
+    """Part of `hold_seconds` in which no engine was up."""
 
-    def try_place(self) -> bool:
-        """Send it on its way; False where no engine may serve it now."""
+    def try_place(self) -> Lane | None:
+        """Send it on its way, or say where it has to wait."""
         ...
 
-    def held(self) -> None:
-        """It starts to wait."""
+    def held(self) -> int:
+        """It starts to wait. Answers the most bytes that are kept of it meanwhile."""
         ...
 
     def refuse(self, refusal: RefusalError) -> None:
@@ -32,30 +44,64 @@ class Waiting(Protocol):
         ...
 
 
+Queue = OrderedDict[Waiting, None]
+
+
+class _Entry:
+    """Where a request waits, and since when."""
+
+    __slots__ = ("lane", "open_since", "queue", "since", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.lane = TURN
+        self.queue: Queue = OrderedDict()
+        """The requests it waits among: those of its lane, or those of its lane that have been woken."""
+        self.since = 0.0
+        self.open_since = 0.0
+        """By the clock that stands still while the gate is closed for all."""
+
+
 class Gate:
     """Lets requests through in order of arrival, or holds them.
 
-    A request goes through when the gate is open and it can be placed. There is no polling: `recheck` says that the
-    engines have changed.
-
     Args:
-        max_held: bound of the queue; a request beyond it is refused with 503.
-        max_hold_s: seconds that a request waits for an engine before it is refused with 503. Time at a closed gate does
-            not count: a pause may be as long as it likes, and no request fails of it.
+        max_held: most requests that may wait; one beyond is refused with 503.
+        max_held_bytes: most bytes that may be kept of all that wait; likewise.
+        max_hold_s: seconds for which a request waits while no engine is up that may serve it; then 503. Time at a
+            closed gate does not count: a pause may be as long as it likes, and no request fails of it. Nor does time in
+            which the engines are full: they are at work, and load will fall.
     """
 
-    def __init__(self, *, max_held: int, max_hold_s: float) -> None:
+    def __init__(self, *, max_held: int, max_held_bytes: int, max_hold_s: float) -> None:
         self._max_held = max_held
+        self._max_held_bytes = max_held_bytes
         self._max_hold_s = max_hold_s
         self._closed_at: float | None = None
         self._closed_s = 0.0
-        """How long the gate was closed before, all times together."""
-        self._queue: OrderedDict[Waiting, float] = OrderedDict()
-        """Waiting requests with the time at which each gives up, by a clock that stands still while it is closed."""
-        self._parked: OrderedDict[Waiting, float] = OrderedDict()
-        """Those of them that this pass has looked at and no engine may serve."""
+        """How long the gate was closed for all before, all times together."""
+        self.adapters: set[str] = set()
+        """Adapters whose gate is closed."""
+        self.engines: set[str] = set()
+        """Engines whose gate is closed."""
+        self.held_bytes = 0
+        """Most bytes that are kept of the requests that wait."""
+        self.filling = False
+        """Requests that have waited for room are tried just now: nobody overtakes them."""
+        self._entries: dict[Waiting, _Entry] = {}
+        self._turns: Queue = OrderedDict()
+        self._rooms: dict[Lane, Queue] = {}
+        """Lanes of the kind ROOM: only their first is tried, and the next when that one went."""
+        self._lanes: dict[Lane, Queue] = {}
+        """All other lanes but TURN: the whole of one is woken."""
+        self._woken: deque[Queue] = deque()
+        """Lanes whose event has come, to be tried before those that came after."""
         self._passing = False
-        self._again = False
+        self._fill_due = False
+        self._first_late = _NEVER
+        """No request in NOWHERE is late before this time, by the clock that stands still."""
+
+    # --- state -------------------------------------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
@@ -63,74 +109,183 @@ class Gate:
         return self._closed_at is not None
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._parked)
+        return len(self._entries)
+
+    def crowded(self, lane: Lane) -> bool:
+        """Whether requests wait for room in that lane, and it is not their turn: a newcomer joins them."""
+        return not self.filling and lane in self._rooms
+
+    def held_by(self) -> dict[str, int]:
+        """How many wait for what, by the value of `Kind`."""
+        counts = {kind.value: 0 for kind in Kind}
+        for entry in self._entries.values():
+            counts[entry.lane.kind.value] += 1
+        return counts
+
+    # --- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, request: Waiting) -> None:
-        """Let a request through, or hold it until it has waited for `max_hold_s` in all."""
-        if self.closed or self._passing or not request.try_place():
-            if len(self) >= self._max_held:
-                request.refuse(
-                    RefusalError(503, "queue_full", f"{len(self)} requests are waiting already; retry later")
-                )
+        """Let a request through, or hold it."""
+        if self._turns or self._woken or self._closed_at is not None:
+            lane = TURN
+        else:
+            lane = request.try_place()
+            if lane is None:
                 return
-            self._queue[request] = self._open_time(time.monotonic()) + self._max_hold_s - request.patience_used
-            request.held()
+        size = request.held()
+        if len(self._entries) >= self._max_held or self.held_bytes + size > self._max_held_bytes:
+            what = f"{len(self._entries)} requests with {self.held_bytes} bytes are waiting already"
+            request.refuse(RefusalError(503, "queue_full", f"{what}; retry later, or raise max_held or max_held_bytes"))
+            return
+        entry = self._entries[request] = _Entry(size)
+        self.held_bytes += size
+        self._enter(request, entry, lane)
 
     def discard(self, request: Waiting) -> None:
-        """Forget a request whose client has gone."""
-        self._queue.pop(request, None)
-        self._parked.pop(request, None)
+        """Forget a request whose client has gone, or that is refused."""
+        entry = self._entries.pop(request, None)
+        if entry is not None:
+            self.held_bytes -= entry.size
+            self._leave(request, entry)
 
-    def set(self, *, closed: bool) -> None:
-        """Close or open it for all."""
-        now = time.monotonic()
-        if closed and self._closed_at is None:
-            self._closed_at = now
+    # --- events ------------------------------------------------------------------------------------------------------
+
+    def set(self, *, closed: bool, adapter: str | None = None, engine: str | None = None) -> None:
+        """Close or open the gate of an adapter, of an engine, or (neither is named) for all. In force at once."""
+        for name, names, kind in ((adapter, self.adapters, Kind.ADAPTER), (engine, self.engines, Kind.ENGINE)):
+            if name is not None:
+                (names.add if closed else names.discard)(name)
+                if not closed:
+                    self.wake(Lane(kind, name))
+        if adapter is not None or engine is not None:
+            if not closed:
+                self.recheck()
+        elif closed and self._closed_at is None:
+            self._closed_at = time.monotonic()
         elif not closed:
             if self._closed_at is not None:
-                self._closed_s += now - self._closed_at
+                self._closed_s += time.monotonic() - self._closed_at
                 self._closed_at = None
             self.recheck()
 
+    def keep_engines(self, names: Collection[str]) -> None:
+        """The set of engines is another: gates of those that have left are gone with them."""
+        for gone in self.engines.difference(names):
+            self.set(closed=False, engine=gone)
+
     def recheck(self) -> None:
-        """Something changed that may let waiting requests go."""
-        if self._passing:
-            self._again = True
-        elif self._queue and not self.closed:
+        """The engines have changed: one may serve now what none could before."""
+        self.wake(NOWHERE)
+        self.wake(ANY_ENGINE)
+        self._pass()
+        self.room()
+
+    def wake(self, lane: Lane) -> None:
+        """All in that lane are to be tried, in slices: none is looked at here."""
+        queue = self._lanes.pop(lane, None)
+        if queue:
+            self._woken.append(queue)
+            self._pass()
+
+    def room(self) -> None:
+        """Load has fallen: those that have waited for room longest are tried, soon, and once for many such events."""
+        if self._rooms and not self._fill_due:
+            self._fill_due = True
+            asyncio.get_running_loop().call_soon(self._fill)
+
+    def expire(self, now: float) -> None:
+        """Refuse those for which no engine was up for too long; `now` is `time.monotonic()`."""
+        now = self._open_time(now)
+        if self._closed_at is not None or now < self._first_late:
+            return
+        deadlines = {request: self._deadline(request) for request in self._lanes.get(NOWHERE, ())}
+        self._first_late = min((deadline for deadline in deadlines.values() if deadline > now), default=_NEVER)
+        for request, deadline in deadlines.items():
+            if deadline <= now:
+                why = f"no engine could serve it for {self._max_hold_s:g} s; retry later or raise max_hold_s"
+                self.discard(request)
+                request.refuse(RefusalError(503, "held_too_long", why))
+
+    # --- lanes -------------------------------------------------------------------------------------------------------
+
+    def _enter(self, request: Waiting, entry: _Entry, lane: Lane) -> None:
+        entry.lane = lane
+        entry.since = time.monotonic()
+        entry.open_since = self._open_time(entry.since)
+        if lane is TURN:
+            entry.queue = self._turns
+        else:
+            lanes = self._rooms if lane.kind is Kind.ROOM else self._lanes
+            entry.queue = lanes.setdefault(lane, OrderedDict())
+        entry.queue[request] = None
+        if lane is NOWHERE:
+            self._first_late = min(self._first_late, self._deadline(request))
+
+    def _leave(self, request: Waiting, entry: _Entry) -> None:
+        """Take it out of its lane, and charge the time it spent there."""
+        lane, queue = entry.lane, entry.queue
+        if queue.pop(request, _ABSENT) is _ABSENT:
+            return  # it is being tried, and was charged before that
+        lanes = self._rooms if lane.kind is Kind.ROOM else self._lanes
+        if not queue and lanes.get(lane) is queue:
+            del lanes[lane]
+        now = time.monotonic()
+        waited, opened = now - entry.since, self._open_time(now) - entry.open_since
+        at_gates = waited if lane.kind in GATES else waited - opened
+        request.gate_seconds += at_gates
+        request.hold_seconds += waited - at_gates
+        if lane is NOWHERE:
+            request.patience_used += opened
+
+    def _try(self, request: Waiting) -> None:
+        entry = self._entries[request]
+        self._leave(request, entry)
+        lane = request.try_place()
+        if lane is None:
+            self.discard(request)
+        elif request in self._entries:
+            self._enter(request, entry, lane)
+
+    def _pass(self) -> None:
+        if not self._passing and (self._woken or self._turns):
             self._passing = True
             self._pass_slice()
 
-    def expire(self, now: float) -> None:
-        """Refuse those that have waited too long; `now` is `time.monotonic()`."""
-        if self.closed:
-            return
-        now = self._open_time(now)
-        late = [r for queue in (self._queue, self._parked) for r, deadline in queue.items() if deadline <= now]
-        for request in late:
-            self.discard(request)
-            why = f"no engine could serve it for {self._max_hold_s:g} s; retry later or raise max_hold_s"
-            request.refuse(RefusalError(503, "held_too_long", why))
-
-    def _open_time(self, now: float) -> float:
-        """`now` by a clock that stands still while the gate is closed."""
-        return (now if self._closed_at is None else self._closed_at) - self._closed_s
-
     def _pass_slice(self) -> None:
-        now = self._open_time(time.monotonic())
         for _ in range(_SLICE):
-            if self.closed or not self._queue:
-                self._end_pass()
+            while self._woken and not self._woken[0]:
+                self._woken.popleft()
+            queue = self._woken[0] if self._woken else self._turns
+            if not queue or self._closed_at is not None:
+                self._passing = False
                 return
-            request, deadline = self._queue.popitem(last=False)
-            request.patience_used = self._max_hold_s - (deadline - now)
-            if not request.try_place():
-                self._parked[request] = deadline
+            self._try(next(iter(queue)))
         asyncio.get_running_loop().call_soon(self._pass_slice)
 
-    def _end_pass(self) -> None:
-        self._parked.update(self._queue)
-        self._queue, self._parked = self._parked, OrderedDict()
-        self._passing = False
-        if self._again:
-            self._again = False
-            self.recheck()
+    def _fill(self) -> None:
+        self._fill_due = False
+        if self._closed_at is not None:
+            return
+        tries = _SLICE
+        self.filling = True
+        for lane in list(self._rooms):
+            while tries and lane in self._rooms:
+                tries -= 1
+                request = next(iter(self._rooms[lane]))
+                self._try(request)
+                entry = self._entries.get(request)
+                if entry is not None and entry.lane == lane:  # no room for it: nor for those behind it
+                    entry.queue.move_to_end(request, last=False)
+                    break
+        self.filling = False
+        if not tries:
+            self.room()
+
+    # --- clocks ------------------------------------------------------------------------------------------------------
+
+    def _open_time(self, now: float) -> float:
+        """`now` by a clock that stands still while the gate is closed for all."""
+        return (now if self._closed_at is None else self._closed_at) - self._closed_s
+
+    def _deadline(self, request: Waiting) -> float:
+        return self._entries[request].open_since + self._max_hold_s - request.patience_used

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from penstock.errors import StateError, UserError
 
 _NAME = re.compile(r"[!-~]{1,128}")
+_MAX_ADAPTER = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,20 +19,27 @@ class EngineEntry:
 
     Raises:
         UserError: for a name that is not 1 to 128 printable characters without spaces, a URL that is not
-            `http://host:port`, or a negative weight version.
+            `http://host:port`, a negative weight version, or adapters that are not 1 to 256 bytes of text each.
     """
 
     name: str
     url: str
     weight_version: int = 0
     eligible: bool = True
-    """Whether new requests may go there; False while it is draining, loading weights or dead."""
+    """Whether requests may go there; False while it loads weights or is dead."""
+    draining: bool = False
+    """It is to leave: only later turns of sessions that live there go there, until they finish or their TTL passes."""
+    adapters: tuple[str, ...] | None = None
+    """LoRA adapters that it has loaded; None: any, or not known."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise UserError(f"engine name {self.name!r} must be 1 to 128 printable ASCII characters without spaces")
         if self.weight_version < 0:
             raise UserError(f"engine {self.name}: weight_version must not be negative, got {self.weight_version}")
+        for adapter in self.adapters or ():
+            if not 1 <= len(adapter.encode()) <= _MAX_ADAPTER:
+                raise UserError(f"engine {self.name}: an adapter's name has 1 to {_MAX_ADAPTER} bytes, got {adapter!r}")
         self.address()
 
     def address(self) -> tuple[str, int]:

@@ -30,6 +30,8 @@ _CONTROL = frozenset(
     b"/v1/unload_lora_adapter".split()
 )
 """What changes the state of the one engine that gets it, and leaves the others as they were."""
+_OWN = {b"/router", b"/metrics"}
+"""The router's own endpoints besides those under `/router/`: any engine's metrics would be one of many."""
 _access = logging.getLogger("penstock.router.access")
 
 
@@ -113,7 +115,7 @@ class Router:
         if path in _CONTROL or path.startswith((b"/penstock/weights/", b"/sim/")):
             what = f"{path[:80].decode(errors='replace')} would reach one engine only"
             raise RefusalError(403, "control_call", f"{what}; control goes to every engine by the fleet's own client")
-        if request.target.startswith(b"/router/") or request.target == b"/router":
+        if request.target.startswith(b"/router/") or request.target in _OWN:
             return AdminCall(client, request, self.dispatcher)
         return Exchange(client, request, self.dispatcher)
 

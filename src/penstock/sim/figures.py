@@ -34,7 +34,8 @@ def prometheus(engine: SimEngine) -> str:
         ("vllm:prompt_tokens_total", "counter", engine.figures.prompt_tokens),
         ("vllm:generation_tokens_total", "counter", engine.figures.generation_tokens),
     ]
-    lines: list[str] = []
+    blocks = f'block_size="{engine.config.block_size}",num_gpu_blocks="{engine.config.kv_blocks}"'
+    lines = ["# TYPE vllm:cache_config_info gauge", f'vllm:cache_config_info{{{blocks},engine="0"}} 1.0']
     for name, kind, value in rows:
         lines += [f"# TYPE {name.removesuffix('_total')} {kind}", f"{name}{{{labels}}} {float(value)}"]
     lines.append("# TYPE vllm:request_success counter")

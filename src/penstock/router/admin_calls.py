@@ -1,0 +1,125 @@
+"""The router's own endpoints: small JSON bodies, validated, done at once, answered clearly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from penstock.errors import StateError, UserError
+from penstock.router.membership import EngineEntry
+from penstock.router.prometheus import render
+from penstock.router.refusal import RefusalError
+from penstock.router.report import families, state
+
+if TYPE_CHECKING:
+    from penstock.router.dispatcher import Dispatcher
+
+Answer = tuple[bytes, str]
+"""Content and its type."""
+
+_JSON, _TEXT = "application/json", "text/plain; version=0.0.4; charset=utf-8"
+_METHODS = {
+    "/router/health": "GET",
+    "/router/engines": "GET or PUT",
+    "/router/gate": "POST",
+    "/router/sessions/finish": "POST",
+    "/router/metrics": "GET",
+    "/metrics": "GET",
+}
+Text = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+M = TypeVar("M", bound=_Strict)
+
+
+class _EngineBody(_Strict):
+    name: str
+    url: str
+    weight_version: int = 0
+    eligible: bool = True
+    draining: bool = False
+    adapters: list[str] | None = None
+
+    def entry(self) -> EngineEntry:
+        adapters = None if self.adapters is None else tuple(self.adapters)
+        return EngineEntry(self.name, self.url, self.weight_version, self.eligible, self.draining, adapters)
+
+
+class _EnginesBody(_Strict):
+    epoch: int = Field(ge=0)
+    engines: list[_EngineBody]
+
+
+class _GateBody(_Strict):
+    closed: bool
+    adapter: Text | None = None
+    engine: Text | None = None
+
+
+class _SessionBody(_Strict):
+    session_id: Text
+
+
+def execute(dispatcher: Dispatcher, method: str, path: str, body: bytes) -> Answer:
+    """Do one admin call on this process; it is in force when this returns.
+
+    Raises:
+        RefusalError: 400 for a body that does not fit, 404 for an unknown path, 405 for a method that does
+            not go with the path, 409 for an old epoch.
+    """
+    match (method, path):
+        case ("GET", "/router/health"):
+            answer: dict[str, Any] = {"status": "ok"}
+        case ("GET", "/router/engines"):
+            answer = state(dispatcher)
+        case ("PUT", "/router/engines"):
+            answer = _set_engines(dispatcher, _parse(_EnginesBody, body))
+        case ("POST", "/router/gate"):
+            answer = _set_gate(dispatcher, _parse(_GateBody, body))
+        case ("POST", "/router/sessions/finish"):
+            answer = {"finished": dispatcher.finish_session(_parse(_SessionBody, body).session_id)}
+        case ("GET", "/router/metrics" | "/metrics"):
+            return render(families(dispatcher)).encode(), _TEXT
+        case _ if path in _METHODS:
+            raise RefusalError(
+                405, "method_not_allowed", f"{method} does not go with {path}, which takes {_METHODS[path]}"
+            )
+        case _:
+            raise RefusalError(404, "not_found", f"no such endpoint: {path[:200]}")
+    return orjson.dumps(answer), _JSON
+
+
+def _set_engines(dispatcher: Dispatcher, body: _EnginesBody) -> dict[str, Any]:
+    try:
+        dispatcher.set_engines(body.epoch, [engine.entry() for engine in body.engines])
+    except UserError as error:
+        raise RefusalError(400, "bad_engines", str(error)) from error
+    except StateError as error:
+        raise RefusalError(409, "old_epoch", str(error)) from error
+    return {"epoch": dispatcher.membership.epoch, "engines": len(body.engines)}
+
+
+def _set_gate(dispatcher: Dispatcher, body: _GateBody) -> dict[str, Any]:
+    if body.adapter is not None and body.engine is not None:
+        raise RefusalError(400, "bad_gate", "name an adapter or an engine, not both; neither is the gate for all")
+    if body.closed and body.engine is not None and body.engine not in dispatcher.engines:
+        known = ", ".join(dispatcher.engines) or "none"
+        raise RefusalError(400, "bad_gate", f"no engine {body.engine!r} in the set; known: {known}")
+    dispatcher.set_gate(closed=body.closed, adapter=body.adapter, engine=body.engine)
+    return body.model_dump(exclude_none=True)
+
+
+def _parse(model: type[M], body: bytes) -> M:
+    try:
+        return model.model_validate(orjson.loads(body))
+    except orjson.JSONDecodeError as error:
+        raise RefusalError(400, "bad_json", f"the body is not JSON: {error}") from None
+    except ValidationError as error:
+        what = "; ".join(f"{'.'.join(str(part) for part in e['loc']) or 'body'}: {e['msg']}" for e in error.errors())
+        raise RefusalError(400, "bad_json", f"the body does not fit: {what}") from None

@@ -1,0 +1,77 @@
+"""What the router says of itself: the set of engines with its figures, as JSON and for Prometheus."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from penstock.router.metrics import PREFIX
+from penstock.router.prometheus import Family, Sample
+
+if TYPE_CHECKING:
+    from penstock.router.dispatcher import Dispatcher
+    from penstock.router.engine import Engine
+
+
+def state(dispatcher: Dispatcher) -> dict[str, Any]:
+    """What `GET /router/engines` answers; `penstock.router.admin_client.RouterState` explains each value."""
+    gate = dispatcher.gate
+    return {
+        "epoch": dispatcher.membership.epoch,
+        "gate_closed": gate.closed,
+        "gates_closed": sorted(gate.adapters),
+        "held": len(gate),
+        "held_bytes": gate.held_bytes,
+        "held_by": gate.held_by(),
+        "requests": dispatcher.metrics.requests,
+        "sessions": len(dispatcher.sessions),
+        "moved_sessions": 0,
+        "placements": {},
+        "engines": [_engine(dispatcher, engine) for engine in dispatcher.engines.values()],
+    }
+
+
+def _engine(dispatcher: Dispatcher, engine: Engine) -> dict[str, Any]:
+    entry = engine.entry
+    return {
+        "name": entry.name,
+        "url": entry.url,
+        "weight_version": entry.weight_version,
+        "eligible": entry.eligible,
+        "draining": entry.draining,
+        "drained": entry.draining and not engine.outstanding,
+        "adapters": entry.adapters,
+        "down": engine.down,
+        "breaker_openings": engine.openings,
+        "gate_closed": entry.name in dispatcher.gate.engines,
+        "outstanding": engine.outstanding,
+        "requests": engine.requests,
+    }
+
+
+def families(dispatcher: Dispatcher) -> list[Family]:
+    """Every figure for Prometheus."""
+    gate = dispatcher.gate
+    engines = state(dispatcher)["engines"]
+
+    def gauge(name: str, what: str, value: float, *, shared: bool = False) -> Family:
+        return Family(PREFIX + name, "gauge", what, [Sample({}, value)], shared)
+
+    def of_engines(name: str, what: str, key: str, *, shared: bool = True) -> Family:
+        kind = "counter" if name.endswith("_total") else "gauge"
+        samples = [Sample({"engine": engine["name"]}, float(engine[key])) for engine in engines]
+        return Family(f"{PREFIX}engine_{name}", kind, what, samples, shared)
+
+    held = [Sample({"for": kind}, count) for kind, count in gate.held_by().items()]
+    return [
+        *dispatcher.metrics.families(),
+        Family(f"{PREFIX}held", "gauge", "Requests waiting now, by what they wait for.", held),
+        gauge("held_bytes", "Most bytes that are kept of the requests that wait.", gate.held_bytes),
+        gauge("gate_closed", "1 while the gate for all is closed.", gate.closed, shared=True),
+        of_engines("outstanding", "Requests sent and not answered in full.", "outstanding"),
+        of_engines("requests_total", "Requests sent.", "requests", shared=False),
+        of_engines("eligible", "1 if the fleet announces it as eligible.", "eligible"),
+        of_engines("draining", "1 while it is to leave.", "draining"),
+        of_engines("gate_closed", "1 while its own gate is closed.", "gate_closed"),
+        of_engines("down", "1 while the breaker is open.", "down", shared=False),
+        of_engines("breaker_openings_total", "How often the breaker opened.", "breaker_openings", shared=False),
+    ]
