@@ -1,8 +1,9 @@
 """vllm-router in the place of ours: its process, and its worker calls behind the control interface of a router.
 
 What it lacks of ours: it has no gate, so that new requests wait inside paused engines; no epoch, no weight versions and
-no draining; it holds no request, and answers 503 where no engine is up; its worker calls ask nobody for a key, so that
-it listens on this machine only.
+no draining; it holds no request, and answers 503 where no engine is up; it drops the caller's key on every path but
+those that generate, so that engines with a key refuse `/tokenize`; its worker calls ask nobody for one, so that it
+listens on this machine only.
 """
 
 from __future__ import annotations
