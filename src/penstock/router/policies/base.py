@@ -8,8 +8,10 @@ request. So the same policies run in the router and in the discrete-event fleet 
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import NamedTuple, Protocol, Self
 
 
 class EngineView(NamedTuple):
@@ -24,7 +26,8 @@ class EngineView(NamedTuple):
     resident_tokens: int = 0
     """Context that lives there: of every session whose home it is, and of requests in flight without a session."""
     kv_usage: float = -1.0
-    """Share of its KV cache in use, 0 to 1, as the engine itself said last; -1: not known."""
+    """Share of its KV cache in use, 0 to 1: as the engine itself said last, with what was placed there since on top;
+    -1: not known."""
     kv_capacity: int = 0
     """Tokens that its KV cache holds; 0: not known."""
 
@@ -42,26 +45,39 @@ class RequestView(NamedTuple):
 
     session_id: str | None = None
     """Header text of `X-Session-ID`; an integer id and its decimal text are one session."""
-    home: str | None = None
-    """The engine where this session lives; None for a new one, or where that engine may not serve this request."""
+    home: EngineView | None = None
+    """The engine, one of the snapshot's, where this session lives; None for a new one, or where that engine may not
+    serve this request."""
     home_tokens: int = 0
     """Tokens of this session's context that are resident there."""
+    known: bool = False
+    """The session has had a turn before, even if its engine is lost: it is never made to wait."""
     prompt_tokens: int = 0
     """`X-Prompt-Tokens`; 0: not said."""
     expected_tokens: int = 0
     """`X-Expected-Tokens`: most that the answer may add, all samples together; 0: not said."""
     prefix_holders: tuple[PrefixHolder, ...] = ()
-    """Engines among the snapshot's that hold a prefix of this prompt, longest first."""
+    """Engines that hold a prefix of this prompt, longest first; those that may not serve it included."""
+    prefix: bytes | None = None
+    """Hash of the prompt's beginning, of `prefix_length` tokens at most; None: not said."""
     group: tuple[tuple[str, int], ...] = ()
     """Where the other samples of `X-Group-ID` were placed: (engine, how many)."""
 
 
 class Snapshot(NamedTuple):
-    """The engines that may serve this request, at one moment: at least one."""
+    """The engines that may serve this request, at one moment: at least one. Build it with `of`."""
 
     engines: tuple[EngineView, ...]
-    placed: int = 0
+    placed: int
     """Requests placed so far, by this process; what rotates, and what seeds a random choice."""
+    resident_tokens: int
+    """Of all `engines` together, so that no policy has to walk over them for a mean."""
+
+    @classmethod
+    def of(cls, engines: Iterable[EngineView], placed: int = 0) -> Self:
+        """A snapshot of these engines."""
+        views = tuple(engines)
+        return cls(views, placed, sum([engine.resident_tokens for engine in views]))
 
 
 class Defer(Enum):
@@ -71,11 +87,50 @@ class Defer(Enum):
     """No opinion: ask the next policy of the list."""
     WAIT = "wait"
     """Hold the request until an engine has room; only for a request that opens a session."""
+    GATED = "gated"
+    """Hold the request until a gate opens: that of its session's engine, or of every engine that may serve it. No
+    policy says so, only the placement."""
+
+
+class ReadsPrefixes(IntEnum):
+    """Which requests a policy wants `prefix_holders` and `prefix` of; they cost a few microseconds."""
+
+    NEVER = 0
+    OPENING = 1
+    """Of those without a home."""
+    ALWAYS = 2
 
 
 class Policy(Protocol):
     """Picks one of the engines that may serve a request."""
 
+    @property
+    def sticky(self) -> bool:
+        """Whether a session belongs to its engine: it waits for that engine's gate, and stays while it is drained."""
+        ...
+
+    @property
+    def reads_prefixes(self) -> ReadsPrefixes:
+        """Which requests it wants prefixes of."""
+        ...
+
     def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:
         """One of `snapshot.engines`, or why none."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOptions:
+    """What can be set about policies. `RouterConfig` has the same names and defaults."""
+
+    prefix_length: int = 2048
+    """Shortest shared prefix, in tokens, for which an engine is preferred."""
+    overload_threshold: float = 1.5
+    """`prefix-aware` leaves an engine alone that has more than so many times the mean of outstanding requests."""
+    kv_admission: float = 0.92
+    """New sessions wait while resident and expected context would exceed this share of every KV cache."""
+    balance_factor: float = 1.1
+    """An engine takes more as long as its resident tokens are at most so many times the mean, and `slack_tokens`."""
+    slack_tokens: int = 8192
+    seed: int = 0
+    """Of random choices."""

@@ -1,0 +1,164 @@
+"""Which engines may serve a request, before any policy is asked, and what the policy sees of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, cast
+
+from penstock.router.loads import LoadBoard
+from penstock.router.membership import EngineEntry
+from penstock.router.policies.base import EngineView, Snapshot
+from penstock.router.sessions import SessionTable
+
+_new = cast("Any", tuple).__new__
+"""Of a named tuple, at half the price of calling its class."""
+
+
+class Candidate:
+    """One engine as it was announced, and what has become of it since."""
+
+    __slots__ = ("adapters", "down", "entry", "gated", "kv_capacity", "kv_usage", "name", "place", "said_at", "view")
+
+    def __init__(self, entry: EngineEntry) -> None:
+        self.name = entry.name
+        self.down = False
+        self.gated = False
+        self.kv_usage = -1.0
+        self.kv_capacity = 0
+        self.said_at = 0
+        """Tokens in flight there when it said its KV usage."""
+        self.place = -1
+        """Its place among the engines that take new requests; -1: it is none of them."""
+        self.view = EngineView(entry.name)
+        self.announce(entry)
+
+    def announce(self, entry: EngineEntry) -> None:
+        """Take over what the fleet says of it now."""
+        self.entry = entry
+        self.adapters = None if entry.adapters is None else frozenset(entry.adapters)
+
+    @property
+    def serves(self) -> bool:
+        """Whether requests may go there, those of its own sessions at least."""
+        return self.entry.eligible and not self.down
+
+    def has(self, min_weight_version: int, adapter: str | None) -> bool:
+        """Whether it has what a request asks for."""
+        return self.entry.weight_version >= min_weight_version and (
+            adapter is None or self.adapters is None or adapter in self.adapters
+        )
+
+
+class Candidates:
+    """The engines of the set, with views for policies that are made anew only where something changed."""
+
+    def __init__(self, sessions: SessionTable, board: LoadBoard) -> None:
+        self._sessions = sessions
+        self._board = board
+        self.engines: dict[str, Candidate] = {}
+        self._open: list[Candidate] = []
+        """Those that take new requests."""
+        self._views: list[EngineView] = []
+        """Of `_open`, in its order; those of `_changed` are out of date."""
+        self._changed: set[Candidate] = set()
+        self._snapshot = Snapshot((), 0, 0)
+        self._least_version = 0
+        self._adapters_differ = False
+
+    def set(self, entries: Sequence[EngineEntry]) -> tuple[list[str], list[str]]:
+        """Take over a full set.
+
+        An engine with another URL than before is another engine, even under its old name.
+
+        Returns:
+            Names of engines that left, and of those whose weights have changed.
+        """
+        before, self.engines = self.engines, {}
+        updated: list[str] = []
+        for entry in entries:
+            known = before.get(entry.name)
+            if known is not None and known.entry.url == entry.url:
+                del before[entry.name]
+                if known.entry.weight_version != entry.weight_version:
+                    updated.append(entry.name)
+                known.down = False  # the fleet, which announces it, knows better
+                known.announce(entry)
+                self.engines[entry.name] = known
+            else:
+                self.engines[entry.name] = Candidate(entry)
+        self.arrange()
+        return list(before), updated
+
+    def arrange(self) -> None:
+        """Something changed in which engines take new requests."""
+        self._open = []
+        for engine in self.engines.values():
+            takes_new = engine.serves and not engine.entry.draining and not engine.gated
+            engine.place = len(self._open) if takes_new else -1
+            if takes_new:
+                self._open.append(engine)
+        self._views = [engine.view for engine in self._open]
+        self._least_version = min([engine.entry.weight_version for engine in self._open], default=0)
+        self._adapters_differ = any(engine.adapters is not None for engine in self._open)
+        self._snapshot = Snapshot.of(self._views)
+        self._changed.update(self.engines.values())
+
+    def changed(self, name: str) -> None:
+        """Figures of an engine have changed."""
+        engine = self.engines.get(name)
+        if engine is not None:
+            self._changed.add(engine)
+
+    def all_changed(self) -> None:
+        """Figures of every engine may have changed."""
+        self._changed.update(self.engines.values())
+
+    def refresh(self) -> None:
+        """Bring every view up to date."""
+        for name in self._board.changed():
+            self.changed(name)
+        if not self._changed:
+            return
+        resident = self._snapshot.resident_tokens
+        views = self._views
+        for engine in self._changed:
+            before = engine.view.resident_tokens
+            view = engine.view = self._look(engine)
+            if engine.place >= 0:
+                views[engine.place] = view
+                resident += view.resident_tokens - before
+        self._changed.clear()
+        self._snapshot = Snapshot(tuple(views), 0, resident)
+
+    def snapshot(
+        self, min_weight_version: int, adapter: str | None, tried: Collection[str], placed: int
+    ) -> Snapshot | None:
+        """The engines that may serve a new request; None: there is none."""
+        self.refresh()
+        if (
+            min_weight_version > self._least_version
+            or tried
+            or (adapter is not None and self._adapters_differ)
+            or not self._open
+        ):
+            able = [e.view for e in self._open if e.has(min_weight_version, adapter) and e.name not in tried]
+            return Snapshot.of(able, placed) if able else None
+        snapshot = self._snapshot
+        return _new(Snapshot, (snapshot.engines, placed, snapshot.resident_tokens))
+
+    def gated(self, min_weight_version: int, adapter: str | None, tried: Collection[str]) -> bool:
+        """Whether an engine could serve a new request if its gate were open."""
+        return any(
+            e.gated and e.serves and not e.entry.draining and e.has(min_weight_version, adapter) and e.name not in tried
+            for e in self.engines.values()
+        )
+
+    def _look(self, engine: Candidate) -> EngineView:
+        name = engine.name
+        requests, tokens, resident = self._board.totals(name)
+        usage, capacity = engine.kv_usage, engine.kv_capacity
+        if usage >= 0 and capacity:
+            usage += max(0, tokens - engine.said_at) / capacity
+        context = self._sessions.counts(name)[1]
+        version = engine.entry.weight_version
+        return _new(EngineView, (name, version, requests, tokens, resident + context, usage, capacity))

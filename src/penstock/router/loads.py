@@ -1,0 +1,63 @@
+"""What is in flight on each engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+
+class Load(NamedTuple):
+    """What is in flight on one engine, from all who share the board."""
+
+    requests: int = 0
+    """Sent and not answered in full."""
+    tokens: int = 0
+    """Prompts of those requests and what they may add."""
+    resident: int = 0
+    """Of `tokens`, what no session's context has yet: all of a request without a session, else what it may add."""
+
+
+class LoadBoard(Protocol):
+    """Where load is added up, in this process or over several."""
+
+    def add(self, engine: str, requests: int, tokens: int, resident: int) -> None:
+        """Change the figures of one engine by so much; what was added is taken back in the end."""
+        ...
+
+    def totals(self, engine: str) -> Load:
+        """Figures of one engine; zeros for one never heard of."""
+        ...
+
+    def changed(self) -> Iterable[str]:
+        """Engines of which figures or sessions were changed by another process since this was asked last."""
+        ...
+
+
+class LocalLoads:
+    """The board of one process."""
+
+    def __init__(self) -> None:
+        self._loads: dict[str, list[int]] = {}
+
+    def add(self, engine: str, requests: int, tokens: int, resident: int) -> None:
+        """See `LoadBoard`."""
+        load = self._loads.get(engine)
+        if load is None:
+            load = self._loads[engine] = [0, 0, 0]
+        load[0] += requests
+        load[1] += tokens
+        load[2] += resident
+        if not load[0] and not load[1]:  # nothing in flight: engines that left leave nothing behind
+            del self._loads[engine]
+
+    def totals(self, engine: str) -> Load:
+        """See `LoadBoard`."""
+        load = self._loads.get(engine)
+        return _NOTHING if load is None else Load(*load)
+
+    def changed(self) -> Iterable[str]:
+        """See `LoadBoard`: there is no other process."""
+        return ()
+
+
+_NOTHING = Load()

@@ -1,0 +1,391 @@
+"""Everything that placing a request needs, without I/O and without a clock of its own.
+
+The router's dispatcher and the discrete-event fleet use it alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple, Protocol, Self
+
+from penstock.config import RouterConfig
+from penstock.errors import StateError
+from penstock.router.candidates import Candidate, Candidates
+from penstock.router.groups import Groups
+from penstock.router.loads import LoadBoard, LocalLoads
+from penstock.router.membership import EngineEntry
+from penstock.router.policies.base import Defer, EngineView, PolicyOptions, ReadsPrefixes, RequestView
+from penstock.router.policies.registry import make_policy
+from penstock.router.prefix_hash import parse_prefix_hashes
+from penstock.router.prefixes import Prefixes
+from penstock.router.sessions import LocalSessions, SessionRecord, SessionTable
+
+_SWEEP_S = 1.0
+"""Between two looks for sessions that are idle or forgotten."""
+_IDLE_GAPS = 3.0
+"""A session counts as resident for so many times the mean pause between two turns of a session."""
+_LEAST_IDLE_S = 3.0
+_GAP_WEIGHT = 1 / 32
+"""Of one pause in their exponential mean."""
+
+
+class RequestHints(Protocol):
+    """What a request's headers say, as far as placing it goes. `router.head.RequestHead` is one."""
+
+    @property
+    def session_id(self) -> str | None:
+        """`X-Session-ID`."""
+        ...
+
+    @property
+    def group_id(self) -> str | None:
+        """`X-Group-ID`."""
+        ...
+
+    @property
+    def min_weight_version(self) -> int:
+        """`X-Weight-Version`."""
+        ...
+
+    @property
+    def prompt_tokens(self) -> int:
+        """`X-Prompt-Tokens`; 0: not said."""
+        ...
+
+    @property
+    def expected_tokens(self) -> int:
+        """`X-Expected-Tokens`; 0: not said."""
+        ...
+
+    @property
+    def adapter(self) -> str | None:
+        """`X-Adapter`."""
+        ...
+
+    @property
+    def prefix_hashes(self) -> bytes | None:
+        """`X-Prefix-Hashes` as it came."""
+        ...
+
+
+class Hints(NamedTuple):
+    """`RequestHints` as plain values."""
+
+    session_id: str | None = None
+    group_id: str | None = None
+    min_weight_version: int = 0
+    prompt_tokens: int = 0
+    expected_tokens: int = 0
+    adapter: str | None = None
+    prefix_hashes: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementOptions(PolicyOptions):
+    """What can be set about placement."""
+
+    policies: tuple[str, ...] = ("bounded-sticky",)
+    """In order: who has no opinion leaves the choice to the next."""
+    session_ttl_s: float = 1800.0
+    """A session is forgotten when it was not used for so long."""
+
+    @classmethod
+    def of(cls, config: RouterConfig) -> Self:
+        """Those of a router."""
+        given = config.model_dump()
+        named = {field.name: given[field.name] for field in fields(cls) if field.name in given}
+        return cls(**named, policies=tuple(config.policy.split(",")))
+
+
+class Statistics:
+    """Placements so far, counted."""
+
+    __slots__ = ("failed", "moved", "opened", "placed", "rehomed", "rules", "single", "stayed", "waited")
+
+    def __init__(self) -> None:
+        self.placed = 0
+        """All; the sum of `stayed`, `moved`, `rehomed`, `opened` and `single`."""
+        self.stayed = 0
+        """Later turns on the engine of their session."""
+        self.moved = 0
+        """Later turns that the policy put elsewhere, though the session's engine could have served them."""
+        self.rehomed = 0
+        """Later turns, and second tries, of sessions whose engine could not serve them."""
+        self.opened = 0
+        """First turns."""
+        self.single = 0
+        """Requests without a session."""
+        self.waited = 0
+        """Times that a request was told to wait for room, `Defer.WAIT`."""
+        self.failed = 0
+        """Placements that ended without a complete answer."""
+        self.rules: Counter[str] = Counter()
+        """Placements by the policy of the list that chose; `draining`: the session's engine takes nothing else."""
+
+
+class Placement:
+    """Puts requests on engines: who may serve them, what the policy says, and what has to be remembered for it.
+
+    Args:
+        options: the policies and their options.
+        sessions: where sessions live; default: a table of this process.
+        board: what is in flight; default: a board of this process.
+    """
+
+    def __init__(
+        self,
+        options: PlacementOptions | None = None,
+        *,
+        sessions: SessionTable | None = None,
+        board: LoadBoard | None = None,
+    ) -> None:
+        self.options = options or PlacementOptions()
+        self.sessions: SessionTable = LocalSessions() if sessions is None else sessions
+        self.board: LoadBoard = LocalLoads() if board is None else board
+        self.statistics = Statistics()
+        self._policy = make_policy(self.options.policies, self.options)
+        self._candidates = Candidates(self.sessions, self.board)
+        self._prefixes = Prefixes()
+        self._groups = Groups()
+        self._in_flight: dict[str, int] = {}
+        """Turns in flight of each session."""
+        self._gap = 0.0
+        """Mean pause in seconds between two turns of a session; 0 until a session has come back."""
+        self._returns = 0
+        self._sweep_at = 0.0
+
+    # --- engines -----------------------------------------------------------------------------------------------------
+
+    def set_engines(self, entries: Sequence[EngineEntry]) -> None:
+        """Take over a full set. Sessions of an engine that left have no home; its requests may still be `done`."""
+        left, updated = self._candidates.set(entries)
+        for name in left:
+            self.sessions.forget_engine(name)
+        for name in (*left, *updated):  # new weights: what was cached is of no use to anybody
+            self._prefixes.forget_engine(name)
+        self._candidates.all_changed()
+
+    def mark(self, name: str, *, down: bool) -> None:
+        """Note whether an engine takes connections; an announcement makes it up again."""
+        self._engine(name).down = down
+        self._candidates.arrange()
+
+    def gate(self, name: str, *, closed: bool) -> None:
+        """Close or open the gate of one engine: nothing new goes there, and its sessions wait for it (`GATED`)."""
+        self._engine(name).gated = closed
+        self._candidates.arrange()
+
+    def figures(self, name: str, *, kv_usage: float, kv_capacity: int) -> None:
+        """What an engine says of its KV cache.
+
+        Args:
+            name: of the engine.
+            kv_usage: share in use, 0 to 1; negative: not known.
+            kv_capacity: tokens it holds; 0: not known.
+        """
+        engine = self._engine(name)
+        engine.kv_usage, engine.kv_capacity = kv_usage, kv_capacity
+        engine.said_at = self.board.totals(name).tokens
+        self._candidates.changed(name)
+
+    def views(self) -> Mapping[str, EngineView]:
+        """Every engine of the set, as policies see it."""
+        self._candidates.refresh()
+        return {name: engine.view for name, engine in self._candidates.engines.items()}
+
+    def sessions_on(self, name: str) -> int:
+        """Sessions that live on an engine; what a drain waits for."""
+        return self.sessions.counts(name)[0]
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def place(self, request: RequestHints, now: float, tried: Collection[str] = ()) -> str | Defer | None:
+        """Choose an engine; its load and residency are accounted at once, until `done`.
+
+        Args:
+            request: what its headers say.
+            now: seconds, by a clock that never goes back.
+            tried: engines that had this request and broke it.
+
+        Returns:
+            The engine's name; `Defer.WAIT` until load falls, `Defer.GATED` until a gate opens; None where no engine
+            may serve it, see `could_serve`.
+        """
+        if now >= self._sweep_at:
+            self.expire(now)
+        session_id = request.session_id
+        record = None if session_id is None else self.sessions.get(session_id)
+        home = None if record is None or record.engine is None else self._home(record.engine, request, tried)
+        if home is not None and home.place < 0:
+            return Defer.GATED if home.gated else self._settle(request, now, tried, record, home, home.name, "draining")
+        version, adapter = request.min_weight_version, request.adapter
+        snapshot = self._candidates.snapshot(version, adapter, tried, self.statistics.placed)
+        if snapshot is None:
+            return Defer.GATED if self._candidates.gated(version, adapter, tried) else None
+        boundaries = self._boundaries(request, home)
+        rule, answer = self._policy.ask(
+            snapshot,
+            RequestView(
+                session_id,
+                None if home is None else home.view,
+                0 if record is None else record.tokens,
+                record is not None,
+                request.prompt_tokens,
+                request.expected_tokens,
+                self._prefixes.holders(boundaries) if boundaries else (),
+                self._prefix(boundaries) if boundaries else None,
+                () if home is not None or request.group_id is None else self._groups.placed(request.group_id),
+            ),
+        )
+        if isinstance(answer, Defer):
+            self.statistics.waited += 1
+            return answer
+        if boundaries:
+            least = self.options.prefix_length
+            self._prefixes.note(answer.name, [boundary for boundary in boundaries if boundary[0] >= least])
+        if home is None and request.group_id is not None:
+            self._groups.note(request.group_id, answer.name)
+        return self._settle(request, now, tried, record, home, answer.name, rule)
+
+    def could_serve(self, request: RequestHints) -> bool:
+        """Whether an engine may serve the request if those it was tried on are asked again; where `place` says None."""
+        return self._candidates.snapshot(request.min_weight_version, request.adapter, (), 0) is not None
+
+    def done(self, request: RequestHints, name: str, now: float, *, ok: bool) -> None:
+        """The request is no longer on the engine that `place` answered, once for each such answer.
+
+        Args:
+            request: as it was placed.
+            name: of the engine, which may have left since.
+            now: seconds.
+            ok: it was answered in full; else it failed or was taken back.
+        """
+        session_id = request.session_id
+        tokens = request.prompt_tokens + request.expected_tokens
+        if session_id is None:
+            self.board.add(name, -1, -tokens, -(tokens or 1))
+        else:
+            self.board.add(name, -1, -tokens, -request.expected_tokens)
+            turns = self._in_flight[session_id]
+            if turns == 1:
+                del self._in_flight[session_id]
+            else:
+                self._in_flight[session_id] = turns - 1
+            self.sessions.touch(session_id, now)
+        self._candidates.changed(name)
+        if not ok:
+            self.statistics.failed += 1
+
+    def finish_session(self, session_id: str) -> bool:
+        """Forget a session: nothing of it is needed any more. False: it was not known."""
+        record = self.sessions.get(session_id)
+        if record is not None and record.engine is not None:
+            self._candidates.changed(record.engine)
+        return self.sessions.drop(session_id)
+
+    def expire(self, now: float) -> int:
+        """Forget sessions not used for `session_ttl_s`; those idle for long stay, but count as resident no longer.
+
+        How long is learnt: three times the mean pause between two turns. So contexts of sessions that nobody told us
+        are finished do not keep new ones waiting, and a pause for a tool does not make a session look gone. `place`
+        calls this too.
+
+        Returns:
+            How many sessions ceased to count; more than none: waiting requests may find room.
+        """
+        self._sweep_at = now + _SWEEP_S
+        for session_id in self._in_flight:
+            self.sessions.touch(session_id, now)
+        ttl = self.options.session_ttl_s
+        idle = min(ttl, max(_LEAST_IDLE_S, _IDLE_GAPS * self._gap))
+        ceased = self.sessions.expire(idle_before=now - idle, gone_before=now - ttl)
+        if ceased:
+            self._candidates.all_changed()
+        return ceased
+
+    # --- parts of it -------------------------------------------------------------------------------------------------
+
+    def _engine(self, name: str) -> Candidate:
+        engine = self._candidates.engines.get(name)
+        if engine is None:
+            known = ", ".join(self._candidates.engines) or "none"
+            raise StateError(f"there is no engine {name!r}; known: {known}")
+        return engine
+
+    def _home(self, name: str, request: RequestHints, tried: Collection[str]) -> Candidate | None:
+        """A session's engine, if it may serve this request now or when its gate opens."""
+        home = self._candidates.engines.get(name)
+        if home is None or name in tried or not home.has(request.min_weight_version, request.adapter):
+            return None
+        if home.place < 0 and not (home.serves and self._policy.sticky):
+            return None
+        return home
+
+    def _boundaries(self, request: RequestHints, home: Candidate | None) -> Sequence[tuple[int, bytes]]:
+        if request.prefix_hashes is None:
+            return ()
+        reads = self._policy.reads_prefixes
+        if reads is ReadsPrefixes.ALWAYS or (reads is ReadsPrefixes.OPENING and home is None):
+            return parse_prefix_hashes(request.prefix_hashes)
+        return ()
+
+    def _prefix(self, boundaries: Sequence[tuple[int, bytes]]) -> bytes:
+        """Hash of the longest beginning that has at most `prefix_length` tokens, or of the shortest there is."""
+        most = self.options.prefix_length
+        return max((b for b in boundaries if b[0] <= most), default=boundaries[0])[1]
+
+    def _settle(
+        self,
+        request: RequestHints,
+        now: float,
+        tried: Collection[str],
+        record: SessionRecord | None,
+        home: Candidate | None,
+        name: str,
+        rule: str,
+    ) -> str | Defer | None:
+        """Account for a placement."""
+        session_id = request.session_id
+        tokens = request.prompt_tokens + request.expected_tokens
+        if session_id is None:
+            # What nobody has said counts as one token, so that requests and sessions are at least counted.
+            self.board.add(name, 1, tokens, tokens or 1)
+        else:
+            seen, context, turns = None, request.prompt_tokens, self._in_flight.get(session_id, 0)
+            if record is not None:
+                seen, context = record.engine, context or record.tokens
+                if not turns and not tried:
+                    self._came_back(now - record.used)
+                if seen is not None and seen != name:
+                    self._candidates.changed(seen)
+            if self.sessions.settle(session_id, name, context or 1, now, seen=seen) != name:
+                return self.place(request, now, tried)  # another process was faster: its choice is the session's home
+            self.board.add(name, 1, tokens, request.expected_tokens)
+            self._in_flight[session_id] = turns + 1
+        self._candidates.changed(name)
+        self._count(session_id, record, home, name, rule)
+        return name
+
+    def _count(
+        self, session_id: str | None, record: SessionRecord | None, home: Candidate | None, name: str, rule: str
+    ) -> None:
+        statistics = self.statistics
+        statistics.placed += 1
+        statistics.rules[rule] += 1
+        if home is not None:
+            if home.name == name:
+                statistics.stayed += 1
+            else:
+                statistics.moved += 1
+        elif record is not None:
+            statistics.rehomed += 1
+        elif session_id is not None:
+            statistics.opened += 1
+        else:
+            statistics.single += 1
+
+    def _came_back(self, gap: float) -> None:
+        self._returns += 1
+        self._gap += (gap - self._gap) * max(_GAP_WEIGHT, 1 / self._returns)

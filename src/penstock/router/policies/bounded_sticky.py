@@ -1,0 +1,93 @@
+"""Sessions stay, new ones go where the least context lives: the default."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.router.policies.base import Defer, EngineView, PolicyOptions, ReadsPrefixes, RequestView, Snapshot
+from penstock.router.policies.hashing import breaking_tie
+
+_MOVE_COST = 2.0
+"""What computing one token of context anew weighs against one token less of resident context around the session."""
+_SHARED_SHARE = 2
+"""A shared prefix counts where it is at least one part in so many of the prompt."""
+
+
+class BoundedSticky:
+    """Placement bounded by resident tokens.
+
+    - A new session, or a request without one, goes to the engine with the least resident tokens, then the fewest
+      requests, among those whose resident tokens are at most `balance_factor` times the mean and `slack_tokens`.
+      Of these the samples of one group take the engines with the fewest of their group; and where some hold a prefix
+      of `prefix_length` tokens and half the prompt, only they count.
+    - A later turn stays, unless its engine is over that bound and moving it clearly beats staying.
+    - A new session waits while no engine has room for it: while resident and expected tokens would exceed
+      `kv_admission` of the KV cache. An engine where nothing is resident always has room, so nothing waits for ever.
+
+    Bounded loads are those of Mirrokni, Thorup and Zadimoghaddam (2018), with tokens for balls: contexts of sessions
+    differ by orders of magnitude.
+    """
+
+    sticky = True
+    reads_prefixes = ReadsPrefixes.OPENING
+
+    def __init__(self, options: PolicyOptions) -> None:
+        self._prefix_length = options.prefix_length
+        self._kv_admission = options.kv_admission
+        self._balance_factor = options.balance_factor
+        self._slack = options.slack_tokens
+
+    def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:
+        """See `Policy`."""
+        bound = self._balance_factor * snapshot.resident_tokens / len(snapshot.engines) + self._slack
+        home = request.home
+        if home is not None:
+            return home if home.resident_tokens <= bound else self._stay_or_move(home, snapshot, request)
+        able: Sequence[EngineView] = snapshot.engines
+        if request.session_id is not None and not request.known:
+            able = [engine for engine in able if self._has_room(engine, request)]
+            if not able:
+                return Defer.WAIT
+        bounded = [engine for engine in able if engine.resident_tokens <= bound]
+        return _place(bounded or able, self._holders(request), snapshot, request)
+
+    def _has_room(self, engine: EngineView, request: RequestView) -> bool:
+        if not engine.kv_capacity or not engine.resident_tokens:
+            return True
+        context = engine.resident_tokens + request.prompt_tokens + request.expected_tokens
+        return context <= self._kv_admission * engine.kv_capacity
+
+    def _holders(self, request: RequestView) -> frozenset[str]:
+        least = max(self._prefix_length, request.prompt_tokens / _SHARED_SHARE)
+        return frozenset(holder.engine for holder in request.prefix_holders if holder.tokens >= least)
+
+    def _stay_or_move(self, home: EngineView, snapshot: Snapshot, request: RequestView) -> EngineView:
+        """Home, or the least loaded engine where moving there clearly beats staying.
+
+        The gain of moving is that so many resident tokens less share the engine with the session; the cost is that its
+        context is computed anew, which others there wait for too. Where home holds more than its cache can, that
+        context has likely been evicted, and has to be computed wherever the session goes.
+        """
+        others = [engine for engine in snapshot.engines if engine is not home]
+        if not others:
+            return home
+        target = min(others, key=lambda engine: (engine.resident_tokens, engine.outstanding))
+        context = max(request.home_tokens, request.prompt_tokens)
+        cost = 0.0 if home.kv_capacity and home.resident_tokens > home.kv_capacity else _MOVE_COST * context
+        gain = home.resident_tokens - (target.resident_tokens + context)
+        return target if gain > max(cost, self._slack) else home
+
+
+def _place(able: Sequence[EngineView], holders: frozenset[str], snapshot: Snapshot, request: RequestView) -> EngineView:
+    """The least loaded; of a group's samples spread, and of the engines that hold the prompt's beginning."""
+    if request.group:
+        placed = dict(request.group)
+        counts = [placed.get(engine.name, 0) for engine in able]
+        fewest = min(counts)
+        able = [engine for engine, count in zip(able, counts, strict=True) if count == fewest]
+    if holders:
+        able = [engine for engine in able if engine.name in holders] or able
+    loads = [(engine.resident_tokens, engine.outstanding) for engine in able]
+    least = min(loads)
+    idlest = [engine for engine, load in zip(able, loads, strict=True) if load == least]
+    return breaking_tie(idlest, request.session_id, snapshot.placed)
