@@ -45,8 +45,8 @@ class WeightSpec:
 
 def check_bytes(manifest: WeightManifest) -> None:
     """Map the bytes and raise WeightsError where a checksum differs or a value is not finite."""
-    # One thread for tensors of a few kilobytes: on a machine of many cores torch's pool costs more than it brings, most of
-    # all with several engines beside each other. The setting holds for the calling thread.
+    # One thread for tensors of a few kilobytes: on a machine of many cores torch's pool costs more than it brings, most
+    # of all with several engines beside each other. The setting holds for the calling thread.
     torch.set_num_threads(1)
     mapping = open_mapping(manifest.location.get("path", ""), manifest.extent)
     buffer = memoryview(mapping)
