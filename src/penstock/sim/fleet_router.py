@@ -1,0 +1,99 @@
+"""What the discrete-event fleet asks of a router, and the request it shows it.
+
+The interface is `penstock.router.placement.Placement`'s own, so the router's real placement runs in the simulator;
+models of other routers (`fleet_peers.py`) have the same one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from penstock.router.membership import EngineEntry
+from penstock.router.policies.base import Defer
+from penstock.sim.fleet_cache import Segment
+
+BLOCK = 64
+"""Tokens of one block of `X-Prefix-Hashes`."""
+LEAST_BLOCKS = 2
+MOST_HASHES = 32
+
+
+class FleetRequest:
+    """One turn, as a router sees it: the headers, and for models of routers that read bodies its segments.
+
+    The attribute names are those of the router's own request head.
+    """
+
+    __slots__ = ("_prefix_hashes", "chain", "expected_tokens", "group_id", "prompt_tokens", "session_id")
+
+    adapter: str | None = None
+    min_weight_version: int = 0
+
+    def __init__(
+        self, chain: Sequence[Segment], *, session_id: str | None, group_id: str | None, expected_tokens: int
+    ) -> None:
+        self.chain = tuple(chain)
+        self.session_id = session_id
+        self.group_id = group_id
+        self.prompt_tokens = sum(tokens for _, tokens in self.chain)
+        self.expected_tokens = expected_tokens
+        self._prefix_hashes: bytes | None = None
+
+    @property
+    def prefix_hashes(self) -> bytes | None:
+        """`X-Prefix-Hashes` of this prompt, None under two blocks; hashes name segments where real ones hash ids."""
+        blocks = self.prompt_tokens // BLOCK
+        if blocks < LEAST_BLOCKS:
+            return None
+        if self._prefix_hashes is None:
+            stride = 1
+            while blocks // stride > MOST_HASHES:
+                stride *= 2
+            hashes = [self._hash(i * stride * BLOCK) for i in range(1, blocks // stride + 1)]
+            self._prefix_hashes = f"{stride}:{','.join(hashes)}".encode()
+        return self._prefix_hashes
+
+    def _hash(self, end: int) -> str:
+        """Equal where the first `end` tokens are: the same segments, as far as they reach."""
+        reached = 0
+        names: list[object] = []
+        for key, tokens in self.chain:
+            names.append(key)
+            reached += tokens
+            if reached >= end:
+                break
+        return hashlib.blake2b(f"{names} {end}".encode(), digest_size=8).hexdigest()
+
+
+class FleetRouter(Protocol):
+    """See `penstock.router.placement.Placement`, whose methods these are."""
+
+    def set_engines(self, entries: Sequence[EngineEntry]) -> None:
+        """The full set of engines from now on."""
+        ...
+
+    def mark(self, name: str, *, down: bool) -> None:
+        """An engine refuses connections, or is back."""
+        ...
+
+    def figures(self, name: str, *, kv_usage: float, kv_capacity: int) -> None:
+        """What an engine says of its KV."""
+        ...
+
+    def place(self, request: FleetRequest, now: float, tried: Collection[str] = ()) -> str | Defer | None:
+        """The engine to send the request to, WAIT, or None where none may serve it."""
+        ...
+
+    def done(self, request: FleetRequest, name: str, now: float, *, ok: bool) -> None:
+        """The request has left that engine."""
+        ...
+
+    def finish_session(self, session_id: str) -> bool:
+        """No turn of this session will follow."""
+        ...
+
+    def expire(self, now: float) -> object:
+        """Forget sessions that nobody used for long."""
+        ...
