@@ -42,6 +42,11 @@ BAD_HEADS = {
     "two keys": b"POST / HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer a\r\nAuthorization: Bearer b\r\n\r\n",
     "two sessions": b"POST / HTTP/1.1\r\nHost: a\r\nX-Session-ID: a\r\nX-Session-ID: b\r\n\r\n",
     "endless session": b"POST / HTTP/1.1\r\nHost: a\r\nX-Session-ID: " + b"a" * 600 + b"\r\n\r\n",
+    "endless group": b"POST / HTTP/1.1\r\nHost: a\r\nX-Group-ID: " + b"a" * 513 + b"\r\n\r\n",
+    "endless adapter": b"POST / HTTP/1.1\r\nHost: a\r\nX-Adapter: " + b"a" * 257 + b"\r\n\r\n",
+    "two groups": b"POST / HTTP/1.1\r\nHost: a\r\nX-Group-ID: a\r\nx-group-id: b\r\n\r\n",
+    "tokens that are no number": b"POST / HTTP/1.1\r\nHost: a\r\nX-Prompt-Tokens: -1\r\n\r\n",
+    "expected tokens that are no number": b"POST / HTTP/1.1\r\nHost: a\r\nX-Expected-Tokens: 1e3\r\n\r\n",
     "version that is no number": b"POST / HTTP/1.1\r\nHost: a\r\nX-Weight-Version: v3\r\n\r\n",
     "Connection takes the length away": b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close, Content-Length\r\n\r\n",
     "Connection takes the key away": b"POST / HTTP/1.1\r\nHost: a\r\nConnection: Authorization\r\n\r\n",
@@ -84,6 +89,22 @@ def test_a_plain_head_is_passed_on_as_it_came() -> None:
     assert (request.method, request.target, request.length) == (b"POST", b"/v1/completions?a=b", 12)
     assert (request.session_id, request.min_weight_version) == ("7", 3)
     assert request.keep_alive
+
+
+def test_what_a_client_says_for_its_placement() -> None:
+    head = (
+        b"POST / HTTP/1.1\r\nHost: a\r\nx-session-ID: S-1 \r\nX-GROUP-ID:\tG\r\nX-Prompt-Tokens: 32768\r\n"
+        b"X-Expected-Tokens: 512\r\nX-Adapter: Mine\r\nX-Prefix-Hashes: 1:00ff,AB\r\nNot-X-Adapter: b\r\n"
+        b"X-Adapter-Too: c\r\n\r\n"
+    )
+    request = parse_request(head)
+    assert (request.session_id, request.group_id, request.adapter) == ("S-1", "G", "Mine")
+    assert (request.prompt_tokens, request.expected_tokens) == (32768, 512)
+    assert request.prefix_hashes == b"1:00ff,AB"
+    assert request.forward == head
+    bare = parse_request(b"GET / HTTP/1.1\r\nHost: a\r\nX-Session-ID:\r\n\r\n")
+    assert (bare.session_id, bare.group_id, bare.adapter, bare.prefix_hashes) == (None, None, None, None)
+    assert (bare.prompt_tokens, bare.expected_tokens, bare.min_weight_version) == (0, 0, 0)
 
 
 def test_hop_by_hop_fields_stay_here() -> None:
