@@ -1,0 +1,363 @@
+"""Clients that people use against the router process: openai, curl and aiohttp, 1 MB answers and streams included."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from router_rig import Backend, Rig, Seen, eventually, reply, rig, router_process
+
+from penstock.router.admin_client import RouterAdmin
+from penstock.router.membership import EngineEntry
+from penstock.sim import SimConfig, SimServer
+
+MB = 2**20
+TEXT = "".join(f"{i:07} " for i in range(MB // 8))
+EVENTS = 64
+MESSAGES = [{"role": "user", "content": "say something"}]
+
+
+def event(text: str, finish: str | None = None) -> bytes:
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
+    piece = {"id": "c", "object": "chat.completion.chunk", "choices": [choice]}
+    return b"data: " + json.dumps(piece).encode() + b"\n\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+async def stream(writer: asyncio.StreamWriter, events: int) -> None:
+    """`TEXT` as chat events, each a chunk of its own, and the end that OpenAI has."""
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+    part = len(TEXT) // EVENTS
+    for i in range(events):
+        writer.write(chunk(event(TEXT[i * part : (i + 1) * part])))
+        await writer.drain()
+    if events == EVENTS:
+        writer.write(chunk(event("", "stop")) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+
+def chat() -> bytes:
+    choice = {"index": 0, "message": {"role": "assistant", "content": TEXT}, "finish_reason": "stop"}
+    body = {"id": "c", "object": "chat.completion", "created": 1, "model": "big", "choices": [choice]}
+    return reply(json.dumps(body).encode(), headers=JSON)
+
+
+def failure(status: int, reason: str) -> bytes:
+    error = {"message": "the engine says no", "type": "EngineSays", "param": None, "code": status}
+    return reply(json.dumps({"error": error}).encode(), f"{status} {reason}", JSON)
+
+
+JSON = "Content-Type: application/json\r\n"
+TEXT_CHUNKS = b"".join(chunk(TEXT[i : i + 50_000].encode()) for i in range(0, MB, 50_000))
+FIXED = {
+    "big": chat(),
+    "text": reply(TEXT.encode()),
+    "chunked": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + TEXT_CHUNKS + b"0\r\n\r\n",
+    "broken": reply(TEXT.encode())[: MB // 2],
+    "fail-400": failure(400, "Bad Request"),
+    "fail-429": failure(429, "Too Many Requests"),
+    "fail-500": failure(500, "Internal Server Error"),
+}
+
+
+async def answer(backend: Backend, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """What the engine does is in the path, or in the model's name where an OpenAI client asks."""
+    what = seen.line.split()[1].lstrip("/")
+    if what.startswith("v1/"):
+        what = json.loads(seen.body)["model"]
+    if what == "digest":
+        writer.write(reply(hashlib.sha256(seen.body).hexdigest().encode()))
+    elif what in {"stream", "broken-stream", "endless"}:
+        await stream(writer, {"stream": EVENTS, "broken-stream": EVENTS // 2, "endless": EVENTS - 1}[what])
+    else:
+        writer.write(FIXED[what])
+    if what == "endless":
+        await reader.read()  # until the router goes away
+        backend.disconnected.set()
+    if what in {"endless", "broken", "broken-stream"}:
+        writer.close()
+
+
+@pytest.fixture(scope="module")
+async def scripted() -> AsyncIterator[Rig]:
+    """A router process before two engines that do as `answer` says."""
+    async with rig(answer, answer, process=True, max_hold_s=0.3) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+async def simulated() -> AsyncIterator[openai.AsyncOpenAI]:
+    """A router process with a key before two simulated engines with the same."""
+    async with AsyncExitStack() as stack:
+        config = SimConfig(api_key="key", tokens_per_second=1e6, max_model_len=4096)
+        engines = [await stack.enter_async_context(SimServer(config)) for _ in range(2)]
+        url, _ = await stack.enter_async_context(router_process(api_key="key"))
+        admin = RouterAdmin(url, "key")
+        stack.push_async_callback(admin.close)
+        await admin.set_engines(1, [EngineEntry(f"e{i}", engine.url) for i, engine in enumerate(engines)])
+        made = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0, timeout=20)
+        yield await stack.enter_async_context(made)
+
+
+def client(rig: Rig) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{rig.url}/v1", api_key="none", max_retries=0, timeout=20)
+
+
+# --- openai ----------------------------------------------------------------------------------------------------------
+
+
+async def test_openai_completions_and_their_streams_say_the_same(simulated):
+    given = {"model": "sim-model", "prompt": ["one", "two"], "max_tokens": 9, "n": 2, "logprobs": 0}
+    whole = await simulated.completions.create(**given)
+    assert [c.index for c in whole.choices] == [0, 1, 2, 3]
+    texts, usage = [""] * 4, None
+    async for piece in await simulated.completions.create(
+        **given, stream=True, stream_options={"include_usage": True}, extra_headers={"X-Session-ID": "s"}
+    ):
+        usage = piece.usage or usage
+        for choice in piece.choices:
+            texts[choice.index] += choice.text
+    assert texts == [c.text for c in whole.choices]
+    assert usage == whole.usage
+
+
+async def test_openai_chat_models_and_many_at_once(simulated):
+    given = {"model": "sim-model", "messages": MESSAGES, "max_completion_tokens": 9, "n": 2}
+    whole = await simulated.chat.completions.create(**given)
+    texts = ["", ""]
+    async for piece in await simulated.chat.completions.create(**given, stream=True):
+        for choice in piece.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [c.message.content for c in whole.choices]
+    assert [m.id async for m in await simulated.models.list()] == ["sim-model"]
+    answers = await asyncio.gather(
+        *(simulated.completions.create(model="sim-model", prompt=[i + 1], max_tokens=1 + i % 7) for i in range(100))
+    )
+    assert [a.usage.completion_tokens for a in answers] == [1 + i % 7 for i in range(100)]
+
+
+async def test_openai_a_megabyte_of_logprobs_from_an_engine(simulated):
+    raw = await simulated.completions.with_raw_response.create(
+        model="sim-model", prompt=[1], max_tokens=3000, n=6, logprobs=1, extra_body={"return_token_ids": True}
+    )
+    assert len(raw.content) > MB
+    assert [len(c.logprobs.token_logprobs) for c in raw.parse().choices] == [3000] * 6
+
+
+async def test_openai_a_megabyte_whole_and_as_a_stream(scripted):
+    async with client(scripted) as c:
+        whole = await c.chat.completions.create(model="big", messages=MESSAGES)
+        assert whole.choices[0].message.content == TEXT
+        pieces = [
+            p.choices[0].delta.content
+            async for p in await c.chat.completions.create(model="stream", messages=MESSAGES, stream=True)
+        ]
+        assert len(pieces) == EVENTS + 1
+        assert "".join(pieces) == TEXT
+
+
+async def test_openai_errors_of_engines_are_its_own_types(simulated, scripted):
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        await simulated.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        await simulated.completions.create(model="sim-model", prompt="x", max_tokens=5000)
+    async with client(scripted) as c:
+        for status, kind in (
+            (400, openai.BadRequestError),
+            (429, openai.RateLimitError),
+            (500, openai.InternalServerError),
+        ):
+            with pytest.raises(kind, match="the engine says no") as error:
+                await c.chat.completions.create(model=f"fail-{status}", messages=MESSAGES)
+            assert (error.value.status_code, error.value.type) == (status, "EngineSays")
+            assert "x-penstock-error" not in error.value.response.headers
+
+
+async def test_openai_errors_of_the_router_itself(simulated):
+    with pytest.raises(openai.AuthenticationError) as error:
+        await simulated.with_options(api_key="wrong").models.list()
+    assert error.value.response.headers["x-penstock-error"]
+    assert error.value.body["message"]
+    async with rig(process=True, max_hold_s=0.1) as empty, client(empty) as c:
+        with pytest.raises(openai.InternalServerError) as error:
+            await c.chat.completions.create(model="x", messages=MESSAGES)
+        assert error.value.status_code == 503
+        assert error.value.body["type"]
+        assert int(error.value.response.headers["retry-after"]) >= 1
+        with pytest.raises(openai.PermissionDeniedError, match="every engine"):
+            await c.with_options(base_url=empty.url).post("/pause", cast_to=object)
+
+
+async def test_openai_sees_an_engine_die_in_its_stream(scripted):
+    async with client(scripted) as c:
+        pieces = await c.chat.completions.create(model="broken-stream", messages=MESSAGES, stream=True)
+        received: list[str] = []
+        with pytest.raises(openai.APIConnectionError):
+            await collect(pieces, received)
+        assert "".join(received) == TEXT[: MB // 2], "what came before is not lost"
+        with pytest.raises(openai.APIConnectionError):
+            await c.chat.completions.create(model="broken", messages=MESSAGES)
+
+
+async def collect(pieces: AsyncIterator[Any], into: list[str]) -> None:
+    async for piece in pieces:
+        into.append(piece.choices[0].delta.content)  # noqa: PERF401 - kept where the rest does not come
+
+
+# --- curl ------------------------------------------------------------------------------------------------------------
+
+
+async def curl(*arguments: str | Path, stdin: bytes = b"") -> tuple[int, bytes, str]:
+    """Exit status, what came, and what curl says of itself."""
+    path = shutil.which("curl")
+    assert path, "curl is needed (on Debian and Ubuntu: apt install curl)"
+    process = await asyncio.create_subprocess_exec(
+        path, "-sS", "--max-time", "20", *arguments,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, err = await asyncio.wait_for(process.communicate(stdin), 30)
+    assert process.returncode is not None
+    return process.returncode, out, err.decode()
+
+
+@pytest.mark.parametrize("version", ["--http1.1", "--http1.0"])
+@pytest.mark.parametrize("path", ["text", "chunked"])
+async def test_curl_a_megabyte(scripted, version, path):
+    status, out, err = await curl(version, f"{scripted.url}/{path}")
+    assert (status, err) == (0, "")
+    assert out == TEXT.encode()
+
+
+@pytest.mark.parametrize("version", ["--http1.1", "--http1.0"])
+async def test_curl_a_stream(scripted, version):
+    status, out, err = await curl("-N", version, f"{scripted.url}/stream")
+    assert (status, err) == (0, "")
+    assert out.count(b"data: ") == EVENTS + 2
+    assert out.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("-H", "Expect: 100-continue", "--expect100-timeout", "10"),
+        ("-H", "Transfer-Encoding: chunked"),
+        ("-H", "Transfer-Encoding: chunked", "-H", "Expect: 100-continue", "--expect100-timeout", "10"),
+        ("--http1.0",),
+    ],
+    ids=["expect", "chunked", "chunked-expect", "http1.0"],
+)
+async def test_curl_a_large_body(scripted, tmp_path, how):
+    body = TEXT.encode() * 4
+    (tmp_path / "body").write_bytes(body)
+    began = time.monotonic()
+    status, out, err = await curl(*how, "--data-binary", f"@{tmp_path}/body", f"{scripted.url}/digest")
+    assert (status, err) == (0, "")
+    assert out.decode() == hashlib.sha256(body).hexdigest()
+    assert time.monotonic() - began < 5, "nobody waited for a 100 Continue that never came"
+
+
+async def test_curl_uploads_from_a_pipe_and_keeps_its_connection(scripted):
+    status, out, err = await curl(
+        "-T", "-", "-X", "POST", f"{scripted.url}/digest", "--next", "-w", "%{num_connects}", f"{scripted.url}/chunked",
+        stdin=TEXT.encode(),
+    )  # fmt: skip
+    assert (status, err) == (0, "")
+    assert out.decode() == hashlib.sha256(TEXT.encode()).hexdigest() + TEXT + "0", "no second connection"
+
+
+async def test_curl_that_leaves_early_ends_the_request_at_the_engine(scripted):
+    for backend in scripted.backends:
+        backend.disconnected.clear()
+    status, out, _ = await curl("-N", "--max-time", "0.5", f"{scripted.url}/endless")
+    assert status == 28, "its own time limit"
+    assert out.count(b"data: ") == EVENTS - 1
+    await eventually(lambda: any(backend.disconnected.is_set() for backend in scripted.backends))
+    await scripted.settled()
+
+
+@pytest.mark.parametrize("path", ["broken", "broken-stream"])
+async def test_curl_takes_a_broken_answer_for_one(scripted, path):
+    status, out, err = await curl(f"{scripted.url}/{path}")
+    assert status in {18, 56}, f"partial transfer or connection reset, not {status}: {err}"
+    assert 0 < len(out) < MB
+
+
+async def test_curl_fails_where_no_engine_is():
+    async with rig(process=True, max_hold_s=0.1) as empty:
+        status, out, _ = await curl("--fail-with-body", f"{empty.url}/v1/models")
+        assert status == 22
+        assert json.loads(out)["error"]["type"]
+
+
+# --- aiohttp ---------------------------------------------------------------------------------------------------------
+
+
+async def test_aiohttp_keeps_one_connection(scripted):
+    made: list[object] = []
+
+    async def connected(*given: object) -> None:
+        made.append(given)
+
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_create_end.append(connected)
+    async with aiohttp.ClientSession(scripted.url, trace_configs=[trace]) as session:
+        for i in range(60):
+            path = ("/text", "/chunked", "/digest", "/stream", "/fail-400")[i % 5]
+            async with session.post(path, data=b"x" * i) as response:
+                assert response.status == (400 if path == "/fail-400" else 200)
+                content = await response.read()
+            assert content == TEXT.encode() or path not in {"/text", "/chunked"}
+    assert len(made) == 1
+
+
+async def test_aiohttp_streams_an_upload(scripted):
+    digest = hashlib.sha256()
+
+    async def pieces():
+        for i in range(100):
+            piece = TEXT[i * 1000 : (i + 40) * 1000].encode()
+            digest.update(piece)
+            yield piece
+            await asyncio.sleep(0)
+
+    async with aiohttp.ClientSession(scripted.url) as session, session.post("/digest", data=pieces()) as response:
+        assert await response.text() == digest.hexdigest()
+
+
+async def test_aiohttp_many_at_once_each_gets_its_own(scripted):
+    async with aiohttp.ClientSession(scripted.url, connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def digest(i: int) -> None:
+            body = bytes([i % 251]) * (i * 997 % 300_000)
+            async with session.post("/digest", data=body) as response:
+                assert await response.text() == hashlib.sha256(body).hexdigest()
+
+        async def events() -> None:
+            async with session.post("/stream") as response:
+                text = ""
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        text += json.loads(line[6:])["choices"][0]["delta"]["content"]
+                assert text == TEXT
+
+        await asyncio.gather(*(digest(i) for i in range(200)), *(events() for _ in range(16)))
+
+
+@pytest.mark.parametrize("path", ["/broken", "/broken-stream"])
+async def test_aiohttp_takes_a_broken_answer_for_one(scripted, path):
+    async with aiohttp.ClientSession(scripted.url) as session:
+        with pytest.raises(aiohttp.ClientError):
+            async with session.post(path) as response:
+                await response.read()
