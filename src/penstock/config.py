@@ -10,10 +10,10 @@ import difflib
 import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from penstock.errors import ConfigError
 
@@ -66,6 +66,36 @@ class EngineConfig(Section):
     """Deadline of one generation request."""
 
 
+PolicyName = Literal[
+    "bounded-sticky",
+    "sticky-least-loaded",
+    "consistent-hash",
+    "prefix-aware",
+    "kv-cache",
+    "requests",
+    "power-of-two",
+    "round-robin",
+    "random",
+]
+
+
+def _policy_names(given: object) -> str:
+    """A name, names with commas between them or a list of names, as names with commas between them."""
+    names = given.split(",") if isinstance(given, str) else given
+    if not isinstance(names, (list, tuple)) or not names:
+        raise ValueError("must be the name of a policy, or a list of such names")
+    stripped = [str(name).strip() for name in cast("Sequence[object]", names)]
+    known = get_args(PolicyName)
+    for place, name in enumerate(stripped):
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise ValueError(f"there is no policy {name!r}; {hint}")
+        if name in stripped[:place]:
+            raise ValueError(f"{name!r} is named twice")
+    return ",".join(stripped)
+
+
 class RouterConfig(Section):
     """The data plane in front of a fleet."""
 
@@ -76,10 +106,30 @@ class RouterConfig(Section):
     host: str = "127.0.0.1"
     port: Port = 0
     """0: any free port."""
-    policy: Literal["sticky-least-loaded", "round-robin", "random"] = "sticky-least-loaded"
+    policy: Annotated[str, BeforeValidator(_policy_names)] = "bounded-sticky"
+    """A `PolicyName`, or several as a list or with commas between them: who has no opinion leaves the choice to the
+    next one."""
+    prefix_length: Positive = 2048
+    """Shortest shared prefix, in tokens, for which an engine is preferred."""
+    overload_threshold: Annotated[float, Field(ge=1)] = 1.5
+    """`prefix-aware` passes over an engine that has more than so many times the mean of outstanding requests."""
+    balance_factor: Annotated[float, Field(ge=1)] = 1.1
+    """`bounded-sticky` places on engines with at most so many times the mean of resident tokens, and `slack_tokens`."""
+    slack_tokens: Annotated[int, Field(ge=0)] = 8192
+    kv_admission: Annotated[float, Field(gt=0)] = 0.92
+    """`bounded-sticky`: new sessions wait while resident and expected context exceed this share of every KV cache."""
+    session_ttl_s: Seconds = 1800.0
+    """A session is forgotten when it was not used for so long."""
+    engine_metrics_interval_s: Annotated[float, Field(ge=0)] = 1.0
+    """Between two looks at what engines say of their KV caches; 0: none."""
+    workers: Positive = 1
+    """Processes that share the port."""
     max_hold_s: Seconds = 300.0
     """How long a request is held while no engine can serve it; then 503 with Retry-After."""
     max_held: Positive = 100_000
+    """Most requests that may wait: for a gate, an engine, or room on one."""
+    max_held_bytes: Positive = 4 * 2**30
+    """Most bytes that may be kept of them all; of each, 1 MiB at most."""
     max_header_bytes: Positive = 65_536
     max_body_bytes: Positive = 256 * 2**20
     header_timeout_s: Seconds = 20.0
@@ -250,7 +300,7 @@ def _explain(section: type[Section], error: Mapping[str, Any]) -> str:
         return f"unknown config key {key!r}; {hint}"
     if error["type"] == "missing":
         return f"config key {key!r} is required"
-    return f"config key {key!r}: {error['msg']}, got {error['input']!r}"
+    return f"config key {key!r}: {str(error['msg']).removeprefix('Value error, ')}, got {error['input']!r}"
 
 
 def _fields_at(section: type[Section], path: Sequence[str]) -> list[str]:

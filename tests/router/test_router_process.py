@@ -112,7 +112,7 @@ async def test_it_logs_a_line_a_request_when_asked() -> None:
 
 async def test_wrong_options_are_one_line_and_exit_2() -> None:
     for options, message in (
-        (["--policy", "fastest"], "invalid choice: 'fastest'"),
+        (["--policy", "fastest"], "there is no policy 'fastest'"),
         (["--port", "70000"], "'port'"),
         (["--max-hold-s", "-1"], "'max_hold_s'"),
         (["--api-key-env", "NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE: that environment variable is not set"),

@@ -17,7 +17,6 @@ from penstock import lifeline
 from penstock.config import RouterConfig, validate
 from penstock.errors import UserError
 from penstock.process import raise_file_limit
-from penstock.router.policy import POLICIES
 from penstock.router.server import Router
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -75,6 +74,18 @@ def _keep_freed_memory() -> None:
             mallopt(option, value)
 
 
+_PLACEMENT: Sequence[tuple[str, type, str]] = (
+    ("prefix_length", int, "tokens of a shared prefix for which an engine is preferred"),
+    ("overload_threshold", float, "times the mean of requests at which prefix-aware passes over an engine"),
+    ("balance_factor", float, "times the mean of resident tokens up to which bounded-sticky places"),
+    ("slack_tokens", int, "resident tokens above that"),
+    ("kv_admission", float, "share of every KV cache from which on new sessions wait"),
+    ("session_ttl_s", float, "seconds after which an unused session is forgotten"),
+    ("engine_metrics_interval_s", float, "seconds between two looks at engines' KV caches; 0: none"),
+    ("workers", int, "processes that share the port"),
+)
+
+
 def _parser() -> argparse.ArgumentParser:
     defaults = RouterConfig()
     parser = argparse.ArgumentParser(
@@ -84,7 +95,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", help=f"address to listen on (default {defaults.host})")
     parser.add_argument("--port", type=int, help="port to listen on (default: any free one)")
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key to ask for")
-    parser.add_argument("--policy", choices=list(POLICIES), help=f"(default {defaults.policy})")
+    parser.add_argument("--policy", help=f"or several, with commas between them (default {defaults.policy})")
+    for name, kind, what in _PLACEMENT:
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=kind, help=f"{what} (default {getattr(defaults, name):g})"
+        )
     parser.add_argument(
         "--max-hold-s", type=float, help=f"seconds a request waits for an engine (default {defaults.max_hold_s:g})"
     )

@@ -120,6 +120,7 @@ class Random:
 
 
 POLICIES: Mapping[str, Callable[[], Policy]] = {
+    "bounded-sticky": StickyLeastLoaded,
     "sticky-least-loaded": StickyLeastLoaded,
     "round-robin": RoundRobin,
     "random": Random,
