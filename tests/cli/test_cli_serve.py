@@ -64,7 +64,8 @@ def test_status_shows_every_engine(server: Server) -> None:
 
 
 def test_status_says_which_engine_is_gone(tmp_path: Path) -> None:
-    with serving(tmp_path / "log", "serve", "m", "--sim", "--engines", "2", "--port", "0") as server:
+    args = ("serve", "m", "--sim", "--engines", "2", "--port", "0", "fleet.max_restarts=0")
+    with serving(tmp_path / "log", *args) as server:
         engines = json.loads(penstock("status", server.url, "--json").stdout)["engines"]
         port = engines[0]["url"].rpartition(":")[2]
         [victim] = [process for process in server.family if port in process.cmdline()]

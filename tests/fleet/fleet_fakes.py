@@ -135,7 +135,8 @@ class FakeEngine:
 
 
 class FakeProcess:
-    def __init__(self) -> None:
+    def __init__(self, url: str = "http://127.0.0.1:1") -> None:
+        self.url = url
         self.killed = False
         self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 

@@ -151,7 +151,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing(ours: set[int], logs_go_
 
 async def test_a_killed_engine_costs_no_request_and_an_update_commits_on_the_rest(logs_go_to: Path) -> None:
     prompts, params = [[1 + i] for i in range(20)], SamplingParams(max_tokens=100, detokenize=False)
-    async with Fleet.launch("sim-model", engines=2, **SIM) as fleet:
+    async with Fleet.launch("sim-model", engines=2, max_restarts=0, **SIM) as fleet:
         running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=params))
         await in_flight(fleet, lambda requests: requests == len(prompts))
         engine_process((await fleet.engines())[0].url).kill()

@@ -15,7 +15,7 @@ EDGES = {
     "paused": {"serving", "draining", "dead"},
     "draining": {"stopped", "dead"},
     "stopped": set(),
-    "dead": {"launching"},
+    "dead": {"launching", "stopped"},
 }  # the drawing in ARCHITECTURE.md, written out a second time on purpose
 ROUTE_TO = {
     "launching": (),

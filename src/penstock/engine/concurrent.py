@@ -27,3 +27,11 @@ async def in_thread(work: Callable[[], T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait((thread,))
         raise
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    """Cancel a task, wait until it has ended, and raise what broke it before that, if something did."""
+    task.cancel()
+    await asyncio.wait((task,))
+    if not task.cancelled() and (error := task.exception()) is not None:
+        raise error

@@ -11,9 +11,10 @@ from penstock.engine.data import DataClient
 from penstock.errors import StateError, UserError
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.lifecycle import Lifecycle, State
-from penstock.fleet.member import EngineHandle, Member
+from penstock.fleet.member import EngineHandle, Engines, Member
 from penstock.fleet.operations import Operations
-from penstock.fleet.roster import Admin, Roster
+from penstock.fleet.roster import Roster
+from penstock.fleet.routers import OpenRouter
 from penstock.fleet.supervise import Supervisor
 from penstock.weights.shared_memory import SharedMemoryStore
 
@@ -44,8 +45,7 @@ async def join(
 
 
 async def assemble(
-    url: str,
-    admin: Admin,
+    router: OpenRouter,
     members: Sequence[Member],
     owned: AsyncExitStack,
     *,
@@ -54,19 +54,20 @@ async def assemble(
     control_timeout_s: float,
     request_timeout_s: float,
     epoch: int | None = None,
+    engines: Engines | None = None,
 ) -> Fleet:
     """Admit the engines, tell the router, watch them.
 
     Args:
-        url: the router's.
-        admin: its control side.
+        router: in front of them.
         members: engines that are SYNCING, in the order of their index.
         owned: what ends with the fleet.
         fleet: its settings.
         api_key: of engines and router.
         control_timeout_s: deadline of a control call.
         request_timeout_s: deadline of a generation request.
-        epoch: of the set that the router has already, where these are the engines in it; None: it has none yet.
+        epoch: of the set that the router has already, where these are the engines in it; None: it has another or none.
+        engines: starts them anew, and more of them; None: someone else started them.
 
     Raises:
         StateError: the engines serve different weight versions, or some are paused and some not.
@@ -77,7 +78,9 @@ async def assemble(
     _agree("weight version", {m.name: m.weight_version for m in members})
     _agree("paused", {m.name: m.info.paused for m in members})
     paused = members[0].info.paused
-    roster = Roster(admin, version=members[0].weight_version, epoch=-1 if epoch is None else epoch)
+    roster = Roster(
+        router.admin, version=members[0].weight_version, epoch=-1 if epoch is None else epoch, closed=paused
+    )
     for member in members:
         roster.admit(member)
         if paused:
@@ -88,7 +91,7 @@ async def assemble(
     store = SharedMemoryStore()
     owned.callback(store.close)
     data = DataClient(
-        url,
+        router.url,
         api_key=api_key,
         request_timeout_s=request_timeout_s,
         vocab_size=min(m.info.vocab_size for m in members),
@@ -100,13 +103,16 @@ async def assemble(
         min_engines=fleet.min_engines,
         control_timeout_s=control_timeout_s,
         request_timeout_s=request_timeout_s,
+        recovery_timeout_s=engines.config.start_timeout_s if engines is not None else 0.0,
         paused=paused,
     )
-    supervisor = Supervisor(roster, health_interval_s=fleet.health_interval_s)
+    supervisor = Supervisor(roster, admit=operations.admit, fleet=fleet, engines=engines)
     owned.push_async_callback(supervisor.stop)
     for member in members:
         supervisor.watch(member)
-    return Fleet(url, roster=roster, operations=operations, data=data, owned=owned.pop_all())
+    if router.guard is not None:
+        router.guard.watch(roster, fleet)
+    return Fleet(router.url, roster=roster, operations=operations, data=data, owned=owned.pop_all())
 
 
 def _agree(what: str, values: dict[str, object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -11,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import FleetConfig, RouterConfig
-from penstock.engine.concurrent import all_or_first_error
-from penstock.errors import EngineHTTPError, UserError
+from penstock.errors import EngineHTTPError, PenstockError, UserError
 from penstock.fleet.assemble import assemble, join
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.lifecycle import Lifecycle
+from penstock.fleet.lifecycle import Lifecycle, State
+from penstock.fleet.member import Member
 from penstock.fleet.opening import Opening
-from penstock.fleet.roster import Admin
-from penstock.fleet.routers import check_router, open_router
+from penstock.fleet.routers import OpenRouter, check_router, open_router
 from penstock.fleet.settings import refuse_unknown, section
 from penstock.router.admin_client import RouterAdmin, RouterState
 
@@ -62,7 +62,7 @@ class _Plan:
             owned.push_async_callback(admin.close)
             state = await _router_state(admin, url)
             urls = {engine.name: engine.url for engine in state.engines if engine.eligible}
-            return await self._fleet(url, admin, urls, owned, epoch=state.epoch)
+            return await self._fleet(OpenRouter(url, admin), urls, owned, epoch=state.epoch)
 
     async def to_engines(self, urls: Sequence[str]) -> Fleet:
         async with AsyncExitStack() as owned:
@@ -70,27 +70,42 @@ class _Plan:
             if logs is None:
                 logs = Path(tempfile.mkdtemp(prefix="penstock-"))
                 owned.callback(shutil.rmtree, logs)
-            url, admin = await open_router(self.router, log_dir=logs, api_key=self.api_key, owned=owned)
+            router = await open_router(self.router, log_dir=logs, api_key=self.api_key, owned=owned)
             named = {f"e{i}": url.rstrip("/") for i, url in enumerate(urls)}
-            return await self._fleet(url, admin, named, owned, epoch=None)
+            return await self._fleet(router, named, owned, epoch=None)
 
     async def _fleet(
-        self, url: str, admin: Admin, engines: Mapping[str, str], owned: AsyncExitStack, *, epoch: int | None
+        self, router: OpenRouter, engines: Mapping[str, str], owned: AsyncExitStack, *, epoch: int | None
     ) -> Fleet:
-        members = await all_or_first_error(
-            join(Lifecycle(name), its, owned, api_key=self.api_key, control_timeout_s=self.control_timeout_s)
-            for name, its in engines.items()
+        """Of the engines that answer. One that hangs or is gone is left out, where enough others are there."""
+        lives = [Lifecycle(name) for name in engines]
+        joined = await asyncio.gather(
+            *(
+                join(life, its, owned, api_key=self.api_key, control_timeout_s=self.control_timeout_s)
+                for life, its in zip(lives, engines.values(), strict=True)
+            ),
+            return_exceptions=True,
         )
+        members: list[Member] = []
+        failures: list[BaseException] = []
+        for life, outcome in zip(lives, joined, strict=True):
+            if isinstance(outcome, Member):
+                members.append(outcome)
+                continue
+            failures.append(outcome)
+            life.to(State.DEAD, f"does not join: {outcome}")
+        unexpected = [error for error in failures if not isinstance(error, PenstockError)]
+        if unexpected or (failures and len(members) < self.fleet.min_engines):
+            raise (unexpected or failures)[0]
         return await assemble(
-            url,
-            admin,
+            router,
             members,
             owned,
             fleet=self.fleet,
             api_key=self.api_key,
             control_timeout_s=self.control_timeout_s,
             request_timeout_s=self.request_timeout_s,
-            epoch=epoch,
+            epoch=None if failures else epoch,
         )
 
 

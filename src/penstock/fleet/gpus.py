@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,3 +47,28 @@ def assign(config: EngineConfig, engines: int, gpus: Sequence[str]) -> list[tupl
     first = len(gpus) - needed
     places = [range(first + engine * ranks, first + (engine + 1) * ranks) for engine in range(engines)]
     return [tuple(gpus[place % len(gpus)] for place in of_engine) for of_engine in places]
+
+
+def place(config: EngineConfig, gpus: Sequence[str], taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """GPUs of one engine more: those with the fewest engines on them, the last ones first.
+
+    Args:
+        config: of each engine.
+        gpus: that there are.
+        taken: those of each engine that is there.
+
+    Raises:
+        ConfigError: there is no room, as far as `gpu_memory_utilization` lets engines share.
+    """
+    if not gpus:
+        return ()
+    ranks = config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size
+    used = Counter(name for names in taken for name in names)
+    room = [name for name in reversed(gpus) if (used[name] + 1) * config.gpu_memory_utilization <= 1]
+    chosen = sorted(room, key=lambda name: used[name])[:ranks]
+    if len(chosen) < ranks:
+        raise ConfigError(
+            f"one engine more needs {ranks} GPUs and {len(room)} have room ({','.join(gpus)} with {sum(used.values())} "
+            "taken): remove or replace an engine, or lower gpu_memory_utilization"
+        )
+    return tuple(name for name in gpus if name in chosen)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import shutil
 import tempfile
@@ -16,13 +15,12 @@ from typing import Any
 from penstock.config import EngineConfig, FleetConfig, RouterConfig
 from penstock.engine.command import resolve_profile, server_command
 from penstock.engine.concurrent import all_or_first_error
-from penstock.engine.process import EngineProcess
-from penstock.errors import ConfigError, EngineError, PenstockError
-from penstock.fleet.assemble import assemble, join
+from penstock.errors import ConfigError, EngineError
+from penstock.fleet.assemble import assemble
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.gpus import assign, visible_gpus
-from penstock.fleet.lifecycle import Lifecycle, State
-from penstock.fleet.member import SERVABLE, Member
+from penstock.fleet.lifecycle import Lifecycle
+from penstock.fleet.local_engines import LocalEngines
 from penstock.fleet.opening import Opening
 from penstock.fleet.routers import check_router, open_router
 from penstock.fleet.settings import refuse_unknown, section
@@ -67,14 +65,6 @@ def launch(
 
 
 @dataclass(frozen=True, slots=True)
-class _Launched:
-    """An engine process of ours, from its first moment on."""
-
-    lifecycle: Lifecycle
-    process: EngineProcess
-
-
-@dataclass(frozen=True, slots=True)
 class _Plan:
     engine: EngineConfig
     fleet: FleetConfig
@@ -86,78 +76,47 @@ class _Plan:
 
     async def start(self) -> Fleet:
         async with AsyncExitStack() as owned:
-            launched: list[_Launched] = []
-            logs = _log_folder(self.fleet.log_dir, launched, owned)
-            url, admin = await open_router(self.router, log_dir=logs, api_key=self.api_key, owned=owned)
-            owned.push_async_callback(_stop_all, launched, self.fleet.stop_timeout_s)
-            limit = asyncio.Semaphore(self.parallel_starts or self.fleet.engines)
+            logs = _LogFolder(self.fleet.log_dir, owned)
+            router = await open_router(self.router, log_dir=logs.path, api_key=self.api_key, owned=owned)
+            engines = logs.engines = LocalEngines(
+                self.engine,
+                api_key=self.api_key,
+                log_dir=logs.path,
+                parallel_starts=self.parallel_starts or self.fleet.engines,
+                stop_timeout_s=self.fleet.stop_timeout_s,
+            )
+            owned.push_async_callback(engines.end_all)
             members = await all_or_first_error(
-                self._engine(f"e{i}", gpus, logs, limit, launched, owned) for i, gpus in enumerate(self.gpus)
+                engines.start(Lifecycle(f"e{i}"), gpus) for i, gpus in enumerate(self.gpus)
             )
             return await assemble(
-                url,
-                admin,
+                router,
                 members,
                 owned,
                 fleet=self.fleet,
                 api_key=self.api_key,
                 control_timeout_s=self.engine.control_timeout_s,
                 request_timeout_s=self.engine.request_timeout_s,
+                engines=engines,
             )
 
-    async def _engine(
-        self,
-        name: str,
-        gpus: Sequence[str],
-        logs: Path,
-        limit: asyncio.Semaphore,
-        launched: list[_Launched],
-        owned: AsyncExitStack,
-    ) -> Member:
-        lifecycle = Lifecycle(name)
-        try:
-            async with limit:
-                process = await EngineProcess.launch(
-                    self.engine, name=name, log_dir=logs, api_key=self.api_key, gpus=gpus
-                )
-                launched.append(_Launched(lifecycle, process))
-                return await join(
-                    lifecycle,
-                    process.url,
-                    owned,
-                    api_key=self.api_key,
-                    control_timeout_s=self.engine.control_timeout_s,
-                    process=process,
-                )
-        except PenstockError as error:
-            lifecycle.to(State.DEAD, str(error))
-            raise
 
-
-async def _stop_all(launched: list[_Launched], timeout_s: float) -> None:
-    await all_or_first_error(_stop(engine.lifecycle, engine.process, timeout_s) for engine in launched)
-
-
-async def _stop(lifecycle: Lifecycle, process: EngineProcess, timeout_s: float) -> None:
-    if lifecycle.state in SERVABLE:
-        lifecycle.to(State.DRAINING, "the fleet is torn down")
-    await process.stop(timeout_s)
-    if lifecycle.state is State.DRAINING:
-        lifecycle.to(State.STOPPED, "its process has ended")
-
-
-def _log_folder(given: Path | None, launched: list[_Launched], owned: AsyncExitStack) -> Path:
+class _LogFolder:
     """Where logs go. A folder of our own is removed at the end, unless an engine died or did not start."""
-    if given is not None:
-        given.mkdir(parents=True, exist_ok=True)
-        return given
-    folder = Path(tempfile.mkdtemp(prefix="penstock-"))
 
-    def clean(_type: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None) -> None:
-        if isinstance(error, EngineError) or any(engine.lifecycle.state is State.DEAD for engine in launched):
-            logger.warning("the logs of engines and router are kept in %s", folder)
+    def __init__(self, given: Path | None, owned: AsyncExitStack) -> None:
+        self.engines: LocalEngines | None = None
+        if given is not None:
+            self.path = given
+            given.mkdir(parents=True, exist_ok=True)
         else:
-            shutil.rmtree(folder)
+            self.path = Path(tempfile.mkdtemp(prefix="penstock-"))
+            owned.push(self._clean)
 
-    owned.push(clean)
-    return folder
+    def _clean(
+        self, _type: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, EngineError) or (self.engines is not None and self.engines.any_died()):
+            logger.warning("the logs of engines and router are kept in %s", self.path)
+        else:
+            shutil.rmtree(self.path)

@@ -21,7 +21,7 @@ Clock = Callable[[], float]
 
 
 class State(StrEnum):
-    """Where an engine stands. Only SERVING and PAUSED engines are known to the router."""
+    """Where an engine stands. Only SERVING, PAUSED and DRAINING engines are known to the router."""
 
     LAUNCHING = "launching"
     """Its process is starting, or its address has not answered yet."""
@@ -32,11 +32,11 @@ class State(StrEnum):
     PAUSED = "paused"
     """It holds its requests and makes no token."""
     DRAINING = "draining"
-    """It gets no new request and is about to stop."""
+    """It gets no new request, ends those it has, and is about to stop. It still takes part in pauses and updates."""
     STOPPED = "stopped"
     """It left on purpose. Final."""
     DEAD = "dead"
-    """It failed; it serves again only by way of LAUNCHING and SYNCING."""
+    """It failed; it serves again only by way of LAUNCHING and SYNCING, or it is taken out of the fleet."""
 
 
 TRANSITIONS: Mapping[State, frozenset[State]] = MappingProxyType(
@@ -47,7 +47,7 @@ TRANSITIONS: Mapping[State, frozenset[State]] = MappingProxyType(
         State.PAUSED: frozenset({State.SERVING, State.DRAINING, State.DEAD}),
         State.DRAINING: frozenset({State.STOPPED, State.DEAD}),
         State.STOPPED: frozenset(),
-        State.DEAD: frozenset({State.LAUNCHING}),
+        State.DEAD: frozenset({State.LAUNCHING, State.STOPPED}),
     }
 )
 """Every edge there is. Into SERVING lead only SYNCING (weights confirmed) and PAUSED."""

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from penstock.config import EngineConfig
 from penstock.engine.control import EngineInfo
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.types import EngineStats, EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest
 
-SERVABLE = frozenset({State.SERVING, State.PAUSED})
+SERVABLE = frozenset({State.SERVING, State.PAUSED, State.DRAINING})
 """States in which the engine has confirmed its weights and the router knows it."""
 
 
@@ -46,6 +47,8 @@ class EngineControl(Protocol):
 class EngineHandle(Protocol):
     """The process of an engine that this fleet launched; `engine.process.EngineProcess` is the real one."""
 
+    @property
+    def url(self) -> str: ...  # noqa: D102
     async def wait(self) -> int: ...  # noqa: D102
     async def stop(self, timeout_s: float) -> None: ...  # noqa: D102
     def kill(self) -> None: ...  # noqa: D102
@@ -64,6 +67,15 @@ class Member:
     """The version that the engine itself has confirmed last."""
     process: EngineHandle | None = None
     """None where someone else started it."""
+    gpus: tuple[str, ...] = ()
+    """It keeps them through its restarts; none: it takes what it finds."""
+    returns: bool = False
+    """Should it die, it is started anew."""
+
+    def become(self, new: Member) -> None:
+        """Take over where it is and what it is, from a start of the same engine under the same name."""
+        self.url, self.control, self.info, self.process = new.url, new.control, new.info, new.process
+        self.weight_version = new.weight_version
 
     @property
     def state(self) -> State:
@@ -71,9 +83,24 @@ class Member:
         return self.lifecycle.state
 
     @property
+    def coming(self) -> bool:
+        """It does not serve, and will: who needs an engine may wait for it."""
+        return self.returns and self.state in {State.DEAD, State.LAUNCHING, State.SYNCING}
+
+    @property
     def layout(self) -> tuple[int, int, int]:
         """TP, PP and DP ranks; checksums can be compared among engines of one layout."""
         return self.info.tp, self.info.pp, self.info.dp
+
+
+class Engines(Protocol):
+    """Starts engines, and ends them; `local_engines.LocalEngines` is the real one."""
+
+    config: EngineConfig
+
+    async def start(self, lifecycle: Lifecycle, gpus: Sequence[str]) -> Member: ...  # noqa: D102
+    async def end(self, lifecycle: Lifecycle) -> None: ...  # noqa: D102
+    def place(self, members: Sequence[Member]) -> tuple[str, ...]: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.errors import StateError, UserError
-from penstock.fleet.control import Call
+from penstock.fleet.control import Call, fan_out
 from penstock.fleet.lifecycle import State
-from penstock.fleet.member import EngineControl
+from penstock.fleet.member import EngineControl, Member
 from penstock.fleet.roster import Roster
+from penstock.fleet.sync import bring_to_version
 from penstock.fleet.update import Store, Updater
 from penstock.types import PauseMode, UpdateReport
 
@@ -34,6 +35,15 @@ class Operations:
 
     Attributes:
         paused: generation is paused by the user.
+
+    Args:
+        roster: the engines.
+        store: where versions lie.
+        min_engines: see `Updater`.
+        control_timeout_s: deadline of a control call.
+        request_timeout_s: deadline of a generation request, and so of a pause that waits for them.
+        recovery_timeout_s: how long an update waits for engines that are being started anew, where too few are left.
+        paused: what the engines are in at first.
     """
 
     def __init__(
@@ -44,10 +54,14 @@ class Operations:
         min_engines: int,
         control_timeout_s: float,
         request_timeout_s: float,
+        recovery_timeout_s: float = 0.0,
         paused: bool = False,
     ) -> None:
         self.paused = paused
         self._roster = roster
+        self._store = store
+        self._min_engines = min_engines
+        self._recovery_s = recovery_timeout_s
         self._control_s = control_timeout_s
         self._request_s = request_timeout_s
         self._updater = Updater(roster, store, self._gate_closed, min_engines, control_timeout_s)
@@ -121,8 +135,40 @@ class Operations:
         """Another control call to every engine, in its turn; see `Roster.command` with `refusable`."""
         await self._exclusively(lambda: self._tell(call, what))
 
+    async def admit(self, member: Member) -> None:
+        """Bring an engine that is SYNCING to the fleet's weights and state, and let it serve.
+
+        It takes its turn among the other operations, so no update comes between its confirmation and its admission.
+        Where nobody has the bytes of the fleet's version, it waits for the next update that leaves them here.
+
+        Raises:
+            EngineError: it failed; it is not admitted.
+        """
+        while True:
+            version = self._roster.version
+            if await self._exclusively(lambda: self._admit(member)):
+                return
+            returns, member.returns = member.returns, False  # nobody may wait for it: it waits for an update itself
+            self._roster.announce()
+            await self._roster.until(lambda: self._roster.version != version)  # noqa: B023 - awaited within the turn
+            member.returns = returns
+
+    async def withdraw(self, member: Member, reason: str) -> None:
+        """Let an engine get no new request from now on; it is DRAINING. Does nothing where it is so already."""
+
+        async def run() -> None:
+            if member.state in {State.SERVING, State.PAUSED}:
+                member.lifecycle.to(State.DRAINING, reason)
+                self._roster.announce()
+            await self._roster.push()
+
+        await self._exclusively(run)
+
     async def update(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None) -> UpdateReport:
-        """One weight update; see `Updater.run`. StateError during another one."""
+        """One weight update; see `Updater.run`. StateError during another one.
+
+        Where too few engines are left and some are being started anew, it waits for those first.
+        """
         self._check_open()
         if self._updating:
             raise StateError("a weight update is under way; await it before the next one")
@@ -138,6 +184,11 @@ class Operations:
         def over() -> None:
             self._updating = False
 
+        try:
+            await self._roster.until(self._enough_or_none_to_come, deadline_s=self._recovery_s)
+        except BaseException:
+            over()
+            raise
         return await self._exclusively(run, over)
 
     async def native_update(self, update_info: Mapping[str, Any], version: int) -> None:
@@ -164,6 +215,30 @@ class Operations:
             self._running.cancel()
             await asyncio.wait((self._running,))
 
+    async def _admit(self, member: Member) -> bool:
+        control = member.control
+        if not await bring_to_version(member, self._roster, self._store.current, deadline_s=self._control_s):
+            return False
+        if self._asleep:
+            await self._ask(member, lambda engine: engine.sleep(1))
+            if back := sorted(MEMORY_TAGS - self._asleep):
+                await self._ask(member, lambda engine: engine.wake_up(back))
+        elif self.paused:
+            await self._ask(member, lambda engine: engine.pause(PauseMode.KEEP, clear_cache=False))
+        if member.control is not control:
+            raise StateError(f"engine {member.name} was started anew while it joined")
+        self._roster.admit(member)
+        if self.paused:
+            member.lifecycle.to(State.PAUSED, "joined a fleet that is paused")
+        await self._roster.push()
+        return True
+
+    async def _ask(self, member: Member, call: Call[None]) -> None:
+        (await fan_out((member,), call, deadline_s=self._control_s)).raise_first()
+
+    def _enough_or_none_to_come(self) -> bool:
+        return len(self._roster.live()) >= self._min_engines or not any(m.coming for m in self._roster.members)
+
     async def _pause_engines(self, mode: PauseMode, *, clear_cache: bool) -> None:
         # `wait` ends with the longest request in flight, the other modes at once.
         deadline_s = self._request_s if mode is PauseMode.WAIT else self._control_s
@@ -178,7 +253,8 @@ class Operations:
 
     def _move_all(self, state: State, reason: str) -> None:
         for member in self._roster.live():
-            member.lifecycle.to(state, reason)
+            if member.state is not State.DRAINING:  # it did what the others did, and stays on its way out
+                member.lifecycle.to(state, reason)
 
     def _check_version(self, version: int) -> None:
         if version <= self._roster.version:
@@ -208,9 +284,11 @@ class Operations:
             after()
             raise
 
-        def done(_: object) -> None:
+        def done(task: asyncio.Task[T]) -> None:
             self._turn.release()
             after()
+            if not task.cancelled():
+                task.exception()  # where the caller has gone, nobody else asks; what it did to engines is logged
 
         async def run() -> T:
             self._check_open()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from penstock.errors import EngineDeadError, EngineHTTPError, PenstockError, StateError
+from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, PenstockError, StateError
 from penstock.fleet.control import Call, FanOut, fan_out
 from penstock.fleet.lifecycle import State
 from penstock.fleet.member import SERVABLE, Member
@@ -16,6 +16,9 @@ from penstock.router.membership import EngineEntry
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+ROUTER_BACK_S = 30.0
+"""How long a call waits for a router that is being restarted, which takes a fraction of a second on an idle machine."""
 
 
 class Admin(Protocol):
@@ -32,18 +35,31 @@ class Roster:
     The router always gets the full set under a growing epoch, so that it converges whatever was lost before.
     """
 
-    def __init__(self, admin: Admin, *, version: int = 0, epoch: int = -1) -> None:
+    def __init__(self, admin: Admin, *, version: int = 0, epoch: int = -1, closed: bool = False) -> None:
         self.members: tuple[Member, ...] = ()
         """Everyone who ever joined, the dead too: an engine keeps its index."""
         self.version = version
         """Weight version of the fleet: that of every engine in the router's set."""
-        self._admin = admin
+        self.checksums: Mapping[tuple[int, int, int], str] = {}
+        """Of the fleet's weights on an engine of a layout; empty where nobody has said."""
+        self.router_returns = False
+        """Somebody starts the router anew when it ends, and calls `restore`."""
+        self.admin = admin
+        self._closed = closed
         self._epoch = epoch
-        self._pushing = asyncio.Lock()
+        self._restored = 0
+        self._telling = asyncio.Lock()
+        self._news = asyncio.Event()
 
     def live(self) -> tuple[Member, ...]:
-        """A snapshot of those whose weights are confirmed: SERVING or PAUSED."""
+        """A snapshot of those whose weights are confirmed: SERVING, PAUSED or DRAINING."""
         return tuple(m for m in self.members if m.state in SERVABLE)
+
+    def check_hope(self) -> None:
+        """Raise EngineDeadError where no engine is left and none is coming back."""
+        if not self.live() and not any(m.coming for m in self.members):
+            reasons = "; ".join(f"{m.name}: {m.lifecycle.reason}" for m in self.members)
+            raise EngineDeadError(f"no engine is left, and none is coming back ({reasons})")
 
     def admit(self, member: Member) -> None:
         """Let an engine that is SYNCING serve; the router learns of it with the next `push`.
@@ -58,35 +74,89 @@ class Roster:
         member.lifecycle.to(State.SERVING, f"weight version {member.weight_version} confirmed")
         if member not in self.members:
             self.members = (*self.members, member)
+        self.announce()
 
-    def commit(self, version: int) -> None:
+    def commit(self, version: int, checksums: Mapping[tuple[int, int, int], str] | None = None) -> None:
         """Every live engine has confirmed `version`: it is the fleet's from now on."""
         self.version = version
+        self.checksums = checksums or {}
         for member in self.live():
             member.weight_version = version
+        self.announce()
+
+    def announce(self) -> None:
+        """Something changed that somebody may wait for with `until`."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def until(self, reached: Callable[[], bool], *, deadline_s: float | None = None) -> bool:
+        """Wait until `reached()` is so; it is looked at after each change. False: it was not within the deadline."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not reached():
+                    await self._news.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # --- the router --------------------------------------------------------------------------------------------------
 
     async def push(self) -> None:
         """Announce the full set to the router."""
-        async with self._pushing:
-            self._epoch += 1
-            entries = [EngineEntry(m.name, m.url, m.weight_version) for m in self.live()]
-            try:
-                await self._admin.set_engines(self._epoch, entries)
-            except StateError:  # another process spoke to this router since; the last word is ours
-                self._epoch = (await self._admin.engines()).epoch + 1
-                await self._admin.set_engines(self._epoch, entries)
+        await self._tell(self._push)
 
     async def gate(self, *, closed: bool) -> None:
         """Close or open the router's gate; in force when this returns."""
-        await self._admin.gate(closed)
+        self._closed = closed
+        await self._tell(lambda: self.admin.gate(closed))
+
+    async def restore(self) -> None:
+        """Bring a router that was started anew to where the fleet has it: first the gate, then the engines."""
+        async with self._telling:
+            await self.admin.gate(self._closed)
+            await self._push()
+            self._restored += 1
+        self.announce()
+
+    def router_gave_up(self) -> None:
+        """The router will not be started again: nobody needs to wait for it."""
+        self.router_returns = False
+        self.announce()
+
+    async def _push(self) -> None:
+        self._epoch += 1
+        entries = [
+            EngineEntry(m.name, m.url, m.weight_version, eligible=m.state is not State.DRAINING) for m in self.live()
+        ]
+        try:
+            await self.admin.set_engines(self._epoch, entries)
+        except StateError:  # another process spoke to this router since; the last word is ours
+            self._epoch = (await self.admin.engines()).epoch + 1
+            await self.admin.set_engines(self._epoch, entries)
+
+    async def _tell(self, call: Callable[[], Awaitable[None]]) -> None:
+        """Make a call to the router; where it is gone and comes back, `restore` has said it instead."""
+        restored = self._restored
+        try:
+            async with self._telling:
+                await call()
+        except (DeadlineError, EngineDeadError):
+            if not self.router_returns:
+                raise
+            await self.until(lambda: self._restored > restored or not self.router_returns, deadline_s=ROUTER_BACK_S)
+            if self._restored == restored:
+                raise
+
+    # --- the engines -------------------------------------------------------------------------------------------------
 
     async def bury(self, member: Member, reason: str) -> None:
         """The engine failed: it is DEAD, leaves the router's set, and its process ends. The first reason stays."""
-        if member.state in {State.DEAD, State.STOPPED, State.DRAINING}:
+        if member.state in {State.DEAD, State.STOPPED}:
             return
         member.lifecycle.to(State.DEAD, reason)
         if member.process is not None:
             member.process.kill()  # it may be half updated or hung: nobody must reach it past the router either
+        self.announce()
         try:
             await self.push()
         except PenstockError as error:
@@ -104,7 +174,7 @@ class Roster:
                 too, and then the first refusal is raised.
 
         Raises:
-            EngineDeadError: there were engines, and none is left.
+            EngineDeadError: none is left, or was there, and none is coming back.
             EngineHTTPError: all refused, and `refusable`.
         """
         members = self.live()
@@ -123,4 +193,6 @@ class Roster:
         if members and not self.live():
             reasons = "; ".join(f"{m.name}: {m.lifecycle.reason}" for m in members)
             raise EngineDeadError(f"{what}: no engine is left ({reasons})")
+        if not members:
+            self.check_hope()
         return outcome

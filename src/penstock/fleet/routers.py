@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from penstock.config import RouterConfig, refuse_open_host
 from penstock.errors import PenstockError
 from penstock.fleet.roster import Admin
+from penstock.fleet.router_guard import RouterGuard
 from penstock.fleet.router_process import RouterProcess
 from penstock.fleet.vllm_router import VllmRouterAdmin, VllmRouterProcess, check_vllm_router
 from penstock.router.admin_client import RouterAdmin
@@ -31,10 +34,23 @@ def check_router(config: RouterConfig, api_key: str | None) -> None:
         refuse_open_host(config.host, api_key)
 
 
-async def open_router(
-    config: RouterConfig, *, log_dir: Path, api_key: str | None, owned: AsyncExitStack
-) -> tuple[str, Admin]:
-    """A router's URL and its control side: of one that ends with `owned`, or of the one that runs at `config.url`.
+@dataclass(frozen=True, slots=True)
+class OpenRouter:
+    """A router that a fleet runs behind.
+
+    Attributes:
+        url: where it listens.
+        admin: its control side.
+        guard: keeps its process up; None where someone else started it.
+    """
+
+    url: str
+    admin: Admin
+    guard: RouterGuard | None = None
+
+
+async def open_router(config: RouterConfig, *, log_dir: Path, api_key: str | None, owned: AsyncExitStack) -> OpenRouter:
+    """A router that ends with `owned`, or the one that runs at `config.url`.
 
     One that runs on loses its engines at the end, since they are gone by then or not ours to route to.
 
@@ -42,22 +58,25 @@ async def open_router(
         EngineStartError: it did not start.
         EngineDeadError: nobody answers at `config.url`; `UserError` or `EngineHTTPError`: it is another program.
     """
-    url = config.url or await _launch(config, log_dir, api_key, owned)
+    url, guard = config.url, None
+    if url is None:
+        router = await _launch(config, log_dir, api_key)
+        url = router.url
+        again = config.model_copy(update={"port": urlsplit(url).port})
+        guard = RouterGuard(router, lambda: _launch(again, log_dir, api_key))
+        owned.push_async_callback(guard.stop)
     admin = VllmRouterAdmin(url) if config.kind == "vllm-router" else RouterAdmin(url, api_key)
     owned.push_async_callback(admin.close)
     if config.url is not None:
         await admin.engines()
         owned.push_async_callback(_withdraw, admin)
-    return url, admin
+    return OpenRouter(url, admin, guard)
 
 
-async def _launch(config: RouterConfig, log_dir: Path, api_key: str | None, owned: AsyncExitStack) -> str:
+async def _launch(config: RouterConfig, log_dir: Path, api_key: str | None) -> RouterProcess | VllmRouterProcess:
     if config.kind == "vllm-router":
-        router = await VllmRouterProcess.launch(config, log_dir=log_dir)
-    else:
-        router = await RouterProcess.launch(config, log_dir=log_dir, api_key=api_key)
-    owned.push_async_callback(router.stop)
-    return router.url
+        return await VllmRouterProcess.launch(config, log_dir=log_dir)
+    return await RouterProcess.launch(config, log_dir=log_dir, api_key=api_key)
 
 
 async def _withdraw(admin: Admin) -> None:

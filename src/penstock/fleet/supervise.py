@@ -1,14 +1,19 @@
-"""Notices that an engine is gone: its process ends, it refuses, or it hangs."""
+"""Notices that an engine is gone (its process ends, it refuses, or it hangs), and brings it back."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+import time
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from penstock.config import FleetConfig
+from penstock.engine.concurrent import cancelled
 from penstock.errors import DeadlineError, PenstockError
-from penstock.fleet.member import SERVABLE, EngineHandle, Member
+from penstock.fleet.lifecycle import Clock, State
+from penstock.fleet.member import SERVABLE, Engines, Member
+from penstock.fleet.restart import RestartBudget
 from penstock.fleet.roster import Roster
 
 logger = logging.getLogger(__name__)
@@ -17,53 +22,133 @@ HUNG_CHECKS = 3
 """So many health checks without an answer in time, one after another, mean that an engine hangs. One is not enough: a
 busy single-process engine on CPU answers late now and then."""
 
+WATCHED = SERVABLE | {State.SYNCING}
+
 
 class Supervisor:
-    """Watches every member that it is given, until `stop`."""
+    """Watches every member that it is given, until `release` or `stop`.
 
-    def __init__(self, roster: Roster, *, health_interval_s: float) -> None:
+    Args:
+        roster: where a death is told.
+        admit: brings an engine that is SYNCING to the fleet's weights and lets it serve.
+        fleet: intervals and budgets.
+        engines: starts dead engines anew; None: they were started by someone else, and stay dead.
+        clock: of the budgets, in seconds.
+        sleep: waits before a restart.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        *,
+        admit: Callable[[Member], Awaitable[None]],
+        fleet: FleetConfig,
+        engines: Engines | None = None,
+        clock: Clock = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
         self._roster = roster
-        self._interval_s = health_interval_s
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._admit = admit
+        self._fleet = fleet
+        self._engines = engines
+        self._clock = clock
+        self._sleep = sleep
+        self._guards: dict[Member, asyncio.Task[None]] = {}
 
     def watch(self, member: Member) -> None:
-        """Begin to watch an engine: its process where it is ours, its health in any case."""
-        if member.process is not None:
-            self._start(self._until_exit(member, member.process), f"exit-{member.name}")
-        self._start(self._until_unwell(member), f"health-{member.name}")
+        """Begin to watch an engine: its process where it is ours, its health in any case. SYNCING, it is admitted."""
+        self._guards[member] = asyncio.create_task(self._guard(member), name=f"guard-{member.name}")
+
+    async def release(self, member: Member) -> None:
+        """Stop watching an engine: whatever happens to it now is meant."""
+        if (guard := self._guards.pop(member, None)) is not None:
+            await cancelled(guard)
 
     async def stop(self) -> None:
-        """Stop watching."""
-        tasks = tuple(self._tasks)
-        for task in tasks:
-            task.cancel()
-        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(outcome, Exception):
-                raise outcome
+        """Stop watching. Raises what broke a watch, if something did."""
+        guards = tuple(self._guards.values())
+        self._guards.clear()
+        for guard in guards:
+            guard.cancel()
+        for guard in guards:
+            await cancelled(guard)
 
-    def _start(self, watcher: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(watcher, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _guard(self, member: Member) -> None:
+        budget = RestartBudget(
+            self._fleet.max_restarts, self._fleet.restart_window_s, self._fleet.restart_backoff_s, self._clock
+        )
+        while True:
+            # What dies has to be known as coming back from its first moment on, or someone would give up in between.
+            member.returns = self._engines is not None and budget.left()
+            await self._until_dead(member)
+            if self._engines is None or not await self._start_anew(member, self._engines, budget):
+                break
+        member.returns = False
+        self._roster.announce()
+        if self._engines is not None:
+            logger.error(
+                "engine %s stays dead: it died again after %d restarts within %g s (fleet.max_restarts); the last "
+                "reason: %s", member.name, self._fleet.max_restarts, self._fleet.restart_window_s,
+                member.lifecycle.reason,
+            )  # fmt: skip
 
-    async def _until_exit(self, member: Member, process: EngineHandle) -> None:
-        status = await process.wait()
-        await self._died(member, f"its process exited with status {status}")
+    # --- death -------------------------------------------------------------------------------------------------------
+
+    async def _until_dead(self, member: Member) -> None:
+        """Return when the engine is DEAD, and gone where its process is ours."""
+        watches: list[Coroutine[Any, Any, None]] = [self._until_unwell(member)]
+        if member.state is State.SYNCING:
+            watches.append(self._join(member))
+        tasks = [asyncio.create_task(watch, name=f"watch-{member.name}") for watch in watches]
+        try:
+            if member.process is None:
+                await asyncio.gather(*tasks)
+                return
+            status = await member.process.wait()
+            await self._roster.bury(member, f"its process exited with status {status}")
+        finally:
+            for task in tasks:
+                await cancelled(task)
 
     async def _until_unwell(self, member: Member) -> None:
         missed = 0
-        while member.state in SERVABLE:
-            await asyncio.sleep(self._interval_s)
+        while member.state in WATCHED:
+            if not missed:  # who did not answer is asked again at once: the deadline was the wait
+                await asyncio.sleep(self._fleet.health_interval_s)
             try:
-                await member.control.health()
+                async with asyncio.timeout(self._fleet.hang_timeout_s / HUNG_CHECKS):
+                    await member.control.health()
                 missed = 0
-            except DeadlineError as error:
+            except (DeadlineError, TimeoutError):
                 missed += 1
                 if missed == HUNG_CHECKS:
-                    await self._died(member, f"{missed} health checks without an answer; the last: {error}")
+                    hang_s = self._fleet.hang_timeout_s
+                    await self._roster.bury(member, f"{missed} health checks without an answer in {hang_s:g} s")
             except PenstockError as error:
-                await self._died(member, f"health check failed: {error}")
+                await self._roster.bury(member, f"health check failed: {error}")
 
-    async def _died(self, member: Member, reason: str) -> None:
-        """The one place where a death is learned from outside a control call; a restart would begin here."""
-        await self._roster.bury(member, reason)
+    async def _join(self, member: Member) -> None:
+        try:
+            await self._admit(member)
+        except PenstockError as error:
+            await self._roster.bury(member, f"could not join: {error}")
+
+    # --- return ------------------------------------------------------------------------------------------------------
+
+    async def _start_anew(self, member: Member, engines: Engines, budget: RestartBudget) -> bool:
+        """Start a DEAD engine, again and again as far as the budget goes; True: it is SYNCING."""
+        while (wait_s := budget.spend()) is not None:
+            member.returns = True
+            logger.info("engine %s is started anew in %g s", member.name, wait_s)
+            await self._sleep(wait_s)
+            member.lifecycle.to(State.LAUNCHING, "started anew")
+            try:
+                new = await engines.start(member.lifecycle, member.gpus)
+            except PenstockError as error:
+                if member.state is not State.DEAD:
+                    member.lifecycle.to(State.DEAD, f"did not start: {error}")
+                continue
+            await member.control.close()
+            member.become(new)
+            return True
+        return False

@@ -16,6 +16,7 @@ from penstock.fleet.control import fan_out
 from penstock.fleet.lifecycle import Clock
 from penstock.fleet.member import SERVABLE, EngineControl, Member
 from penstock.fleet.roster import Roster
+from penstock.fleet.sync import put, source
 from penstock.types import EngineUpdate, UpdateReport
 from penstock.weights.manifest import WeightManifest
 
@@ -82,7 +83,7 @@ class Updater:
                 await self._roll_back(committed, version)
             else:
                 self.store.commit(manifest)
-                self.roster.commit(version)
+                self.roster.commit(version, {m.layout: applied[m.name].checksum for m in committed})
             await self.roster.push()
         opened = self.clock()
         self._need(committed, version, "when it was applied")
@@ -131,20 +132,16 @@ class Updater:
 
     async def _roll_back(self, members: Sequence[Member], version: int) -> None:
         """Give engines that took an update which did not commit the weights before it; who cannot is DEAD."""
-        before = self.store.current
-        if before is None or before.version != self.roster.version:
+        before = source(self.roster, self.store.current)
+        if before is None:
             for member in members:  # as loaded from disk, or sent natively: the bytes are not here
                 await self.roster.bury(member, f"holds weight version {version}, which was not committed")
             return
 
-        async def restore(engine: EngineControl) -> None:
-            await engine.prepare_weights(before)
-            await engine.apply_weights(before.version)
-
         async def failed(member: Member, error: PenstockError) -> None:
             await self.roster.bury(member, f"going back to weight version {before.version} failed: {error}")
 
-        await fan_out(members, restore, deadline_s=2 * self.deadline_s, on_failure=failed)
+        await fan_out(members, lambda engine: put(engine, before), deadline_s=2 * self.deadline_s, on_failure=failed)
 
     def _need(self, members: Sequence[Member], version: int, when: str) -> None:
         if len(members) >= self.min_engines:

@@ -1,0 +1,103 @@
+"""The router of a fleet kept up: when its process ends or hangs, it is started anew on the same port."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from penstock.config import FleetConfig
+from penstock.engine.concurrent import cancelled
+from penstock.errors import DeadlineError, PenstockError
+from penstock.fleet.restart import RestartBudget
+from penstock.fleet.roster import Roster
+
+logger = logging.getLogger(__name__)
+
+BACKOFF_S = 0.1
+"""Before the first restart: nobody is served without a router, and it starts in a fraction of a second."""
+HUNG_CHECKS = 3
+
+
+class RouterHandle(Protocol):
+    """A router's process; `router_process.RouterProcess` is the usual one."""
+
+    async def wait(self) -> int: ...  # noqa: D102
+    async def stop(self) -> None: ...  # noqa: D102
+
+
+class RouterGuard:
+    """Holds a router's process, and starts the next one when it ends.
+
+    Args:
+        router: it runs.
+        relaunch: starts another one on the same address.
+    """
+
+    def __init__(self, router: RouterHandle, relaunch: Callable[[], Awaitable[RouterHandle]]) -> None:
+        self._router = router
+        self._relaunch = relaunch
+        self._watch: asyncio.Task[None] | None = None
+
+    def watch(self, roster: Roster, fleet: FleetConfig) -> None:
+        """From now on a new router gets the roster's gate and engines before anyone waits for it in vain."""
+        roster.router_returns = fleet.max_restarts > 0
+        self._watch = asyncio.create_task(self._guard(roster, fleet), name="guard-router")
+
+    async def stop(self) -> None:
+        """End the router. Raises what broke the watch, if something did."""
+        try:
+            if self._watch is not None:
+                await cancelled(self._watch)
+        finally:
+            await self._router.stop()
+
+    async def _guard(self, roster: Roster, fleet: FleetConfig) -> None:
+        budget = RestartBudget(fleet.max_restarts, fleet.restart_window_s, BACKOFF_S)
+        while True:
+            hung = asyncio.create_task(self._until_hung(roster, fleet), name="health-router")
+            try:
+                status = await self._router.wait()
+            finally:
+                await cancelled(hung)
+            logger.warning("the router ended with status %d", status)
+            if not await self._start_anew(roster, budget):
+                logger.error("the router stays down: it ended again after %d restarts", fleet.max_restarts)
+                roster.router_gave_up()
+                return
+
+    async def _until_hung(self, roster: Roster, fleet: FleetConfig) -> None:
+        missed = 0
+        while missed < HUNG_CHECKS:
+            if not missed:
+                await asyncio.sleep(fleet.health_interval_s)
+            try:
+                async with asyncio.timeout(fleet.hang_timeout_s / HUNG_CHECKS):
+                    await roster.admin.engines()
+                missed = 0
+            except (DeadlineError, TimeoutError):
+                missed += 1
+            except PenstockError:
+                # Refused or broken: if it is gone, its process says so; it may also be busy with its end.
+                missed = 0
+        logger.warning("the router has not answered for %g s: it is ended", fleet.hang_timeout_s)
+        await self._router.stop()
+
+    async def _start_anew(self, roster: Roster, budget: RestartBudget) -> bool:
+        while (wait_s := budget.spend()) is not None:
+            await asyncio.sleep(wait_s)
+            try:
+                self._router = await self._relaunch()
+            except PenstockError as error:
+                logger.warning("the router did not start: %s", error)
+                continue
+            try:
+                await roster.restore()
+            except PenstockError as error:
+                logger.warning("the new router did not take the fleet's engines: %s", error)
+                await self._router.stop()
+            else:
+                logger.info("the router is back")
+            return True
+        return False

@@ -1,0 +1,51 @@
+"""The budget of restarts in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.fleet.restart import MAX_BACKOFF_S, RestartBudget
+
+
+class Hand:
+    """A clock that is turned by hand."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_each_wait_is_twice_the_one_before_and_the_budget_ends() -> None:
+    budget = RestartBudget(4, 600.0, 0.5, Hand())
+    assert [budget.spend() for _ in range(6)] == [0.5, 1.0, 2.0, 4.0, None, None]
+
+
+def test_a_restart_counts_no_more_when_its_window_has_passed() -> None:
+    clock = Hand()
+    budget = RestartBudget(2, 100.0, 1.0, clock)
+    assert budget.spend() == 1.0
+    clock.now += 60.0
+    assert budget.spend() == 2.0
+    assert not budget.left()
+    clock.now += 39.0
+    assert budget.spend() is None
+    clock.now += 1.0
+    assert budget.left()
+    assert budget.spend() == 2.0, "one of the two is left in the window"
+    clock.now += 1000.0
+    assert budget.spend() == 1.0, "all is forgotten"
+
+
+def test_waits_are_bounded_however_large_the_budget() -> None:
+    budget = RestartBudget(5000, 1e9, 1.0, Hand())
+    waits = [budget.spend() for _ in range(5000)]
+    assert max(wait for wait in waits if wait is not None) == MAX_BACKOFF_S
+    assert budget.spend() is None
+
+
+@pytest.mark.parametrize("window_s", [1.0, 600.0])
+def test_none_at_all(window_s: float) -> None:
+    budget = RestartBudget(0, window_s, 1.0, Hand())
+    assert not budget.left()
+    assert budget.spend() is None
