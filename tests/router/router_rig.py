@@ -82,6 +82,8 @@ class Backend:
     """A connection was closed by the router."""
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     port: int = 0
+    metrics: bytes = b""
+    """What it answers to `GET /metrics`."""
     _server: asyncio.Server | None = None
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
 
@@ -106,21 +108,28 @@ class Backend:
         return EngineEntry(self.name, f"http://127.0.0.1:{self.port}", **more)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        self._writers.add(writer)
+        asked = False
         try:
             while not writer.is_closing():
                 seen = Seen(*await read_head(reader))
                 if seen.line.startswith("GET /health "):  # a probe is not a request
                     writer.write(reply())
                     continue
+                if seen.line == "GET /metrics HTTP/1.0":  # nor is what the router itself wants to know
+                    writer.write(reply(self.metrics))
+                    return
+                if not asked:
+                    asked = True
+                    self.connections += 1
+                    self._writers.add(writer)
                 self.seen.append(seen)
                 self.arrived.set()
                 if self.read_bodies:
                     seen.body = await read_body(reader, seen.headers)
                 await self.answer(self, seen, reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError):
-            self.disconnected.set()
+            if asked:
+                self.disconnected.set()
         finally:
             self._writers.discard(writer)
             writer.close()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.errors import StateError, UserError
-from penstock.router.membership import EngineEntry
+from penstock.router.membership import EngineEntry, Membership
 from penstock.router.prometheus import render
 from penstock.router.refusal import RefusalError
 from penstock.router.report import families, state
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 Answer = tuple[bytes, str]
 """Content and its type."""
 
-_JSON, _TEXT = "application/json", "text/plain; version=0.0.4; charset=utf-8"
+_JSON = "application/json"
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+"""Content type of figures as text."""
 _METHODS = {
     "/router/health": "GET",
     "/router/engines": "GET or PUT",
@@ -75,7 +78,7 @@ def execute(dispatcher: Dispatcher, method: str, path: str, body: bytes) -> Answ
     """
     match (method, path):
         case ("GET", "/router/health"):
-            answer: dict[str, Any] = {"status": "ok"}
+            answer: dict[str, Any] = {"status": "ok", "pid": os.getpid()}
         case ("GET", "/router/engines"):
             answer = state(dispatcher)
         case ("PUT", "/router/engines"):
@@ -85,7 +88,7 @@ def execute(dispatcher: Dispatcher, method: str, path: str, body: bytes) -> Answ
         case ("POST", "/router/sessions/finish"):
             answer = {"finished": dispatcher.finish_session(_parse(_SessionBody, body).session_id)}
         case ("GET", "/router/metrics" | "/metrics"):
-            return render(families(dispatcher)).encode(), _TEXT
+            return render(families(dispatcher)).encode(), PROMETHEUS
         case _ if path in _METHODS:
             raise RefusalError(
                 405, "method_not_allowed", f"{method} does not go with {path}, which takes {_METHODS[path]}"
@@ -95,14 +98,28 @@ def execute(dispatcher: Dispatcher, method: str, path: str, body: bytes) -> Answ
     return orjson.dumps(answer), _JSON
 
 
+def announced(present: Membership, body: bytes) -> Membership:
+    """The set that is in force after `PUT /router/engines` with this body.
+
+    Raises:
+        RefusalError: 400 for a body that does not fit, 409 for an old epoch.
+    """
+    return _replaced(present, _parse(_EnginesBody, body))
+
+
 def _set_engines(dispatcher: Dispatcher, body: _EnginesBody) -> dict[str, Any]:
+    membership = _replaced(dispatcher.membership, body)
+    dispatcher.set_engines(membership.epoch, membership.engines)
+    return {"epoch": membership.epoch, "engines": len(membership.engines)}
+
+
+def _replaced(present: Membership, body: _EnginesBody) -> Membership:
     try:
-        dispatcher.set_engines(body.epoch, [engine.entry() for engine in body.engines])
+        return present.replaced_by(body.epoch, [engine.entry() for engine in body.engines])
     except UserError as error:
         raise RefusalError(400, "bad_engines", str(error)) from error
     except StateError as error:
         raise RefusalError(409, "old_epoch", str(error)) from error
-    return {"epoch": dispatcher.membership.epoch, "engines": len(body.engines)}
 
 
 def _set_gate(dispatcher: Dispatcher, body: _GateBody) -> dict[str, Any]:

@@ -76,6 +76,8 @@ class RouterState:
     """Later turns that went to another engine than the one before."""
     placements: Mapping[str, int] = field(default_factory=dict[str, int])
     """Requests placed, by the rule that chose the engine."""
+    workers: tuple[int, ...] = ()
+    """Process ids of those that serve."""
 
 
 class RouterAdmin:
@@ -124,6 +126,7 @@ class RouterAdmin:
         answer = await self._call("GET", "/router/engines")
         loads = tuple(_load(load) for load in answer.pop("engines"))
         answer["gates_closed"] = tuple(answer["gates_closed"])
+        answer["workers"] = tuple(answer["workers"])
         return RouterState(**answer, engines=loads)
 
     async def health(self) -> None:

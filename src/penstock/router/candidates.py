@@ -10,7 +10,7 @@ from penstock.router.membership import EngineEntry
 from penstock.router.policies.base import EngineView, Snapshot
 from penstock.router.sessions import SessionTable
 
-_new = cast("Any", tuple).__new__
+new_tuple = cast("Any", tuple).__new__
 """Of a named tuple, at half the price of calling its class."""
 
 
@@ -61,7 +61,10 @@ class Candidates:
         self._views: list[EngineView] = []
         """Of `_open`, in its order; those of `_changed` are out of date."""
         self._changed: set[Candidate] = set()
-        self._snapshot = Snapshot((), 0, 0)
+        self._engines: tuple[EngineView, ...] = ()
+        """`_views` as they were last brought up to date."""
+        self._resident = 0
+        """Resident tokens of all of them together."""
         self._least_version = 0
         self._adapters_differ = False
 
@@ -100,8 +103,9 @@ class Candidates:
         self._views = [engine.view for engine in self._open]
         self._least_version = min([engine.entry.weight_version for engine in self._open], default=0)
         self._adapters_differ = any(engine.adapters is not None for engine in self._open)
-        self._snapshot = Snapshot.of(self._views)
-        self._changed.update(self.engines.values())
+        self._engines = tuple(self._views)
+        self._resident = sum([view.resident_tokens for view in self._views])
+        self._changed = set(self.engines.values())  # and none that has left
 
     def changed(self, name: str) -> None:
         """Figures of an engine have changed."""
@@ -119,32 +123,35 @@ class Candidates:
             self.changed(name)
         if not self._changed:
             return
-        resident = self._snapshot.resident_tokens
-        views = self._views
+        views, totals, counts = self._views, self._board.totals, self._sessions.counts
         for engine in self._changed:
-            before = engine.view.resident_tokens
-            view = engine.view = self._look(engine)
-            if engine.place >= 0:
-                views[engine.place] = view
-                resident += view.resident_tokens - before
+            name = engine.name
+            requests, tokens, resident = totals(name)
+            resident += counts(name)[1]
+            usage = engine.kv_usage
+            if usage >= 0 and engine.kv_capacity:
+                usage += max(0, tokens - engine.said_at) / engine.kv_capacity
+            place = engine.place
+            if place >= 0:
+                self._resident += resident - engine.view.resident_tokens
+            version = engine.entry.weight_version
+            view = engine.view = new_tuple(
+                EngineView, (name, version, requests, tokens, resident, usage, engine.kv_capacity)
+            )
+            if place >= 0:
+                views[place] = view
         self._changed.clear()
-        self._snapshot = Snapshot(tuple(views), 0, resident)
+        self._engines = tuple(views)
 
     def snapshot(
         self, min_weight_version: int, adapter: str | None, tried: Collection[str], placed: int
     ) -> Snapshot | None:
         """The engines that may serve a new request; None: there is none."""
         self.refresh()
-        if (
-            min_weight_version > self._least_version
-            or tried
-            or (adapter is not None and self._adapters_differ)
-            or not self._open
-        ):
+        if min_weight_version > self._least_version or tried or (adapter is not None and self._adapters_differ):
             able = [e.view for e in self._open if e.has(min_weight_version, adapter) and e.name not in tried]
             return Snapshot.of(able, placed) if able else None
-        snapshot = self._snapshot
-        return _new(Snapshot, (snapshot.engines, placed, snapshot.resident_tokens))
+        return new_tuple(Snapshot, (self._engines, placed, self._resident)) if self._engines else None
 
     def gated(self, min_weight_version: int, adapter: str | None, tried: Collection[str]) -> bool:
         """Whether an engine could serve a new request if its gate were open."""
@@ -152,13 +159,3 @@ class Candidates:
             e.gated and e.serves and not e.entry.draining and e.has(min_weight_version, adapter) and e.name not in tried
             for e in self.engines.values()
         )
-
-    def _look(self, engine: Candidate) -> EngineView:
-        name = engine.name
-        requests, tokens, resident = self._board.totals(name)
-        usage, capacity = engine.kv_usage, engine.kv_capacity
-        if usage >= 0 and capacity:
-            usage += max(0, tokens - engine.said_at) / capacity
-        context = self._sessions.counts(name)[1]
-        version = engine.entry.weight_version
-        return _new(EngineView, (name, version, requests, tokens, resident + context, usage, capacity))

@@ -1,135 +1,220 @@
-"""Puts requests on engines: membership, placement and the gate together."""
+"""Puts requests on engines: membership, placement, breakers and the gate together."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.config import RouterConfig
 from penstock.router.engine import Engine
+from penstock.router.engine_figures import EngineFigures, KVFigures
 from penstock.router.exchange import Exchange
 from penstock.router.gate import Gate
-from penstock.router.lane import NOWHERE, Lane
+from penstock.router.lane import ANY_ENGINE, NOWHERE, Kind, Lane
+from penstock.router.loads import LoadBoard
 from penstock.router.membership import EngineEntry, Membership
 from penstock.router.metrics import Metrics
-from penstock.router.policy import EngineView, RequestInfo, Snapshot, candidates, make_policy
+from penstock.router.placement import Placement, PlacementOptions
+from penstock.router.policies.base import Defer
 from penstock.router.probe import Probes
 from penstock.router.refusal import RefusalError
-from penstock.router.sessions import Sessions
+from penstock.router.sessions import SessionTable
 
 if TYPE_CHECKING:
     from penstock.router.admin_calls import Answer
 
-_NONE: frozenset[str] = frozenset()
+_EXPIRE_S = 0.75
+"""Between two looks for idle sessions: before the placement looks by itself, which knows nobody to tell."""
 
 
 class Dispatcher:
-    """Chooses an engine for each request, and keeps what that needs."""
+    """Finds an engine for each request, or the reason to wait.
 
-    def __init__(self, config: RouterConfig, metrics: Metrics) -> None:
+    Args:
+        config: limits, and the options of placement.
+        metrics: where retries are counted.
+        sessions: where sessions live, and
+        loads: what is in flight, if several processes share them; default: this process's own.
+        reads_figures: whether this process asks engines how full they are; of several, one does.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        metrics: Metrics,
+        *,
+        sessions: SessionTable | None = None,
+        loads: LoadBoard | None = None,
+        reads_figures: bool = True,
+    ) -> None:
         self.metrics = metrics
         self.membership = Membership()
         self.engines: dict[str, Engine] = {}
-        self.sessions = Sessions()
-        self.gate = Gate(max_held=config.max_held, max_held_bytes=1 << 32, max_hold_s=config.max_hold_s)
-        self._policy = make_policy(config.policy)
-        self._placed = 0
+        self.placement = Placement(PlacementOptions.of(config), sessions=sessions, board=loads)
+        self.gate = Gate(max_held=config.max_held, max_held_bytes=config.max_held_bytes, max_hold_s=config.max_hold_s)
         self._probes = Probes(self._engine_up, self.engine_refused)
+        self._figures = EngineFigures(
+            config.engine_metrics_interval_s if reads_figures else 0.0,
+            lambda: list(self.engines.values()),
+            self._engine_said,
+            self._probes.check,
+        )
         self._leaving: set[Engine] = set()
+        self._expire_at = 0.0
         self.on_end: Callable[[Exchange], None] | None = None
         """Called with every exchange when it is over, for the access log."""
         self.relay: Callable[[str, str, bytes], Awaitable[Answer]] | None = None
         """Who does admin calls (method, path, body) where this is one process of several; None: this process."""
+        self.on_wait: Callable[[], None] | None = None
+        """Called where a request has to wait for room, which another process may make."""
+        self.on_figures: Callable[[str, KVFigures], None] | None = None
+        """Called with what an engine said, for the processes that do not ask."""
+
+    # --- control -----------------------------------------------------------------------------------------------------
 
     def set_engines(self, epoch: int, entries: Sequence[EngineEntry]) -> None:
-        """Take over a full set. Raises StateError or UserError and changes nothing where it does not fit."""
+        """Take over a full set; it is in force when this returns.
+
+        Raises:
+            StateError: an epoch that is not newer, with other engines; nothing was changed.
+            UserError: a negative epoch, or two engines of one name or URL; nothing was changed.
+        """
         self.membership = self.membership.replaced_by(epoch, entries)
         before, self.engines = self.engines, {}
+        stayed: set[str] = set()
         for entry in self.membership.engines:
             known = before.get(entry.name)
             if known is not None and known.entry.url == entry.url:
                 del before[entry.name]
+                stayed.add(entry.name)
                 known.announce(entry)
                 self._probes.stop(known)
                 self.engines[entry.name] = known
             else:
                 self.engines[entry.name] = Engine(entry)
+        self.placement.set_engines(self.membership.engines)
+        self.gate.keep_engines(stayed)
         for engine in before.values():
             self._probes.stop(engine)
             engine.remove()
             self._leaving.add(engine)
         self._leaving = {engine for engine in self._leaving if engine.outstanding}
+        for name in list(self.gate.engines):  # its sessions may have to leave it now
+            self.gate.wake(Lane(Kind.ENGINE, name))
         self.gate.recheck()
+        self._figures.start()
 
     def set_gate(self, *, closed: bool, adapter: str | None = None, engine: str | None = None) -> None:
-        """Close or open a gate: of an adapter, of an engine, or for all. In force when this returns."""
+        """Close or open a gate: of an adapter, of an engine of the set, or for all. In force when this returns."""
+        if engine is not None and engine in self.engines:
+            self.placement.gate(engine, closed=closed)
         self.gate.set(closed=closed, adapter=adapter, engine=engine)
 
     def finish_session(self, session_id: str) -> bool:
         """The session has no further turn; False: it was not known."""
-        return self.sessions.home(session_id) is not None
+        known = self.placement.finish_session(session_id)
+        self.gate.room()
+        return known
+
+    # --- requests ----------------------------------------------------------------------------------------------------
 
     def try_place(self, exchange: Exchange) -> Lane | None:
         """Send the request to an engine, or say what it has to wait for."""
         request = exchange.request
-        session_id = request.session_id
-        home = None if session_id is None else self.sessions.home(session_id)
-        info = RequestInfo(
-            session_id, request.min_weight_version, home, frozenset(exchange.tried) if exchange.tried else _NONE
-        )
-        views = [
-            EngineView(e.name, e.entry.eligible and not e.down, e.entry.weight_version, e.outstanding)
-            for e in self.engines.values()
-        ]
-        able = candidates(views, info)
-        if not able:
-            return NOWHERE
-        if exchange.tried:
-            able = tuple([view for view in able if view.name not in info.tried])
-            if not able:
-                exchange.refuse(
-                    RefusalError(
-                        502, "engines_failed", f"every engine tried broke the request: {', '.join(exchange.tried)}"
-                    )
-                )
-                return None
-        chosen = self._policy.choose(Snapshot(able, self._placed), info)
-        self._placed += 1
-        if session_id is not None:
-            self.sessions.settle(session_id, chosen.name)
-        engine = self.engines[chosen.name]
-        engine.requests += 1
+        gate = self.gate
+        if gate.adapters and request.adapter in gate.adapters:
+            return Lane(Kind.ADAPTER, request.adapter)
+        if gate.crowded and self._joins_queue(exchange):
+            return Lane(Kind.ROOM, (request.min_weight_version, request.adapter))
+        name = self.placement.place(request, time.monotonic(), exchange.tried)
+        if not isinstance(name, str):
+            return self._lane(exchange, name)
+        engine = self.engines[name]
         engine.outstanding += 1
+        engine.requests += 1
         exchange.place(engine)
         return None
 
-    def left(self, exchange: Exchange, engine: Engine, now: float, *, ok: bool) -> None:  # noqa: ARG002
-        """The request is no longer with that engine: it was answered, failed, or is taken back."""
+    def left(self, exchange: Exchange, engine: Engine, now: float, *, ok: bool) -> None:
+        """The request is no longer with that engine: it was answered (`ok`), failed, or is taken back."""
         engine.outstanding -= 1
+        self.placement.done(exchange.request, engine.name, now, ok=ok)
+        if self.gate.crowded:
+            self.gate.room()
 
     def replace(self, exchange: Exchange, reason: str) -> None:
         """Place a request that an engine did not take."""
         self.metrics.retries[reason] += 1
         self.gate.submit(exchange)
 
+    # --- breakers ----------------------------------------------------------------------------------------------------
+
     def engine_refused(self, engine: Engine) -> None:
-        """A connection was refused: leave the engine out until a probe succeeds or a membership is announced."""
-        if not engine.removed and not engine.down:
-            engine.mark(down=True)
-            self._probes.start(engine)
+        """It refused a connection or failed a health check: left out until a probe succeeds or it is announced."""
+        if engine.removed or engine.down:
+            return
+        engine.mark(down=True)
+        self.placement.mark(engine.name, down=True)
+        self._probes.start(engine)
+        self.gate.wake(Lane(Kind.ENGINE, engine.name))
+
+    def _engine_up(self, engine: Engine) -> None:
+        engine.mark(down=False)
+        self.placement.mark(engine.name, down=False)
+        self.gate.recheck()
+
+    def figures(self, name: str, figures: KVFigures) -> None:
+        """Note what an engine of the set says of its KV cache."""
+        self.placement.figures(name, kv_usage=figures.usage, kv_capacity=figures.capacity)
+        self.gate.room()
+
+    def _engine_said(self, engine: Engine, figures: KVFigures) -> None:
+        self.figures(engine.name, figures)
+        if self.on_figures is not None:
+            self.on_figures(engine.name, figures)
+
+    # --- time --------------------------------------------------------------------------------------------------------
 
     def sweep(self, now: float) -> None:
-        """Close idle connections and refuse requests that have waited too long; `now` is `time.monotonic()`."""
+        """Close idle connections, forget idle sessions, refuse who waited too long; `now` is `time.monotonic()`."""
         for engine in self.engines.values():
             engine.close_idle(now)
+        if now >= self._expire_at:
+            self._expire_at = now + _EXPIRE_S
+            if self.placement.expire(now):
+                self.gate.room()
         self.gate.expire(now)
 
     async def close(self) -> None:
         """Close every connection to an engine."""
-        await self._probes.close()
+        await asyncio.gather(self._figures.close(), self._probes.close())
         await asyncio.gather(*[engine.close() for engine in (*self.engines.values(), *self._leaving)])
 
-    def _engine_up(self, engine: Engine) -> None:
-        engine.mark(down=False)
-        self.gate.recheck()
+    # --- parts of it -------------------------------------------------------------------------------------------------
+
+    def _joins_queue(self, exchange: Exchange) -> bool:
+        """Whether it opens a session while others like it wait for room, and it is not its turn."""
+        request = exchange.request
+        session_id = request.session_id
+        if session_id is None or not self.gate.waits_for_room((request.min_weight_version, request.adapter)):
+            return False
+        return self.placement.sessions.get(session_id) is None
+
+    def _lane(self, exchange: Exchange, answer: Defer | None) -> Lane | None:
+        """What a request waits for that was not placed; None: it is refused."""
+        request = exchange.request
+        if answer is Defer.WAIT:
+            if self.on_wait is not None:
+                self.on_wait()
+            return Lane(Kind.ROOM, (request.min_weight_version, request.adapter))
+        if answer is Defer.GATED:
+            record = None if request.session_id is None else self.placement.sessions.get(request.session_id)
+            home = None if record is None else record.engine
+            return ANY_ENGINE if home not in self.gate.engines else Lane(Kind.ENGINE, home)
+        if exchange.tried and self.placement.could_serve(request):
+            names = ", ".join(exchange.tried)
+            exchange.refuse(RefusalError(502, "engines_failed", f"every engine tried broke the request: {names}"))
+            return None
+        return NOWHERE

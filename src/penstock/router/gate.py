@@ -86,11 +86,11 @@ class Gate:
         """Engines whose gate is closed."""
         self.held_bytes = 0
         """Most bytes that are kept of the requests that wait."""
-        self.filling = False
-        """Requests that have waited for room are tried just now: nobody overtakes them."""
+        self._filling = False
+        """Requests that have waited for room are tried just now."""
         self._entries: dict[Waiting, _Entry] = {}
         self._turns: Queue = OrderedDict()
-        self._rooms: dict[Lane, Queue] = {}
+        self.crowded: dict[Lane, Queue] = {}
         """Lanes of the kind ROOM: only their first is tried, and the next when that one went."""
         self._lanes: dict[Lane, Queue] = {}
         """All other lanes but TURN: the whole of one is woken."""
@@ -111,9 +111,9 @@ class Gate:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def crowded(self, lane: Lane) -> bool:
-        """Whether requests wait for room in that lane, and it is not their turn: a newcomer joins them."""
-        return not self.filling and lane in self._rooms
+    def waits_for_room(self, key: tuple[int, str | None]) -> bool:
+        """Whether requests of that key wait for room, and it is not their turn: a newcomer joins them."""
+        return not self._filling and Lane(Kind.ROOM, key) in self.crowded
 
     def held_by(self) -> dict[str, int]:
         """How many wait for what, by the value of `Kind`."""
@@ -189,7 +189,7 @@ class Gate:
 
     def room(self) -> None:
         """Load has fallen: those that have waited for room longest are tried, soon, and once for many such events."""
-        if self._rooms and not self._fill_due:
+        if self.crowded and not self._fill_due:
             self._fill_due = True
             asyncio.get_running_loop().call_soon(self._fill)
 
@@ -215,7 +215,7 @@ class Gate:
         if lane is TURN:
             entry.queue = self._turns
         else:
-            lanes = self._rooms if lane.kind is Kind.ROOM else self._lanes
+            lanes = self.crowded if lane.kind is Kind.ROOM else self._lanes
             entry.queue = lanes.setdefault(lane, OrderedDict())
         entry.queue[request] = None
         if lane is NOWHERE:
@@ -226,7 +226,7 @@ class Gate:
         lane, queue = entry.lane, entry.queue
         if queue.pop(request, _ABSENT) is _ABSENT:
             return  # it is being tried, and was charged before that
-        lanes = self._rooms if lane.kind is Kind.ROOM else self._lanes
+        lanes = self.crowded if lane.kind is Kind.ROOM else self._lanes
         if not queue and lanes.get(lane) is queue:
             del lanes[lane]
         now = time.monotonic()
@@ -267,17 +267,17 @@ class Gate:
         if self._closed_at is not None:
             return
         tries = _SLICE
-        self.filling = True
-        for lane in list(self._rooms):
-            while tries and lane in self._rooms:
+        self._filling = True
+        for lane in list(self.crowded):
+            while tries and lane in self.crowded:
                 tries -= 1
-                request = next(iter(self._rooms[lane]))
+                request = next(iter(self.crowded[lane]))
                 self._try(request)
                 entry = self._entries.get(request)
                 if entry is not None and entry.lane == lane:  # no room for it: nor for those behind it
                     entry.queue.move_to_end(request, last=False)
                     break
-        self.filling = False
+        self._filling = False
         if not tries:
             self.room()
 

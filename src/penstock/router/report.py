@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.router.metrics import PREFIX
@@ -10,11 +12,13 @@ from penstock.router.prometheus import Family, Sample
 if TYPE_CHECKING:
     from penstock.router.dispatcher import Dispatcher
     from penstock.router.engine import Engine
+    from penstock.router.policies.base import EngineView
 
 
 def state(dispatcher: Dispatcher) -> dict[str, Any]:
     """What `GET /router/engines` answers; `penstock.router.admin_client.RouterState` explains each value."""
-    gate = dispatcher.gate
+    gate, placement = dispatcher.gate, dispatcher.placement
+    views = placement.views()
     return {
         "epoch": dispatcher.membership.epoch,
         "gate_closed": gate.closed,
@@ -23,34 +27,41 @@ def state(dispatcher: Dispatcher) -> dict[str, Any]:
         "held_bytes": gate.held_bytes,
         "held_by": gate.held_by(),
         "requests": dispatcher.metrics.requests,
-        "sessions": len(dispatcher.sessions),
-        "moved_sessions": 0,
-        "placements": {},
-        "engines": [_engine(dispatcher, engine) for engine in dispatcher.engines.values()],
+        "sessions": len(placement.sessions),
+        "moved_sessions": placement.statistics.moved,
+        "placements": dict(placement.statistics.rules),
+        "workers": [os.getpid()],
+        "engines": [_engine(dispatcher, engine, views[engine.name]) for engine in dispatcher.engines.values()],
     }
 
 
-def _engine(dispatcher: Dispatcher, engine: Engine) -> dict[str, Any]:
+def _engine(dispatcher: Dispatcher, engine: Engine, view: EngineView) -> dict[str, Any]:
     entry = engine.entry
+    sessions = dispatcher.placement.sessions_on(entry.name)
     return {
         "name": entry.name,
         "url": entry.url,
         "weight_version": entry.weight_version,
         "eligible": entry.eligible,
         "draining": entry.draining,
-        "drained": entry.draining and not engine.outstanding,
+        "drained": entry.draining and not view.outstanding and not sessions,
         "adapters": entry.adapters,
         "down": engine.down,
         "breaker_openings": engine.openings,
         "gate_closed": entry.name in dispatcher.gate.engines,
-        "outstanding": engine.outstanding,
+        "outstanding": view.outstanding,
+        "outstanding_tokens": view.outstanding_tokens,
+        "resident_tokens": view.resident_tokens,
+        "sessions": sessions,
+        "kv_usage": view.kv_usage,
+        "kv_capacity": view.kv_capacity,
         "requests": engine.requests,
     }
 
 
 def families(dispatcher: Dispatcher) -> list[Family]:
     """Every figure for Prometheus."""
-    gate = dispatcher.gate
+    gate, statistics = dispatcher.gate, dispatcher.placement.statistics
     engines = state(dispatcher)["engines"]
 
     def gauge(name: str, what: str, value: float, *, shared: bool = False) -> Family:
@@ -61,13 +72,25 @@ def families(dispatcher: Dispatcher) -> list[Family]:
         samples = [Sample({"engine": engine["name"]}, float(engine[key])) for engine in engines]
         return Family(f"{PREFIX}engine_{name}", kind, what, samples, shared)
 
+    def counts(name: str, what: str, label: str, values: Mapping[str, int]) -> Family:
+        return Family(f"{PREFIX}{name}_total", "counter", what, [Sample({label: k}, n) for k, n in values.items()])
+
+    turns = {kind: getattr(statistics, kind) for kind in ("opened", "stayed", "moved", "rehomed", "single")}
     held = [Sample({"for": kind}, count) for kind, count in gate.held_by().items()]
     return [
         *dispatcher.metrics.families(),
         Family(f"{PREFIX}held", "gauge", "Requests waiting now, by what they wait for.", held),
         gauge("held_bytes", "Most bytes that are kept of the requests that wait.", gate.held_bytes),
         gauge("gate_closed", "1 while the gate for all is closed.", gate.closed, shared=True),
+        gauge("sessions", "Sessions known.", len(dispatcher.placement.sessions), shared=True),
+        counts("placements", "Requests placed, by the policy that chose the engine.", "rule", statistics.rules),
+        counts("turns", "Requests placed, by what became of their session.", "session", turns),
         of_engines("outstanding", "Requests sent and not answered in full.", "outstanding"),
+        of_engines("outstanding_tokens", "Prompt and expected tokens of those.", "outstanding_tokens"),
+        of_engines("resident_tokens", "Context that lives there.", "resident_tokens"),
+        of_engines("sessions", "Sessions that live there.", "sessions"),
+        of_engines("kv_cache_usage", "Share of its KV cache in use; -1: not known.", "kv_usage"),
+        of_engines("kv_cache_capacity_tokens", "Tokens that its KV cache holds; 0: not known.", "kv_capacity"),
         of_engines("requests_total", "Requests sent.", "requests", shared=False),
         of_engines("eligible", "1 if the fleet announces it as eligible.", "eligible"),
         of_engines("draining", "1 while it is to leave.", "draining"),

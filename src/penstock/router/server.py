@@ -18,8 +18,10 @@ from penstock.router.client_connection import Call, ClientConnection
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.exchange import Exchange
 from penstock.router.head import RequestHead
+from penstock.router.loads import LoadBoard
 from penstock.router.metrics import Metrics
 from penstock.router.refusal import RefusalError
+from penstock.router.sessions import SessionTable
 
 _BACKLOG = 4096
 _SWEEP_S = 0.25
@@ -42,18 +44,30 @@ class Router:
         config: limits and the policy.
         api_key: asked for on every request but `GET /router/health`; None: nobody is asked.
         access_log: log one JSON line a request to the logger `penstock.router.access`.
+        sessions: where sessions live, and
+        loads: what is in flight, where several processes share them; see `Dispatcher`.
+        reads_figures: whether this process asks engines how full they are.
 
     Raises:
         ConfigError: for an unknown policy.
     """
 
     def __init__(
-        self, config: RouterConfig | None = None, *, api_key: str | None = None, access_log: bool = False
+        self,
+        config: RouterConfig | None = None,
+        *,
+        api_key: str | None = None,
+        access_log: bool = False,
+        sessions: SessionTable | None = None,
+        loads: LoadBoard | None = None,
+        reads_figures: bool = True,
     ) -> None:
         self.config = config or RouterConfig()
         self.api_key = None if api_key is None else api_key.encode()
         self.metrics = Metrics()
-        self.dispatcher = Dispatcher(self.config, self.metrics)
+        self.dispatcher = Dispatcher(
+            self.config, self.metrics, sessions=sessions, loads=loads, reads_figures=reads_figures
+        )
         self.clients: set[ClientConnection] = set()
         self._server: asyncio.Server | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
