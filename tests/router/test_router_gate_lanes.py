@@ -1,0 +1,231 @@
+"""The gate's lanes on their own: each event lets go whom it concerns, in order, and looks at nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+from router_rig import eventually
+
+from penstock.router.gate import Gate
+from penstock.router.lane import ANY_ENGINE, NOWHERE, Kind, Lane
+from penstock.router.refusal import RefusalError
+
+ROOM = Lane(Kind.ROOM, (0, None))
+CODE = Lane(Kind.ADAPTER, "code")
+E0 = Lane(Kind.ENGINE, "e0")
+
+
+class Request:
+    """Waits where `where` says; counts how often it is tried."""
+
+    def __init__(self, name: object, log: list[object], where: Callable[[], Lane | None], size: int = 0) -> None:
+        self.hold_seconds = self.gate_seconds = self.patience_used = 0.0
+        self.name, self.log, self.where, self.size = name, log, where, size
+        self.tries = 0
+        self.refusal = ""
+
+    def try_place(self) -> Lane | None:
+        self.tries += 1
+        lane = self.where()
+        if lane is None:
+            self.log.append(self.name)
+        return lane
+
+    def held(self) -> int:
+        return self.size
+
+    def refuse(self, refusal: RefusalError) -> None:
+        self.refusal = refusal.code
+
+
+def make_gate(max_held: int = 100_000, max_held_bytes: int = 1 << 40, max_hold_s: float = 10) -> Gate:
+    return Gate(max_held=max_held, max_held_bytes=max_held_bytes, max_hold_s=max_hold_s)
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_of_ten_thousand_that_wait_for_room_an_event_tries_only_the_first() -> None:
+    gate, log, free = make_gate(), [], 0
+
+    def room() -> Lane | None:
+        nonlocal free
+        if not free:
+            return ROOM
+        free -= 1
+        return None
+
+    waiting = [Request(i, log, room) for i in range(10_000)]
+    for request in waiting:
+        gate.submit(request)
+    assert len(gate) == gate.held_by()["room"] == 10_000
+    for event in range(5):
+        free = 1
+        for _ in range(100):  # many of these in one turn of the loop are one
+            gate.room()
+        await turns(3)
+        assert log == list(range(event + 1))
+    assert sum(request.tries for request in waiting) == 10_000 + 5 + 5  # each event: one goes, the next does not
+    assert next(iter(gate.crowded[ROOM])).name == 5
+
+
+async def test_room_for_thousands_is_given_in_slices() -> None:
+    gate, log, full = make_gate(), [], True
+    for i in range(1000):
+        gate.submit(Request(i, log, lambda: ROOM if full else None))
+    full = False
+    gate.room()
+    await turns(1)
+    assert 0 < len(log) < 200
+    await eventually(lambda: not len(gate))
+    assert log == list(range(1000))
+    assert not gate.crowded
+
+
+async def test_one_kind_of_room_does_not_hold_up_another() -> None:
+    gate, log = make_gate(), []
+    newer = Lane(Kind.ROOM, (7, None))
+    gate.submit(Request("stuck", log, lambda: newer))
+    full = True
+    gate.submit(Request("goes", log, lambda: ROOM if full else None))
+    full = False
+    gate.room()
+    await turns(2)
+    assert log == ["goes"]
+    assert gate.waits_for_room((7, None))
+    assert not gate.waits_for_room((0, None))
+
+
+async def test_who_waits_for_room_and_then_for_an_engine_makes_way() -> None:
+    gate, log, first = make_gate(), [], ROOM
+    gate.submit(Request("first", log, lambda: first))
+    full = True
+    gate.submit(Request("second", log, lambda: ROOM if full else None))
+    first, full = NOWHERE, False
+    gate.room()
+    await turns(2)
+    assert (log, gate.held_by()["nowhere"]) == (["second"], 1)
+
+
+async def test_a_gate_of_one_adapter_or_engine_wakes_its_own_lane() -> None:
+    gate, log = make_gate(), []
+    for name, lane in (("adapter", CODE), ("engine", E0), ("any", ANY_ENGINE), ("nowhere", NOWHERE)):
+        closed = {"code": gate.adapters, "e0": gate.engines}.get(str(lane.key))
+
+        def where(lane: Lane = lane, closed: set[str] | None = closed) -> Lane | None:
+            return lane if closed is None or lane.key in closed else None
+
+        gate.set(closed=True, adapter="code")
+        gate.set(closed=True, engine="e0")
+        gate.submit(Request(name, log, where))
+    assert gate.held_by() == {"turn": 0, "adapter": 1, "engine": 2, "room": 0, "nowhere": 1}
+    gate.set(closed=False, adapter="other")
+    assert log == []
+    gate.set(closed=False, adapter="code")
+    assert log == ["adapter"]
+    gate.keep_engines({"e0"})
+    assert log == ["adapter"]
+    gate.keep_engines({"e1"})  # it left the set, and its gate with it
+    assert log == ["adapter", "engine"]
+    assert not gate.engines
+
+
+async def test_closing_for_all_holds_what_an_adapters_gate_lets_go() -> None:
+    gate, log = make_gate(), []
+    gate.set(closed=True, adapter="code")
+    for i in range(300):
+        gate.submit(Request(i, log, lambda: CODE if gate.adapters else None))
+    gate.set(closed=True)
+    gate.set(closed=False, adapter="code")
+    await turns(5)
+    assert (log, len(gate)) == ([], 300)
+    gate.submit(Request(300, log, lambda: None))
+    gate.set(closed=False)
+    await eventually(lambda: not len(gate))
+    assert log == list(range(301))
+
+
+async def test_time_is_charged_to_what_was_waited_for() -> None:
+    gate, log, lane = make_gate(), [], CODE
+    request = Request("r", log, lambda: lane)
+    gate.submit(request)
+    await asyncio.sleep(0.05)
+    lane = ROOM
+    gate.wake(CODE)
+    assert (request.gate_seconds, request.hold_seconds) == (pytest.approx(0.05, abs=0.02), 0)
+    await asyncio.sleep(0.05)
+    lane = NOWHERE
+    gate.room()
+    await turns(2)
+    assert request.hold_seconds == pytest.approx(0.05, abs=0.02)
+    assert request.patience_used == 0
+    gate.set(closed=True)
+    await asyncio.sleep(0.05)
+    lane = None
+    gate.set(closed=False)
+    assert log == ["r"]
+    assert request.gate_seconds == pytest.approx(0.1, abs=0.03)
+    assert request.hold_seconds == pytest.approx(0.05, abs=0.03)
+    assert request.patience_used == pytest.approx(0, abs=0.02)
+
+
+async def test_only_who_waits_for_an_engine_gives_up() -> None:
+    gate, log = make_gate(max_hold_s=1), []
+    requests = {lane: Request(lane, log, lambda lane=lane: lane) for lane in (CODE, E0, ANY_ENGINE, ROOM, NOWHERE)}
+    for request in requests.values():
+        gate.submit(request)
+    gate.expire(time.monotonic() + 0.9)
+    assert len(gate) == 5
+    gate.expire(time.monotonic() + 3600)
+    assert [lane for lane, request in requests.items() if request.refusal] == [NOWHERE]
+
+
+async def test_the_queue_is_bounded_by_bytes() -> None:
+    gate, log = make_gate(max_held_bytes=100), []
+    requests = [Request(i, log, lambda: NOWHERE, size=40) for i in range(3)]
+    for request in requests:
+        gate.submit(request)
+    assert [request.refusal for request in requests] == ["", "", "queue_full"]
+    assert gate.held_bytes == 80
+    gate.discard(requests[0])
+    gate.discard(requests[0])
+    assert (gate.held_bytes, len(gate)) == (40, 1)
+    gate.submit(Request(3, log, lambda: NOWHERE, size=60))
+    assert gate.held_bytes == 100
+
+
+async def test_a_request_that_is_refused_when_it_is_tried_is_forgotten() -> None:
+    gate, log = make_gate(), []
+
+    def refused() -> Lane | None:
+        if request.tries == 1:
+            return NOWHERE
+        gate.discard(request)  # as an exchange does when it is refused
+        return None
+
+    request = Request("r", log, refused, size=10)
+    gate.submit(request)
+    gate.recheck()
+    assert (len(gate), gate.held_bytes) == (0, 0)
+    gate.submit(Request("next", log, lambda: None))
+    assert log == ["r", "next"]
+
+
+async def test_opening_for_ten_thousand_never_keeps_the_loop_for_long() -> None:
+    gate, log = make_gate(), []
+    gate.set(closed=True, adapter="code")
+    for i in range(10_000):
+        gate.submit(Request(i, log, lambda: CODE if gate.adapters else None))
+    longest, last = 0.0, time.process_time()
+    gate.set(closed=False, adapter="code")
+    while len(gate):
+        now = time.process_time()
+        longest, last = max(longest, now - last), now
+        await asyncio.sleep(0)
+    assert log == list(range(10_000))
+    assert longest < 0.02  # the whole takes several times as long
