@@ -171,11 +171,12 @@ class VllmRouterAdmin:
     async def set_engines(self, epoch: int, engines: Sequence[EngineEntry]) -> None:
         """Make its workers those of `engines` that are eligible; others are removed, whoever added them.
 
+        One that drains is removed too: vllm-router would send it new sessions as well. Its requests in flight go on.
         It knows no epochs, so an older one is refused here (`StateError`): of this fleet's own messages the newest is
         in force. Those that may not serve leave before others come.
         """
         announced = self._membership.replaced_by(epoch, engines)
-        wanted = {entry.url for entry in announced.engines if entry.eligible}
+        wanted = {entry.url for entry in announced.engines if entry.eligible and not entry.draining}
         present = set((await self._workers()).keys())
         for url in sorted(present - wanted):
             await self._change("remove", url)
