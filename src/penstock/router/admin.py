@@ -38,8 +38,9 @@ class AdminCall:
         if done and self._started:
             self._execute()
 
-    def start(self) -> None:
+    def begin(self, data: bytes, start: int, *, done: bool) -> None:
         """See `Call`."""
+        self.add_body(data[start:], done=done)
         self._started = True
         if self._request.length < 0:
             raise RefusalError(411, "length_required", "send an admin body with Content-Length")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
 
-from penstock.router.framing import BodyReader, ChunkedReader, FramingError, LengthReader, body_slice
+from penstock.router.framing import BodyReader, ChunkedReader, FramingError, LengthReader
 from penstock.router.head import CHUNKED, RequestHead, parse_request
 from penstock.router.refusal import RefusalError
 
@@ -30,6 +30,7 @@ _PIPELINE_LIMIT = 1 << 16
 _NEVER = float("inf")
 _COMPLETE = LengthReader(0)
 _BARE_LF = re.compile(rb"(?<!\r)\n")
+_CR = 13
 _BODY, _PIPELINE = 1, 2
 """Reasons not to read, as bits."""
 
@@ -37,12 +38,12 @@ _BODY, _PIPELINE = 1, 2
 class Call(Protocol):
     """What serves one request: an `Exchange`, or an admin call."""
 
-    def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:
-        """A piece of the request's body."""
+    def begin(self, data: bytes, start: int, *, done: bool) -> None:
+        """The head as it came, and behind it from `start` what came with it of the body; all of it, if `done`."""
         ...
 
-    def start(self) -> None:
-        """The head, and what came with it, is complete."""
+    def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:
+        """A further piece of the request's body."""
         ...
 
     def refuse(self, refusal: RefusalError) -> None:
@@ -69,6 +70,7 @@ class ClientConnection(asyncio.Protocol):
         "_lingering",
         "_on_deadline",
         "_pipelined",
+        "_ready",
         "_request",
         "_router",
         "deadline",
@@ -83,7 +85,9 @@ class ClientConnection(asyncio.Protocol):
         """`time.monotonic()` at which `expire` is due; the router looks at it now and then."""
         self._router = router
         self._on_deadline: Callable[[], None] = self._cut_off
-        self._head = b""
+        self._ready = True
+        """The next byte is the first of a request."""
+        self._head: bytes = b""
         """A head that is not complete yet."""
         self._pipelined = b""
         """What came after the request that is being served."""
@@ -103,24 +107,33 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes have come."""
-        if self._lingering:
-            return
-        if self._pipelined:
-            self._keep_for_later(data)
-            return
         try:
-            if self._call is None:
-                self._read_head(data)
-            elif self._body is None or self._body.done:
-                self._keep_for_later(data)
+            if self._ready:
+                end = data.find(b"\r\n\r\n") + 4
+                if 4 <= end <= self._router.config.max_header_bytes and data[0] > _CR:  # noqa: PLR2004 - found
+                    self._begin(parse_request(data[:end]), data, end)
+                else:
+                    self._read_head(data)
             else:
-                self._read_body(self._call, self._body, data)
+                self._read_more(data)
         except RefusalError as refusal:
             if self._call is not None:
                 self._call.refuse(refusal)
             else:
                 self._router.metrics.rejected[refusal.code] += 1
                 self.answer_refusal(refusal)
+
+    def _read_more(self, data: bytes) -> None:
+        if self._lingering:
+            return
+        if self._pipelined:
+            self._keep_for_later(data)
+        elif self._call is None:
+            self._read_head(data)
+        elif self._body is None or self._body.done:
+            self._keep_for_later(data)
+        else:
+            self._read_body(self._call, self._body, data)
 
     def eof_received(self) -> None:
         """The client will send nothing more."""
@@ -172,6 +185,7 @@ class ClientConnection(asyncio.Protocol):
         """The answer is complete: on to the next request, or close."""
         unread = self._body is None or not self._body.done
         self._call = self._request = self._body = None
+        self._ready = not close and not self._pipelined
         if self.transport.is_closing():
             return
         if self._blocked & _BODY:
@@ -252,7 +266,6 @@ class ClientConnection(asyncio.Protocol):
             raise RefusalError(431, "headers_too_large", f"the request's head is longer than {limit} bytes")
         if complete:
             self._head = b""
-            self.deadline = _NEVER
             self._begin(parse_request(data[:end]), data, end)
             return
         if _BARE_LF.search(data):
@@ -260,29 +273,29 @@ class ClientConnection(asyncio.Protocol):
         if data and not self._head:
             self._arm(self._router.config.header_timeout_s, self._slow_head)
         self._head = data
+        self._ready = not data
 
     def _begin(self, request: RequestHead, data: bytes, start: int) -> None:
+        self._ready = False
+        self.deadline = _NEVER
         self._request = request
-        end = start + request.length
-        if start <= end <= len(data):  # all of it is here, as it mostly is
+        router = self._router
+        if request.length == len(data) - start:  # all of it is here, and nothing else, as it mostly is
             self._body = _COMPLETE
-            if end < len(data):
-                self._keep_for_later(data[end:])
-            self._check(request)
-            call = self._call = self._router.call(self, request)
-            call.add_body(body_slice(data, start, end), done=True)
-            call.start()
+            if router.api_key is not None or request.length > router.config.max_body_bytes:
+                self._check(request)
+            call = self._call = router.call(self, request)
+            call.begin(data, start, done=True)
             return
         body = self._body = ChunkedReader() if request.length == CHUNKED else LengthReader(request.length)
         self._check(request)
-        call = self._call = self._router.call(self, request)
-        if start < len(data):
-            self._read_body(call, body, data, start)
-        else:
+        end = self._follow(body, data, start) if start < len(data) else start
+        call = self._call = router.call(self, request)
+        if not body.done:
             self._arm(BODY_STALL_S, self._slow_body)
-        if request.expects_continue and not body.done:
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        call.start()
+            if request.expects_continue:
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        call.begin(data[:end], start, done=body.done)
 
     def _check(self, request: RequestHead) -> None:
         key = self._router.api_key
@@ -295,7 +308,16 @@ class ClientConnection(asyncio.Protocol):
         if request.length > limit:
             raise RefusalError(413, "body_too_large", f"a body of {request.length} bytes is over the limit of {limit}")
 
-    def _read_body(self, call: Call, body: BodyReader, data: bytes, start: int = 0) -> None:
+    def _read_body(self, call: Call, body: BodyReader, data: bytes) -> None:
+        end = self._follow(body, data, 0)
+        if body.done:
+            self.deadline = _NEVER
+        else:
+            self._arm(BODY_STALL_S, self._slow_body)
+        call.add_body(data[:end], done=body.done)
+
+    def _follow(self, body: BodyReader, data: bytes, start: int) -> int:
+        """Where this request's bytes end in `data`; what is behind them is kept for later."""
         try:
             end = body.feed(data, start)
         except FramingError as error:
@@ -305,11 +327,7 @@ class ClientConnection(asyncio.Protocol):
             raise RefusalError(413, "body_too_large", f"the body is over the limit of {limit} bytes")
         if end < len(data):
             self._keep_for_later(data[end:])
-        if body.done:
-            self.deadline = _NEVER
-        else:
-            self._arm(BODY_STALL_S, self._slow_body)
-        call.add_body(body_slice(data, start, end), done=body.done)
+        return end
 
     # --- pipelining --------------------------------------------------------------------------------------------------
 
@@ -320,6 +338,7 @@ class ClientConnection(asyncio.Protocol):
     def _next(self) -> None:
         data, self._pipelined = self._pipelined, b""
         if self._call is None and not self.transport.is_closing():
+            self._ready = True
             self._block(_PIPELINE, blocked=False)
             self.data_received(data)
 

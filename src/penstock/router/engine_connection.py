@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
-from penstock.router.framing import BodyReader, ChunkedReader, CloseReader, FramingError, LengthReader
-from penstock.router.head import CHUNKED, parse_response
+from penstock.router.framing import (
+    WHOLE_CHUNK_LIMIT,
+    WHOLE_CHUNK_OPENING,
+    BodyReader,
+    ChunkedReader,
+    CloseReader,
+    FramingError,
+    LengthReader,
+)
+from penstock.router.head import CHUNKED, ResponseHead, parse_response
 from penstock.router.refusal import RefusalError
 
 if TYPE_CHECKING:
@@ -16,8 +25,6 @@ if TYPE_CHECKING:
 
 _MAX_HEAD = 262_144
 """Bytes; an engine's head is trusted more than a client's, but not without bound."""
-_JOIN_LIMIT = 1 << 14
-"""A head is joined with up to this much of a body: one write for small requests, no copy of large ones."""
 _CONTINUE, _SWITCHING, _FINAL = 100, 101, 200
 
 
@@ -25,8 +32,10 @@ class EngineConnection(asyncio.Protocol):
     """Protocol of one connection in an engine's pool; serves one exchange at a time."""
 
     __slots__ = (
+        "_between_chunks",
         "_body",
         "_buffer",
+        "_pass_on",
         "_payload",
         "_read_paused",
         "_reusable",
@@ -49,6 +58,10 @@ class EngineConnection(asyncio.Protocol):
         self._buffer = b""
         self._body: BodyReader | None = None
         self._payload: list[bytes] | None = None
+        self._between_chunks = False
+        """The answer is passed on as it comes, and the next byte is the first of a chunk."""
+        self._pass_on: Callable[[bytes], object] = _nowhere
+        """The client's `transport.write`, while an answer is passed on."""
         self._reusable = False
         self._read_paused = False
 
@@ -74,6 +87,13 @@ class EngineConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Bytes have come."""
         exchange = self.exchange
+        if self._between_chunks and exchange is not None:
+            # A token of a stream: nearly always one whole chunk, which needs no reader.
+            size = len(data)
+            if size < WHOLE_CHUNK_LIMIT and data.startswith(WHOLE_CHUNK_OPENING[size]) and data.endswith(b"\r\n"):
+                exchange.bytes_out += size
+                self._pass_on(data)
+                return
         if exchange is None:
             self.transport.abort()  # nobody asked: the connection cannot be trusted any more
             return
@@ -84,7 +104,7 @@ class EngineConnection(asyncio.Protocol):
                 self._read_body(exchange, self._body, data)
         except FramingError as error:
             self.drop()
-            exchange.broken(f"bad chunked answer: {error}")
+            exchange.broken(f"bad answer: {error}")
         except RefusalError as refusal:
             self.drop()
             exchange.failed(refusal)
@@ -104,17 +124,13 @@ class EngineConnection(asyncio.Protocol):
 
     # --- for the exchange --------------------------------------------------------------------------------------------
 
-    def send(self, exchange: Exchange, head: bytes, body: Sequence[bytes | memoryview]) -> None:
+    def send(self, exchange: Exchange, pieces: Sequence[bytes | memoryview]) -> None:
         """Start an exchange with its head and what has come of its body."""
         self.exchange = exchange
-        self._buffer = b""
-        self._body = None
-        if len(body) == 1 and len(body[0]) <= _JOIN_LIMIT:
-            self.transport.write(b"".join((head, body[0])))
-            return
-        self.transport.write(head)
-        for piece in body:
-            self.transport.write(piece)
+        if len(pieces) == 1:
+            self.transport.write(pieces[0])
+        else:
+            self.transport.writelines(pieces)
 
     def set_reading(self, *, reading: bool) -> None:
         """Read the answer, or leave it with the engine while the client is slow."""
@@ -131,52 +147,90 @@ class EngineConnection(asyncio.Protocol):
 
     def _read_head(self, exchange: Exchange, data: bytes) -> None:
         if not self._buffer:
-            exchange.first_byte()
-        data = self._buffer + data
+            exchange.first_byte(time.monotonic())
+        else:
+            data = self._buffer + data
+            self._buffer = b""
         start = 0
         while True:
             end = data.find(b"\r\n\r\n", start) + 4
             if end < 4:  # noqa: PLR2004 - not found
                 if len(data) > _MAX_HEAD:
-                    raise RefusalError(
-                        502, "bad_engine_response", f"the engine's head is longer than {_MAX_HEAD} bytes"
-                    )
+                    what = f"the engine's head is longer than {_MAX_HEAD} bytes"
+                    raise RefusalError(502, "bad_engine_response", what)
                 self._buffer = data[start:]
                 return
-            response = parse_response(data[start:end], exchange.request.method)
-            start = end
+            head = data[start:end]
+            response = parse_response(head, exchange.request.method)
             if response.status >= _FINAL:
                 break
-            if response.status == _SWITCHING:
-                raise RefusalError(502, "bad_engine_response", "the engine switched protocols, which nobody asked for")
-            if response.status != _CONTINUE:
-                exchange.interim(response.forward)
-        self._buffer = b""
-        self._payload = [] if response.length == CHUNKED and not exchange.request.http_1_1 else None
-        if response.length >= 0:
-            body = LengthReader(response.length)
-        else:
-            body = ChunkedReader(self._payload) if response.length == CHUNKED else CloseReader()
-        self._body = body
-        self._reusable = response.keep_alive
-        self._read_body(exchange, body, data, start, exchange.respond(response))
+            self._interim(exchange, response)
+            start = end
+        if start:
+            data = data[start:]
+            end -= start
+        self._begin_answer(exchange, response, data, end)
 
-    def _read_body(self, exchange: Exchange, body: BodyReader, data: bytes, start: int = 0, head: bytes = b"") -> None:
-        if body.feed(data, start) < len(data):
-            # Bytes after the answer: it is not the answer to this request, or the next one's would not be.
-            self.drop()
-            exchange.broken("the engine sent more than its answer")
+    def _interim(self, exchange: Exchange, response: ResponseHead) -> None:
+        """An informational answer, before the real one."""
+        if response.status == _SWITCHING:
+            raise RefusalError(502, "bad_engine_response", "the engine switched protocols, which nobody asked for")
+        if response.status != _CONTINUE:
+            exchange.interim(response.forward)
+
+    def _begin_answer(self, exchange: Exchange, response: ResponseHead, data: bytes, end: int) -> None:
+        """`data` is the answer's head, up to `end`, and what has come of its body."""
+        self._reusable = response.keep_alive
+        length = response.length
+        forward = exchange.respond(response)
+        as_it_came = response.as_it_came and forward is response.forward
+        if length == len(data) - end:  # all of it is here
+            exchange.forward_head(data if as_it_came else forward + data[end:], length)
+            self._finish(exchange)
             return
+        self._payload = [] if length == CHUNKED and not exchange.request.http_1_1 else None
+        if length >= 0:
+            body = LengthReader(length)
+        else:
+            body = ChunkedReader(self._payload) if length == CHUNKED else CloseReader()
+        self._body = body
+        self._pass_on = exchange.client.transport.write
+        self._follow(body, data, end)
+        if self._payload is not None:
+            data = forward + b"".join(self._payload)
+            self._payload.clear()
+        elif not as_it_came:
+            data = forward + data[end:]
+        exchange.forward_head(data, len(data) - len(forward))
+        if body.done:
+            self._finish(exchange)
+
+    def _read_body(self, exchange: Exchange, body: BodyReader, data: bytes) -> None:
+        self._follow(body, data, 0)
         if self._payload is not None:
             data = b"".join(self._payload)
-            start = 0
             self._payload.clear()
-        if head:
-            exchange.forward_head(head, data, start)
-        elif data:
-            exchange.forward(data)
+        exchange.bytes_out += len(data)
+        self._pass_on(data)
         if body.done:
-            self.exchange = None
-            self.reused = True
-            self.engine.release(self, reusable=self._reusable and exchange.body_done)
-            exchange.answered()
+            self._finish(exchange)
+
+    def _follow(self, body: BodyReader, data: bytes, start: int) -> None:
+        if body.feed(data, start) < len(data):
+            # Bytes after the answer: it is not the answer to this request, or the next one's would not be.
+            raise FramingError("the engine sent more than its answer")
+        self._between_chunks = body.between_chunks and self._payload is None and not body.done
+
+    def _finish(self, exchange: Exchange) -> None:
+        """The answer is complete: the connection is free for the next one."""
+        self.exchange = None
+        self._body = None
+        self._between_chunks = False
+        self._pass_on = _nowhere
+        self.reused = True
+        self.engine.release(self, reusable=self._reusable and exchange.body_done)
+        exchange.answered()
+
+
+def _nowhere(data: bytes) -> None:
+    """Nobody is passed anything."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 REPLAY_LIMIT = 1 << 20
 """Bytes of request body kept for a retry; while a request is held, no more than these are read of it."""
-_JOIN_LIMIT = 1 << 14
-"""A head is joined with up to this much of a body: one write for small answers, no copy of large ones."""
 
 
 class Exchange:
@@ -87,6 +85,17 @@ class Exchange:
 
     # --- from the client ---------------------------------------------------------------------------------------------
 
+    def begin(self, data: bytes, start: int, *, done: bool) -> None:
+        """The head, as it came, and behind it from `start` what has come of the body: find an engine."""
+        self.body_done = done
+        self.bytes_in = len(data) - start
+        request = self.request
+        first = data if request.as_it_came else request.forward + data[start:]
+        self._replay = [first]
+        self._buffered = len(first)
+        self.dispatcher.metrics.requests += 1
+        self.dispatcher.gate.submit(self)
+
     def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:
         """A piece of the request's body, with its framing, as it came."""
         self.body_done = done
@@ -102,11 +111,6 @@ class Exchange:
                     self._replay = None
                 elif not done:
                     self.adjust_reading()
-
-    def start(self) -> None:
-        """The head is judged and what came with it is added: find an engine."""
-        self.dispatcher.metrics.requests += 1
-        self.dispatcher.gate.submit(self)
 
     def cancel(self) -> None:
         """The client has gone; so must the engine's work for it."""
@@ -131,7 +135,7 @@ class Exchange:
         if self.body_done or self._replay is None:
             return self._buffered
         length = self.request.length
-        return REPLAY_LIMIT if length < 0 else min(length, REPLAY_LIMIT)
+        return REPLAY_LIMIT if length < 0 else min(len(self.request.forward) + length, REPLAY_LIMIT)
 
     def refuse(self, refusal: RefusalError) -> None:
         """Answer it here; where an answer is under way already, break that off."""
@@ -156,7 +160,7 @@ class Exchange:
     def connected(self, connection: EngineConnection) -> None:
         """Send everything that has come so far."""
         self._connection = connection
-        connection.send(self, self.request.forward, self._replay or [])
+        connection.send(self, self._replay or ())
         if self._buffered > REPLAY_LIMIT:
             self._replay = None
             self.adjust_reading()
@@ -175,10 +179,11 @@ class Exchange:
         full = self._buffered > REPLAY_LIMIT if connection is None else connection.write_paused
         self.client.block_body(blocked=full)
 
-    def first_byte(self) -> None:
-        """An answer begins: from here on nothing is retried."""
-        self.first_byte_at = time.monotonic()
-        self._replay = None
+    def first_byte(self, now: float) -> None:
+        """An answer begins: from here on nothing is retried. `now` is `time.monotonic()`."""
+        if not self.first_byte_at:
+            self.first_byte_at = now
+            self._replay = None
 
     def interim(self, head: bytes) -> None:
         """An informational answer (1xx) before the real one."""
@@ -189,34 +194,26 @@ class Exchange:
         """The answer's head is known; returns it as the client shall see it."""
         self.status = response.status
         head = response.forward
-        self._by_close = response.length == UNTIL_CLOSE
-        if response.length == CHUNKED and not self.request.http_1_1:
+        request = self.request
+        length = response.length
+        if length == UNTIL_CLOSE:
+            self._by_close = True
+        elif length == CHUNKED and not request.http_1_1:
             head = without_chunked(head)
             self._by_close = True
-        self._announced_close = self._by_close or not self.request.keep_alive or not self.body_done
-        if self._announced_close:
+        if self._by_close or not request.keep_alive or not self.body_done:
+            self._announced_close = True
             head = head[:-2] + b"Connection: close\r\n\r\n"
-        elif not self.request.http_1_1:
+        elif not request.http_1_1:
             head = head[:-2] + b"Connection: keep-alive\r\n\r\n"
         if self.client.write_paused:
             self.pause(paused=True)
         return head
 
-    def forward_head(self, head: bytes, data: bytes, start: int) -> None:
-        """Pass the answer's head on, with what came of its body in `data` from `start`."""
+    def forward_head(self, data: bytes, size: int) -> None:
+        """Pass the answer's head on, with what came of its body behind it, `size` bytes."""
         self._head_sent = True
-        write = self.client.transport.write
-        size = len(data) - start
         self.bytes_out += size
-        if size <= _JOIN_LIMIT:
-            write(head + data[start:])
-        else:
-            write(head)
-            write(memoryview(data)[start:])
-
-    def forward(self, data: bytes) -> None:
-        """Pass a piece of the answer's body on."""
-        self.bytes_out += len(data)
         self.client.transport.write(data)
 
     def answered(self) -> None:

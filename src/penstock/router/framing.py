@@ -14,9 +14,27 @@ _CHUNK_SIZE = re.compile(
     rb"([0-9A-Fa-f]{1,15})(?:;" + _TOKEN + rb"(?:=(?:" + _TOKEN + rb'|"[\t !#-\[\]-~]*"))?)*'  # no escapes in quotes
 )
 _TRAILER = re.compile(_TOKEN + rb":[\t -~\x80-\xff]*")
-_COPY_LIMIT = 1 << 14
 _MAX_LINE = 4096
 _MAX_TRAILERS = 8192
+
+
+def _openings(limit: int) -> tuple[bytes, ...]:
+    impossible = b"-" * limit
+    openings = [impossible] * limit
+    for size in range(1, limit):
+        line = b"%x\r\n" % size
+        if len(line) + size + 2 < limit:
+            openings[len(line) + size + 2] = line
+    return tuple(openings)
+
+
+WHOLE_CHUNK_LIMIT = 4096
+WHOLE_CHUNK_OPENING = _openings(WHOLE_CHUNK_LIMIT)
+"""By its length in bytes, how a block begins that is exactly one chunk, with its size written as engines write it.
+
+A block between two chunks that begins so and ends with CRLF is one whole chunk: what is in between is not looked at.
+Where no chunk has that length, the entry is longer than the block.
+"""
 
 
 class FramingError(Exception):
@@ -30,6 +48,11 @@ class BodyReader(Protocol):
     size: int
     """Payload bytes so far, framing not counted."""
 
+    @property
+    def between_chunks(self) -> bool:
+        """Whether the next byte is the first of a chunk."""
+        ...
+
     def feed(self, data: bytes, start: int = 0) -> int:
         """Follow `data` from `start`, and return the index behind this body's last byte in it.
 
@@ -42,6 +65,7 @@ class LengthReader:
     """A body of `length` bytes; 0 is a message without one."""
 
     __slots__ = ("_left", "done", "size")
+    between_chunks = False
 
     def __init__(self, length: int) -> None:
         self._left = length
@@ -59,17 +83,11 @@ class LengthReader:
         return start + taken
 
 
-def body_slice(data: bytes, start: int, end: int) -> bytes | memoryview:
-    """`data[start:end]`, without a copy where that would be long."""
-    if end - start == len(data):
-        return data
-    return data[start:end] if end - start <= _COPY_LIMIT else memoryview(data)[start:end]
-
-
 class CloseReader:
     """A response body that ends with the connection."""
 
     __slots__ = ("done", "size")
+    between_chunks = False
 
     def __init__(self) -> None:
         self.done = False
@@ -99,6 +117,11 @@ class ChunkedReader:
         self._after_chunk = False
         self._in_trailers = False
         self._trailer_bytes = 0
+
+    @property
+    def between_chunks(self) -> bool:
+        """See `BodyReader`."""
+        return not (self._left or self._after_chunk or self._carry or self._in_trailers)
 
     def feed(self, data: bytes, start: int = 0) -> int:
         """See `BodyReader`.

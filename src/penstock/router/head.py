@@ -81,7 +81,7 @@ class RequestHead:
 class ResponseHead:
     """A response's head, judged. See `parse_response`."""
 
-    __slots__ = ("forward", "keep_alive", "length", "status")
+    __slots__ = ("as_it_came", "forward", "keep_alive", "length", "status")
 
     status: int
     keep_alive: bool
@@ -89,6 +89,8 @@ class ResponseHead:
     """Bytes of body, or CHUNKED, or UNTIL_CLOSE."""
     forward: bytes
     """The head for a client, without any word on the connection."""
+    as_it_came: bool
+    """Whether `forward` is the head that was received, byte for byte."""
 
 
 def parse_request(head: bytes) -> RequestHead:
@@ -186,8 +188,9 @@ def _response(head: bytes, method: bytes) -> ResponseHead:
     response.length = _response_length(seen, status, method)
     response.forward = head
     if head.startswith(b"HTTP/1.1 ") and _HOP_BY_HOP.isdisjoint(seen):
-        response.keep_alive = True
+        response.keep_alive = response.as_it_came = True
         return response
+    response.as_it_came = False
     options, drop = _connection(seen)
     http_1_1 = head.startswith(b"HTTP/1.1 ")
     response.keep_alive = b"close" not in options if http_1_1 else b"keep-alive" in options
