@@ -4,37 +4,44 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from fcntl import LOCK_EX, lockf
 from typing import Any
 
-from penstock.router.load_board import LoadBoard
+from penstock.router.doorbell import Doorbell
+from penstock.router.shared_loads import SharedLoads
 from penstock.router.shared_sessions import SharedSessions
 from penstock.router.shared_state import Layout, SharedState
 
 
-def main(fd: int, process: int, workers: int, engines: int, sessions: int, ttl_s: float) -> None:
+def main(fd: int, process: int, workers: int, engines: int, sessions: int, bells: Sequence[int]) -> None:
     state = SharedState(fd, Layout(workers, engines, sessions))
-    board = LoadBoard(state, process)
-    table = SharedSessions(state, board, ttl_s=ttl_s)
+    loads = SharedLoads(state, process, Doorbell(state, bells, process))
+    table = SharedSessions(state, loads)
 
-    def settle_all(ids: list[str], engine: str, now: float) -> list[str]:
-        return [table.settle(each, engine, 1, now, seen=None) for each in ids]
-
-    def engines_are(homes: dict[str, int]) -> None:
-        board.set_engines(homes)
+    def engines_are(homes: dict[str, int], slots: dict[str, int], lost: list[str]) -> None:
+        loads.set_engines(slots, lost)
         table.set_engines(homes)
 
+    def get(session: str) -> list[Any] | None:
+        record = table.get(session)
+        return None if record is None else [record.engine, record.tokens, record.used]
+
+    def settle(session: str, engine: str, tokens: int, now: float, seen: str | None) -> str:
+        return table.settle(session, engine, tokens, now, seen=seen)
+
     methods: dict[str, Any] = {
-        "get": table.get,
-        "settle": lambda session, engine, tokens, now, seen: table.settle(session, engine, tokens, now, seen=seen),
-        "settle_all": settle_all,
+        "engines": engines_are,
+        "get": get,
+        "settle": settle,
+        "settle_all": lambda ids, engine, now: [settle(each, engine, 1, now, None) for each in ids],
         "touch": table.touch,
         "drop": table.drop,
-        "expire": table.expire,
-        "engines": engines_are,
-        "add": board.add,
-        "total": board.total,
-        "changed": board.changed,
+        "expire": lambda idle, gone: table.expire(idle_before=idle, gone_before=gone),
+        "counts": table.counts,
+        "add": loads.add,
+        "totals": loads.totals,
+        "changed": lambda: sorted(loads.changed()),
         "lock": lambda: lockf(fd, LOCK_EX, state.layout.buckets),
     }
     for line in sys.stdin:
@@ -44,4 +51,5 @@ def main(fd: int, process: int, workers: int, engines: int, sessions: int, ttl_s
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:6]), float(sys.argv[6]))
+    numbers = list(map(int, sys.argv[1:]))
+    main(*numbers[:5], numbers[5:])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import logging
 import os
 import signal
@@ -15,16 +14,15 @@ import uvloop
 
 from penstock import lifeline
 from penstock.config import RouterConfig, validate
-from penstock.errors import UserError
+from penstock.errors import PenstockError, UserError
 from penstock.process import raise_file_limit
+from penstock.router.hub import Hub
+from penstock.router.malloc import keep_freed_memory
 from penstock.router.server import Router
-
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-"""Options of glibc's mallopt(3)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run until SIGINT or SIGTERM. Exit status 2: it could not be started as asked."""
+    """Run until SIGINT or SIGTERM. Exit status 2: it could not be started as asked; 1: its workers do not start."""
     lifeline.watch()
     options = vars(_parser().parse_args(arguments))
     key_env, access_log = options.pop("api_key_env"), options.pop("access_log")
@@ -34,24 +32,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if access_log:
             logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
         raise_file_limit()
-        _keep_freed_memory()
-        uvloop.run(_serve(Router(config, api_key=api_key, access_log=access_log)))
-    except UserError as error:
+        keep_freed_memory()
+        uvloop.run(_serve(config, api_key, access_log=access_log))
+    except PenstockError as error:
         sys.stderr.write(f"penstock router: {error}\n")
-        return 2
+        return 2 if isinstance(error, UserError) else 1
     return 0
 
 
-async def _serve(router: Router) -> None:
+async def _serve(config: RouterConfig, api_key: str | None, *, access_log: bool) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    await router.start()
-    sys.stdout.write(f"penstock router ready on {router.url}\n")
-    sys.stdout.flush()
-    await stop.wait()
-    await router.close()
+    router = Router(config, api_key=api_key, access_log=access_log)
+    if config.workers > 1:
+        router = Hub(config, api_key=api_key, access_log=access_log, given_up=stop.set)
+    try:
+        await router.start()
+        sys.stdout.write(f"penstock router ready on {router.url}\n")
+        sys.stdout.flush()
+        await stop.wait()
+    finally:
+        await router.close()
+    if isinstance(router, Hub) and router.failure is not None:
+        raise router.failure
 
 
 def _api_key(env: str | None) -> str | None:
@@ -61,17 +66,6 @@ def _api_key(env: str | None) -> str | None:
     if not key:
         raise UserError(f"--api-key-env {env}: that environment variable is not set")
     return key
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc keep up to 64 MiB that bodies have left, instead of giving pages back and faulting them in again.
-
-    Halves the cost of a 200 KB prompt. Other C libraries have no `mallopt`, and need none of it.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for option, value in ((_M_TRIM_THRESHOLD, 64 << 20), (_M_TOP_PAD, 16 << 20), (_M_MMAP_THRESHOLD, 32 << 20)):
-            mallopt(option, value)
 
 
 _PLACEMENT: Sequence[tuple[str, type, str]] = (

@@ -66,6 +66,11 @@ class ControlChannel:
         finally:
             del self._waiting[number]
 
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Send `message`, and do not care for an answer."""
+        if not self._reading.done():
+            self._send({"call": 0, "message": message})
+
     async def ended(self) -> None:
         """Wait until the other end is gone; cancelling this wait leaves the channel alone."""
         await asyncio.shield(self._reading)

@@ -11,8 +11,8 @@ from penstock.router.shared_state import WORD, SharedState
 class Doorbell:
     """One bell for each process, with a flag beside it that says whether anybody would hear it.
 
-    Who waits raises its flag and then looks once more (`Gate` does at its next turn): either it sees the load that
-    has gone, or who let it go sees the flag. Whoever rings lowers the flag, so a burst of endings is one wake-up.
+    Who waits raises its flag and then looks once more: either it sees the load that has gone, or who let it go sees
+    the flag. Whoever rings lowers the flag, so a burst of endings is one wake-up.
 
     Args:
         state: the shared memory.
@@ -33,9 +33,12 @@ class Doorbell:
         """Becomes readable when somebody rings."""
         return self._bells[self._process]
 
-    def listen(self) -> None:
-        """From now on we want to be woken, once."""
+    def listen(self) -> bool:
+        """From now on we want to be woken, once; False where we wanted that already."""
+        if self._flags[self._process]:
+            return False
         self._flags[self._process] = 1
+        return True
 
     def answer(self) -> None:
         """Take note of what was rung."""

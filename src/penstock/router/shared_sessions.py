@@ -13,49 +13,52 @@ from collections.abc import Mapping
 from fcntl import LOCK_EX, LOCK_UN, lockf
 from hashlib import blake2b
 
-from penstock.router.load_board import LoadBoard
+from penstock.router.sessions import SessionRecord
+from penstock.router.shared_loads import SharedLoads
 from penstock.router.shared_state import BUCKET, KEY, WAYS, SharedState
 
 _EMPTY = bytes(KEY)
 _TICKS = 1_000_000
 """Of a second: times are kept as whole microseconds."""
-_SCAN = 4096
-"""Places looked at together when sessions expire."""
+_SCAN = 1 << 16
+"""Places that one call of `expire` looks at: a few milliseconds."""
 
 
 class SharedSessions:
-    """The table as one process uses it. Times are `time.monotonic()`, which all processes of a machine share.
+    """The table as one process uses it; a `penstock.router.sessions.SessionTable`.
+
+    Times are `time.monotonic()`, which all processes of a machine share. The tokens of a session that counts no more
+    are kept inverted, so that one word says both.
 
     Args:
         state: the shared memory.
-        board: of this process; counts the sessions of each engine and their tokens.
-        ttl_s: seconds after which an unused session is forgotten.
+        loads: of this process; counts the sessions of each engine and their tokens.
     """
 
-    def __init__(self, state: SharedState, board: LoadBoard, *, ttl_s: float) -> None:
+    def __init__(self, state: SharedState, loads: SharedLoads) -> None:
         layout = state.layout
         self._fd = state.fd
         self._data = state.data
         self._words = state.words
-        self._board = board
-        self._ttl = int(ttl_s * _TICKS)
+        self._loads = loads
+        self._ways = layout.ways
         self._buckets = layout.buckets
         self._keys = layout.keys
         self._homes = layout.homes
         self._tokens = layout.homes + layout.ways
         self._used = layout.homes + 2 * layout.ways
+        self._numbers: Mapping[str, int] = {}
         self._names: Mapping[int, str] = {}
+        self._scan = 0
+        """Where the next call of `expire` goes on."""
 
     def set_engines(self, homes: Mapping[str, int]) -> None:
-        """Take over the full set; sessions of an engine that left have no home from now on.
+        """Take over the numbers of the engines, see `EngineSlots`; sessions of an engine that left have no home."""
+        self._numbers = homes
+        self._names = {number: name for name, number in homes.items()}
 
-        Args:
-            homes: see `EngineHomes`.
-        """
-        self._names = {home: name for name, home in homes.items()}
-
-    def get(self, session_id: str, now: float) -> tuple[str, int] | None:
-        """Name of the engine where it lives and its tokens there, or None."""
+    def get(self, session_id: str) -> SessionRecord | None:
+        """See `SessionTable`."""
         key, bucket = self._key(session_id)
         place = self._find(key, bucket)
         if place < 0:
@@ -63,40 +66,29 @@ class SharedSessions:
         words = self._words
         home, tokens, used = words[self._homes + place], words[self._tokens + place], words[self._used + place]
         at = self._keys + place * KEY
-        if self._data[at : at + KEY] != key or used + self._ttl < now * _TICKS:
+        if self._data[at : at + KEY] != key:  # another session has got the place in between
             return None
         name = self._names.get(home)
-        return None if name is None else (name, tokens)
+        return SessionRecord(name, 0 if name is None else max(tokens, ~tokens), used / _TICKS)
 
     def settle(self, session_id: str, engine: str, tokens: int, now: float, *, seen: str | None) -> str:
-        """Note where it lives and how many of its tokens are there, unless another process was faster.
-
-        Args:
-            session_id: whose home it is.
-            engine: where it shall live.
-            tokens: of its context.
-            now: the present.
-            seen: where it lived when that was decided; None: nowhere.
-
-        Returns:
-            Where it lives: `engine`, or what another process decided since.
-        """
+        """See `SessionTable`."""
         key, bucket = self._key(session_id)
+        words = self._words
         lockf(self._fd, LOCK_EX, 1, bucket)
         try:
             place = self._find(key, bucket)
             if place >= 0:
-                home = self._home(place, now)
+                home = self._names.get(words[self._homes + place])
                 if home is not None and home not in (seen, engine):
                     return home
-                self._count(place, -1)
+                self._discount(place)
             else:
                 place = self._room(bucket)
-            words = self._words
-            words[self._homes + place] = self._board.homes[engine]
+            words[self._homes + place] = self._numbers[engine]
             words[self._tokens + place] = tokens
             words[self._used + place] = int(now * _TICKS)
-            self._count(place, 1)
+            self._loads.add_session(engine, 1, tokens)
             at = self._keys + place * KEY
             self._data[at : at + KEY] = key  # last: whoever finds it finds the words too
         finally:
@@ -104,45 +96,64 @@ class SharedSessions:
         return engine
 
     def touch(self, session_id: str, now: float) -> None:
-        """It is in use: its time begins anew."""
+        """See `SessionTable`."""
         place = self._find(*self._key(session_id))
-        if place >= 0 and self._home(place, now) is not None:
+        if place >= 0:
             # Without the lock: should the place have passed to another session, that one lives a little longer.
             self._words[self._used + place] = int(now * _TICKS)
 
-    def drop(self, session_id: str, now: float) -> bool:
-        """Forget it; False where it has no home."""
+    def drop(self, session_id: str) -> bool:
+        """See `SessionTable`."""
         key, bucket = self._key(session_id)
         lockf(self._fd, LOCK_EX, 1, bucket)
         try:
             place = self._find(key, bucket)
-            known = place >= 0 and self._home(place, now) is not None
             if place >= 0:
                 self._clear(place)
         finally:
             lockf(self._fd, LOCK_UN, 1, bucket)
-        return known
+        return place >= 0
 
-    def expire(self, now: float) -> int:
-        """Forget all whose time is over or whose engine has left; returns how many. Takes milliseconds."""
-        forgotten = 0
-        for start in range(0, self._buckets * WAYS, _SCAN):
-            stop = min(start + _SCAN, self._buckets * WAYS)
-            for place, used in enumerate(self._words[self._used + start : self._used + stop].tolist(), start):
-                if used and self._home(place, now) is None:
-                    forgotten += self._expire(place, now)
-        return forgotten
+    def forget_engine(self, engine: str) -> None:
+        """See `SessionTable`: `set_engines` has done it, for all its sessions at once."""
 
-    def _expire(self, place: int, now: float) -> bool:
+    def expire(self, *, idle_before: float, gone_before: float) -> int:
+        """See `SessionTable`. One call looks at a part of the table; the next goes on from there."""
+        idle, gone = int(idle_before * _TICKS), int(gone_before * _TICKS)
+        start = self._scan
+        stop = min(start + _SCAN, self._ways)
+        self._scan = stop % self._ways
+        ceased = 0
+        words = self._words
+        for place, used in enumerate(words[self._used + start : self._used + stop].tolist(), start):
+            if used and used < idle and (words[self._tokens + place] >= 0 or used < gone):
+                ceased += self._expire(place, idle, gone)
+        return ceased
+
+    def counts(self, engine: str) -> tuple[int, int]:
+        """See `SessionTable`."""
+        return self._loads.sessions(engine)
+
+    def __len__(self) -> int:
+        """Sessions that have a home."""
+        return sum(self._loads.sessions(engine)[0] for engine in self._numbers)
+
+    def _expire(self, place: int, idle: int, gone: int) -> bool:
         lockf(self._fd, LOCK_EX, 1, place // WAYS)
         try:
-            # Again: it may have been used, or have gone, in between.
-            late = bool(self._words[self._used + place]) and self._home(place, now) is None
-            if late:
+            used, tokens = self._words[self._used + place], self._words[self._tokens + place]
+            if used == 0 or used >= idle:  # it has been used, or has gone, in between
+                return False
+            if used < gone:
                 self._clear(place)
+            elif tokens >= 0:
+                self._words[self._tokens + place] = ~tokens
+                name = self._names.get(self._words[self._homes + place])
+                if name is not None:
+                    self._loads.add_session(name, 0, -tokens)
         finally:
             lockf(self._fd, LOCK_UN, 1, place // WAYS)
-        return late
+        return tokens >= 0
 
     def _key(self, session_id: str) -> tuple[bytes, int]:
         """What stands for it, and its bucket."""
@@ -167,18 +178,13 @@ class SharedSessions:
         self._clear(place)
         return place
 
-    def _home(self, place: int, now: float) -> str | None:
-        if self._words[self._used + place] + self._ttl < now * _TICKS:
-            return None
-        return self._names.get(self._words[self._homes + place])
-
     def _clear(self, place: int) -> None:
         at = self._keys + place * KEY
         self._data[at : at + KEY] = _EMPTY  # first: nobody may find it half gone
-        self._count(place, -1)
+        self._discount(place)
         self._words[self._used + place] = 0
 
-    def _count(self, place: int, sign: int) -> None:
+    def _discount(self, place: int) -> None:
         name = self._names.get(self._words[self._homes + place])
         if name is not None:
-            self._board.add_session(name, sign, sign * self._words[self._tokens + place])
+            self._loads.add_session(name, -1, -max(0, self._words[self._tokens + place]))

@@ -18,9 +18,7 @@ KEY = 16
 """Bytes of a session's key."""
 BUCKET = WAYS * KEY
 FIELDS = 5
-"""Figures of an engine in the row of one process, see `load_board`."""
-ENGINE_FIELDS = 2
-"""Figures of an engine that are one for all."""
+"""Figures of an engine in the row of one process, see `shared_loads`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +56,9 @@ class Layout:
         return self.rows
 
     @property
-    def engine_figures(self) -> int:
-        """First word of the figures that engines say of themselves."""
-        return self.board + self.rows * self.row_words
-
-    @property
     def homes(self) -> int:
         """First word of the sessions' homes; then come their tokens, then when they were last used."""
-        return self.engine_figures + self.engines * ENGINE_FIELDS
+        return self.board + self.rows * self.row_words
 
     @property
     def ways(self) -> int:
