@@ -288,8 +288,8 @@ class ClientConnection(asyncio.Protocol):
             call.begin(data, start, done=True)
             return
         body = self._body = ChunkedReader() if request.length == CHUNKED else LengthReader(request.length)
-        self._check(request)
         end = self._follow(body, data, start) if start < len(data) else start
+        self._check(request)
         call = self._call = router.call(self, request)
         if not body.done:
             self._arm(BODY_STALL_S, self._slow_body)
