@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, cast
 
-from penstock.router.loads import LoadBoard
+from penstock.router.loads import LoadBoard, LocalLoads
 from penstock.router.membership import EngineEntry
 from penstock.router.policies.base import EngineView, Snapshot
 from penstock.router.sessions import SessionTable
@@ -17,7 +17,19 @@ new_tuple = cast("Any", tuple).__new__
 class Candidate:
     """One engine as it was announced, and what has become of it since."""
 
-    __slots__ = ("adapters", "down", "entry", "gated", "kv_capacity", "kv_usage", "name", "place", "said_at", "view")
+    __slots__ = (
+        "adapters",
+        "down",
+        "entry",
+        "gated",
+        "kv_capacity",
+        "kv_usage",
+        "name",
+        "place",
+        "said_at",
+        "view",
+        "weight_version",
+    )
 
     def __init__(self, entry: EngineEntry) -> None:
         self.name = entry.name
@@ -35,6 +47,7 @@ class Candidate:
     def announce(self, entry: EngineEntry) -> None:
         """Take over what the fleet says of it now."""
         self.entry = entry
+        self.weight_version = entry.weight_version
         self.adapters = None if entry.adapters is None else frozenset(entry.adapters)
 
     @property
@@ -44,7 +57,7 @@ class Candidate:
 
     def has(self, min_weight_version: int, adapter: str | None) -> bool:
         """Whether it has what a request asks for."""
-        return self.entry.weight_version >= min_weight_version and (
+        return self.weight_version >= min_weight_version and (
             adapter is None or self.adapters is None or adapter in self.adapters
         )
 
@@ -53,9 +66,11 @@ class Candidates:
     """The engines of the set, with views for policies that are made anew only where something changed."""
 
     def __init__(self, sessions: SessionTable, board: LoadBoard) -> None:
-        self._sessions = sessions
-        self._board = board
+        self._totals, self._session_counts = board.totals, sessions.counts
+        self._changed_elsewhere = None if isinstance(board, LocalLoads) else board.changed
+        """Asks what other processes changed."""
         self.engines: dict[str, Candidate] = {}
+        """By name; the same object for good."""
         self._open: list[Candidate] = []
         """Those that take new requests."""
         self._views: list[EngineView] = []
@@ -76,7 +91,8 @@ class Candidates:
         Returns:
             Names of engines that left, and of those whose weights have changed.
         """
-        before, self.engines = self.engines, {}
+        before = dict(self.engines)
+        self.engines.clear()
         updated: list[str] = []
         for entry in entries:
             known = before.get(entry.name)
@@ -101,7 +117,7 @@ class Candidates:
             if takes_new:
                 self._open.append(engine)
         self._views = [engine.view for engine in self._open]
-        self._least_version = min([engine.entry.weight_version for engine in self._open], default=0)
+        self._least_version = min([engine.weight_version for engine in self._open], default=0)
         self._adapters_differ = any(engine.adapters is not None for engine in self._open)
         self._engines = tuple(self._views)
         self._resident = sum([view.resident_tokens for view in self._views])
@@ -119,25 +135,24 @@ class Candidates:
 
     def refresh(self) -> None:
         """Bring every view up to date."""
-        for name in self._board.changed():
-            self.changed(name)
+        if self._changed_elsewhere is not None:
+            for name in self._changed_elsewhere():
+                self.changed(name)
         if not self._changed:
             return
-        views, totals, counts = self._views, self._board.totals, self._sessions.counts
+        views, totals, counts = self._views, self._totals, self._session_counts
         for engine in self._changed:
             name = engine.name
             requests, tokens, resident = totals(name)
             resident += counts(name)[1]
-            usage = engine.kv_usage
-            if usage >= 0 and engine.kv_capacity:
-                usage += max(0, tokens - engine.said_at) / engine.kv_capacity
+            usage, capacity = engine.kv_usage, engine.kv_capacity
+            if tokens > engine.said_at and capacity and usage >= 0:
+                usage += (tokens - engine.said_at) / capacity
             place = engine.place
             if place >= 0:
                 self._resident += resident - engine.view.resident_tokens
-            version = engine.entry.weight_version
-            view = engine.view = new_tuple(
-                EngineView, (name, version, requests, tokens, resident, usage, engine.kv_capacity)
-            )
+            version = engine.weight_version
+            view = engine.view = new_tuple(EngineView, (name, version, requests, tokens, resident, usage, capacity))
             if place >= 0:
                 views[place] = view
         self._changed.clear()

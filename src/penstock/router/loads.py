@@ -24,8 +24,8 @@ class LoadBoard(Protocol):
         """Change the figures of one engine by so much; what was added is taken back in the end."""
         ...
 
-    def totals(self, engine: str) -> Load:
-        """Figures of one engine; zeros for one never heard of."""
+    def totals(self, engine: str) -> tuple[int, int, int]:
+        """The `Load` of one engine; zeros for one never heard of."""
         ...
 
     def changed(self) -> Iterable[str]:
@@ -37,23 +37,19 @@ class LocalLoads:
     """The board of one process."""
 
     def __init__(self) -> None:
-        self._loads: dict[str, list[int]] = {}
+        self._loads: dict[str, tuple[int, int, int]] = {}
 
     def add(self, engine: str, requests: int, tokens: int, resident: int) -> None:
         """See `LoadBoard`."""
-        load = self._loads.get(engine)
-        if load is None:
-            load = self._loads[engine] = [0, 0, 0]
-        load[0] += requests
-        load[1] += tokens
-        load[2] += resident
-        if not load[0] and not load[1]:  # nothing in flight: engines that left leave nothing behind
-            del self._loads[engine]
+        r, t, c = self._loads.get(engine, _NOTHING)
+        if r + requests:
+            self._loads[engine] = (r + requests, t + tokens, c + resident)
+        else:  # nothing in flight: engines that left leave nothing behind
+            self._loads.pop(engine, None)
 
-    def totals(self, engine: str) -> Load:
+    def totals(self, engine: str) -> tuple[int, int, int]:
         """See `LoadBoard`."""
-        load = self._loads.get(engine)
-        return _NOTHING if load is None else Load(*load)
+        return self._loads.get(engine, _NOTHING)
 
     def changed(self) -> Iterable[str]:
         """See `LoadBoard`: there is no other process."""

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, Self
 
 from penstock.config import RouterConfig
 from penstock.errors import StateError
-from penstock.router.candidates import Candidate, Candidates
+from penstock.router.candidates import Candidate, Candidates, new_tuple
 from penstock.router.groups import Groups
 from penstock.router.loads import LoadBoard, LocalLoads
 from penstock.router.membership import EngineEntry
@@ -24,11 +24,11 @@ from penstock.router.sessions import LocalSessions, SessionRecord, SessionTable
 
 _SWEEP_S = 1.0
 """Between two looks for sessions that are idle or forgotten."""
-_IDLE_GAPS = 3.0
+_IDLE_PAUSES = 3.0
 """A session counts as resident for so many times the mean pause between two turns of a session."""
 _LEAST_IDLE_S = 3.0
-_GAP_WEIGHT = 1 / 32
-"""Of one pause in their exponential mean."""
+_PAUSES = 1024
+"""So many pauses at least make the mean; those before count half and less."""
 
 
 class RequestHints(Protocol):
@@ -102,11 +102,9 @@ class PlacementOptions(PolicyOptions):
 class Statistics:
     """Placements so far, counted."""
 
-    __slots__ = ("failed", "moved", "opened", "placed", "rehomed", "rules", "single", "stayed", "waited")
+    __slots__ = ("failed", "moved", "opened", "rehomed", "rules", "single", "stayed", "waited")
 
     def __init__(self) -> None:
-        self.placed = 0
-        """All; the sum of `stayed`, `moved`, `rehomed`, `opened` and `single`."""
         self.stayed = 0
         """Later turns on the engine of their session."""
         self.moved = 0
@@ -123,6 +121,11 @@ class Statistics:
         """Placements that ended without a complete answer."""
         self.rules: Counter[str] = Counter()
         """Placements by the policy of the list that chose; `draining`: the session's engine takes nothing else."""
+
+    @property
+    def placed(self) -> int:
+        """Placements."""
+        return self.stayed + self.moved + self.rehomed + self.opened + self.single
 
 
 class Placement:
@@ -147,13 +150,15 @@ class Placement:
         self.statistics = Statistics()
         self._policy = make_policy(self.options.policies, self.options)
         self._candidates = Candidates(self.sessions, self.board)
+        self._engines = self._candidates.engines
         self._prefixes = Prefixes()
         self._groups = Groups()
+        self._placed = 0
         self._in_flight: dict[str, int] = {}
         """Turns in flight of each session."""
-        self._gap = 0.0
-        """Mean pause in seconds between two turns of a session; 0 until a session has come back."""
-        self._returns = 0
+        self._pauses = 0
+        self._paused_s = 0.0
+        """How often sessions came back for another turn lately, and how long they had been away together."""
         self._sweep_at = 0.0
 
     # --- engines -----------------------------------------------------------------------------------------------------
@@ -187,13 +192,13 @@ class Placement:
         """
         engine = self._engine(name)
         engine.kv_usage, engine.kv_capacity = kv_usage, kv_capacity
-        engine.said_at = self.board.totals(name).tokens
+        _, engine.said_at, _ = self.board.totals(name)
         self._candidates.changed(name)
 
     def views(self) -> Mapping[str, EngineView]:
         """Every engine of the set, as policies see it."""
         self._candidates.refresh()
-        return {name: engine.view for name, engine in self._candidates.engines.items()}
+        return {name: engine.view for name, engine in self._engines.items()}
 
     def sessions_on(self, name: str) -> int:
         """Sessions that live on an engine; what a drain waits for."""
@@ -217,17 +222,18 @@ class Placement:
             self.expire(now)
         session_id = request.session_id
         record = None if session_id is None else self.sessions.get(session_id)
-        home = None if record is None or record.engine is None else self._home(record.engine, request, tried)
+        home = None if record is None else self._home(record.engine, request, tried)
         if home is not None and home.place < 0:
             return Defer.GATED if home.gated else self._settle(request, now, tried, record, home, home.name, "draining")
         version, adapter = request.min_weight_version, request.adapter
-        snapshot = self._candidates.snapshot(version, adapter, tried, self.statistics.placed)
+        snapshot = self._candidates.snapshot(version, adapter, tried, self._placed)
         if snapshot is None:
             return Defer.GATED if self._candidates.gated(version, adapter, tried) else None
-        boundaries = self._boundaries(request, home)
-        rule, answer = self._policy.ask(
-            snapshot,
-            RequestView(
+        boundaries = () if request.prefix_hashes is None else self._boundaries(request.prefix_hashes, home)
+        group_id = None if home is not None else request.group_id
+        view = new_tuple(
+            RequestView,
+            (
                 session_id,
                 None if home is None else home.view,
                 0 if record is None else record.tokens,
@@ -236,17 +242,18 @@ class Placement:
                 request.expected_tokens,
                 self._prefixes.holders(boundaries) if boundaries else (),
                 self._prefix(boundaries) if boundaries else None,
-                () if home is not None or request.group_id is None else self._groups.placed(request.group_id),
+                () if group_id is None else self._groups.placed(group_id),
             ),
         )
+        rule, answer = self._policy.ask(snapshot, view)
         if isinstance(answer, Defer):
             self.statistics.waited += 1
             return answer
         if boundaries:
             least = self.options.prefix_length
             self._prefixes.note(answer.name, [boundary for boundary in boundaries if boundary[0] >= least])
-        if home is None and request.group_id is not None:
-            self._groups.note(request.group_id, answer.name)
+        if group_id is not None:
+            self._groups.note(group_id, answer.name)
         return self._settle(request, now, tried, record, home, answer.name, rule)
 
     def could_serve(self, request: RequestHints) -> bool:
@@ -299,7 +306,10 @@ class Placement:
         for session_id in self._in_flight:
             self.sessions.touch(session_id, now)
         ttl = self.options.session_ttl_s
-        idle = min(ttl, max(_LEAST_IDLE_S, _IDLE_GAPS * self._gap))
+        mean = self._paused_s / self._pauses if self._pauses else 0.0
+        idle = min(ttl, max(_LEAST_IDLE_S, _IDLE_PAUSES * mean))
+        if self._pauses >= 2 * _PAUSES:
+            self._pauses, self._paused_s = _PAUSES, mean * _PAUSES
         ceased = self.sessions.expire(idle_before=now - idle, gone_before=now - ttl)
         if ceased:
             self._candidates.all_changed()
@@ -308,27 +318,28 @@ class Placement:
     # --- parts of it -------------------------------------------------------------------------------------------------
 
     def _engine(self, name: str) -> Candidate:
-        engine = self._candidates.engines.get(name)
+        engine = self._engines.get(name)
         if engine is None:
-            known = ", ".join(self._candidates.engines) or "none"
+            known = ", ".join(self._engines) or "none"
             raise StateError(f"there is no engine {name!r}; known: {known}")
         return engine
 
-    def _home(self, name: str, request: RequestHints, tried: Collection[str]) -> Candidate | None:
+    def _home(self, name: str | None, request: RequestHints, tried: Collection[str]) -> Candidate | None:
         """A session's engine, if it may serve this request now or when its gate opens."""
-        home = self._candidates.engines.get(name)
-        if home is None or name in tried or not home.has(request.min_weight_version, request.adapter):
+        home = None if name is None else self._engines.get(name)
+        if home is None or home.weight_version < request.min_weight_version or name in tried:
+            return None
+        adapter = request.adapter
+        if adapter is not None and home.adapters is not None and adapter not in home.adapters:
             return None
         if home.place < 0 and not (home.serves and self._policy.sticky):
             return None
         return home
 
-    def _boundaries(self, request: RequestHints, home: Candidate | None) -> Sequence[tuple[int, bytes]]:
-        if request.prefix_hashes is None:
-            return ()
+    def _boundaries(self, header: bytes, home: Candidate | None) -> Sequence[tuple[int, bytes]]:
         reads = self._policy.reads_prefixes
         if reads is ReadsPrefixes.ALWAYS or (reads is ReadsPrefixes.OPENING and home is None):
-            return parse_prefix_hashes(request.prefix_hashes)
+            return parse_prefix_hashes(header)
         return ()
 
     def _prefix(self, boundaries: Sequence[tuple[int, bytes]]) -> bytes:
@@ -357,7 +368,8 @@ class Placement:
             if record is not None:
                 seen, context = record.engine, context or record.tokens
                 if not turns and not tried:
-                    self._came_back(now - record.used)
+                    self._pauses += 1
+                    self._paused_s += now - record.used
                 if seen is not None and seen != name:
                     self._candidates.changed(seen)
             if self.sessions.settle(session_id, name, context or 1, now, seen=seen) != name:
@@ -365,6 +377,7 @@ class Placement:
             self.board.add(name, 1, tokens, request.expected_tokens)
             self._in_flight[session_id] = turns + 1
         self._candidates.changed(name)
+        self._placed += 1
         self._count(session_id, record, home, name, rule)
         return name
 
@@ -372,7 +385,6 @@ class Placement:
         self, session_id: str | None, record: SessionRecord | None, home: Candidate | None, name: str, rule: str
     ) -> None:
         statistics = self.statistics
-        statistics.placed += 1
         statistics.rules[rule] += 1
         if home is not None:
             if home.name == name:
@@ -385,7 +397,3 @@ class Placement:
             statistics.opened += 1
         else:
             statistics.single += 1
-
-    def _came_back(self, gap: float) -> None:
-        self._returns += 1
-        self._gap += (gap - self._gap) * max(_GAP_WEIGHT, 1 / self._returns)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from penstock.router.policies.base import Defer, EngineView, PolicyOptions, ReadsPrefixes, RequestView, Snapshot
 from penstock.router.policies.hashing import breaking_tie
+from penstock.router.policies.lowest import OUTSTANDING, RESIDENT_TOKENS, lowest
 
 _MOVE_COST = 2.0
 """What computing one token of context anew weighs against one token less of resident context around the session."""
@@ -48,8 +49,12 @@ class BoundedSticky:
             able = [engine for engine in able if self._has_room(engine, request)]
             if not able:
                 return Defer.WAIT
-        bounded = [engine for engine in able if engine.resident_tokens <= bound]
-        return _place(bounded or able, self._holders(request), snapshot, request)
+        if request.group or request.prefix_holders:
+            able = self._preferred([engine for engine in able if engine.resident_tokens <= bound] or able, request)
+        idlest = lowest(able, RESIDENT_TOKENS)  # it is within the bound if any is
+        if len(idlest) > 1:
+            idlest = lowest(idlest, OUTSTANDING)
+        return breaking_tie(idlest, request.session_id, snapshot.placed)
 
     def _has_room(self, engine: EngineView, request: RequestView) -> bool:
         if not engine.kv_capacity or not engine.resident_tokens:
@@ -57,9 +62,14 @@ class BoundedSticky:
         context = engine.resident_tokens + request.prompt_tokens + request.expected_tokens
         return context <= self._kv_admission * engine.kv_capacity
 
-    def _holders(self, request: RequestView) -> frozenset[str]:
+    def _preferred(self, engines: Sequence[EngineView], request: RequestView) -> Sequence[EngineView]:
+        """Of the group's samples the fewest, and of these engines those that hold the prompt's beginning."""
+        if request.group:
+            placed = dict(request.group)
+            engines = lowest(engines, lambda engine: placed.get(engine.name, 0))
         least = max(self._prefix_length, request.prompt_tokens / _SHARED_SHARE)
-        return frozenset(holder.engine for holder in request.prefix_holders if holder.tokens >= least)
+        holders = {holder.engine for holder in request.prefix_holders if holder.tokens >= least}
+        return [engine for engine in engines if engine.name in holders] or engines
 
     def _stay_or_move(self, home: EngineView, snapshot: Snapshot, request: RequestView) -> EngineView:
         """Home, or the least loaded engine where moving there clearly beats staying.
@@ -76,18 +86,3 @@ class BoundedSticky:
         cost = 0.0 if home.kv_capacity and home.resident_tokens > home.kv_capacity else _MOVE_COST * context
         gain = home.resident_tokens - (target.resident_tokens + context)
         return target if gain > max(cost, self._slack) else home
-
-
-def _place(able: Sequence[EngineView], holders: frozenset[str], snapshot: Snapshot, request: RequestView) -> EngineView:
-    """The least loaded; of a group's samples spread, and of the engines that hold the prompt's beginning."""
-    if request.group:
-        placed = dict(request.group)
-        counts = [placed.get(engine.name, 0) for engine in able]
-        fewest = min(counts)
-        able = [engine for engine, count in zip(able, counts, strict=True) if count == fewest]
-    if holders:
-        able = [engine for engine in able if engine.name in holders] or able
-    loads = [(engine.resident_tokens, engine.outstanding) for engine in able]
-    least = min(loads)
-    idlest = [engine for engine, load in zip(able, loads, strict=True) if load == least]
-    return breaking_tie(idlest, request.session_id, snapshot.placed)

@@ -6,7 +6,7 @@ send one prompt to two replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -46,9 +46,3 @@ def breaking_tie(engines: Sequence[EngineView], session_id: str | None, placed: 
     if session_id is not None:
         return rendezvous(session_id.encode(), engines)
     return engines[placed % len(engines)]
-
-
-def named(engines: Iterable[EngineView], names: Iterable[str]) -> list[EngineView]:
-    """Those of the engines that have one of these names."""
-    wanted = frozenset(names)
-    return [engine for engine in engines if engine.name in wanted]

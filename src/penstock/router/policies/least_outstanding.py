@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from penstock.router.policies.base import EngineView, PolicyOptions, ReadsPrefixes, RequestView, Snapshot
 from penstock.router.policies.hashing import breaking_tie, draw
-
-
-def fewest_outstanding(engines: Sequence[EngineView]) -> list[EngineView]:
-    """The engines with the fewest outstanding requests."""
-    counts = [engine.outstanding for engine in engines]
-    fewest = min(counts)
-    return [engine for engine, count in zip(engines, counts, strict=True) if count == fewest]
+from penstock.router.policies.lowest import OUTSTANDING, lowest
 
 
 class Requests:
@@ -26,7 +18,7 @@ class Requests:
 
     def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView:  # noqa: ARG002 - the interface
         """See `Policy`."""
-        return breaking_tie(fewest_outstanding(snapshot.engines), None, snapshot.placed)
+        return breaking_tie(lowest(snapshot.engines, OUTSTANDING), None, snapshot.placed)
 
 
 class PowerOfTwo:
@@ -69,4 +61,4 @@ class StickyLeastLoaded:
         """See `Policy`."""
         if request.home is not None:
             return request.home
-        return breaking_tie(fewest_outstanding(snapshot.engines), request.session_id, snapshot.placed)
+        return breaking_tie(lowest(snapshot.engines, OUTSTANDING), request.session_id, snapshot.placed)

@@ -24,6 +24,7 @@ POLICIES: Mapping[str, Callable[[PolicyOptions], Policy]] = {
     "sticky-least-loaded": StickyLeastLoaded,
     "bounded-sticky": BoundedSticky,
 }
+_PASS = Defer.PASS
 LAST_RESORT = "requests"
 """Asked when all others have passed."""
 
@@ -36,17 +37,20 @@ class Hierarchy:
     """
 
     def __init__(self, policies: Mapping[str, Policy]) -> None:
-        self._policies = tuple(policies.items())
+        (self._first_name, self._first), *self._others = policies.items()
         self.sticky = any(policy.sticky for policy in policies.values())
         self.reads_prefixes = max(policy.reads_prefixes for policy in policies.values())
 
     def ask(self, snapshot: Snapshot, request: RequestView) -> tuple[str, EngineView | Defer]:
         """The answer, and the name of the policy that gave it."""
-        for name, policy in self._policies:
+        answer = self._first.choose(snapshot, request)
+        if answer is not _PASS:
+            return self._first_name, answer
+        for name, policy in self._others:
             answer = policy.choose(snapshot, request)
-            if answer is not Defer.PASS:
+            if answer is not _PASS:
                 return name, answer
-        return "", Defer.PASS
+        return "", _PASS
 
     def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:
         """See `Policy`."""
