@@ -1,0 +1,131 @@
+"""The header of prompts' beginnings, and the table of who has seen which."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.router.policies.base import PrefixHolder
+from penstock.router.prefix_hash import BLOCK, MOST, parse_prefix_hashes, prefix_hashes, stride_of
+from penstock.router.prefixes import Prefixes
+
+
+def boundaries(token_ids: list[int]) -> list[tuple[int, bytes]]:
+    header = prefix_hashes(token_ids)
+    return [] if header is None else parse_prefix_hashes(header.encode())
+
+
+def test_fixed_vectors() -> None:
+    assert prefix_hashes(list(range(63))) is None
+    assert prefix_hashes(list(range(64))) == "1:7b73b0fab9b20c33"
+    assert prefix_hashes(list(range(128))) == "1:7b73b0fab9b20c33,bea64eaa56dee9e7"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "stride"), [(1, 1), (32, 1), (33, 2), (64, 2), (65, 4), (128, 4), (512, 16), (513, 32), (2048, 64)]
+)
+def test_stride_is_the_least_power_of_two_that_is_enough(blocks: int, stride: int) -> None:
+    assert stride_of(blocks) == stride
+    assert blocks / stride <= MOST
+
+
+@given(st.integers(0, 150), st.integers(0, 150), st.integers(0, 150), st.integers(0, BLOCK - 1))
+def test_what_two_prompts_share_is_found_to_within_the_greater_stride(
+    shared: int, one: int, other: int, odd: int
+) -> None:
+    common = [(7 * i) % 50_000 for i in range(shared * BLOCK + odd)]
+    a = boundaries([*common, 50_001, *[1] * (one * BLOCK)])
+    b = boundaries([*common, 50_002, *[2] * (other * BLOCK)])
+    met = set(a) & set(b)
+    longest = max((tokens for tokens, _ in met), default=0)
+    assert longest <= len(common), "equal hashes of different beginnings"
+    stride = max((s[0][0] for s in (a, b) if s), default=BLOCK)
+    reach = min(len(common), *(s[-1][0] if s else 0 for s in (a, b)))  # hashes end at a whole stride
+    assert longest > reach - stride
+    assert {tokens for tokens, _ in met} >= {tokens for tokens, _ in a if tokens <= longest and tokens % stride == 0}
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=300), st.integers(0, 299))
+def test_one_token_changes_every_hash_from_there_on(token_ids: list[int], place: int) -> None:
+    changed = list(token_ids)
+    if place < len(changed):
+        changed[place] ^= 1
+    for (tokens, one), (_, other) in zip(boundaries(token_ids), boundaries(changed), strict=True):
+        assert (one == other) == (place >= tokens or place >= len(token_ids))
+
+
+def test_ids_that_no_tokenizer_has_do_not_raise() -> None:
+    assert prefix_hashes([2**40] * 64) == prefix_hashes([0] * 64)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"", b":", b"1", b"1:", b"0:b6cf1e5ed95e3d11", b"3:b6cf1e5ed95e3d11", b"-1:b6cf1e5ed95e3d11",
+        b"1:b6cf1e5ed95e3d1", b"1:b6cf1e5ed95e3d11,", b"2097152:b6cf1e5ed95e3d11", b"99999999999:b6cf1e5ed95e3d11",
+        b"1:" + b",".join([b"b6cf1e5ed95e3d11"] * 33), b"\xb2:b6cf1e5ed95e3d11",
+    ],
+)  # fmt: skip
+def test_a_malformed_header_is_none(header: bytes) -> None:
+    assert parse_prefix_hashes(header) == []
+
+
+@given(st.binary(max_size=200))
+def test_no_header_raises(header: bytes) -> None:
+    assert len(parse_prefix_hashes(header)) <= MOST
+
+
+def test_a_long_prompt_takes_about_a_millisecond() -> None:
+    token_ids = list(range(32_768))
+    took = []
+    for _ in range(5):
+        begin = time.process_time()
+        prefix_hashes(token_ids)
+        took.append(time.process_time() - begin)
+    assert min(took) < 0.01
+
+
+def test_holders_come_with_their_longest_beginning() -> None:
+    prefixes = Prefixes()
+    prompt = list(range(640))
+    prefixes.note("e0", boundaries(prompt))
+    prefixes.note("e1", boundaries(prompt[:256]))
+    prefixes.note("e2", boundaries([9] * 640))
+    found = prefixes.holders(boundaries([*prompt, *[5] * 64]))
+    assert found == (PrefixHolder("e0", 640), PrefixHolder("e1", 256))
+    assert prefixes.holders(boundaries([8] * 64)) == ()
+
+
+def test_an_emptied_cache_holds_nothing() -> None:
+    prefixes = Prefixes()
+    prompt = boundaries(list(range(128)))
+    for engine in ("e0", "e1"):
+        prefixes.note(engine, prompt)
+    prefixes.forget_engine("e0")
+    prefixes.forget_engine("never")
+    assert prefixes.holders(prompt) == (PrefixHolder("e1", 128),)
+    prefixes.note("e0", prompt)
+    assert {holder.engine for holder in prefixes.holders(prompt)} == {"e0", "e1"}
+
+
+def test_the_table_is_bounded_and_forgets_what_was_not_used() -> None:
+    prefixes = Prefixes(capacity=10)
+    used = boundaries([1] * 128)
+    for i in range(100):
+        prefixes.note("e0", used)
+        prefixes.note("e0", boundaries([i + 2] * 128))
+        assert len(prefixes) <= 10
+    assert prefixes.holders(used) == (PrefixHolder("e0", 128),)
+    assert prefixes.holders(boundaries([2] * 128)) == ()
+
+
+def test_lives_of_emptied_caches_do_not_pile_up() -> None:
+    prefixes = Prefixes()
+    prompt = boundaries([1] * 64)
+    for _ in range(1000):
+        prefixes.note("e0", prompt)
+        prefixes.forget_engine("e0")
+    assert len(next(iter(prefixes._holders.values()))) <= 2

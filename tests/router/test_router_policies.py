@@ -1,0 +1,382 @@
+"""Policies as pure functions: what each chooses, what its options change, and that nothing is kept between calls."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import get_args
+
+import pytest
+
+from penstock.config import PolicyName, RouterConfig, validate
+from penstock.errors import ConfigError
+from penstock.router.policies.base import (
+    Defer,
+    EngineView,
+    Policy,
+    PolicyOptions,
+    PrefixHolder,
+    RequestView,
+    Snapshot,
+)
+from penstock.router.policies.hashing import draw, mix64, rendezvous
+from penstock.router.policies.registry import POLICIES, make_policy
+
+
+def fleet(*outstanding: int, **columns: Sequence[float]) -> tuple[EngineView, ...]:
+    """Engines e0, e1, ... with so many requests; columns give other figures."""
+    given = [{name: values[i] for name, values in columns.items()} for i in range(len(outstanding))]
+    return tuple(EngineView(f"e{i}", outstanding=n, **given[i]) for i, n in enumerate(outstanding))
+
+
+def resident(*tokens: int, **columns: Sequence[float]) -> tuple[EngineView, ...]:
+    return fleet(*[0] * len(tokens), resident_tokens=tokens, **columns)
+
+
+def policy(name: str, **options: float) -> Policy:
+    return POLICIES[name](PolicyOptions(**options))
+
+
+def choose(
+    name: str, engines: Sequence[EngineView], request: RequestView | None = None, placed: int = 0, **options: float
+) -> str | Defer:
+    answer = policy(name, **options).choose(Snapshot.of(engines, placed), request or RequestView())
+    return answer if isinstance(answer, Defer) else answer.name
+
+
+def chosen(
+    name: str, engines: Sequence[EngineView], request: Callable[[int], RequestView] | None, times: int, **options: float
+) -> list[str | Defer]:
+    return [choose(name, engines, request and request(i), i, **options) for i in range(times)]
+
+
+# --- those that look at no figures -----------------------------------------------------------------------------------
+
+
+def test_round_robin_takes_turns() -> None:
+    assert chosen("round-robin", fleet(0, 5, 0), None, 6) == ["e0", "e1", "e2", "e0", "e1", "e2"]
+
+
+def test_random_reaches_all_alike_and_depends_on_counter_and_seed_alone() -> None:
+    engines = fleet(0, 9, 0)
+    drawn = chosen("random", engines, None, 3000)
+    assert min(Counter(drawn).values()) > 900
+    assert drawn == chosen("random", engines, None, 3000) != chosen("random", engines, None, 3000, seed=1)
+
+
+def test_random_numbers_are_those_of_every_machine() -> None:
+    assert [draw(0, i, 1000) for i in range(5)] == [draw(0, i, 1000) for i in range(5)]
+    # SplitMix64 of seed 0, as its reference implementation gives it.
+    assert mix64(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
+    assert mix64(2 * 0x9E3779B97F4A7C15 & (1 << 64) - 1) == 0x6E789E6AA1B965F4
+
+
+# --- by requests -----------------------------------------------------------------------------------------------------
+
+
+def test_requests_goes_where_fewest_are_and_ties_rotate() -> None:
+    assert choose("requests", fleet(3, 1, 2)) == "e1"
+    assert chosen("requests", fleet(1, 0, 0), None, 4) == ["e1", "e2", "e1", "e2"]
+
+
+def test_power_of_two_never_takes_the_worst_and_spreads_the_rest() -> None:
+    engines = fleet(*range(8))
+    drawn = Counter(chosen("power-of-two", engines, None, 4000))
+    assert drawn["e7"] == 0
+    # Of the 56 ordered pairs, 14 have e0; the better of two is e0 a quarter of the time, e6 only against e7.
+    assert drawn["e0"] == pytest.approx(1000, rel=0.15)
+    assert drawn["e6"] == pytest.approx(4000 * 2 / 56, rel=0.3)
+    assert choose("power-of-two", fleet(4)) == "e0"
+
+
+def test_sticky_least_loaded_keeps_a_session_and_spreads_ties() -> None:
+    engines = fleet(9, 0)
+    assert choose("sticky-least-loaded", engines, RequestView("s", home=engines[0])) == "e0"
+    assert choose("sticky-least-loaded", fleet(3, 1, 2), RequestView("s")) == "e1"
+    first = chosen("sticky-least-loaded", fleet(0, 0, 0, 0), lambda i: RequestView(f"s{i}"), 400)
+    assert min(Counter(first).values()) > 60
+    again = [choose("sticky-least-loaded", fleet(0, 0, 0, 0), RequestView(f"s{i}"), 7) for i in range(400)]
+    assert first == again, "a restarted router finds a session on an idle fleet again"
+
+
+# --- by what engines say ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("usage", "outstanding", "expected"),
+    [
+        ((0.5, 0.2, 0.9), (0, 9, 0), "e1"),
+        ((-1, 0.9, 0.95), (0, 0, 0), "e1"),
+        ((0.3, 0.3, 0.3), (4, 2, 3), "e1"),
+        ((-1, -1, -1), (4, 2, 3), Defer.PASS),
+    ],
+)
+def test_kv_cache(usage: Sequence[float], outstanding: Sequence[int], expected: str | Defer) -> None:
+    assert choose("kv-cache", fleet(*outstanding, kv_usage=usage)) == expected
+
+
+def test_equals_by_kv_usage_take_turns() -> None:
+    assert set(chosen("kv-cache", fleet(0, 0, 0, kv_usage=(0.1, 0.1, 0.1)), None, 3)) == {"e0", "e1", "e2"}
+
+
+# --- by prefix -------------------------------------------------------------------------------------------------------
+
+HELD = (PrefixHolder("e2", 8192), PrefixHolder("e1", 4096), PrefixHolder("e0", 1024))
+
+
+@pytest.mark.parametrize(
+    ("outstanding", "options", "expected"),
+    [
+        ((2, 2, 2), {}, "e2"),
+        ((2, 2, 8), {}, "e1"),  # 8 is more than 1.5 times the mean of 4
+        ((2, 2, 8), {"overload_threshold": 2.0}, "e2"),
+        ((0, 9, 9), {"overload_threshold": 1.2}, Defer.PASS),
+        ((2, 2, 2), {"prefix_length": 9000}, Defer.PASS),
+        ((0, 9, 9), {"overload_threshold": 1.2, "prefix_length": 1024}, "e0"),
+        ((0, 0, 1), {}, "e2"),  # one request on an idle fleet is no overload
+    ],
+)
+def test_prefix_aware(outstanding: Sequence[int], options: dict[str, float], expected: str | Defer) -> None:
+    assert choose("prefix-aware", fleet(*outstanding), RequestView(prefix_holders=HELD), **options) == expected
+
+
+def test_prefix_aware_takes_the_idlest_of_equal_holders_and_none_that_may_not_serve() -> None:
+    equal = (PrefixHolder("gone", 9999), PrefixHolder("e0", 4096), PrefixHolder("e1", 4096))
+    assert choose("prefix-aware", fleet(3, 2, 1), RequestView(prefix_holders=equal)) == "e1"
+    assert choose("prefix-aware", fleet(3, 2, 1), RequestView()) is Defer.PASS
+
+
+# --- by hash ---------------------------------------------------------------------------------------------------------
+
+
+def test_consistent_hash_looks_at_the_session_then_the_prefix_then_rolls() -> None:
+    engines = fleet(*[0] * 8)
+    by_session = choose("consistent-hash", engines, RequestView("s7", prefix=b"p"))
+    assert {choose("consistent-hash", engines, RequestView("s7", prefix=bytes([i])), i) for i in range(9)} == {
+        by_session
+    }
+    by_prefix = {choose("consistent-hash", engines, RequestView(prefix=b"p"), i) for i in range(9)}
+    assert len(by_prefix) == 1
+    assert len(set(chosen("consistent-hash", engines, None, 100))) == 8
+
+
+def test_hashes_are_fixed() -> None:
+    engines = fleet(*[0] * 8)
+    assert [rendezvous(f"session-{i}".encode(), engines).name for i in range(8)] == FIXED
+
+
+FIXED = ["e1", "e3", "e0", "e1", "e2", "e1", "e5", "e5"]
+
+
+def test_one_engine_more_moves_its_share_of_sessions_and_to_it_only() -> None:
+    eight, nine = fleet(*[0] * 8), fleet(*[0] * 9)
+    before = [rendezvous(f"session-{i}".encode(), eight).name for i in range(4000)]
+    after = [rendezvous(f"session-{i}".encode(), nine).name for i in range(4000)]
+    moved = [(a, b) for a, b in zip(before, after, strict=True) if a != b]
+    assert 0.08 < len(moved) / 4000 < 0.15
+    assert {b for _, b in moved} == {"e8"}
+
+
+def test_one_engine_less_moves_its_own_sessions_only_and_spreads_them() -> None:
+    eight = fleet(*[0] * 8)
+    seven = eight[1:]
+    before = [rendezvous(f"session-{i}".encode(), eight).name for i in range(4000)]
+    after = [rendezvous(f"session-{i}".encode(), seven).name for i in range(4000)]
+    assert all(b == a for b, a in zip(before, after, strict=True) if b != "e0")
+    heirs = Counter(a for b, a in zip(before, after, strict=True) if b == "e0")
+    assert set(heirs) == {e.name for e in seven}
+    assert max(heirs.values()) < 3 * min(heirs.values())
+
+
+def test_rendezvous_is_the_same_in_every_process() -> None:
+    code = (
+        "from penstock.router.policies.hashing import *; es = tuple(EngineView(f'e{i}') for i in range(8));"
+        "print(*[rendezvous(f's{i}'.encode(), es).name for i in range(50)])"
+    )
+    runs = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, check=True, timeout=30
+        ).stdout
+        for seed in ("1", "2")
+    }
+    here = " ".join(rendezvous(f"s{i}".encode(), fleet(*[0] * 8)).name for i in range(50))
+    assert runs == {f"{here}\n".encode()}
+
+
+# --- bounded-sticky --------------------------------------------------------------------------------------------------
+
+BOUNDED = "bounded-sticky"
+TIGHT = {"slack_tokens": 1000}
+
+
+def later(home: EngineView, tokens: int = 1000) -> RequestView:
+    return RequestView("s", home, tokens, known=True, prompt_tokens=tokens, expected_tokens=100)
+
+
+def test_a_new_session_goes_where_the_least_context_lives() -> None:
+    assert choose(BOUNDED, resident(500, 400, 600), RequestView("s")) == "e1"
+    assert choose(BOUNDED, fleet(3, 2, 1, resident_tokens=(5, 4, 4)), RequestView("s")) == "e2"
+    tied = chosen(BOUNDED, resident(0, 0, 0, 0), lambda i: RequestView(f"s{i}"), 400)
+    assert min(Counter(tied).values()) > 60
+
+
+def test_requests_without_a_session_rotate_over_equals() -> None:
+    assert chosen(BOUNDED, resident(9, 0, 0), None, 4) == ["e1", "e2", "e1", "e2"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "context", "options", "expected"),
+    [
+        ((100_000, 90_000), 1000, TIGHT, "e0"),  # 100000 is within 1.1 x 95000 + 1000
+        ((100_000, 40_000), 1000, TIGHT, "e1"),
+        ((100_000, 40_000), 1000, {"slack_tokens": 50_000}, "e0"),
+        ((100_000, 40_000), 1000, {**TIGHT, "balance_factor": 1.5}, "e0"),
+        ((100_000, 40_000), 19_000, TIGHT, "e1"),  # 60000 tokens less, against three times the context
+        ((100_000, 40_000), 21_000, TIGHT, "e0"),
+    ],
+)
+def test_a_later_turn_stays_unless_moving_clearly_beats_it(
+    tokens: Sequence[int], context: int, options: dict[str, float], expected: str
+) -> None:
+    engines = resident(*tokens)
+    assert choose(BOUNDED, engines, later(engines[0], context), **options) == expected
+
+
+def test_where_home_is_over_its_cache_moving_costs_nothing_more() -> None:
+    def outcome(capacity: int, other: int = 40_000) -> str | Defer:
+        engines = resident(100_000, other, kv_capacity=(capacity, 0))
+        return choose(BOUNDED, engines, later(engines[0], 30_000), **TIGHT)
+
+    assert outcome(110_000) == "e0"
+    assert outcome(90_000) == "e1"
+    assert outcome(90_000, other=69_500) == "e0", "the load would go to and fro"
+
+
+def test_a_move_does_not_call_for_its_return() -> None:
+    for context in range(1000, 60_000, 1000):
+        engines = resident(200_000, 50_000, 120_000, kv_capacity=(150_000, 0, 0))
+        if choose(BOUNDED, engines, later(engines[0], context), **TIGHT) == "e1":
+            moved = resident(200_000 - context, 50_000 + context, 120_000, kv_capacity=(150_000, 150_000, 0))
+            assert choose(BOUNDED, moved, later(moved[1], context), **TIGHT) == "e1"
+
+
+TWO_HOLD = (PrefixHolder("e1", 4096), PrefixHolder("e2", 2560))
+
+
+@pytest.mark.parametrize(
+    ("request_", "options", "expected"),
+    [
+        (RequestView(prompt_tokens=5000, prefix_holders=(PrefixHolder("e2", 4096),)), {}, "e2"),
+        (RequestView(prompt_tokens=5000, prefix_holders=(PrefixHolder("e2", 1024),)), {}, "e0"),
+        (RequestView(prompt_tokens=5000, prefix_holders=(PrefixHolder("e2", 2500),)), {"prefix_length": 2600}, "e0"),
+        (RequestView(prompt_tokens=9000, prefix_holders=(PrefixHolder("e2", 4096),)), {}, "e0"),  # less than half
+        (RequestView(prompt_tokens=5000, prefix_holders=(PrefixHolder("e1", 4096),)), {}, "e0"),  # over the bound
+        (
+            RequestView(prompt_tokens=5000, prefix_holders=(PrefixHolder("e1", 4096), PrefixHolder("e2", 2560))),
+            {},
+            "e2",
+        ),
+        (RequestView(prompt_tokens=5000, prefix_holders=(PrefixHolder("gone", 4096),)), {}, "e0"),
+    ],
+)
+def test_a_shared_beginning_restricts_to_its_holders(
+    request_: RequestView, options: dict[str, float], expected: str
+) -> None:
+    assert choose(BOUNDED, resident(10_000, 30_000, 15_000), request_, **{**TIGHT, **options}) == expected
+
+
+def test_samples_of_a_group_are_spread_before_they_share_a_prompt() -> None:
+    group = (("e0", 2), ("e1", 1))
+    engines = resident(100, 200, 300)
+    assert choose(BOUNDED, engines, RequestView(group=group)) == "e2"
+    held = (PrefixHolder("e0", 4096),)
+    assert choose(BOUNDED, engines, RequestView(group=group, prompt_tokens=4096, prefix_holders=held)) == "e2"
+    everywhere = tuple(PrefixHolder(f"e{i}", 4096) for i in range(2))
+    evened = RequestView(group=(("e0", 1), ("e1", 1), ("e2", 1)), prompt_tokens=4096, prefix_holders=everywhere)
+    assert choose(BOUNDED, engines, evened) == "e0"
+    far = resident(100, 200, 300_000)
+    assert choose(BOUNDED, far, RequestView(group=group), **TIGHT) == "e1", "spread within the bound only"
+
+
+FULL = resident(90_000, 91_000, kv_capacity=(100_000, 100_000))
+
+
+@pytest.mark.parametrize(
+    ("request_", "options", "expected"),
+    [
+        (RequestView("s", prompt_tokens=1000, expected_tokens=2000), {}, Defer.WAIT),
+        (RequestView("s", prompt_tokens=1000, expected_tokens=500), {}, "e0"),
+        (RequestView("s", prompt_tokens=1000, expected_tokens=2000), {"kv_admission": 0.95}, "e0"),
+        (RequestView("s", prompt_tokens=1000, expected_tokens=2000, known=True), {}, "e0"),  # its engine was lost
+        (RequestView(prompt_tokens=1000, expected_tokens=2000), {}, "e0"),  # no session
+        (later(FULL[1], 50_000), {}, "e1"),
+    ],
+)
+def test_new_sessions_wait_while_caches_are_full_and_nobody_else(
+    request_: RequestView, options: dict[str, float], expected: str | Defer
+) -> None:
+    assert choose(BOUNDED, FULL, request_, **options) == expected
+
+
+def test_an_engine_with_room_takes_a_session_that_the_least_loaded_has_not() -> None:
+    engines = resident(50_000, 120_000, kv_capacity=(52_000, 1_000_000))
+    assert choose(BOUNDED, engines, RequestView("s", prompt_tokens=5000)) == "e1"
+
+
+def test_an_empty_engine_and_one_that_has_not_said_always_have_room() -> None:
+    huge = RequestView("s", prompt_tokens=1_000_000)
+    assert choose(BOUNDED, resident(5000, 0, kv_capacity=(100_000, 100_000)), huge) == "e1"
+    assert choose(BOUNDED, resident(5000, 9000, kv_capacity=(100_000, 0)), huge) == "e1"
+
+
+# --- all of them, and lists ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_same_snapshot_gets_the_same_answer(name: str) -> None:
+    engines = fleet(3, 1, 2, 1, resident_tokens=(9000, 50, 7, 70_000), kv_usage=(0.1, 0.5, 0.2, 0.1))
+    one, other = policy(name), policy(name)
+    for i in range(200):
+        request = RequestView(f"s{i}" if i % 3 else None, home=engines[i % 4] if i % 2 else None, prefix_holders=HELD)
+        answers = [p.choose(Snapshot.of(engines, i), request) for p in (one, one, other)]
+        assert answers[0] == answers[1] == answers[2]
+        assert answers[0] in engines or answers[0] is Defer.PASS
+
+
+def test_a_list_asks_the_next_where_one_has_no_opinion() -> None:
+    listed = make_policy(["prefix-aware", "kv-cache"], PolicyOptions())
+    by_usage, silent = fleet(0, 5, 0, kv_usage=(0.9, 0.1, 0.9)), fleet(7, 5, 6)
+    held = RequestView(prefix_holders=(PrefixHolder("e2", 4096),))
+    assert listed.ask(Snapshot.of(by_usage), held)[0] == "prefix-aware"
+    assert listed.choose(Snapshot.of(by_usage), held) == by_usage[2]
+    assert listed.ask(Snapshot.of(by_usage), RequestView()) == ("kv-cache", by_usage[1])
+    assert listed.ask(Snapshot.of(silent), RequestView()) == ("requests", silent[1])
+
+
+def test_the_order_of_a_list_matters() -> None:
+    engines = fleet(0, 5, 0, kv_usage=(0.9, 0.1, 0.9))
+    held = RequestView(prefix_holders=(PrefixHolder("e2", 4096),))
+    assert make_policy(["kv-cache", "prefix-aware"]).choose(Snapshot.of(engines), held) == engines[1]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [(["least"], r"'least'.*sticky-least-loaded"), ([], "no routing policy"), (["random", "random"], "twice")],
+)
+def test_wrong_lists_are_refused(names: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_policy(names)
+
+
+def test_configured_names_are_those_of_the_registry() -> None:
+    assert set(get_args(PolicyName)) == set(POLICIES)
+    assert RouterConfig(policy=["prefix-aware", " requests"]).policy == "prefix-aware,requests"
+    for wrong, message in (
+        ("bounded-stick", "did you mean 'bounded-sticky'"),
+        ("random,random", "twice"),
+        ([], "list"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            validate(RouterConfig, {"policy": wrong})

@@ -1,0 +1,149 @@
+"""The table of sessions and the board of loads, as one process has them."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.router.groups import Groups
+from penstock.router.loads import LocalLoads
+from penstock.router.sessions import LocalSessions
+
+
+def table(*homes: tuple[str, str], capacity: int = 100) -> LocalSessions:
+    sessions = LocalSessions(capacity)
+    for session_id, engine in homes:
+        assert sessions.settle(session_id, engine, 10, 0.0, seen=None) == engine
+    return sessions
+
+
+def home(sessions: LocalSessions, session_id: str) -> str | None:
+    record = sessions.get(session_id)
+    return None if record is None else record.engine
+
+
+def test_it_forgets_the_least_recently_used() -> None:
+    sessions = table(("a", "e0"), ("b", "e1"), ("c", "e1"), capacity=3)
+    sessions.settle("a", "e0", 10, 1.0, seen="e0")
+    sessions.touch("b", 2.0)
+    sessions.settle("d", "e1", 10, 3.0, seen=None)
+    assert [home(sessions, s) for s in "abcd"] == ["e0", "e1", None, "e1"]
+    assert len(sessions) == 3
+    assert (sessions.counts("e0"), sessions.counts("e1")) == ((1, 10), (2, 20))
+
+
+def test_idle_sessions_keep_their_home_and_count_no_more() -> None:
+    sessions = table(("a", "e0"), ("b", "e0"))
+    sessions.touch("b", 5.0)
+    assert sessions.expire(idle_before=1.0, gone_before=-1.0) == 1
+    assert sessions.counts("e0") == (2, 10)
+    assert home(sessions, "a") == "e0"
+    sessions.settle("a", "e0", 30, 6.0, seen="e0")
+    assert sessions.counts("e0") == (2, 40)
+
+
+def test_sessions_are_gone_after_their_time() -> None:
+    sessions = table(("a", "e0"), ("b", "e0"))
+    sessions.touch("b", 5.0)
+    sessions.expire(idle_before=1.0, gone_before=1.0)
+    assert (home(sessions, "a"), home(sessions, "b"), len(sessions)) == (None, "e0", 1)
+    assert sessions.counts("e0") == (1, 10)
+
+
+def test_a_lost_engine_leaves_its_sessions_known() -> None:
+    sessions = table(("a", "e0"), ("b", "e1"))
+    sessions.forget_engine("e0")
+    record = sessions.get("a")
+    assert record is not None
+    assert (record.engine, record.tokens) == (None, 0)
+    assert (sessions.counts("e0"), sessions.counts("e1")) == ((0, 0), (1, 10))
+    sessions.settle("a", "e1", 20, 1.0, seen=None)
+    assert sessions.counts("e1") == (2, 30)
+
+
+class Model:
+    """The table in as few words as possible: engine, tokens, used and whether it counts, in order of use."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.rows: dict[str, tuple[str | None, int, float, bool]] = {}
+
+    def settle(self, session: str, engine: str, tokens: int, now: float) -> None:
+        self.rows.pop(session, None)
+        if len(self.rows) == self.capacity:
+            del self.rows[next(iter(self.rows))]
+        self.rows[session] = (engine, tokens, now, True)
+
+    def touch(self, session: str, now: float) -> None:
+        row = self.rows.get(session)
+        if row is not None and row[3]:
+            del self.rows[session]
+            self.rows[session] = (row[0], row[1], now, True)
+
+    def forget_engine(self, engine: str) -> None:
+        self.rows = {s: (None, 0, *row[2:]) if row[0] == engine else row for s, row in self.rows.items()}
+
+    def expire(self, idle_before: float, gone_before: float) -> None:
+        kept = {s: row for s, row in self.rows.items() if row[2] >= gone_before}
+        self.rows = {s: (*row[:3], row[3] and row[2] >= idle_before) for s, row in kept.items()}
+
+    def counts(self, engine: str) -> tuple[int, int]:
+        there = [row for row in self.rows.values() if row[0] == engine]
+        return len(there), sum(row[1] for row in there if row[3])
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["settle", "settle", "touch", "drop", "forget", "expire"]),
+            st.sampled_from("abcdef"),
+            st.sampled_from(["e0", "e1"]),
+            st.integers(1, 50),
+        ),
+        max_size=60,
+    )
+)
+def test_counts_are_those_of_a_plain_model(steps: list[tuple[str, str, str, int]]) -> None:
+    sessions, model = LocalSessions(capacity=4), Model(capacity=4)
+    for now, (step, session, engine, tokens) in enumerate(steps):
+        match step:
+            case "settle":
+                sessions.settle(session, engine, tokens, now, seen=home(sessions, session))
+                model.settle(session, engine, tokens, now)
+            case "touch":
+                sessions.touch(session, now)
+                model.touch(session, now)
+            case "drop":
+                assert sessions.drop(session) == (model.rows.pop(session, None) is not None)
+            case "forget":
+                sessions.forget_engine(engine)
+                model.forget_engine(engine)
+            case _:
+                sessions.expire(idle_before=now - tokens, gone_before=now - 2 * tokens)
+                model.expire(now - tokens, now - 2 * tokens)
+        assert len(sessions) == len(model.rows)
+        for name in ("e0", "e1"):
+            assert sessions.counts(name) == model.counts(name)
+        for name in "abcdef":
+            assert home(sessions, name) == (model.rows[name][0] if name in model.rows else None)
+
+
+def test_loads_add_up_and_leave_nothing() -> None:
+    board = LocalLoads()
+    board.add("e0", 1, 100, 40)
+    board.add("e0", 1, 10, 10)
+    board.add("e1", 1, 0, 1)
+    assert (board.totals("e0"), board.totals("e1"), board.totals("e2")) == ((2, 110, 50), (1, 0, 1), (0, 0, 0))
+    board.add("e0", -1, -100, -40)
+    board.add("e0", -1, -10, -10)
+    assert board.totals("e0") == (0, 0, 0)
+    assert not list(board.changed())
+
+
+def test_groups_count_and_are_bounded() -> None:
+    groups = Groups(capacity=2)
+    for group, engine in (("a", "e0"), ("b", "e0"), ("a", "e1"), ("a", "e1"), ("c", "e0")):
+        groups.note(group, engine)
+    assert dict(groups.placed("a")) == {"e0": 1, "e1": 2}
+    assert groups.placed("b") == ()
+    assert len(groups) == 2
