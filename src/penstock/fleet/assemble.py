@@ -9,6 +9,7 @@ from penstock.config import FleetConfig
 from penstock.engine.control import ControlClient
 from penstock.engine.data import DataClient
 from penstock.errors import StateError, UserError
+from penstock.fleet.elastic import Elastic
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import EngineHandle, Engines, Member
@@ -112,7 +113,15 @@ async def assemble(
         supervisor.watch(member)
     if router.guard is not None:
         router.guard.watch(roster, fleet)
-    return Fleet(router.url, roster=roster, operations=operations, data=data, owned=owned.pop_all())
+    elastic = Elastic(
+        roster,
+        operations,
+        supervisor,
+        min_engines=fleet.min_engines,
+        drain_timeout_s=fleet.drain_timeout_s,
+        engines=engines,
+    )
+    return Fleet(router.url, roster=roster, operations=operations, elastic=elastic, data=data, owned=owned.pop_all())
 
 
 def _agree(what: str, values: dict[str, object]) -> None:

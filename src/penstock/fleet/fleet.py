@@ -15,6 +15,8 @@ from penstock.engine.data import DataClient
 from penstock.errors import EngineDeadError, StateError, UserError
 from penstock.fleet import completion
 from penstock.fleet.control import fan_out
+from penstock.fleet.elastic import Elastic
+from penstock.fleet.lifecycle import State
 from penstock.fleet.member import SERVABLE, EngineControl, EngineStatus, Member
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
@@ -46,12 +48,20 @@ class Fleet(Engine):
     """
 
     def __init__(
-        self, url: str, *, roster: Roster, operations: Operations, data: DataClient, owned: AsyncExitStack
+        self,
+        url: str,
+        *,
+        roster: Roster,
+        operations: Operations,
+        elastic: Elastic,
+        data: DataClient,
+        owned: AsyncExitStack,
     ) -> None:
         self.url = url
         """The router's address: an OpenAI endpoint for all engines together."""
         self._roster = roster
         self._operations = operations
+        self._elastic = elastic
         self._data = data
         self._owned = owned
         self._ending: asyncio.Task[None] | None = None
@@ -140,8 +150,8 @@ class Fleet(Engine):
 
     @property
     def dp_size(self) -> int:
-        """Data-parallel ranks of all engines together: each engine is at least one."""
-        return sum(m.info.dp for m in self._roster.members)
+        """Data-parallel ranks of all engines together, the dead too: each engine is at least one."""
+        return sum(m.info.dp for m in self._roster.members if m.state is not State.STOPPED)
 
     @property
     def weight_version(self) -> int:
@@ -254,6 +264,39 @@ class Fleet(Engine):
         """
         return await self._operations.update(named_tensors, version)
 
+    # --- engines that come and go ------------------------------------------------------------------------------------
+
+    async def add_engines(self, count: int = 1) -> tuple[str, ...]:
+        """Start more engines; returns their names when they serve, with the fleet's weights (see `Elastic.add`).
+
+        Raises:
+            StateError: this fleet did not launch its engines.
+            ConfigError: no GPU is free.
+            EngineStartError: of the first that did not start.
+        """
+        self._check_open()
+        return await self._elastic.add(count)
+
+    async def drain(self, engine: str | int, *, timeout_s: float | None = None) -> bool:
+        """Send an engine (by name or index) no new request; returns whether it has ended all it had (see `Elastic`).
+
+        Raises:
+            UserError: there is none of that name, or fewer than `min_engines` others.
+            StateError: it does not serve.
+        """
+        self._check_open()
+        return await self._elastic.drain(engine, timeout_s)
+
+    async def remove(self, engine: str | int, *, timeout_s: float | None = None) -> None:
+        """Drain an engine and end it. What it has not ended in time goes on elsewhere; raises as `drain`."""
+        self._check_open()
+        await self._elastic.remove(engine, timeout_s)
+
+    async def replace(self, engine: str | int, *, timeout_s: float | None = None) -> str:
+        """Start an engine in the place of another, which is removed; returns the new one's name."""
+        self._check_open()
+        return await self._elastic.replace(engine, timeout_s)
+
     # --- figures and escape hatch ------------------------------------------------------------------------------------
 
     async def get_num_unfinished_requests(self, index: int | None = None) -> int:
@@ -314,7 +357,7 @@ class Fleet(Engine):
         if index is None:
             if not (live := self._roster.live()):
                 reasons = "; ".join(f"{m.name}: {m.lifecycle.reason}" for m in members)
-                raise EngineDeadError(f"no engine is left ({reasons})")
+                raise EngineDeadError(f"no engine is left now ({reasons})")
             return live
         if not 0 <= index < len(members):
             raise UserError(f"there is no engine {index}; the fleet has engines 0 to {len(members) - 1}")

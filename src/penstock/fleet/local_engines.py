@@ -78,11 +78,9 @@ class LocalEngines:
         member.gpus = tuple(gpus)
         return member
 
-    def place(self, members: Sequence[Member]) -> tuple[str, ...]:
-        """GPUs for one engine more; those that `members` have are taken. Raises ConfigError where there is no room."""
-        if resolve_profile(self.config) != "gpu":
-            return ()
-        return place(self.config, visible_gpus(), [m.gpus for m in members if m.state is not State.STOPPED])
+    def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
+        """GPUs for one engine more, where others have `taken`. Raises ConfigError where there is no room."""
+        return place(self.config, visible_gpus(), taken) if resolve_profile(self.config) == "gpu" else ()
 
     async def end(self, lifecycle: Lifecycle) -> None:
         """End an engine, however far it has come. One that served is STOPPED then."""

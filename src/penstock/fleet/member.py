@@ -71,6 +71,8 @@ class Member:
     """It keeps them through its restarts; none: it takes what it finds."""
     returns: bool = False
     """Should it die, it is started anew."""
+    leaving: bool = False
+    """DRAINING, it gets not even later turns of sessions that live there."""
 
     def become(self, new: Member) -> None:
         """Take over where it is and what it is, from a start of the same engine under the same name."""
@@ -100,7 +102,7 @@ class Engines(Protocol):
 
     async def start(self, lifecycle: Lifecycle, gpus: Sequence[str]) -> Member: ...  # noqa: D102
     async def end(self, lifecycle: Lifecycle) -> None: ...  # noqa: D102
-    def place(self, members: Sequence[Member]) -> tuple[str, ...]: ...  # noqa: D102
+    def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)

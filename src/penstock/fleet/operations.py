@@ -153,13 +153,46 @@ class Operations:
             await self._roster.until(lambda: self._roster.version != version)  # noqa: B023 - awaited within the turn
             member.returns = returns
 
-    async def withdraw(self, member: Member, reason: str) -> None:
-        """Let an engine get no new request from now on; it is DRAINING. Does nothing where it is so already."""
+    async def withdraw(self, member: Member, least: int, *, wholly: bool = False) -> None:
+        """Let an engine take nothing new: it is DRAINING, if it was not so already.
+
+        Args:
+            member: it.
+            least: so many others must be left.
+            wholly: not even later turns of sessions that live there.
+
+        Raises:
+            UserError: fewer than `least` others would be left.
+        """
 
         async def run() -> None:
-            if member.state in {State.SERVING, State.PAUSED}:
-                member.lifecycle.to(State.DRAINING, reason)
-                self._roster.announce()
+            if member.state is State.DRAINING:
+                member.leaving = member.leaving or wholly
+                await self._roster.push()
+            if member.state not in {State.SERVING, State.PAUSED}:
+                return
+            left = [m for m in self._roster.live() if m.state is not State.DRAINING and m is not member]
+            if len(left) < least:
+                raise UserError(
+                    f"without engine {member.name} {len(left)} would be left, and min_engines is {least}; add one "
+                    "first, or replace it"
+                )
+            member.lifecycle.to(State.DRAINING, "is to leave")
+            member.leaving = wholly
+            self._roster.announce()
+            await self._roster.push()
+
+        await self._exclusively(run)
+
+    async def dismiss(self, member: Member) -> None:
+        """Take an engine out of the fleet for good: it is STOPPED, and the router does not know it any more."""
+
+        async def run() -> None:
+            if member.state in {State.LAUNCHING, State.SYNCING}:
+                member.lifecycle.to(State.DEAD, "taken out before it served")
+            member.lifecycle.to(State.STOPPED, "taken out of the fleet")
+            member.returns = False
+            self._roster.announce()
             await self._roster.push()
 
         await self._exclusively(run)

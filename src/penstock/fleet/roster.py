@@ -72,9 +72,13 @@ class Roster:
                 f"engine {member.name} has weight version {member.weight_version}, the fleet serves {self.version}"
             )
         member.lifecycle.to(State.SERVING, f"weight version {member.weight_version} confirmed")
+        self.enlist(member)
+        self.announce()
+
+    def enlist(self, member: Member) -> None:
+        """It belongs to the fleet from now on, at the next index; what it may do is said by its state."""
         if member not in self.members:
             self.members = (*self.members, member)
-        self.announce()
 
     def commit(self, version: int, checksums: Mapping[tuple[int, int, int], str] | None = None) -> None:
         """Every live engine has confirmed `version`: it is the fleet's from now on."""
@@ -126,7 +130,8 @@ class Roster:
     async def _push(self) -> None:
         self._epoch += 1
         entries = [
-            EngineEntry(m.name, m.url, m.weight_version, eligible=m.state is not State.DRAINING) for m in self.live()
+            EngineEntry(m.name, m.url, m.weight_version, eligible=not m.leaving, draining=m.state is State.DRAINING)
+            for m in self.live()
         ]
         try:
             await self.admin.set_engines(self._epoch, entries)

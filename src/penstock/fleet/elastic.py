@@ -1,0 +1,205 @@
+"""Engines that come and go while the others serve: add, drain, remove, replace."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Sequence
+
+from penstock.errors import EngineStartError, StateError, UserError
+from penstock.fleet.lifecycle import Lifecycle, State
+from penstock.fleet.member import SERVABLE, Engines, Member
+from penstock.fleet.operations import Operations
+from penstock.fleet.roster import Roster
+from penstock.fleet.supervise import Supervisor
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.05
+"""Between two looks at what the router still has under way on an engine; a router tells it only when asked."""
+
+
+class Elastic:
+    """Changes the number of engines. No other engine, no request and no update is disturbed by it.
+
+    Args:
+        roster: the engines.
+        operations: admits and withdraws them, in turn with updates.
+        supervisor: watches those that joined.
+        min_engines: so many stay.
+        drain_timeout_s: how long an engine may go on with what it has.
+        engines: starts new ones; None: someone else started these.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        operations: Operations,
+        supervisor: Supervisor,
+        *,
+        min_engines: int,
+        drain_timeout_s: float,
+        engines: Engines | None,
+    ) -> None:
+        self._roster = roster
+        self._operations = operations
+        self._supervisor = supervisor
+        self._min_engines = min_engines
+        self._drain_s = drain_timeout_s
+        self._engines = engines
+        self._numbers = itertools.count(len(roster.members))
+        self._placed: dict[Lifecycle, tuple[str, ...]] = {}
+        """GPUs of those that start and are no members yet."""
+
+    def find(self, engine: str | int) -> Member:
+        """An engine by name or index. Raises UserError where there is none."""
+        members = self._roster.members
+        if isinstance(engine, int) and not isinstance(engine, bool) and 0 <= engine < len(members):
+            return members[engine]
+        for member in members:
+            if member.name == engine:
+                return member
+        raise UserError(f"there is no engine {engine!r}; the fleet has {', '.join(m.name for m in members)}")
+
+    async def add(self, count: int) -> tuple[str, ...]:
+        """Start engines and let them serve, once they have the fleet's weights; returns their names.
+
+        Those that have started join even if this call is cancelled then.
+
+        Raises:
+            StateError: the engines of this fleet were started by someone else.
+            ConfigError: there is no GPU for them; nothing was started.
+            EngineStartError: of the first that did not start; the others serve.
+        """
+        if count < 1:
+            raise UserError(f"at least 1 engine can be added, got {count}")
+        engines = self._starting()
+        lives = [Lifecycle(f"e{next(self._numbers)}") for _ in range(count)]
+        try:
+            for life in lives:
+                self._placed[life] = self._place(engines)
+            started = [asyncio.create_task(self._add(engines, life, self._placed[life])) for life in lives]
+            try:
+                await asyncio.wait(started)
+            finally:
+                for task in started:
+                    task.cancel()
+                await asyncio.gather(*started, return_exceptions=True)
+            return tuple(task.result() for task in started)
+        finally:
+            for life in lives:
+                self._placed.pop(life, None)
+
+    async def drain(self, engine: str | int, timeout_s: float | None = None) -> bool:
+        """Send an engine no new session, and wait until it has ended what lives there; it stays DRAINING.
+
+        Later turns of sessions that live there still go there, until they finish or `router.session_ttl_s` has passed.
+
+        Args:
+            engine: name or index.
+            timeout_s: default: `fleet.drain_timeout_s`.
+
+        Returns:
+            False where it had some left at the end of that time; they go on.
+
+        Raises:
+            UserError: fewer than `min_engines` would be left.
+            StateError: it does not serve.
+        """
+        member = self.find(engine)
+        if member.state not in SERVABLE:
+            raise StateError(f"engine {member.name} does not serve, it is {member.state}: {member.lifecycle.reason}")
+        await self._operations.withdraw(member, self._min_engines)
+        return await self._until_idle(member, timeout_s, sessions=True)
+
+    async def remove(self, engine: str | int, timeout_s: float | None = None) -> None:
+        """Send an engine no request at all, and end it when it has ended those that it has; it is STOPPED.
+
+        Sessions that live there go on elsewhere, and so do requests that are under way after `timeout_s`. One that is
+        dead or starting is taken out at once.
+
+        Raises:
+            UserError: fewer than `min_engines` would be left.
+            StateError: it has left already.
+        """
+        await self._remove(self.find(engine), self._min_engines, timeout_s)
+
+    async def replace(self, engine: str | int, timeout_s: float | None = None) -> str:
+        """A new engine in the place of one; returns its name.
+
+        The new one serves before the old one leaves, but where it needs the GPUs of the old one.
+
+        Raises:
+            StateError: it has left already, or someone else started it.
+            EngineStartError: the new one did not start. The old one serves on, unless its GPUs were needed.
+        """
+        member, engines = self.find(engine), self._starting()
+        self._check_there(member)
+        try:
+            self._place(engines)
+        except UserError:  # no GPU is free
+            logger.info("engine %s leaves before another takes its GPUs", member.name)
+            await self._remove(member, 0, timeout_s)
+            (name,) = await self.add(1)
+            return name
+        (name,) = await self.add(1)
+        await self._remove(member, 0, timeout_s)
+        return name
+
+    async def _add(self, engines: Engines, life: Lifecycle, gpus: Sequence[str]) -> str:
+        member = await engines.start(life, gpus)
+        # From here on it joins, and returns where it dies, as any other; a caller who gives up leaves it to that.
+        member.returns = True
+        self._roster.enlist(member)
+        self._supervisor.watch(member)
+        await self._roster.until(lambda: not member.coming)
+        if member.state is State.DEAD:
+            raise EngineStartError(f"it was to join the fleet and died: {member.lifecycle.reason}", engine=member.name)
+        if member.state is State.SYNCING:
+            logger.warning("engine %s joins with the next weight update: nobody has the present weights", member.name)
+        return member.name
+
+    async def _until_idle(self, member: Member, timeout_s: float | None, *, sessions: bool) -> bool:
+        try:
+            async with asyncio.timeout(self._drain_s if timeout_s is None else timeout_s):
+                while await self._busy(member, sessions=sessions):  # noqa: ASYNC110 - the router sends no event
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _busy(self, member: Member, *, sessions: bool) -> bool:
+        """Whether requests are under way on an engine, or sessions live there; not so where it serves no longer."""
+        if member.state not in SERVABLE:
+            return False
+        for load in (await self._roster.admin.engines()).engines:
+            if load.name == member.name:
+                return load.outstanding > 0 or (sessions and load.sessions > 0)
+        return False
+
+    async def _remove(self, member: Member, least: int, timeout_s: float | None) -> None:
+        self._check_there(member)
+        if member.state in SERVABLE:
+            await self._operations.withdraw(member, least, wholly=True)
+            if not await self._until_idle(member, timeout_s, sessions=False):
+                logger.warning("engine %s leaves with requests under way, which go on elsewhere", member.name)
+        await self._supervisor.release(member)
+        await self._operations.dismiss(member)
+        if self._engines is not None:
+            await self._engines.end(member.lifecycle)
+        await member.control.close()
+
+    def _check_there(self, member: Member) -> None:
+        if member.state is State.STOPPED:
+            raise StateError(f"engine {member.name} has left the fleet already")
+
+    def _starting(self) -> Engines:
+        if self._engines is None:
+            raise StateError("the engines of this fleet were started by someone else, and so are new ones")
+        return self._engines
+
+    def _place(self, engines: Engines) -> tuple[str, ...]:
+        return engines.place(
+            [*(m.gpus for m in self._roster.members if m.state is not State.STOPPED), *self._placed.values()]
+        )

@@ -1,0 +1,193 @@
+"""Engines that come and go while requests and updates run, as processes: nothing lost, nothing of other weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import torch
+from sim_fleets import SIM, check, check_serves, engine_process, in_flight
+
+from penstock import Fleet, GenerateOutput, SamplingParams
+from penstock.errors import EngineStartError, StateError, UserError
+from penstock.fleet.lifecycle import State
+
+PARAMS = SamplingParams(max_tokens=120, detokenize=False)
+PROMPTS = [[1 + i, 2] for i in range(16)]
+
+
+class Load:
+    """Batches one after another, and updates among them, until it is ended; then every token is checked."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.outs: list[GenerateOutput] = []
+        self.updates = 0
+        self._ending = False
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._generate())
+            group.create_task(self._update())
+
+    async def _generate(self) -> None:
+        while not self._ending:
+            self.outs.append(await self.fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+
+    async def _update(self) -> None:
+        while not self._ending:
+            report = await self.fleet.update_weights([("w", torch.full((8,), float(self.updates)))])
+            assert report.version == self.fleet.weight_version
+            self.updates += 1
+            await asyncio.sleep(0.05)
+
+    async def end(self) -> None:
+        self._ending = True
+        await asyncio.wait_for(self._task, 30.0)
+        assert self.outs
+        for out in self.outs:
+            check(PROMPTS, out, PARAMS)
+            assert set(out.stop_reasons) == {"length"}
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[Fleet]:
+    async with Fleet.launch("sim-model", engines=2, drain_timeout_s=20.0, **SIM) as fleet:
+        yield fleet
+
+
+async def states(fleet: Fleet) -> dict[str, State]:
+    return {status.name: status.state for status in await fleet.engines()}
+
+
+async def test_engines_come_and_go_under_requests_and_updates(fleet: Fleet) -> None:
+    load = Load(fleet)
+    try:
+        names = await fleet.add_engines(2)
+        assert set(names) == {"e2", "e3"}
+        assert set((await states(fleet)).values()) == {State.SERVING}
+        await fleet.remove("e0")
+        new = await fleet.replace(1)
+        assert new == "e4"
+        assert await fleet.drain("e2")
+        assert (await states(fleet))["e2"] is State.DRAINING
+        await fleet.remove("e2")
+    finally:
+        await load.end()
+    assert load.updates >= 5
+    expected = {"e0": State.STOPPED, "e1": State.STOPPED, "e2": State.STOPPED, "e3": State.SERVING, "e4": State.SERVING}
+    assert await states(fleet) == expected
+    await check_serves(fleet, engines=2)
+    assert fleet.dp_size == 2
+
+
+async def test_a_joining_engine_has_the_weights_before_its_first_request(fleet: Fleet) -> None:
+    for value in range(3):
+        await fleet.update_weights([("w", torch.full((8,), float(value)))])
+    load = Load(fleet)
+    try:
+        (name,) = await fleet.add_engines()
+        member = fleet._elastic.find(name)
+        assert member.weight_version >= 3
+        assert (await member.control.info()).weight_version == fleet.weight_version
+        assert [c.new for c in member.lifecycle.history] == [State.SYNCING, State.SERVING]
+    finally:
+        await load.end()
+
+
+async def test_an_engine_joins_a_paused_fleet_paused_and_a_drained_one_is_paused_and_updated_with_it(
+    fleet: Fleet,
+) -> None:
+    running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+    await fleet.pause_generation()
+    assert not await fleet.drain("e0", timeout_s=0.2), "what it has is frozen"
+    (name,) = await fleet.add_engines()
+    assert await states(fleet) == {"e0": State.DRAINING, "e1": State.PAUSED, name: State.PAUSED}
+    report = await fleet.update_weights([("w", torch.ones(2))])
+    assert [update.engine for update in report.engines] == ["e0", "e1", name]
+    for member in fleet._roster.members:
+        assert (await member.control.info()).paused
+    await fleet.resume_generation()
+    out = await asyncio.wait_for(running, 20.0)
+    check(PROMPTS, out, PARAMS)
+    assert {span.version for spans in out.response_spans for span in spans} == {0, 1}
+    assert await fleet.drain("e0")
+    await fleet.remove("e0")
+    await check_serves(fleet, engines=2)
+
+
+async def test_what_an_engine_has_left_at_the_end_of_its_time_goes_on_elsewhere(fleet: Fleet) -> None:
+    running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+    await fleet.add_engines()
+    await fleet.remove("e0", timeout_s=0.0)
+    check(PROMPTS, await asyncio.wait_for(running, 30.0), PARAMS)
+    await check_serves(fleet, engines=2)
+
+
+async def test_sessions_end_where_they_live_before_an_engine_is_drained(fleet: Fleet) -> None:
+    params = {"max_tokens": 3}
+    for session in range(4):
+        await fleet.sample([1, session], 1, params, session_id=f"s{session}")
+    made = {s.name: s.stats.generation_tokens for s in await fleet.engines() if s.stats is not None}
+    assert set(made.values()) == {6}, "two sessions on each"
+    assert not await fleet.drain("e0", timeout_s=0.2)
+    for session in range(4):
+        await fleet.sample([1, session, 5], 1, params, session_id=f"s{session}")
+    made = {s.name: s.stats.generation_tokens for s in await fleet.engines() if s.stats is not None}
+    assert set(made.values()) == {12}, "their later turns still go where they live"
+    await fleet.remove("e0", timeout_s=5.0)
+    for session in range(4):
+        await fleet.sample([1, session, 6], 1, params, session_id=f"s{session}")
+    await check_serves(fleet, engines=1)
+
+
+async def test_the_last_engines_stay_and_errors_name_what_is_there(fleet: Fleet) -> None:
+    with pytest.raises(UserError, match="there is no engine 'e7'; the fleet has e0, e1"):
+        await fleet.drain("e7")
+    with pytest.raises(UserError, match="there is no engine 2"):
+        await fleet.remove(2)
+    with pytest.raises(UserError, match="at least 1 engine can be added, got 0"):
+        await fleet.add_engines(0)
+    assert await fleet.drain(0)
+    with pytest.raises(UserError, match="without engine e1 0 would be left, and min_engines is 1; add one first"):
+        await fleet.remove("e1")
+    await fleet.remove("e0")
+    with pytest.raises(StateError, match="engine e0 has left the fleet already"):
+        await fleet.remove("e0")
+    with pytest.raises(StateError, match="engine e0 does not serve, it is stopped"):
+        await fleet.drain("e0")
+    await check_serves(fleet, engines=1)
+
+
+async def test_a_dead_engine_is_taken_out_or_replaced() -> None:
+    async with Fleet.launch("sim-model", engines=2, max_restarts=0, **SIM) as fleet:
+        engine_process((await fleet.engines())[0].url).kill()
+        await fleet._roster.until(lambda: fleet._roster.members[0].state is State.DEAD, deadline_s=10.0)
+        assert (await states(fleet))["e0"] is State.DEAD
+        assert await fleet.replace("e0") == "e2"
+        assert await states(fleet) == {"e0": State.STOPPED, "e1": State.SERVING, "e2": State.SERVING}
+        await check_serves(fleet, engines=2)
+
+
+async def test_an_engine_that_does_not_start_is_said_and_the_others_serve(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines: Any = fleet._elastic._engines
+    monkeypatch.setattr(engines, "config", engines.config.model_copy(update={"extra_args": {"no-such-option": 1}}))
+    with pytest.raises(EngineStartError, match="no-such-option"):
+        await fleet.add_engines()
+    await check_serves(fleet, engines=2)
+
+
+async def test_engines_of_others_cannot_be_added_to_but_can_leave(fleet: Fleet) -> None:
+    async with Fleet.connect([status.url for status in await fleet.engines()]) as found:
+        with pytest.raises(StateError, match="were started by someone else"):
+            await found.add_engines()
+        await found.remove("e1")
+        await check_serves(found, engines=1)
+    await check_serves(fleet, engines=2)
