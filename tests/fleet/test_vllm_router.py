@@ -35,7 +35,7 @@ SHORT = SamplingParams(max_tokens=5, detokenize=False)
 
 @pytest.fixture(scope="module")
 async def fleet() -> AsyncIterator[Fleet]:
-    async with Fleet.launch("sim-model", engines=3, kind="vllm-router", **SIM) as fleet:
+    async with Fleet.launch("sim-model", engines=3, kind="vllm-router", policy="consistent-hash", **SIM) as fleet:
         yield fleet
 
 
@@ -234,7 +234,12 @@ async def test_not_installed_is_one_line_that_says_what_to_install(monkeypatch: 
     ("config", "message"),
     [
         ({"host": "0.0.0.0"}, "opens the router to other machines"),
-        ({"kind": "envoy"}, "router.kind|kind.*'penstock' or 'vllm-router'"),
+        ({"kind": "envoy"}, "kind.*'penstock' or 'vllm-router'"),
+        (
+            {"policy": "kv-cache"},
+            "router.policy 'kv-cache': with router.kind vllm-router it must be one of ",
+        ),
+        ({"policy": ["prefix-aware", "requests"]}, "router.policy 'prefix-aware,requests'"),
     ],
 )
 def test_what_it_cannot_do_is_refused(config: dict[str, str], message: str) -> None:

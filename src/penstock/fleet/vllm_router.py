@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 from penstock.config import RouterConfig, refuse_open_host
@@ -55,13 +55,11 @@ POLICIES = {
 
 def policy_of(config: RouterConfig) -> str:
     """Name of vllm-router's policy for `config.policy`. Raises ConfigError where it has none like it."""
-    given = cast("str | Sequence[str]", config.policy)
-    names = [given] if isinstance(given, str) else list(given)
-    if len(names) != 1 or names[0] not in POLICIES:
+    if config.policy not in POLICIES:
         raise ConfigError(
-            f"router.policy {given!r}: with router.kind vllm-router it must be one of {', '.join(POLICIES)}"
+            f"router.policy {config.policy!r}: with router.kind vllm-router it must be one of {', '.join(POLICIES)}"
         )
-    return POLICIES[names[0]]
+    return POLICIES[config.policy]
 
 
 def check_vllm_router(config: RouterConfig) -> None:

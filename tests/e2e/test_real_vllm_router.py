@@ -1,0 +1,67 @@
+"""A real vLLM CPU engine behind vllm-router: what goes through it is exact, and an update needs no gate."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from importlib.util import find_spec
+
+import openai
+import pytest
+
+from nano_models import changed
+from penstock import Fleet
+from penstock.engine.http import HTTPEngine
+from penstock.types import Sample, SamplingParams
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        find_spec("vllm_router") is None, reason="vllm-router is not installed (requirements/cpu.lock has it)"
+    ),
+]
+LONG = SamplingParams(max_tokens=150, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture
+async def fleet(live):
+    async with Fleet.connect([live.process.url], kind="vllm-router") as fleet:
+        yield fleet
+    await live.engine.teardown()
+    live.engine = await HTTPEngine.connect(live.process.url, name="live")  # its version is another one now
+
+
+async def test_every_token_is_exact_and_in_flight_updates_lose_none(fleet, live):
+    prompts = [[5 + i, 6, 7] for i in range(16)]
+    params = replace(LONG, max_tokens=400)
+    running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=params))
+    await asyncio.sleep(0.5)
+    model = changed(live.history.latest, 5)
+    update = asyncio.create_task(fleet.update_weights(model.named_parameters()))
+    late = asyncio.create_task(fleet.sample([40, 41], 2, LONG, session_id="s"))  # no gate holds it
+    report = await update
+    live.history.models[report.version] = model
+    out = await running
+    samples = [
+        Sample(*part)
+        for part in zip(out.response_ids, out.stop_reasons, out.response_logprobs, out.response_spans, strict=True)
+    ]
+    assert [len(sample.token_ids) for sample in samples] == [400] * 16
+    assert any(len(sample.spans) > 1 for sample in samples), "no request was in flight during the update"
+    for prompt, sample in [*zip(prompts, samples, strict=True), *(([40, 41], s) for s in await late)]:
+        assert live.history.worst_difference(prompt, sample) < 1e-4
+
+
+async def test_texts_chats_streams_and_errors(fleet, live):
+    texts = await fleet.generate(prompts=["3 1 2"], sampling_params=SamplingParams(max_tokens=8, temperature=0))
+    async with openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0) as client:
+        model = str(live.model_path)
+        whole = await client.completions.create(model=model, prompt="3 1 2", max_tokens=8, temperature=0)
+        pieces = await client.completions.create(model=model, prompt="3 1 2", max_tokens=8, temperature=0, stream=True)
+        streamed = "".join([piece.choices[0].text async for piece in pieces if piece.choices])
+        assert whole.choices[0].text == streamed == texts.responses[0]
+        with pytest.raises(openai.BadRequestError, match="512"):
+            await client.completions.create(model=model, prompt=[5] * 600, max_tokens=5)
+        with pytest.raises(openai.NotFoundError):
+            await client.completions.create(model="nobody", prompt="1", max_tokens=1)
