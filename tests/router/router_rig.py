@@ -82,6 +82,7 @@ class Backend:
     """A connection was closed by the router."""
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     port: int = 0
+    health: str = "200 OK"
     metrics: bytes = b""
     """What it answers to `GET /metrics`."""
     _server: asyncio.Server | None = None
@@ -113,9 +114,9 @@ class Backend:
             while not writer.is_closing():
                 seen = Seen(*await read_head(reader))
                 if seen.line.startswith("GET /health "):  # a probe is not a request
-                    writer.write(reply())
+                    writer.write(reply(status=self.health))
                     continue
-                if seen.line == "GET /metrics HTTP/1.0":  # nor is what the router itself wants to know
+                if seen.line.startswith("GET /metrics "):  # nor is what the router itself wants to know
                     writer.write(reply(self.metrics))
                     return
                 if not asked:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config import RouterConfig
 from penstock.router.engine import Engine
-from penstock.router.engine_figures import EngineFigures, KVFigures
+from penstock.router.engine_watch import EngineWatch, KVFigures
 from penstock.router.exchange import Exchange
 from penstock.router.gate import Gate
 from penstock.router.lane import ANY_ENGINE, NOWHERE, Kind, Lane
@@ -54,12 +54,12 @@ class Dispatcher:
         self.engines: dict[str, Engine] = {}
         self.placement = Placement(PlacementOptions.of(config), sessions=sessions, board=loads)
         self.gate = Gate(max_held=config.max_held, max_held_bytes=config.max_held_bytes, max_hold_s=config.max_hold_s)
-        self._probes = Probes(self._engine_up, self.engine_refused)
-        self._figures = EngineFigures(
+        self._probes = Probes(self._engine_up)
+        self._watch = EngineWatch(
             config.engine_metrics_interval_s if reads_figures else 0.0,
             lambda: list(self.engines.values()),
             self._engine_said,
-            self._probes.check,
+            self.engine_refused,
         )
         self._leaving: set[Engine] = set()
         self._expire_at = 0.0
@@ -69,6 +69,8 @@ class Dispatcher:
         """Who does admin calls (method, path, body) where this is one process of several; None: this process."""
         self.on_wait: Callable[[], None] | None = None
         """Called where a request has to wait for room, which another process may make."""
+        self.on_down: Callable[[str], None] | None = None
+        """Called with an engine that was found down, for the processes that have not met it."""
         self.on_figures: Callable[[str, KVFigures], None] | None = None
         """Called with what an engine said, for the processes that do not ask."""
 
@@ -104,7 +106,7 @@ class Dispatcher:
         for name in list(self.gate.engines):  # its sessions may have to leave it now
             self.gate.wake(Lane(Kind.ENGINE, name))
         self.gate.recheck()
-        self._figures.start()
+        self._watch.start()
 
     def set_gate(self, *, closed: bool, adapter: str | None = None, engine: str | None = None) -> None:
         """Close or open a gate: of an adapter, of an engine of the set, or for all. In force when this returns."""
@@ -159,6 +161,8 @@ class Dispatcher:
         self.placement.mark(engine.name, down=True)
         self._probes.start(engine)
         self.gate.wake(Lane(Kind.ENGINE, engine.name))
+        if self.on_down is not None:
+            self.on_down(engine.name)
 
     def _engine_up(self, engine: Engine) -> None:
         engine.mark(down=False)
@@ -189,7 +193,7 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Close every connection to an engine."""
-        await asyncio.gather(self._figures.close(), self._probes.close())
+        await asyncio.gather(self._watch.close(), self._probes.close())
         await asyncio.gather(*[engine.close() for engine in (*self.engines.values(), *self._leaving)])
 
     # --- parts of it -------------------------------------------------------------------------------------------------

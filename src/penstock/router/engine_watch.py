@@ -1,4 +1,4 @@
-"""Reads from each engine's own metrics how full its KV cache is."""
+"""Asks each engine now and then whether it is well and how full its KV cache is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from penstock.router.engine import Engine
+from penstock.router.probe import is_alive
 
 _DEADLINE_S = 2.0
 _MAX_ANSWER = 8 << 20
@@ -26,7 +27,18 @@ class KVFigures(NamedTuple):
     """Tokens that it holds; 0: the engine does not say."""
 
 
-def parse_figures(text: bytes) -> KVFigures | None:
+class Reading(NamedTuple):
+    """What an engine answered."""
+
+    well: bool
+    figures: KVFigures | None
+    """None: it has none, as an engine that is no vLLM."""
+
+
+_UNWELL = Reading(well=False, figures=None)
+
+
+def parse_figures(text: bytes | bytearray) -> KVFigures | None:
     """The figures in vLLM's Prometheus text; None where it has none.
 
     vLLM 0.32 says how many tokens fit on a rank (exact for models with several kinds of attention); before that, and
@@ -42,47 +54,49 @@ def parse_figures(text: bytes) -> KVFigures | None:
     return KVFigures(sum(usages) / len(usages), capacity)
 
 
-async def read_figures(host: str, port: int) -> KVFigures | None:
-    """Ask one engine.
+async def read(host: str, port: int) -> Reading:
+    """Ask one engine, both questions on one connection.
 
     Raises:
         OSError: it refused, broke off, or did not answer in time (TimeoutError).
     """
     async with asyncio.timeout(_DEADLINE_S):
         reader, writer = await asyncio.open_connection(host, port)
-        try:  # HTTP/1.0: no chunks in the answer, and the connection's end is its end
-            writer.write(f"GET /metrics HTTP/1.0\r\nHost: {host}:{port}\r\n\r\n".encode())
+        try:
+            ask = f"HTTP/1.1\r\nHost: {host}:{port}\r\n"
+            writer.write(f"GET /health {ask}\r\nGET /metrics {ask}Connection: close\r\n\r\n".encode())
             answer = bytearray()
             while len(answer) < _MAX_ANSWER and (piece := await reader.read(1 << 18)):
                 answer += piece
         finally:
             writer.transport.abort()
-    return parse_figures(bytes(answer))
+    return Reading(is_alive(answer), parse_figures(answer))
 
 
-class EngineFigures:
-    """Reads every engine's figures now and then.
+class EngineWatch:
+    """Looks after every engine.
 
-    An engine whose metrics fail is not thereby down: it may be busy, or no vLLM.
+    An engine is unwell if it takes no connection, breaks off or answers its health check with a server error. One
+    whose metrics fail, or that takes its time, is not: it may be busy, or no vLLM.
 
     Args:
-        interval_s: seconds between two readings of one engine; 0: never.
-        engines: those to ask.
-        read: called with what an engine said.
-        unreachable: called with an engine that took no connection.
+        interval_s: seconds between two looks at one engine; 0: never.
+        engines: those to look at.
+        figures: called with what an engine said of its KV cache.
+        unwell: called with an engine that is.
     """
 
     def __init__(
         self,
         interval_s: float,
         engines: Callable[[], Iterable[Engine]],
-        read: Callable[[Engine, KVFigures], None],
-        unreachable: Callable[[Engine], None],
+        figures: Callable[[Engine, KVFigures], None],
+        unwell: Callable[[Engine], None],
     ) -> None:
         self._interval_s = interval_s
         self._engines = engines
-        self._read = read
-        self._unreachable = unreachable
+        self._figures = figures
+        self._unwell = unwell
         self._clock: asyncio.Task[None] | None = None
         self._asking: dict[Engine, asyncio.Task[None]] = {}
 
@@ -101,20 +115,23 @@ class EngineFigures:
 
     async def _tick(self) -> None:
         while True:
-            for engine in self._engines():
+            for engine in list(self._engines()):
                 if not engine.down and engine not in self._asking:
                     self._asking[engine] = asyncio.get_running_loop().create_task(self._ask(engine))
             await asyncio.sleep(self._interval_s)  # another process's state: there is no event to wait for
 
     async def _ask(self, engine: Engine) -> None:
         try:
-            figures = await read_figures(*engine.address)
-            if figures is not None and not engine.removed:
-                self._read(engine, figures)
+            reading = await read(*engine.address)
         except TimeoutError:
-            pass  # busy
+            return
         except OSError:
-            if not engine.removed:
-                self._unreachable(engine)
+            reading = _UNWELL
         finally:
             del self._asking[engine]
+        if engine.removed:
+            return
+        if not reading.well:
+            self._unwell(engine)
+        elif reading.figures is not None:
+            self._figures(engine, reading.figures)

@@ -1,0 +1,349 @@
+"""The control side over HTTP: gates of one adapter or engine, drains, sessions, room, health and KV figures."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from router_rig import Backend, RawClient, Rig, Seen, answer_name, eventually, reply, request, rig
+
+from penstock.errors import UserError
+from penstock.router.admin_client import EngineLoad
+from penstock.router.engine_watch import KVFigures, parse_figures
+from penstock.router.membership import EngineEntry
+from penstock.sim import SimConfig, SimServer
+
+Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+
+
+def session(name: object, more: str = "") -> str:
+    return f"X-Session-ID: {name}\r\n{more}"
+
+
+async def load(r: Rig, name: str) -> EngineLoad:
+    return next(e for e in (await r.admin.engines()).engines if e.name == name)
+
+
+async def until(r: Rig, name: str, holds: Callable[[EngineLoad], bool], seconds: float = 10) -> None:
+    async def check() -> bool:
+        return holds(await load(r, name))
+
+    await eventually(check, seconds)
+
+
+async def homes(client: RawClient, names: range) -> dict[int, str]:
+    return {s: (await client.ask(headers=session(s))).body.decode() for s in names}
+
+
+# --- gates -----------------------------------------------------------------------------------------------------------
+
+
+async def test_the_gate_of_an_adapter_holds_its_requests_and_no_others() -> None:
+    async with rig(answer_name, max_hold_s=0.2) as r:
+        await r.admin.gate(closed=True, adapter="code")
+        waiting, client = await r.client(), await r.client()
+        await waiting.send(request(headers="X-Adapter: code\r\n"))
+        await r.until_held(1)
+        assert (await client.ask()).status == 200
+        assert (await client.ask(headers="X-Adapter: prose\r\n")).status == 200
+        state = await r.admin.engines()
+        assert (state.gates_closed, state.gate_closed, state.held_by["adapter"]) == (("code",), False, 1)
+        await asyncio.sleep(0.6)  # three times the hold, and two sweeps: a pause may be long
+        await r.admin.gate(closed=False, adapter="code")
+        assert (await waiting.receive()).status == 200
+        assert (await r.admin.engines()).gates_closed == ()
+
+
+async def test_sessions_of_a_gated_engine_wait_for_it_and_all_else_goes_elsewhere() -> None:
+    async with rig(answer_name, answer_name) as r:
+        client = await r.client()
+        before = await homes(client, range(12))
+        assert set(before.values()) == {"e0", "e1"}
+        await r.admin.gate(closed=True, engine="e0")
+        assert (await load(r, "e0")).gate_closed
+        waiting = {s: await r.client() for s, home in before.items() if home == "e0"}
+        for s, waiter in waiting.items():
+            await waiter.send(request(headers=session(s)))
+        await r.until_held(len(waiting))
+        for s, home in before.items():
+            if home == "e1":
+                assert (await client.ask(headers=session(s))).body == b"e1"
+        assert {(await client.ask(headers=session(s))).body for s in range(100, 106)} == {b"e1"}
+        assert {(await client.ask()).body for _ in range(4)} == {b"e1"}
+        assert (await r.admin.engines()).held_by["engine"] == len(waiting)
+        await r.admin.gate(closed=False, engine="e0")
+        assert {(await waiter.receive()).body for waiter in waiting.values()} == {b"e0"}
+
+
+async def test_where_every_engine_is_gated_new_requests_wait_too_however_long() -> None:
+    async with rig(answer_name, answer_name, max_hold_s=0.2) as r:
+        await r.admin.gate(closed=True, engine="e0")
+        await r.admin.gate(closed=True, engine="e1")
+        client = await r.client()
+        await client.send(request())
+        await r.until_held(1)
+        await asyncio.sleep(0.6)
+        await r.admin.gate(closed=False, engine="e1")
+        assert (await client.receive()).body == b"e1"
+
+
+@pytest.mark.parametrize("how", ["left", "another url", "not eligible"])
+async def test_sessions_do_not_wait_for_a_gated_engine_that_is_lost(how: str) -> None:
+    async with rig(answer_name, answer_name) as r:
+        e0, e1 = r.backends
+        await r.announce([e0.entry()])
+        client = await r.client()
+        assert (await client.ask(headers=session("s"))).body == b"e0"
+        await r.announce([e0.entry(), e1.entry()])
+        await r.admin.gate(closed=True, engine="e0")
+        await client.send(request(headers=session("s")))
+        await r.until_held(1)
+        match how:
+            case "left":
+                await r.announce([e1.entry()])
+            case "another url":
+                await r.announce([EngineEntry("e0", f"http://127.0.0.1:{e1.port}")])
+            case _:
+                await r.announce([e0.entry(eligible=False), e1.entry()])
+        assert (await client.receive()).body == b"e1"
+        assert (await load(r, "e0")).gate_closed if how == "not eligible" else True
+
+
+async def test_a_gate_of_an_engine_that_is_not_there_is_an_error() -> None:
+    async with rig(answer_name) as r:
+        with pytest.raises(UserError, match=r"no engine 'e7' in the set; known: e0"):
+            await r.admin.gate(closed=True, engine="e7")
+        await r.admin.gate(closed=False, engine="e7")  # it left, and its gate with it
+        with pytest.raises(UserError, match="not both"):
+            await r.admin.gate(closed=True, engine="e0", adapter="code")
+        with pytest.raises(UserError, match="adapter"):
+            await r.admin.gate(closed=True, adapter="")
+        assert (await (await r.client()).ask()).status == 200
+
+
+@pytest.mark.parametrize("which", [{}, {"adapter": "code"}, {"engine": "e0"}], ids=["all", "adapter", "engine"])
+async def test_a_waiting_request_goes_on_within_5_ms(which: dict[str, str]) -> None:
+    async with rig(answer_name) as r:
+        assert r.router is not None
+        client, backend, delays = await r.client(), r.backends[0], []
+        for _ in range(15):
+            r.router.dispatcher.set_gate(closed=True, **which)
+            await client.send(request(headers="X-Adapter: code\r\n"))
+            await eventually(lambda: len(r.router.dispatcher.gate) == 1)  # type: ignore[union-attr]
+            backend.arrived.clear()
+            started = time.monotonic()
+            r.router.dispatcher.set_gate(closed=False, **which)
+            await backend.arrived.wait()
+            delays.append(time.monotonic() - started)
+            assert (await client.receive()).status == 200
+        assert sorted(delays)[7] < 0.005  # half of them: this machine has other work too
+
+
+# --- eligibility and drain -------------------------------------------------------------------------------------------
+
+
+async def test_an_adapter_is_asked_of_an_engine_that_has_it() -> None:
+    async with rig(answer_name, answer_name, answer_name) as r:
+        base, code, anything = r.backends
+        await r.announce([base.entry(adapters=()), code.entry(adapters=("code", "prose"))])
+        client = await r.client()
+        assert {(await client.ask(headers="X-Adapter: code\r\n")).body for _ in range(4)} == {b"e1"}
+        assert {(await client.ask()).body for _ in range(8)} == {b"e0", b"e1"}
+        await client.send(request(headers="X-Adapter: poems\r\n"))
+        await r.until_held(1)
+        await r.announce([base.entry(adapters=()), code.entry(adapters=("code",)), anything.entry()])
+        assert (await client.receive()).body == b"e2"
+        assert [e.adapters for e in (await r.admin.engines()).engines] == [(), ("code",), None]
+
+
+async def test_a_draining_engine_serves_its_sessions_until_they_finish() -> None:
+    go = asyncio.Event()
+
+    async def slow(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        if seen.line.startswith("POST /slow "):
+            await go.wait()
+        writer.write(reply(backend.name.encode()))
+
+    async with rig(slow, slow) as r:
+        e0, e1 = r.backends
+        client, busy = await r.client(), await r.client()
+        before = await homes(client, range(8))
+        mine = [s for s, home in before.items() if home == "e0"]
+        await busy.send(request("/slow", headers=session(mine[0])))
+        await until(r, "e0", lambda e: e.outstanding == 1)
+        await r.announce([e0.entry(draining=True), e1.entry()])
+        after = await homes(client, range(100, 108))
+        assert set(after.values()) == {"e1"}
+        assert {(await client.ask()).body for _ in range(4)} == {b"e1"}
+        assert await homes(client, range(8)) == before
+        for s in mine:
+            e = await load(r, "e0")
+            assert (e.drained, e.sessions) == (False, len(mine) - mine.index(s))
+            assert await r.admin.finish_session(s)
+            assert not await r.admin.finish_session(s)
+        e = await load(r, "e0")
+        assert (e.drained, e.sessions, e.outstanding) == (False, 0, 1)
+        go.set()
+        assert (await busy.receive()).body == b"e0"
+        await until(r, "e0", lambda e: e.drained)
+        assert (await client.ask(headers=session(mine[0]))).body == b"e1"  # it came back: as a new session
+
+
+async def test_a_drain_ends_when_the_ttl_of_the_last_session_has_passed() -> None:
+    async with rig(answer_name, answer_name, session_ttl_s=0.5) as r:
+        e0, e1 = r.backends
+        await r.announce([e0.entry()])
+        client = await r.client()
+        await client.ask(headers=session("s"))
+        await r.announce([e0.entry(draining=True), e1.entry()])
+        assert not (await load(r, "e0")).drained
+        await until(r, "e0", lambda e: e.drained, 5)
+        assert (await r.admin.engines()).sessions == 0
+
+
+# --- room ------------------------------------------------------------------------------------------------------------
+
+
+def kv(usage: float, blocks: int, block_size: int = 16) -> bytes:
+    return (
+        f'vllm:kv_cache_usage_perc{{engine="0",model_name="m"}} {usage}\n'
+        f'vllm:cache_config_info{{block_size="{block_size}",engine="0",num_gpu_blocks="{blocks}"}} 1.0\n'
+    ).encode()
+
+
+async def test_new_sessions_wait_for_room_and_later_turns_do_not() -> None:
+    async with rig(answer_name, engine_metrics_interval_s=0.05, max_hold_s=0.2) as r:
+        r.backends[0].metrics = kv(0.0, 10)  # 160 tokens
+        await until(r, "e0", lambda e: e.kv_capacity == 160)
+        client, first, second = await r.client(), await r.client(), await r.client()
+        tokens = "X-Prompt-Tokens: 100\r\n"
+        assert (await client.ask(headers=session("a", tokens))).status == 200
+        await first.send(request(headers=session("b", tokens)))
+        await r.until_held(1)
+        await second.send(request(headers=session("c", "X-Prompt-Tokens: 1\r\n")))  # there is room, but not its turn
+        await r.until_held(2)
+        assert (await r.admin.engines()).held_by["room"] == 2
+        assert (await client.ask(headers=session("a", tokens))).status == 200
+        assert (await client.ask(headers=tokens)).status == 200
+        await asyncio.sleep(0.6)  # longer than max_hold_s: an engine is up, and load will fall
+        assert (await r.admin.engines()).held == 2
+        await r.admin.finish_session("a")
+        assert (await first.receive()).status == 200
+        assert (await second.receive()).status == 200
+        assert [e.resident_tokens for e in (await r.admin.engines()).engines] == [101]
+
+
+async def test_room_comes_with_the_end_of_another_request() -> None:
+    go = asyncio.Event()
+
+    async def slow(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        await go.wait()
+        writer.write(reply())
+
+    async with rig(slow, engine_metrics_interval_s=0.05) as r:
+        r.backends[0].metrics = kv(0.0, 10)
+        await until(r, "e0", lambda e: e.kv_capacity == 160)
+        first, second = await r.client(), await r.client()
+        await first.send(request(headers="X-Prompt-Tokens: 100\r\n"))  # no session: counts while it is in flight
+        await r.backends[0].arrived.wait()
+        await second.send(request(headers=session("b", "X-Prompt-Tokens: 100\r\n")))
+        await r.until_held(1)
+        go.set()
+        assert [(await c.receive()).status for c in (first, second)] == [200, 200]
+
+
+# --- health and figures ----------------------------------------------------------------------------------------------
+
+
+async def test_an_engine_that_fails_its_health_check_is_left_out_until_it_is_well() -> None:
+    async with rig(answer_name, answer_name, engine_metrics_interval_s=0.05, policy="round-robin") as r:
+        client = await r.client()
+        r.backends[0].health = "503 Service Unavailable"
+        await until(r, "e0", lambda e: e.down)
+        assert {(await client.ask()).body for _ in range(4)} == {b"e1"}
+        r.backends[0].health = "200 OK"
+        await until(r, "e0", lambda e: not e.down)
+        assert {(await client.ask()).body for _ in range(4)} == {b"e0", b"e1"}
+        await r.backends[1].stop()
+        await until(r, "e1", lambda e: e.down)  # nobody had to ask it for anything
+        assert [e.breaker_openings for e in (await r.admin.engines()).engines] == [1, 1]
+
+
+async def test_an_engine_whose_metrics_fail_is_not_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.router.engine_watch._DEADLINE_S", 0.1)
+    taken = asyncio.Event()
+
+    async def hang(reader: Reader, writer: Writer) -> None:
+        taken.set()
+        await reader.read()
+        writer.close()
+
+    hanging = await asyncio.start_server(hang, "127.0.0.1", 0)
+    port = hanging.sockets[0].getsockname()[1]
+    async with hanging, rig(answer_name, engine_metrics_interval_s=0.05) as r:
+        r.backends[0].metrics = b"nothing of vLLM's"
+        await r.announce([r.backends[0].entry(), EngineEntry("busy", f"http://127.0.0.1:{port}")])
+        await taken.wait()
+        await asyncio.sleep(0.4)
+        state = await r.admin.engines()
+        assert [(e.down, e.kv_usage, e.kv_capacity) for e in state.engines] == [(False, -1.0, 0)] * 2
+
+
+async def test_figures_of_a_simulated_engine() -> None:
+    async with rig(engine_metrics_interval_s=0.05) as r, SimServer(SimConfig(kv_blocks=1000, block_size=32)) as sim:
+        await r.announce([EngineEntry("sim", sim.url)])
+        await until(r, "sim", lambda e: e.kv_capacity == 32_000)
+        assert 0 <= (await load(r, "sim")).kv_usage < 1
+
+
+@pytest.mark.vllm
+async def test_figures_of_a_real_engine(live: Any) -> None:
+    async with rig(engine_metrics_interval_s=0.2) as r:
+        await r.announce([EngineEntry("live", live.process.url)])
+        await until(r, "live", lambda e: e.kv_capacity > 0)
+        e = await load(r, "live")
+        assert 0 <= e.kv_usage < 1
+        assert not e.down
+        assert e.kv_capacity % 16 == 0
+
+
+TEXTS = [
+    (b"", None),
+    (b"# vllm:kv_cache_usage_perc 1\nx 2\n", None),
+    (b"vllm:kv_cache_usage_perc 0.25\n", KVFigures(0.25, 0)),
+    (kv(0.5, 100), KVFigures(0.5, 1600)),
+    (kv(1.0, 10).replace(b"\n", b"\r\n"), KVFigures(1.0, 160)),
+    (
+        (
+            b'vllm:kv_cache_usage_perc{engine="0"} 0.5\nvllm:kv_cache_usage_perc{engine="1"} 0\n'
+            b'vllm:cache_config_info{block_size="16",kv_cache_size_tokens="100",num_gpu_blocks="9"} 1\n'
+        ),
+        KVFigures(0.25, 200),
+    ),
+    (
+        (
+            b"vllm:kv_cache_usage_perc 1e-05\n"
+            b'vllm:cache_config_info{block_size="16",kv_cache_size_tokens="None",num_gpu_blocks="10"} 1\n'
+        ),
+        KVFigures(1e-05, 160),
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "figures"), TEXTS)
+def test_figures_in_vllms_text(text: bytes, figures: KVFigures | None) -> None:
+    assert parse_figures(text) == figures
+
+
+SESSION_BODIES = [(b"{}", "session_id"), (b'{"session_id": 7}', "session_id"), (b'{"session_id": ""}', "session_id")]
+
+
+@pytest.mark.parametrize(("body", "message"), SESSION_BODIES)
+async def test_what_is_no_session_is_an_error(body: bytes, message: str) -> None:
+    async with rig(answer_name) as r:
+        answer = await (await r.client()).ask("/router/sessions/finish", body)
+        assert (answer.status, answer.header("x-penstock-error")) == (400, "bad_json")
+        assert message in answer.body.decode()
