@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ class App:
     class state:  # noqa: N801
         class engine_client:  # noqa: N801
             update_weight_version = None
+            output_processor = SimpleNamespace(add_request=None)
+            engine_core = SimpleNamespace(add_request_async=None)
 
 
 async def status(method: str, path: str, key: str | None) -> int:

@@ -1,6 +1,6 @@
-"""Counting tokens by weight version, as vLLM 0.26 needs it; the classes of vLLM that it touches are played here.
+"""What requests have made, as vLLM 0.26 needs it counted and as clients are told; vLLM's classes are played here.
 
-On real vLLM 0.26 `tests/engine/test_vllm_engine.py` holds it, run on a GPU machine (CONTRIBUTING.md).
+`test_resume.py` has them as they are, and `test_vllm_engine.py` a whole engine, also of 0.26 on a GPU machine.
 """
 
 from __future__ import annotations
@@ -12,50 +12,62 @@ import orjson
 import pytest
 
 from penstock.engine.vllm_plugin.version_spans import VersionSpans
-from penstock.engine.wire import FINAL_ONLY, SPANS_HEADER, generate_body, samples_of
+from penstock.engine.wire import FINAL_ONLY, PROGRESS_HEADER, SPANS_HEADER, generate_body, samples_of, versions_of
 from penstock.errors import EngineError
 from penstock.types import SamplingParams, VersionSpan
 
 
-class Processor:
-    """What AsyncLLM's output processor is to the plugin."""
+class State:
+    """A RequestState; its detokenizer and its logprobs are one list of ids."""
 
-    def __init__(self):
-        self.request_states = {}
-        self.processed = []
+    def __init__(self, external: str, index: int) -> None:
+        self.parent_req = SimpleNamespace(external_req_id=external, n=2)
+        self.request_index = index
+        self.detokenizer = self
+        self.logprobs_processor = SimpleNamespace(logprobs=None)
+        self.output_token_ids: list[int] = []
 
-    def process_outputs(self, outputs, *args):
-        self.processed += outputs
-        return args
+    def num_output_tokens(self) -> int:
+        return len(self.output_token_ids)
+
+    def make_request_output(self, new, _pooling, finish, _stop):
+        return (len(new), finish)
 
 
-def engine_of(processor):
-    return SimpleNamespace(
-        output_processor=processor, engine_core=SimpleNamespace(outputs_queue=asyncio.Queue())
-    )  # no update_weight_version: vLLM 0.26
+class Engine:
+    """An AsyncLLM of vLLM 0.26, and the application before it: `during` plays what happens in one HTTP request."""
+
+    def __init__(self) -> None:
+        self.request_states: dict[str, State] = {}
+        self.output_processor = self
+        self.engine_core = SimpleNamespace(outputs_queue=asyncio.Queue(), add_request_async=None)
+        self.made: list[State] = []
+
+    def add_request(self, request, _prompt, _parent, index, _queue) -> None:
+        self.request_states[request.request_id] = State(request.external, index)
+
+    def sample(self, external: str, index: int = 0) -> State:
+        params = SimpleNamespace(structured_outputs=None, prompt_logprobs=None, extra_args=None)
+        key = f"{index}_{external}"
+        request = SimpleNamespace(request_id=key, external=external, sampling_params=params, prompt_token_ids=[1])
+        self.add_request(request, None, None, index, None)
+        return self.request_states[key]
+
+    @staticmethod
+    def step(state: State, tokens: int, finish: str | None = None) -> None:
+        state.output_token_ids += [7] * tokens
+        assert state.make_request_output([7] * tokens, None, finish, None) == (tokens, finish), "vLLM's own answer"
 
 
-async def serve(spans, engine, during, path=b"generate-tokens"):
-    """One HTTP request through the plugin; `during(step, register)` plays the engine."""
+async def serve(spans, engine, during, *, headers=(), kind=b"application/json", bodies=(b'{"vllm": 1}',), status=200):
+    """The messages of one request through the plugin."""
     sent = []
 
-    async def app(scope, _receive, send):
-        name = dict(scope["headers"])[b"x-request-id"].decode()
-
-        def register(index, prompt=None):
-            external = f"{path.decode()}-{name}" + ("" if prompt is None else f"-{prompt}")
-            key = f"{index}_{external}"
-            state = SimpleNamespace(parent_req=SimpleNamespace(external_req_id=external), request_index=index)
-            engine.output_processor.request_states[key] = state
-            return key
-
-        def step(**tokens):
-            outputs = [SimpleNamespace(request_id=k, new_token_ids=[0] * n) for k, n in tokens.items()]
-            return engine.output_processor.process_outputs(outputs, "more")
-
-        during(step, register)
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"json")]})
-        await send({"type": "http.response.body", "body": b""})
+    async def app(_scope, _receive, send):
+        await during()
+        await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
+        for i, body in enumerate(bodies):
+            await send({"type": "http.response.body", "body": body, "more_body": i + 1 < len(bodies)})
 
     async def send(message):
         sent.append(message)
@@ -63,75 +75,163 @@ async def serve(spans, engine, during, path=b"generate-tokens"):
     scope = {
         "type": "http",
         "method": "POST",
-        "path": "/inference/v1/generate",
-        "headers": [(b"x-request-id", b"the client's own")],
+        "path": "/v1/completions",
+        "headers": headers,
         "app": SimpleNamespace(state=SimpleNamespace(engine_client=engine)),
     }
     await spans.pass_on(app, scope, None, send)
-    headers = {key.decode().lower(): value for key, value in sent[0]["headers"]}
-    given = headers.get(SPANS_HEADER.lower())
-    return None if given is None else orjson.loads(given)
+    return sent
+
+
+def header(sent):
+    return versions_of({k.decode().lower(): v for k, v in sent[0]["headers"]}.get(SPANS_HEADER.lower()))
+
+
+def asked(value: str):
+    return [(PROGRESS_HEADER.lower().encode(), value.encode())]
 
 
 async def test_tokens_are_counted_under_the_version_in_force():
-    spans, processor = VersionSpans(), Processor()
+    spans, engine = VersionSpans(), Engine()
 
-    def during(step, register):
-        first, second = register(0), register(1)
-        assert step(**{first: 3, second: 1}) == ("more",), "the wrapped method's own answer"
+    async def during():
+        first, second = engine.sample("generate-tokens-x"), engine.sample("generate-tokens-x", 1)
+        engine.step(first, 3)
+        engine.step(second, 1)
         spans.set_version(4)
-        step(**{second: 2})
+        engine.step(second, 2)
         spans.set_version(5)
-        step(**{second: 1, "somebody else's": 9})
+        engine.step(second, 1)
 
-    given = await serve(spans, engine_of(processor), during)
-    assert given == [[[0, 0, 3]], [[0, 0, 1], [4, 1, 3], [5, 3, 4]]]
-    assert len(processor.processed) == 5
+    assert header(await serve(spans, engine, during)) == [[[0, 0, 3]], [[0, 0, 1], [4, 1, 3], [5, 3, 4]]]
 
 
 async def test_prompts_stay_in_order_and_a_sample_without_tokens_has_no_span():
-    spans = VersionSpans()
+    spans, engine = VersionSpans(), Engine()
 
-    def during(step, register):
-        keys = {(p, i): register(i, prompt=p) for p in range(12) for i in range(2)}
-        for (prompt, index), key in keys.items():
-            if (prompt, index) != (3, 0):
-                step(**{key: 1 + prompt})
+    async def during():
+        for prompt in reversed(range(12)):
+            for index in range(2):
+                state = engine.sample(f"cmpl-a-client's-own-{prompt}", index)
+                if (prompt, index) != (3, 0):
+                    engine.step(state, 1 + prompt)
 
-    given = await serve(spans, engine_of(Processor()), during, path=b"cmpl")
+    given = header(await serve(spans, engine, during))
     assert [s[0][2] if s else 0 for s in given] == [0 if (p, i) == (3, 0) else 1 + p for p in range(12) for i in (0, 1)]
 
 
+async def test_a_header_too_long_for_clients_is_left_out():
+    spans, engine = VersionSpans(), Engine()
+
+    async def during():
+        for prompt in range(1000):
+            engine.step(engine.sample(f"cmpl-x-{prompt}"), 1)
+
+    assert header(await serve(spans, engine, during)) is None
+
+
+async def test_a_stream_has_its_versions_in_a_comment_before_done():
+    spans, engine = VersionSpans(), Engine()
+
+    async def during():
+        engine.step(engine.sample("cmpl-x-0"), 2, "stop")
+
+    bodies = (b'data: {"a": 1}\n\n', b"data: [DONE]\n\n")
+    sent = await serve(spans, engine, during, kind=b"text/event-stream; charset=utf-8", bodies=bodies)
+    assert b"".join(m["body"] for m in sent[1:]) == (
+        b'data: {"a": 1}\n\n: penstock {"versions":[[[0,0,2]]]}\n\ndata: [DONE]\n\n'
+    )
+
+
+async def test_who_asks_is_told_in_a_stream_before_the_event_that_shows_the_tokens():
+    spans, engine = VersionSpans(), Engine()
+
+    async def during():
+        engine.step(engine.sample("cmpl-x-0"), 2, "stop")
+
+    bodies = (b'data: {"a": 1}\n\n', b"data: [DONE]\n\n")
+    sent = await serve(spans, engine, during, kind=b"text/event-stream", bodies=bodies, headers=asked("stream"))
+    comment, _, event = sent[1]["body"].partition(b"\n\n")
+    (news,) = orjson.loads(comment.removeprefix(b": penstock "))["samples"]
+    assert (news["ids"], news["versions"], news["finish"], news["asked"]) == ([7, 7], [[0, 2]], "stop", False)
+    assert event == bodies[0]
+
+
+async def test_who_asks_is_told_every_so_many_tokens_and_then_the_whole_answer():
+    spans, engine = VersionSpans(), Engine()
+
+    async def during():
+        first, second = engine.sample("cmpl-x-0"), engine.sample("cmpl-x-0", 1)
+        for step in range(10):
+            spans.set_version(step // 3)
+            engine.step(first, 1)
+            if step < 2:
+                engine.step(second, 1, "stop" if step else None)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    sent = await serve(spans, engine, during, headers=asked("4"))
+    assert dict(sent[0]["headers"])[b"content-type"] == b"application/x-ndjson"
+    assert not sent[-1]["more_body"]
+    *chunks, last = [orjson.loads(line) for line in b"".join(m["body"] for m in sent[1:]).splitlines()]
+    told = [[(one["index"], len(one["ids"])) for one in chunk["samples"]] for chunk in (*chunks, last)]
+    assert told == [[(0, 4), (1, 2)], [(0, 4)], [(0, 2)]]
+    assert [one["versions"] for one in chunks[1]["samples"]] == [[[1, 2], [2, 2]]]
+    assert (last["status"], last["answer"]) == (200, {"vllm": 1})
+    assert last["versions"] == [[[0, 0, 3], [1, 3, 6], [2, 6, 9], [3, 9, 10]], [[0, 0, 2]]]
+
+
+async def test_an_error_before_the_first_chunk_is_vllms_own_and_one_after_it_comes_in_the_last_line():
+    async def nothing():
+        pass
+
+    spans, engine = VersionSpans(), Engine()
+    sent = await serve(spans, engine, nothing, headers=asked("4"), status=400, bodies=(b'{"error"', b": 1}"))
+    assert (sent[0]["status"], sent[1]["body"]) == (400, b'{"error": 1}')
+
+    async def during():
+        engine.step(engine.sample("cmpl-x-0"), 5)
+        await asyncio.sleep(0.01)
+
+    sent = await serve(spans, engine, during, headers=asked("4"), status=500, bodies=(b"gone",), kind=b"text/plain")
+    last = orjson.loads(sent[-1]["body"])
+    assert (sent[0]["status"], last["status"], last["answer"]) == (200, 500, "gone")
+
+
+@pytest.mark.parametrize("path", ["/abort_requests", "/inference/v1/abort_requests"])
+async def test_an_abort_that_somebody_asks_for_is_told_from_one_of_a_pause(path):
+    spans, engine = VersionSpans(), Engine()
+    scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+
+    async def abort(_scope, _receive, _send):
+        engine.step(next(iter(engine.request_states.values())), 0, "abort")
+
+    async def during():
+        engine.step(engine.sample("cmpl-x-0"), 1)
+        await spans.pass_on(abort, scope, None, None)
+
+    sent = await serve(spans, engine, during, headers=asked("0"))
+    (news,) = orjson.loads(sent[-1]["body"])["samples"]
+    assert (news["finish"], news["asked"]) == ("abort", True)
+
+
 async def test_after_a_pause_everything_made_before_it_is_counted():
-    spans, processor = VersionSpans(), Processor()
-    engine = engine_of(processor)
+    spans, engine, processed = VersionSpans(), Engine(), []
     queue = engine.engine_core.outputs_queue
 
     async def handler():  # as AsyncLLM's output handler: it yields to the loop between portions of one batch
         while True:
             for outputs in await queue.get():
-                processor.process_outputs(outputs)
+                processed.extend(outputs)
                 await asyncio.sleep(0)
 
     task = asyncio.create_task(handler())
-    processor.request_states = {str(i): None for i in range(300)}
+    engine.request_states = dict.fromkeys(map(str, range(300)))
     queue.put_nowait([["a"], ["b"], ["c"]])
     queue.put_nowait([["d"]])
-    spans.install(engine)
-    processor.process_outputs = processor.processed.extend
     await spans.settle(engine)
-    assert processor.processed == ["a", "b", "c", "d"]
+    assert processed == ["a", "b", "c", "d"]
     task.cancel()
-
-
-async def test_a_vllm_that_labels_tokens_itself_is_left_alone():
-    processor = Processor()
-    engine = engine_of(processor)
-    engine.update_weight_version = None
-    before = processor.process_outputs
-    spans = VersionSpans()
-    spans.install(engine)
-    assert processor.process_outputs == before
 
 
 def answer(*choices):
@@ -141,30 +241,29 @@ def answer(*choices):
 PARAMS = SamplingParams(n=2, logprobs=False)
 
 
-def test_the_header_becomes_spans():
-    headers = {SPANS_HEADER: "[[[0,0,2],[1,2,3]]]"}
-    first, second = samples_of(answer([7, 8, 9], []), headers, PARAMS)
+def test_what_is_told_becomes_spans():
+    first, second = samples_of(answer([7, 8, 9], []), [[[0, 0, 2], [1, 2, 3]]], PARAMS)
     assert first.spans == (VersionSpan(0, 0, 2), VersionSpan(1, 2, 3))
     assert second.spans == ()
 
 
 @pytest.mark.parametrize(
-    ("headers", "message"),
+    ("told", "message"),
     [
-        ({}, "does not say which weights"),
-        ({SPANS_HEADER: "[[[0,0,2]],[[0,0,1]]]"}, "do not cover its 3 tokens"),
-        ({SPANS_HEADER: "[[[0,0,2],[1,1,3]],[[0,0,1]]]"}, "do not cover its 3 tokens"),
+        (None, "does not say which weights"),
+        ([[[0, 0, 2]], [[0, 0, 1]]], "do not cover its 3 tokens"),
+        ([[[0, 0, 2], [1, 1, 3]], [[0, 0, 1]]], "do not cover its 3 tokens"),
     ],
 )
-def test_tokens_without_exact_versions_are_refused(headers, message):
+def test_tokens_without_exact_versions_are_refused(told, message):
     with pytest.raises(EngineError, match=message):
-        samples_of(answer([7, 8, 9], [1]), headers, PARAMS)
+        samples_of(answer([7, 8, 9], [1]), told, PARAMS)
 
 
 def test_missing_samples_are_refused():
     """As vLLM 0.26 answered before `output_kind` was sent."""
     with pytest.raises(EngineError, match=r"asked for 3 samples, got those with index \[0, 1\]"):
-        samples_of(answer([1], [2]), {}, SamplingParams(n=3))
+        samples_of(answer([1], [2]), None, SamplingParams(n=3))
 
 
 def test_a_request_asks_for_one_answer_at_the_end():

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.engine.completion import join, split
 from penstock.errors import RequestError
-from penstock.fleet.completion import join, split
 
 
 @pytest.mark.parametrize(

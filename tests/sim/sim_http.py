@@ -54,7 +54,7 @@ class Client:
 
 def parse_events(raw: bytes) -> list[Any]:
     """The data of each event."""
-    data = [line.removeprefix(b"data: ") for line in raw.split(b"\n\n") if line]
+    data = [line.removeprefix(b"data: ") for line in raw.split(b"\n\n") if line and not line.startswith(b":")]
     return [item.decode() if item == b"[DONE]" else orjson.loads(item) for item in data]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.types import (
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 class Engine(ABC):
     """One inference engine, or many seen as one. All methods are coroutines but the sizes and `weight_version`.
+
+    No request is cut short: one that a pause aborts, or whose engine dies, goes on after the resume or on another
+    engine from the tokens it had. Only `abort_generation` ends requests early, with the finish reason `abort`.
 
     Every method raises `DeadlineError` when the other side does not answer in time, `EngineDeadError` when it is gone,
     and `EngineHTTPError` with its status and type when it answers with an error.
@@ -100,6 +103,21 @@ class Engine(ABC):
     @abstractmethod
     async def chat_completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
         """OpenAI `/v1/chat/completions`: the body as the API has it, the answer as it came."""
+
+    @abstractmethod
+    def completion_stream(
+        self, body: Mapping[str, Any], session_id: SessionId | None = None
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """OpenAI `/v1/completions` as chunks, in OpenAI's form; the last of each choice has its `weight_versions`.
+
+        Through pauses that abort it and deaths of engines a reader sees one stream: nothing twice, nothing missing.
+        """
+
+    @abstractmethod
+    def chat_completion_stream(
+        self, body: Mapping[str, Any], session_id: SessionId | None = None
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """OpenAI `/v1/chat/completions` as chunks; see `completion_stream`."""
 
     # --- pause, resume, memory ---------------------------------------------------------------------------------------
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import orjson
-
-from penstock.engine import wire
+from penstock.engine import completion, wire
 from penstock.engine.concurrent import all_or_first_error
+from penstock.engine.continuation import Continuation, Counters
+from penstock.engine.merge import merged
 from penstock.engine.transport import HttpTransport
 from penstock.errors import RequestError
 from penstock.types import GenerateBatch, GenerateOutput, Message, Sample, SamplingParams, SessionId
 
 TOKENIZE_S = 60.0
 """Deadline of /tokenize and /detokenize. They do no model work, but share the server with requests that do."""
+STREAM_CHUNK_TOKENS = 64
+GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
 
 
 class DataClient:
     """Generation over HTTP. One request for each prompt, so that a router can spread a batch.
+
+    Every request ends with its whole answer, through pauses that abort it and through deaths of engines
+    (`continuation.py`); one that `abort_generation` ends, ends with the finish reason `abort`.
 
     Args:
         url: of an engine or of the router.
@@ -27,6 +32,11 @@ class DataClient:
         request_timeout_s: deadline of one generation request, held and paused time included.
         name: names the server in errors.
         vocab_size: where known, ids outside `[0, vocab_size)` are refused before anything is sent.
+        stream_chunk_tokens: a sample's tokens come in chunks of so many, so that the death of an engine costs at most
+            the last chunk; 0: all at the end.
+
+    Attributes:
+        counters: what it had to do so that nothing was lost.
     """
 
     def __init__(
@@ -37,10 +47,13 @@ class DataClient:
         request_timeout_s: float = 3600.0,
         name: str | None = None,
         vocab_size: int | None = None,
+        stream_chunk_tokens: int = STREAM_CHUNK_TOKENS,
     ) -> None:
         self.http = HttpTransport(url, api_key=api_key, name=name)
         self.vocab_size = vocab_size
         self.request_timeout_s = request_timeout_s
+        self.stream_chunk_tokens = stream_chunk_tokens
+        self.counters = Counters()
 
     async def generate_batch(self, batch: GenerateBatch) -> GenerateOutput:
         """Complete a batch (R2); answers in input order, `n` samples of a prompt side by side."""
@@ -72,12 +85,41 @@ class DataClient:
         return await self._generate(prompt_token_ids, params, session_id)
 
     async def completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
-        """OpenAI `/v1/completions`, the whole body to one engine."""
-        return await self._openai("/v1/completions", body, session_id)
+        """OpenAI `/v1/completions`; each prompt of the body is a request of its own (R7).
+
+        Each choice has its `weight_versions`, `[{"version", "start", "end"}, ...]`, as vLLM's token endpoint has them.
+
+        Raises:
+            RequestError: the prompt has none of the four forms, or `stream` is set.
+            EngineHTTPError: of the first prompt that failed; the others are cancelled.
+        """
+        _refuse_stream(body, "completion_stream")
+        parts = completion.split(body)
+        return completion.join(await all_or_first_error(self._openai(COMPLETIONS, part, session_id) for part in parts))
 
     async def chat_completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
-        """OpenAI `/v1/chat/completions`."""
-        return await self._openai("/v1/chat/completions", body, session_id)
+        """OpenAI `/v1/chat/completions`; each choice has its `weight_versions`, see `completion`."""
+        _refuse_stream(body, "chat_completion_stream")
+        return await self._openai(CHAT, body, session_id)
+
+    async def completion_stream(
+        self, body: Mapping[str, Any], session_id: SessionId | None = None
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """The chunks of OpenAI `/v1/completions` with `stream`, of all prompts of the body; raises as `completion`.
+
+        The last chunk of each choice has its `weight_versions`.
+        """
+        n: Any = body.get("n")
+        streams = [self._stream(COMPLETIONS, part, session_id) for part in completion.split(body)]
+        async for chunk in merged(streams, choices_each=n if isinstance(n, int) else 1):
+            yield chunk
+
+    async def chat_completion_stream(
+        self, body: Mapping[str, Any], session_id: SessionId | None = None
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """The chunks of OpenAI `/v1/chat/completions` with `stream`; see `completion_stream`."""
+        async for chunk in self._stream(CHAT, body, session_id):
+            yield chunk
 
     async def tokenize(self, prompt: Sequence[Message] | str) -> list[int]:
         """Token ids of a plain string, or of a chat with the template's opening of the assistant's turn."""
@@ -97,30 +139,51 @@ class DataClient:
     async def _generate(
         self, token_ids: Sequence[int], params: SamplingParams, session_id: SessionId | None
     ) -> list[Sample]:
-        body = orjson.dumps(wire.generate_body(token_ids, params))
-        headers = wire.request_headers(len(token_ids), params, session_id)
-        answer, answered = await self.http.call(
-            "POST", "/inference/v1/generate", body, timeout_s=self.request_timeout_s, headers=headers
-        )
-        samples = wire.samples_of(self.http.decode(answer), answered, params)
+        body = wire.generate_body(token_ids, params)
+        request = self._request(GENERATE, body, wire.request_headers(len(token_ids), params, session_id))
+        answer = await request.answer()
+        samples = wire.samples_of(answer.body, answer.spans, params)
         if not params.detokenize:
             return samples
-        texts = await all_or_first_error(self._text(sample, params) for sample in samples)
+        stops = [request.partials.get(i).stop_reason for i in range(len(samples))]
+        texts = await all_or_first_error(
+            self._text(sample, params, stop) for sample, stop in zip(samples, stops, strict=True)
+        )
         return [replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)]
 
-    async def _text(self, sample: Sample, params: SamplingParams) -> str:
+    async def _text(self, sample: Sample, params: SamplingParams, stop: int | str | None) -> str:
         ids = sample.token_ids
-        if ids and params.skip_special_tokens and sample.finish_reason == "stop" and not params.stop:
-            # vLLM's /detokenize shows special tokens. Without stop strings, what ended the sample is its last token.
+        ended_by_token = sample.finish_reason == "stop" and not isinstance(stop, str)
+        if ids and params.skip_special_tokens and ended_by_token:
+            # vLLM's /detokenize shows special tokens; its other endpoints leave out the one that ended the text.
             ids = ids if ids[-1] in params.stop_token_ids else ids[:-1]
-        return await self.detokenize(ids) if ids else ""
+        text = await self.detokenize(ids) if ids else ""
+        # A stop string ends with the last token, so it is the last of its kind; as in vLLM, it is no part of the text.
+        return text[: text.rfind(stop)] if isinstance(stop, str) and stop in text else text
 
     async def _openai(self, path: str, body: Mapping[str, Any], session_id: SessionId | None) -> dict[str, Any]:
-        if body.get("stream"):
-            raise RequestError("stream=true gives no single answer; stream from the HTTP endpoint itself")
-        headers = {wire.SESSION_HEADER: str(session_id)} if session_id is not None else None
-        answer: dict[str, Any] = await self.http.post(path, body, timeout_s=self.request_timeout_s, headers=headers)
-        return answer
+        answer = await self._request(path, body, _session(session_id)).answer()
+        whole: dict[str, Any] = answer.body
+        choices: list[dict[str, Any]] = whole["choices"]
+        for choice, its in zip(choices, wire.padded(answer.spans or (), len(choices)), strict=True):
+            choice["weight_versions"] = wire.as_weight_versions([(v, end - start) for v, start, end in its])
+        return whole
+
+    def _stream(
+        self, path: str, body: Mapping[str, Any], session_id: SessionId | None
+    ) -> AsyncGenerator[dict[str, Any]]:
+        return self._request(path, {**body, "stream": True}, _session(session_id)).chunks()
+
+    def _request(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Continuation:
+        return Continuation(
+            self.http,
+            path,
+            body,
+            headers=headers,
+            timeout_s=self.request_timeout_s,
+            chunk_tokens=self.stream_chunk_tokens,
+            counters=self.counters,
+        )
 
     def _check_ids(self, ids: Sequence[int], where: str) -> None:
         top = self.vocab_size
@@ -128,3 +191,12 @@ class DataClient:
             if token < 0 or (top is not None and token >= top):
                 known = f"[0, {top})" if top is not None else "the non-negative integers"
                 raise RequestError(f"{where}[{position}] is {token}, outside the vocabulary {known}")
+
+
+def _session(session_id: SessionId | None) -> dict[str, str]:
+    return {wire.SESSION_HEADER: str(session_id)} if session_id is not None else {}
+
+
+def _refuse_stream(body: Mapping[str, Any], instead: str) -> None:
+    if body.get("stream"):
+        raise RequestError(f"stream=true gives no single answer; iterate over {instead}")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.engine.base import Engine
+from penstock.engine.continuation import Counters
 from penstock.engine.control import ControlClient, EngineInfo
-from penstock.engine.data import DataClient
+from penstock.engine.data import STREAM_CHUNK_TOKENS, DataClient
 from penstock.errors import PenstockError, RequestError, StateError, UpdateError, WeightsError
 from penstock.types import (
     GenerateBatch,
@@ -46,6 +47,7 @@ class HTTPEngine(Engine):
         api_key: str | None = None,
         control_timeout_s: float = 60.0,
         request_timeout_s: float = 3600.0,
+        stream_chunk_tokens: int = STREAM_CHUNK_TOKENS,
     ) -> Self:
         """Read what the engine says of itself and return it ready for use."""
         control = ControlClient(name or url, url, api_key=api_key, timeout_s=control_timeout_s)
@@ -55,7 +57,12 @@ class HTTPEngine(Engine):
             await control.close()
             raise
         data = DataClient(
-            url, api_key=api_key, request_timeout_s=request_timeout_s, name=name, vocab_size=info.vocab_size
+            url,
+            api_key=api_key,
+            request_timeout_s=request_timeout_s,
+            name=name,
+            vocab_size=info.vocab_size,
+            stream_chunk_tokens=stream_chunk_tokens,
         )
         return cls(control, data, info)
 
@@ -100,6 +107,23 @@ class HTTPEngine(Engine):
     async def chat_completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
         """OpenAI chat completions."""
         return await self.data.chat_completion(body, session_id)
+
+    def completion_stream(
+        self, body: Mapping[str, Any], session_id: SessionId | None = None
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """OpenAI completions, as chunks."""
+        return self.data.completion_stream(body, session_id)
+
+    def chat_completion_stream(
+        self, body: Mapping[str, Any], session_id: SessionId | None = None
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """OpenAI chat completions, as chunks."""
+        return self.data.chat_completion_stream(body, session_id)
+
+    @property
+    def counters(self) -> Counters:
+        """What had to be done so that no request was cut short."""
+        return self.data.counters
 
     async def pause_generation(self, mode: PauseMode = PauseMode.KEEP, *, clear_cache: bool = True) -> None:
         """Stop making tokens (R22, R23). Whether it is paused is asked of the engine, which others may pause too."""

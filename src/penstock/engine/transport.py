@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, cast
 
 import aiohttp
@@ -17,6 +18,35 @@ IDLE_CONNECTION_S = 4.0
 
 CONNECT_S = 10.0
 """Deadline of the TCP connection alone: on one host or one network a live server accepts at once."""
+
+
+class UnreachableError(EngineDeadError):
+    """Nobody listens there: nothing was sent."""
+
+
+class Reply:
+    """A 2xx answer while it arrives."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self.headers: Mapping[str, str] = response.headers
+        self.content_type = response.content_type
+        self._response = response
+
+    async def read(self) -> bytes:
+        """All of it."""
+        return await self._response.read()
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """Its lines as they come, without their ends; a last one without an end was cut and is left out."""
+        rest = bytearray()
+        async for piece in self._response.content.iter_any():
+            seen = len(rest)
+            rest += piece
+            start = 0
+            while (end := rest.find(b"\n", max(start, seen))) >= 0:
+                yield bytes(rest[start:end])
+                start = end + 1
+            del rest[:start]
 
 
 class HttpTransport:
@@ -76,25 +106,45 @@ class HttpTransport:
         headers: Mapping[str, str] | None = None,
     ) -> tuple[bytes, Mapping[str, str]]:
         """The raw call: body and headers of a 2xx answer; raises as `post` does."""
+        async with self.stream(method, path, data, timeout_s=timeout_s, params=params, headers=headers) as reply:
+            return await reply.read(), reply.headers
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        method: str,
+        path: str,
+        data: bytes | None,
+        *,
+        timeout_s: float,
+        params: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator[Reply]:
+        """A 2xx answer, to read while it arrives, all within `timeout_s` seconds; raises as `post` does."""
         sent = {**self._headers, **(headers or {})}
         if data is not None:
             sent["Content-Type"] = "application/json"
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_S, timeout_s))
-        try:
+        with self._our_errors(method, path, timeout_s):
             async with self._open().request(
                 method, self.url + path, data=data, params=params, headers=sent, timeout=timeout
             ) as response:
-                answer = await response.read()
                 if response.status >= 300:  # noqa: PLR2004 - HTTP's own boundary
-                    raise self._http_error(response.status, answer)
-                return answer, response.headers
+                    raise self.http_error(response.status, await response.read())
+                yield Reply(response)
+
+    @contextmanager
+    def _our_errors(self, method: str, path: str, timeout_s: float) -> Generator[None]:
+        try:
+            yield
         except TimeoutError as error:
             raise DeadlineError(
                 f"no answer to {method} {path} within {timeout_s:g} s", seconds=timeout_s, engine=self.name
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             detail = str(error) or type(error).__name__
-            raise EngineDeadError(f"{method} {path}: {detail}", engine=self.name) from error
+            gone = UnreachableError if isinstance(error, aiohttp.ClientConnectorError) else EngineDeadError
+            raise gone(f"{method} {path}: {detail}", engine=self.name) from error
 
     def decode(self, answer: bytes) -> Any:
         """JSON, or None for an empty body; raises EngineError for anything else."""
@@ -117,7 +167,8 @@ class HttpTransport:
             self._session = aiohttp.ClientSession(connector=connector, loop=asyncio.get_running_loop())
         return self._session
 
-    def _http_error(self, status: int, answer: bytes) -> EngineHTTPError:
+    def http_error(self, status: int, answer: bytes) -> EngineHTTPError:
+        """What an error status and its body say."""
         message, kind = answer.decode(errors="replace").strip() or f"HTTP {status}", ""
         try:
             body: Any = orjson.loads(answer)

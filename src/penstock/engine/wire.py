@@ -14,7 +14,17 @@ SESSION_HEADER = "X-Session-ID"
 PROMPT_TOKENS_HEADER = "X-Prompt-Tokens"
 EXPECTED_TOKENS_HEADER = "X-Expected-Tokens"
 SPANS_HEADER = "X-Penstock-Weight-Versions"
-"""Set by our plugin where vLLM's answer has no spans (0.26): for each choice `[[version, start, end], ...]`."""
+"""Of an answer in one piece, set by our plugin: for each choice `[[version, start, end], ...]`. A stream has the same
+in the comment before its `[DONE]`, since its header goes out before its tokens are made."""
+PROGRESS_HEADER = "X-Penstock-Progress"
+"""Of a request: tell as you go what each sample has. A number: between lines of JSON, each time a sample has so many
+tokens more (0: only with the answer). `stream`: in comments of the event stream that the body asks for."""
+STREAM_PROGRESS = "stream"
+LINES_TYPE = "application/x-ndjson"
+COMMENT = b": penstock "
+"""Begins a comment of ours in an event stream, which any other client leaves out."""
+RESUME_ARG = "penstock_resume"
+"""Among vLLM's extra arguments of a request, as JSON: for each sample what it has already."""
 
 FINAL_ONLY = 2
 """vLLM's `RequestOutputKind`. 0.26 does not set it on the token endpoint, and then answers an n-way request with those
@@ -68,8 +78,13 @@ def generate_body(token_ids: Sequence[int], params: SamplingParams) -> dict[str,
     return {"token_ids": list(token_ids), "sampling_params": sampling}
 
 
-def samples_of(answer: Mapping[str, Any], headers: Mapping[str, str], params: SamplingParams) -> list[Sample]:
+def samples_of(answer: Mapping[str, Any], spans: Sequence[Any] | None, params: SamplingParams) -> list[Sample]:
     """The answer's samples, in order of their index.
+
+    Args:
+        answer: as the endpoint gives it.
+        spans: `[[version, start, end], ...]` of each choice, where the answer itself has none (vLLM 0.26).
+        params: of the request.
 
     Raises:
         EngineError: samples are missing, or their parts do not fit together (a logprob or a version for each token).
@@ -77,14 +92,21 @@ def samples_of(answer: Mapping[str, Any], headers: Mapping[str, str], params: Sa
     choices: list[Any] = sorted(answer["choices"], key=lambda choice: choice["index"])
     if [choice["index"] for choice in choices] != list(range(params.n)):
         raise EngineError(f"asked for {params.n} samples, got those with index {[c['index'] for c in choices]}")
-    given = headers.get(SPANS_HEADER)
-    by_header: Any = orjson.loads(given) if given is not None else None
-    if by_header is not None:
-        by_header += [[]] * (len(choices) - len(by_header))  # samples without a token come last or have no span
-    return [_sample(choice, by_header[i] if by_header else None, params) for i, choice in enumerate(choices)]
+    besides = padded(spans, len(choices)) if spans else [None] * len(choices)
+    return [_sample(choice, besides[i], params) for i, choice in enumerate(choices)]
 
 
-def _sample(choice: Mapping[str, Any], header_spans: Any, params: SamplingParams) -> Sample:
+def padded(spans: Sequence[Any], choices: int) -> list[Any]:
+    """The spans of each choice: those at the end that have no token have none."""
+    return [*spans, *([] for _ in range(choices - len(spans)))]
+
+
+def versions_of(header: str | None) -> list[Any] | None:
+    """The value of `SPANS_HEADER`."""
+    return orjson.loads(header) if header is not None else None
+
+
+def _sample(choice: Mapping[str, Any], besides: Any, params: SamplingParams) -> Sample:
     ids = tuple(int(i) for i in choice["token_ids"] or ())
     logprobs = None
     if params.logprobs:
@@ -96,15 +118,15 @@ def _sample(choice: Mapping[str, Any], header_spans: Any, params: SamplingParams
     reason: FinishReason = choice["finish_reason"]
     if reason not in ("stop", "length", "abort"):
         raise EngineError(f"the answer ended with the unknown finish reason {reason!r}")
-    return Sample(token_ids=ids, finish_reason=reason, logprobs=logprobs, spans=_spans(choice, header_spans, len(ids)))
+    return Sample(token_ids=ids, finish_reason=reason, logprobs=logprobs, spans=_spans(choice, besides, len(ids)))
 
 
-def _spans(choice: Mapping[str, Any], header_spans: Any, length: int) -> tuple[VersionSpan, ...]:
+def _spans(choice: Mapping[str, Any], besides: Any, length: int) -> tuple[VersionSpan, ...]:
     native: Any = choice.get("weight_versions")
     if native is not None:
         spans = tuple(VersionSpan(version_number(s["version"]), s["start"], s["end"]) for s in native)
-    elif header_spans is not None:
-        spans = tuple(VersionSpan(version, start, end) for version, start, end in header_spans)
+    elif besides is not None:
+        spans = tuple(VersionSpan(version, start, end) for version, start, end in besides)
     elif length == 0:
         spans = ()
     else:
@@ -115,4 +137,14 @@ def _spans(choice: Mapping[str, Any], header_spans: Any, length: int) -> tuple[V
     edges = [0, *(span.end for span in spans)]
     if edges[-1] != length or [span.start for span in spans] != edges[:-1]:
         raise EngineError(f"the answer's weight versions {spans} do not cover its {length} tokens exactly")
+    return spans
+
+
+def as_weight_versions(versions: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """`[version, tokens]` of each stretch, in the form of the token endpoint."""
+    spans: list[dict[str, Any]] = []
+    start = 0
+    for version, tokens in versions:
+        spans.append({"version": str(version), "start": start, "end": start + tokens})
+        start += tokens
     return spans

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.config import EngineConfig, FleetConfig, RouterConfig
 from penstock.engine.base import Engine
-from penstock.engine.concurrent import all_or_first_error
+from penstock.engine.continuation import Counters
 from penstock.engine.data import DataClient
 from penstock.errors import EngineDeadError, StateError, UserError
-from penstock.fleet import completion
 from penstock.fleet.control import fan_out
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.lifecycle import State
@@ -184,13 +183,31 @@ class Fleet(Engine):
             EngineHTTPError: of the first prompt that failed; the others are cancelled.
         """
         self._check_open()
-        parts = completion.split(body)
-        return completion.join(await all_or_first_error(self._data.completion(part, session_id) for part in parts))
+        return await self._data.completion(body, session_id)
 
     async def chat_completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
         """OpenAI `/v1/chat/completions`."""
         self._check_open()
         return await self._data.chat_completion(body, session_id)
+
+    def completion_stream(
+        self, body: Mapping[str, Any], session_id: SessionId | None = None
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """OpenAI `/v1/completions` as chunks, each prompt of the body from an engine of its own; see `Engine`."""
+        self._check_open()
+        return self._data.completion_stream(body, session_id)
+
+    def chat_completion_stream(
+        self, body: Mapping[str, Any], session_id: SessionId | None = None
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """OpenAI `/v1/chat/completions` as chunks; see `Engine`."""
+        self._check_open()
+        return self._data.chat_completion_stream(body, session_id)
+
+    @property
+    def counters(self) -> Counters:
+        """What had to be done so that no request was cut short: requests sent again, tokens requeued and wasted."""
+        return self._data.counters
 
     # --- pause, resume, memory ---------------------------------------------------------------------------------------
 

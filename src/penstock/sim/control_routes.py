@@ -65,7 +65,7 @@ async def abort_requests(http: web.Request) -> web.Response:
     engine = http.app[ENGINE]
     engine.check_alive()
     names = (await json_body(http)).get("request_ids")
-    return json_answer({"status": "aborted", "aborted": engine.abort(names or None)})
+    return json_answer({"status": "aborted", "aborted": engine.abort(names or None, asked=True)})
 
 
 async def reset_prefix_cache(http: web.Request) -> web.Response:

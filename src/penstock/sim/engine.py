@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import EngineDeadError, RequestError
 from penstock.sim.adapters import Adapters
@@ -18,6 +18,9 @@ from penstock.sim.sequence import SimRequest, SimSequence
 from penstock.sim.tokens import Weights
 from penstock.sim.update import WeightState
 from penstock.types import PauseMode, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from penstock.sim.telling import Part
 
 
 class SimEngine:
@@ -88,6 +91,7 @@ class SimEngine:
         request_id: str | None = None,
         lora: str | None = None,
         max_tokens: int | None = None,
+        parts: Sequence[Part] = (),
     ) -> SimRequest:
         """Queue a request; wait on what comes back, then `drop` it.
 
@@ -97,6 +101,7 @@ class SimEngine:
             request_id: by which it can be aborted; default: a number.
             lora: name of a loaded adapter.
             max_tokens: limit in place of the one in `params`, which cannot say 0 or "as many as fit".
+            parts: what its samples have already.
         """
         await self.at(Phase.REQUEST)
         limit = self._check(prompt_ids, params, max_tokens)
@@ -105,8 +110,11 @@ class SimEngine:
         request.sequences = [SimSequence(request, i, self.config.model, limit) for i in range(params.n)]
         self._requests[name] = request
         self.figures.prompt_tokens += len(prompt_ids)
+        for sequence, part in zip(request.sequences, parts, strict=False):
+            sequence.take_up(part)
         for sequence in request.sequences:
-            self.scheduler.add(sequence)
+            if sequence.finish_reason is None:
+                self.scheduler.add(sequence)
         self.kick()
         return request
 
@@ -115,10 +123,14 @@ class SimEngine:
         self._abort([s for s in request.sequences if s.finish_reason is None])
         self._requests.pop(request.id, None)
 
-    def abort(self, request_ids: Iterable[str] | None = None) -> int:
-        """End requests (None: all) with the tokens they have and the finish reason `abort`; returns how many."""
+    def abort(self, request_ids: Iterable[str] | None = None, *, asked: bool = False) -> int:
+        """End requests (None: all) with the tokens they have and the finish reason `abort`; returns how many.
+
+        `asked`: it is for the sake of ending them, and not of a pause.
+        """
         chosen = list(self._requests) if request_ids is None else [i for i in request_ids if i in self._requests]
         for request_id in chosen:
+            self._requests[request_id].asked = asked
             self._abort([s for s in self._requests[request_id].sequences if s.finish_reason is None])
         return len(chosen)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 from aiohttp import web
@@ -41,27 +41,38 @@ def _break_of(fault: Fault) -> Exception:
     return CutError() if fault.kind is FaultKind.CUT else EngineDeadError("a fault ends this stream")
 
 
-async def finished(engine: SimEngine, requests: Sequence[SimRequest]) -> None:
-    """Wait until all have ended; the faults of streams break a plain answer too."""
-    async for _ in deltas_of(engine, requests):
-        pass
+class Commentator(Protocol):
+    """Tells of the samples in comments of the stream (`telling.Teller`)."""
+
+    def news(self) -> list[dict[str, Any]]: ...  # noqa: D102
+    def spans(self) -> list[list[list[int]]]: ...  # noqa: D102
 
 
-async def send_events(http: web.Request, chunks: AsyncIterator[Mapping[str, Any]]) -> web.StreamResponse:
-    """Answer with a stream of events and `[DONE]`. A dead engine gives an error event and `[DONE]`, as in vLLM."""
+async def send_events(
+    http: web.Request, chunks: AsyncIterator[Mapping[str, Any]], commentator: Commentator, *, progress: bool
+) -> web.StreamResponse:
+    """Answer with a stream of events and `[DONE]`. A dead engine gives an error event and `[DONE]`, as in vLLM.
+
+    In comments, as our plugin in vLLM: the spans at the end, and where `progress` is asked for, what the samples have.
+    """
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await response.prepare(http)
     try:
         async for chunk in chunks:
-            await response.write(b"data: " + orjson.dumps(chunk) + b"\n\n")
+            told = _comment({"samples": news}) if progress and (news := commentator.news()) else b""
+            await response.write(told + b"data: " + orjson.dumps(chunk) + b"\n\n")
     except EngineDeadError as error:
         await response.write(b"data: " + orjson.dumps(error_body(str(error), "InternalServerError", 500)) + b"\n\n")
     except CutError:
         break_connection(http)
         return response
-    await response.write(b"data: [DONE]\n\n")
+    await response.write(_comment({"versions": commentator.spans()}) + b"data: [DONE]\n\n")
     await response.write_eof()
     return response
+
+
+def _comment(content: Mapping[str, Any]) -> bytes:
+    return b": penstock " + orjson.dumps(content) + b"\n\n"
 
 
 def break_connection(http: web.Request) -> None:

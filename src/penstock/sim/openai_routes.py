@@ -21,9 +21,10 @@ from penstock.sim.answers import (
     stream_option,
 )
 from penstock.sim.engine import SimEngine
-from penstock.sim.events import CutError, break_connection, deltas_of, finished, send_events
+from penstock.sim.events import CutError, break_connection, deltas_of, send_events
 from penstock.sim.openai_shapes import ChatShape, CompletionShape, Shape
 from penstock.sim.sequence import SimRequest
+from penstock.sim.telling import PROGRESS_HEADER, Teller, answer, parts_of
 from penstock.sim.token_routes import checked_ids, usage_of
 from penstock.types import SamplingParams
 
@@ -113,13 +114,18 @@ async def _serve(
 ) -> web.StreamResponse:
     engine = http.app[ENGINE]
     requests: list[SimRequest] = []
+    parts = parts_of(shape.body.get("vllm_xargs"))
     try:
         for ids, request_id in prompts:
-            requests.append(await engine.submit(ids, params, request_id=request_id, lora=lora, max_tokens=max_tokens))
+            submitted = await engine.submit(
+                ids, params, request_id=request_id, lora=lora, max_tokens=max_tokens, parts=parts
+            )
+            requests.append(submitted)
+        teller = Teller(requests, whole_only=_constrained(shape.body))
         if shape.body.get("stream"):
-            return await send_events(http, _chunks(engine, shape, requests))
-        await finished(engine, requests)
-        return json_answer(shape.answer(requests, _usage(requests)))
+            progress = http.headers.get(PROGRESS_HEADER) == "stream"
+            return await send_events(http, _chunks(engine, shape, requests), teller, progress=progress)
+        return await answer(http, engine, requests, teller, lambda: shape.answer(requests, _usage(requests)))
     except CutError:
         break_connection(http)
         return web.Response()
@@ -140,6 +146,13 @@ async def _chunks(engine: SimEngine, shape: Shape, requests: Sequence[SimRequest
         yield chunk
     if stream_option(shape.body, "include_usage"):
         yield {**shape.chunk_head(), "choices": [], "usage": _usage(requests)}
+
+
+def _constrained(body: Mapping[str, Any]) -> bool:
+    """It asks for what vLLM makes under a grammar; the simulated engine has none, and says so of the rest."""
+    wanted: Any = body.get("response_format")
+    typed = isinstance(wanted, dict) and cast("dict[str, Any]", wanted).get("type", "text") != "text"
+    return typed or body.get("structured_outputs") is not None
 
 
 def _usage(requests: Sequence[SimRequest]) -> dict[str, Any]:

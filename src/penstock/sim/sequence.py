@@ -6,12 +6,16 @@ import asyncio
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 from penstock.errors import EngineDeadError
 from penstock.sim import text
 from penstock.sim.blocks import Block
 from penstock.sim.tokens import Model, Prefix, Weights, banned_before_min, expected_logprob, expected_token
 from penstock.types import FinishReason, Sample, SamplingParams, VersionSpan
+
+if TYPE_CHECKING:
+    from penstock.sim.telling import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,10 @@ class SimSequence:
         self.published = 0
         """Blocks of it that others can find."""
         self.kv_version = 0
+        self.taken_up = 0
+        """Tokens of it that another engine has made."""
+        self.taken_up_whole = False
+        """They are all of it."""
         self.counted = False
         """Its prompt is already in the prefix cache's figures."""
         self._model = model
@@ -54,6 +62,20 @@ class SimSequence:
         base = model.seed if params.seed is None else params.seed
         self._seed = None if params.temperature == 0 else base + index
         self._banned = banned_before_min(model, params)
+
+    def take_up(self, part: Part) -> None:
+        """Begin with what another engine has made of it."""
+        self.taken_up, self.taken_up_whole = len(part.ids), part.finish is not None
+        for token in part.ids:
+            self._append(token)
+        self.logprobs = list(part.logprobs) or [0.0] * len(part.ids)
+        self.spans = list(part.spans)
+        self.labels = ["default" if span.version == 0 else str(span.version) for span in part.spans]
+        self.stop_reason = part.stop_reason
+        if isinstance(part.stop_reason, str):
+            self.text_end = len(self.text) - len(part.stop_reason)
+        if part.finish is not None:
+            self.finish(cast("FinishReason", part.finish))
 
     @property
     def length(self) -> int:
@@ -75,10 +97,7 @@ class SimSequence:
         banned = self._banned if position < params.min_tokens else ()
         token = expected_token(self._model, self.prefix, weights, seed=self._seed, banned=banned)
         self.logprobs.append(expected_logprob(self.prefix, token, weights, temperature=params.temperature))
-        self.output.append(token)
-        self.prefix = self.prefix.then(token)
-        if self.prefix.length % self.request.block_size == 0:
-            self.block_ends.append((self.prefix.length, self.prefix.crc))
+        self._append(token)
         if self.labels and self.labels[-1] == label:
             last = self.spans[-1]
             self.spans[-1] = VersionSpan(last.version, last.start, position + 1)
@@ -102,6 +121,12 @@ class SimSequence:
             spans=tuple(self.spans),
             text=self.text if params.detokenize else "",
         )
+
+    def _append(self, token: int) -> None:
+        self.output.append(token)
+        self.prefix = self.prefix.then(token)
+        if self.prefix.length % self.request.block_size == 0:
+            self.block_ends.append((self.prefix.length, self.prefix.crc))
 
     def _stop(self, token: int, params: SamplingParams) -> None:
         count = len(self.output)
@@ -142,6 +167,8 @@ class SimRequest:
         self.cached_tokens = 0
         """Prompt tokens found in the prefix cache."""
         self.sequences: list[SimSequence] = []
+        self.asked = False
+        """Somebody asked for just its abort."""
         self.death: str | None = None
         """Why it will never finish."""
         self._unfinished = params.n

@@ -12,15 +12,15 @@ from aiohttp import web
 from penstock.sim.answers import (
     ENGINE,
     InvalidFieldError,
-    json_answer,
     json_body,
     model_asked_for,
     sampling_of,
     stream_option,
 )
 from penstock.sim.engine import SimEngine
-from penstock.sim.events import CutError, break_connection, deltas_of, finished, send_events
+from penstock.sim.events import CutError, break_connection, deltas_of, send_events
 from penstock.sim.sequence import SimRequest, SimSequence
+from penstock.sim.telling import PROGRESS_HEADER, Teller, answer, parts_of
 from penstock.types import VersionSpan
 
 _UNUSED = (
@@ -49,12 +49,14 @@ async def generate(http: web.Request) -> web.StreamResponse:
         request_id=f"generate-tokens-{request_id}",
         lora=lora,
         max_tokens=room if given.get("max_tokens") is None else None,
+        parts=parts_of(given.get("extra_args")),
     )
     try:
+        teller = Teller([request])
         if body.get("stream"):
-            return await send_events(http, _chunks(engine, request, body))
-        await finished(engine, [request])
-        return json_answer(_answer(request, name, body))
+            progress = http.headers.get(PROGRESS_HEADER) == "stream"
+            return await send_events(http, _chunks(engine, request, body), teller, progress=progress)
+        return await answer(http, engine, [request], teller, lambda: _answer(request, name, body))
     except CutError:
         break_connection(http)
         return web.Response()

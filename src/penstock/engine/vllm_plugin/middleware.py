@@ -31,7 +31,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class PenstockMiddleware:
-    """Answers `/penstock/*` and passes everything else on, adding version spans where vLLM has none (0.26).
+    """Answers `/penstock/*` and passes everything else on, adding to answers what `telling.py` says.
 
     It asks for the API key on every path but `OPEN_PATHS`: vLLM itself does so on some prefixes only, which leaves
     `/collective_rpc`, `/pause` and every other control call to anyone who reaches the port.
@@ -120,7 +120,7 @@ class PenstockMiddleware:
             await engine.update_weight_version(str(self._version))
         else:
             await self._spans.settle(engine)
-            self._spans.set_version(self._version)
+        self._spans.set_version(self._version)
         return {"version": self._version}
 
     async def _load(self, engine: Any, manifest: WeightManifest, *, clear_cache: bool) -> dict[str, Any]:

@@ -1,9 +1,11 @@
-"""Exact weight versions of tokens on vLLM 0.26, which has none of its own (0.32 labels every token: nothing to do).
+"""Follows every generation request through vLLM: which version made which token, what it has, and where it goes on.
 
-The engine core sends its outputs and the answer to our pause over one ordered channel, so when the pause has returned
-and the queue behind that channel is empty, every output of the old weights has been processed, and none of the new
-ones exists. Counting tokens as they are processed, under the version then in force, is therefore exact; arrival time
-plays no part. The spans travel in a response header, which a non-streaming answer sends after its last token.
+Three methods are wrapped, since vLLM (0.26 to 0.32) has no extension point there; its issue 54443 asks for versions of
+tokens, which 0.32 has on the token endpoint alone:
+
+- `OutputProcessor.add_request`, to know the samples of an HTTP request and to take up one that was cut;
+- `make_request_output` of each sample's state, which vLLM calls with every output, after counting its tokens;
+- `EngineCoreClient.add_request_async`, to keep from the core what had ended before.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -11,69 +13,58 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import uuid
 from typing import Any
 
-import orjson
+from penstock.engine.vllm_plugin import resume
+from penstock.engine.vllm_plugin.in_flight import CURRENT, InFlight, Made
+from penstock.engine.vllm_plugin.telling import serve
+from penstock.engine.wire import PROGRESS_HEADER
 
-from penstock.engine.wire import SPANS_HEADER
-
-REQUEST_ID = b"x-request-id"
+GENERATION = frozenset({"/inference/v1/generate", "/v1/completions", "/v1/chat/completions"})
+ABORTS = frozenset({"/abort_requests", "/inference/v1/abort_requests"})
 OUTPUTS_PER_TICK = 128
 """vLLM's output handler yields to the loop after so many outputs (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE's default)."""
 
 
 class VersionSpans:
-    """Counts tokens by version for the requests of one API server."""
+    """The requests in flight of one API server."""
 
     def __init__(self) -> None:
         self._version = 0
         self._installed = False
-        self._native = False
-        # For each HTTP request in flight: its samples by (prompt, sample index), each [[version, tokens], ...].
-        self._requests: dict[str, dict[tuple[int, int], list[list[int]]]] = {}
+        self._in_flight: set[InFlight] = set()
 
     def install(self, engine: Any) -> None:
-        """Hook into the output processor, once.
-
-        The one method that we wrap inside vLLM. Ends with support for 0.26: vLLM's issue 54443 asks for versions of
-        tokens, and 0.32 has them.
-        """
+        """Hook into the AsyncLLM, once."""
         if self._installed:
             return
         self._installed = True
-        self._native = hasattr(engine, "update_weight_version")
-        if not self._native:
-            processor = engine.output_processor
-            processor.process_outputs = functools.partial(self._count, processor, processor.process_outputs)
+        processor, core = engine.output_processor, engine.engine_core
+        processor.add_request = functools.partial(self._add, processor, processor.add_request)
+        core.add_request_async = functools.partial(self._add_to_core, processor, core.add_request_async)
 
     async def pass_on(self, app: Any, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Serve a request of vLLM's own, adding the header where vLLM has no spans."""
-        if scope["type"] == "http":
-            self.install(scope["app"].state.engine_client)
-        if scope["type"] != "http" or scope["method"] != "POST" or self._native:
+        """Serve a request of vLLM's own, and tell what it makes (`telling.py`)."""
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in ABORTS:
+            for request in self._in_flight:
+                request.asked = True
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in GENERATION:
             await app(scope, receive, send)
             return
-        # vLLM builds its request ids around this header; a fresh one makes ours certain to be unique.
-        name = uuid.uuid4().hex
-        headers = [(k, v) for k, v in scope["headers"] if k != REQUEST_ID]
-        scope = {**scope, "headers": [*headers, (REQUEST_ID, name.encode())]}
-        self._requests[name] = {}
-
-        async def send_with_spans(message: dict[str, Any]) -> None:
-            if message["type"] == "http.response.start" and (spans := self._spans(name)):
-                header = (SPANS_HEADER.lower().encode(), orjson.dumps(spans))
-                message = {**message, "headers": [*message["headers"], header]}
-            await send(message)
-
+        self.install(scope["app"].state.engine_client)
+        wanted = dict(scope["headers"]).get(PROGRESS_HEADER.lower().encode())
+        request = InFlight(int(wanted) if wanted is not None and wanted.isdigit() else 0)
+        self._in_flight.add(request)
+        token = CURRENT.set(request)
         try:
-            await app(scope, receive, send_with_spans)
+            await serve(app, scope, receive, send, request, wanted)
         finally:
-            del self._requests[name]
+            CURRENT.reset(token)
+            self._in_flight.discard(request)
 
     async def settle(self, engine: Any) -> None:
         """After a pause: return when every output that the engine core made before it has been counted."""
-        if self._native:
+        if hasattr(engine, "update_weight_version"):  # vLLM 0.32 labels the outputs themselves
             return
         queue = engine.engine_core.outputs_queue
         while not queue.empty():  # noqa: ASYNC110 - vLLM's queue has no event for this
@@ -82,46 +73,64 @@ class VersionSpans:
             await asyncio.sleep(0)
 
     def set_version(self, version: int) -> None:
-        """Tokens counted from here on are of this version."""
+        """Tokens counted from here on are of this version, where vLLM does not say."""
         self._version = version
 
-    def _count(self, processor: Any, process_outputs: Any, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
-        for output in outputs:
-            state = processor.request_states.get(output.request_id)
-            if state is None or not output.new_token_ids:
-                continue
-            external = state.parent_req.external_req_id if state.parent_req is not None else state.external_req_id
-            name, prompt = _http_request(external)
-            request = self._requests.get(name)
-            if request is None:
-                continue
-            parts = request.setdefault((prompt, state.request_index), [])
-            if not parts or parts[-1][0] != self._version:
-                parts.append([self._version, 0])
-            parts[-1][1] += len(output.new_token_ids)
-        return process_outputs(outputs, *args, **kwargs)
+    def _add(
+        self,
+        processor: Any,
+        add_request: Any,
+        request: Any,
+        prompt: Any,
+        parent_req: Any = None,
+        request_index: int = 0,
+        queue: Any = None,
+    ) -> None:
+        add_request(request, prompt, parent_req, request_index, queue)
+        in_flight = CURRENT.get()
+        if in_flight is None or request.sampling_params is None:
+            return
+        state = processor.request_states[request.request_id]
+        made = in_flight.add(request, state)
+        part = resume.part_of(request, request_index)
+        if part is not None:
+            resume.seed(request, state, part)
+            made.begin(part["versions"])
+            if part["finish"] is not None:
+                in_flight.to_finish[request.request_id] = (made, part)
+            else:
+                resume.emit(state, part)
+        state.make_request_output = functools.partial(self._note, in_flight, made, state.make_request_output)
 
-    def _spans(self, name: str) -> list[list[list[int]]]:
-        """For each sample, prompt by prompt; a sample without a token has no span."""
-        counted = self._requests[name]
-        samples = 1 + max((index for _, index in counted), default=-1)
-        prompts = 1 + max((prompt for prompt, _ in counted), default=-1)
-        answer: list[list[list[int]]] = []
-        for place in range(prompts * samples):
-            parts = counted.get(divmod(place, samples), [])
-            start, spans = 0, []
-            for version, tokens in parts:
-                spans.append([version, start, start + tokens])
-                start += tokens
-            answer.append(spans)
-        return answer
+    def _note(
+        self,
+        in_flight: InFlight,
+        made: Made,
+        make_request_output: Any,
+        new_token_ids: Any,
+        pooling_output: Any,
+        finish_reason: Any,
+        stop_reason: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        in_flight.note(made, self._version, finish_reason, stop_reason)
+        return make_request_output(new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
 
-
-def _http_request(external_request_id: str) -> tuple[str, int]:
-    """Our 32 hex digits, and the prompt's number, in vLLM's `cmpl-NAME-3`, `chatcmpl-NAME`, `generate-tokens-NAME`."""
-    parts = external_request_id.split("-")
-    place = next((i for i, part in enumerate(parts) if len(part) == len(uuid.UUID(int=0).hex)), None)
-    if place is None:
-        return "", 0
-    number = parts[place + 1] if place + 1 < len(parts) else ""
-    return parts[place], int(number) if number.isdecimal() else 0
+    async def _add_to_core(self, processor: Any, add_request_async: Any, request: Any) -> None:
+        in_flight = CURRENT.get()
+        if in_flight is None or request.request_id not in in_flight.samples:
+            await add_request_async(request)
+            return
+        state = in_flight.samples[request.request_id].state
+        if request.request_id not in in_flight.to_finish:
+            await add_request_async(request)
+        parent = state.parent_req
+        if parent is not None and state.request_index < parent.n - 1:
+            return
+        # All samples of this prompt are known to vLLM, so that one which ends now does not seem to be the last.
+        for request_id, (made, part) in tuple(in_flight.to_finish.items()):
+            if made.state.parent_req is parent and (parent is not None or made.state is state):
+                del in_flight.to_finish[request_id]
+                resume.emit(made.state, part)
+                processor._finish_request(made.state)  # noqa: SLF001 - as vLLM does at the end of a request

@@ -49,16 +49,17 @@ def join(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     joined = {**answers[0], "choices": choices}
     usages = [answer["usage"] for answer in answers if answer.get("usage")]
     if usages:
-        joined["usage"] = _sum(usages)
+        joined["usage"] = add_usage(usages)
     return joined
 
 
-def _sum(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def add_usage(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Usage of several answers together."""
     total: dict[str, Any] = {}
     for key in dict.fromkeys(key for usage in usages for key in usage):
         values = [usage[key] for usage in usages if usage.get(key) is not None]
         if values and isinstance(values[0], Mapping):
-            total[key] = _sum(values)
+            total[key] = add_usage(values)
         else:
             total[key] = sum(values) if values else None
     return total

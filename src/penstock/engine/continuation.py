@@ -1,0 +1,244 @@
+"""One request that ends when its answer is whole, through aborts and deaths of the engines that work on it.
+
+While it works, the engine tells what each sample has so far: token ids, logprobs, versions (`wire.PROGRESS_HEADER`).
+Where a pause aborts the request, or the engine dies, the same request is sent again with that (`wire.RESUME_ARG`), and
+the engine that gets it goes on where the other stopped, its detokenizer, stop strings, logprobs and usage in the state
+they would have had, had it made those tokens itself (`vllm_plugin/resume.py`). So its answer is the whole answer:
+nothing is joined here, and text, stop strings, `min_tokens`, tool calls and usage are right across the seam.
+
+What a seam does change:
+
+- With a seed, the random numbers begin anew behind it. (A pause that keeps requests sends nothing again: identical.)
+- `presence_penalty` and `frequency_penalty` count tokens from the seam on.
+- Grammar-constrained output (`response_format`, structured outputs, a tool choice that is `required` or named) and
+  answers with prompt logprobs cannot be taken up in the middle, since the engine's grammar begins at its beginning:
+  their samples are made again from the start, and the tokens so lost are counted in `Counters.wasted_tokens`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import orjson
+
+from penstock.engine import wire
+from penstock.engine.partial import Partials
+from penstock.engine.seam import Seam
+from penstock.engine.transport import HttpTransport, Reply, UnreachableError
+from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError
+
+DEAD_STATUS = frozenset({500, 502, 504})
+"""What vLLM answers when its engine core has died under a request, and proxies when vLLM itself has."""
+DONE = b"data: [DONE]"
+RETRY_S = (0.0, 0.25, 0.5, 1.0)
+"""Seconds before the request is sent again after its first, second, ... death. A dying vLLM answers 500 for up to a
+second, and it takes a fleet as long to notice; a request that met as many deaths as this and one more is given up."""
+IDLE_ABORT_S = 0.1
+"""Wait where an engine has aborted a request twice without a token, lest one that aborts everything be besieged."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a client had to do so that nothing was lost, since it was made."""
+
+    continued: int = 0
+    """Requests sent again after a pause had aborted them."""
+    deaths: int = 0
+    """Requests sent again because their engine died under them."""
+    requeued_tokens: int = 0
+    """Tokens that were made and went back to an engine as part of the prompt."""
+    wasted_tokens: int = 0
+    """Tokens that had arrived and were thrown away. Those made after an engine's last word before its death, at most
+    `stream_chunk_tokens` a sample, nobody can count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An engine's whole answer, and for each of its choices `[[version, start, end], ...]` where our plugin gave it."""
+
+    body: Any
+    spans: list[Any] | None
+
+
+class Continuation:
+    """One generation request with one prompt.
+
+    Args:
+        http: of an engine, or of the router in front of many.
+        path: of the endpoint.
+        body: for it.
+        headers: to be sent with it.
+        timeout_s: seconds for the whole answer, all waiting included.
+        chunk_tokens: the engine tells what a sample has each time it has so many tokens more; 0: at the end only.
+        counters: to count in.
+    """
+
+    def __init__(
+        self,
+        http: HttpTransport,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        chunk_tokens: int,
+        counters: Counters,
+    ) -> None:
+        self.partials = Partials()
+        self._http = http
+        self._path = path
+        self._body = body
+        self._headers = headers
+        self._timeout_s = timeout_s
+        self._end = asyncio.get_running_loop().time() + timeout_s
+        self._chunk_tokens = chunk_tokens
+        self._counters = counters
+        self._deaths = 0
+        self._idle_aborts = 0
+        self._news = 0
+
+    async def answer(self) -> Answer:
+        """The whole answer.
+
+        Raises:
+            DeadlineError, EngineDeadError, EngineHTTPError: as of one call; the deaths of several engines in a row
+                under this request are an error too.
+        """
+        headers = {**self._headers, wire.PROGRESS_HEADER: str(self._chunk_tokens)}
+        while True:
+            self._news = 0
+            try:
+                async with self._sent(headers) as reply:
+                    answer = await self._read(reply)
+            except EngineError as error:
+                await self._after(error)
+                continue
+            if not self.partials.cut:
+                return answer
+            await self._after_abort()
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
+        """The events of a stream, of an OpenAI body with `stream`; raises as `answer` does.
+
+        Each choice's last event has its `weight_versions`, in the form of vLLM's token endpoint.
+        """
+        headers = {**self._headers, wire.PROGRESS_HEADER: wire.STREAM_PROGRESS}
+        seam = Seam()
+        while True:
+            self._news = 0
+            try:
+                async with self._sent(headers) as reply:
+                    async for chunk in self._events(reply):
+                        if (new := seam.new(chunk)) is not None:
+                            yield new
+            except EngineError as error:
+                await self._after(error, passed_on=seam.passed_on)
+            else:
+                if not self.partials.cut:
+                    return
+                await self._after_abort(passed_on=seam.passed_on)
+            seam.again()
+
+    def _sent(self, headers: Mapping[str, str]) -> Any:
+        left = self._end - asyncio.get_running_loop().time()
+        if left <= 0:
+            raise DeadlineError(f"no answer within {self._timeout_s:g} s", seconds=self._timeout_s)
+        return self._http.stream("POST", self._path, self._data(), timeout_s=left, headers=headers)
+
+    def _data(self) -> bytes:
+        resume = self.partials.resume()
+        if resume is None:
+            return orjson.dumps(self._body)
+        body = dict(self._body)
+        if "sampling_params" in body:
+            params: dict[str, Any] = body["sampling_params"]
+            body["sampling_params"] = {**params, "extra_args": {wire.RESUME_ARG: resume}}
+        else:
+            given: Any = body.get("vllm_xargs")
+            extra = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+            body["vllm_xargs"] = {**extra, wire.RESUME_ARG: resume}
+        return orjson.dumps(body)
+
+    async def _read(self, reply: Reply) -> Answer:
+        if reply.content_type != wire.LINES_TYPE:
+            return Answer(self._http.decode(await reply.read()), wire.versions_of(reply.headers.get(wire.SPANS_HEADER)))
+        async for line in reply.lines():
+            event: dict[str, Any] = self._http.decode(line)
+            self._news += self.partials.add(event["samples"])
+            if "answer" in event:
+                if event["status"] >= 300:  # noqa: PLR2004 - HTTP's own boundary
+                    raise self._http.http_error(event["status"], orjson.dumps(event["answer"]))
+                return Answer(event["answer"], event["versions"])
+        raise EngineDeadError("its answer broke off", engine=self._http.name)
+
+    async def _events(self, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
+        async for line in reply.lines():
+            if line.startswith(wire.COMMENT):
+                told: dict[str, Any] = orjson.loads(line[len(wire.COMMENT) :])
+                self._news += self.partials.add(told.get("samples", ()))
+            elif line.startswith(DONE):
+                return
+            elif line.startswith(b"data: "):
+                event: dict[str, Any] = self._http.decode(line[6:])
+                if "error" in event:  # [DONE] follows: without this it would look like an end
+                    raise self._http.http_error(int(event["error"].get("code") or 500), line[6:])
+                if not self._of_an_abort(event):
+                    yield self._with_versions(event)
+        raise EngineDeadError("its stream broke off", engine=self._http.name)
+
+    def _of_an_abort(self, event: Mapping[str, Any]) -> bool:
+        """Whether it ends what is to go on: its text may be the beginning of a stop string, so it comes again."""
+        choices: list[dict[str, Any]] = event.get("choices") or []
+        if not choices:
+            return self.partials.cut  # usage
+        return all(self.partials.get(choice["index"]).cut for choice in choices)
+
+    def _with_versions(self, event: dict[str, Any]) -> dict[str, Any]:
+        for choice in event.get("choices") or ():
+            if choice.get("finish_reason") is not None:
+                choice["weight_versions"] = wire.as_weight_versions(self.partials.get(choice["index"]).versions)
+        return event
+
+    async def _after(self, error: EngineError, *, passed_on: bool = False) -> None:
+        """Return when the request may be sent again; raise where that is of no use."""
+        http = isinstance(error, EngineHTTPError)
+        if isinstance(error, UnreachableError) or not (http or isinstance(error, EngineDeadError)):
+            raise error
+        if isinstance(error, EngineHTTPError) and error.status not in DEAD_STATUS:
+            raise error
+        if self._deaths == len(RETRY_S):
+            if http:
+                raise error
+            raise EngineDeadError(
+                f"given up: {self._deaths + 1} times an engine died under this request, the last: {error}"
+            ) from error
+        delay = RETRY_S[self._deaths]
+        self._deaths += 1
+        self._counters.deaths += 1
+        self._take_up(passed_on=passed_on)
+        await asyncio.sleep(delay)
+
+    async def _after_abort(self, *, passed_on: bool = False) -> None:
+        """Send it again at once: the engine or the router's gate holds it until generation is resumed."""
+        self._counters.continued += 1
+        self._idle_aborts = 0 if self._news else self._idle_aborts + 1
+        self._take_up(passed_on=passed_on)
+        if self._idle_aborts > 1:
+            await asyncio.sleep(IDLE_ABORT_S)
+
+    def _take_up(self, *, passed_on: bool) -> None:
+        for sample in self.partials:
+            if sample.ended:
+                continue
+            sample.finish = None
+            if sample.whole_only:
+                if passed_on:
+                    raise EngineError(
+                        "a stream was cut that cannot be taken up in the middle (grammar-constrained output or prompt "
+                        "logprobs); ask for it without stream"
+                    )
+                self._counters.wasted_tokens += sample.forget()
+            self._counters.requeued_tokens += len(sample.ids)

@@ -1,0 +1,106 @@
+"""What a request's samples have so far, as the engine tells it while they are made, and how they are taken up again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+
+@dataclass(slots=True)
+class Partial:
+    """One sample so far.
+
+    Attributes:
+        ids: its tokens.
+        logprobs: for each token the engine's own entries `[[token id, logprob, rank, text], ...]`, the sampled token
+            first; None where none were asked for. They go back to an engine as they came.
+        versions: `[version, tokens]` of each stretch made under one version; together they cover `ids`.
+        finish: why it ended; None while it has not.
+        stop_reason: the stop string or stop token id that ended it, as vLLM has it.
+        asked: it was aborted because somebody asked for just that, so it is not to go on.
+        whole_only: it cannot be taken up in the middle (see `continuation.py`).
+    """
+
+    ids: list[int] = field(default_factory=list[int])
+    logprobs: list[Any] | None = None
+    versions: list[list[int]] = field(default_factory=list[list[int]])
+    finish: str | None = None
+    stop_reason: int | str | None = None
+    asked: bool = False
+    whole_only: bool = False
+
+    @property
+    def cut(self) -> bool:
+        """It ended before its end and is to go on."""
+        return self.finish == "abort" and not self.asked
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more is to come."""
+        return self.finish is not None and not self.cut
+
+    def add(self, news: Mapping[str, Any]) -> None:
+        """What the engine tells of it since it told last."""
+        self.ids += news["ids"]
+        if news.get("logprobs") is not None:
+            self.logprobs = (self.logprobs or []) + news["logprobs"]
+        for version, tokens in news["versions"]:
+            if self.versions and self.versions[-1][0] == version:
+                self.versions[-1][1] += tokens
+            else:
+                self.versions.append([version, tokens])
+        self.finish, self.stop_reason = news.get("finish"), news.get("stop_reason")
+        self.asked, self.whole_only = bool(news.get("asked")), bool(news.get("whole_only"))
+
+    def forget(self) -> int:
+        """Begin anew; returns how many tokens are thrown away."""
+        wasted = len(self.ids)
+        self.ids, self.logprobs, self.versions, self.finish = [], None, [], None
+        return wasted
+
+    def as_json(self) -> dict[str, Any]:
+        """As an engine takes it up."""
+        return {
+            "ids": self.ids,
+            "logprobs": self.logprobs,
+            "versions": self.versions,
+            "finish": self.finish if self.ended else None,
+            "stop_reason": self.stop_reason if self.ended else None,
+        }
+
+
+class Partials:
+    """The samples of one request, by index."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, Partial] = {}
+
+    def __iter__(self) -> Iterator[Partial]:
+        return iter(self._samples.values())
+
+    def get(self, index: int) -> Partial:
+        """Sample `index`; one of which nothing was told has nothing."""
+        return self._samples.setdefault(index, Partial())
+
+    def add(self, news: Iterable[Mapping[str, Any]]) -> int:
+        """What the engine tells of several; returns the number of new tokens."""
+        tokens = 0
+        for one in news:
+            self.get(one["index"]).add(one)
+            tokens += len(one["ids"])
+        return tokens
+
+    @property
+    def cut(self) -> bool:
+        """Some are to go on."""
+        return any(sample.cut for sample in self._samples.values())
+
+    def resume(self) -> str | None:
+        """The value of `RESUME_ARG`; None where there is nothing to take up."""
+        if not any(sample.ids for sample in self._samples.values()):
+            return None
+        size = 1 + max(self._samples)
+        return orjson.dumps([self.get(i).as_json() for i in range(size)]).decode()

@@ -1,0 +1,113 @@
+"""Adds to vLLM's answers which version made which token and, where a client asks, what each sample has so far.
+
+- Without `PROGRESS_HEADER`, in one piece: the header `SPANS_HEADER`. As a stream: a comment before `[DONE]`.
+- With a number in it, for an answer in one piece: lines of JSON, `{"samples": [...]}` whenever a sample has so many
+  tokens more, and at last `{"status", "samples", "versions", "answer"}`, vLLM's own answer in it as it is.
+- With `stream`, for a stream: a comment with `{"samples": [...]}` before every event that has tokens.
+"""
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+
+from penstock.engine.vllm_plugin.in_flight import InFlight
+from penstock.engine.wire import COMMENT, LINES_TYPE, SPANS_HEADER, STREAM_PROGRESS
+
+MAX_HEADER = 8000
+"""Clients refuse longer header lines (aiohttp: 8190). A body of hundreds of prompts has none; send them one by one."""
+DONE = b"data: [DONE]"
+OK = 200
+
+
+async def serve(app: Any, scope: Any, receive: Any, send: Any, request: InFlight, wanted: bytes | None) -> None:
+    """Let `app` answer, and add what `wanted` (the value of `PROGRESS_HEADER`) says."""
+    if wanted is not None and wanted.isdigit():
+        await _Lines(send, request).serve(app, scope, receive)
+    else:
+        await app(scope, receive, _with_spans(send, request, progress=wanted == STREAM_PROGRESS.encode()))
+
+
+def _with_spans(send: Any, request: InFlight, *, progress: bool) -> Any:
+    streams = False
+
+    async def send_more(message: dict[str, Any]) -> None:
+        nonlocal streams
+        if message["type"] == "http.response.start":
+            streams = any(
+                k.lower() == b"content-type" and v.startswith(b"text/event-stream") for k, v in message["headers"]
+            )
+            spans = b"" if streams else orjson.dumps(request.spans())
+            if len(spans) > len(b"[]") and len(spans) < MAX_HEADER:
+                message = {**message, "headers": [*message["headers"], (SPANS_HEADER.lower().encode(), spans)]}
+        elif streams and (body := message.get("body")):
+            if progress and (news := request.news()):
+                body = _comment({"samples": news}) + body
+            place = body.rfind(DONE)
+            if place >= 0:
+                body = body[:place] + _comment({"versions": request.spans()}) + body[place:]
+            message = {**message, "body": body}
+        await send(message)
+
+    return send_more
+
+
+def _comment(content: dict[str, Any]) -> bytes:
+    return COMMENT + orjson.dumps(content) + b"\n\n"
+
+
+class _Lines:
+    """An answer in one piece as lines of JSON."""
+
+    def __init__(self, send: Any, request: InFlight) -> None:
+        self._send = send
+        self._request = request
+        self._begun = self._over = False
+        self._start: dict[str, Any] = {}
+        self._answer = bytearray()
+
+    async def serve(self, app: Any, scope: Any, receive: Any) -> None:
+        teller = asyncio.create_task(self._tell(), name="penstock-telling")
+        try:
+            await app(scope, receive, self._keep)
+        finally:
+            self._over = True
+            self._request.moved.set()
+            await asyncio.wait((teller,))
+        status = self._start["status"]
+        if status == OK or self._begun:
+            told = orjson.dumps({"status": status, "samples": self._request.news(), "versions": self._request.spans()})
+            await self._line(told[:-1] + b',"answer":' + self._json() + b"}\n", last=True)
+        else:
+            await self._send(self._start)
+            await self._send({"type": "http.response.body", "body": bytes(self._answer)})
+
+    async def _tell(self) -> None:
+        while True:
+            await self._request.moved.wait()
+            if self._over:
+                return
+            self._request.moved.clear()
+            await self._line(orjson.dumps({"samples": self._request.news()}) + b"\n")
+
+    def _json(self) -> bytes:
+        """The answer as it is: vLLM's JSON is one line. What is none, such as a proxy's error page, as a string."""
+        types = [value for name, value in self._start["headers"] if name.lower() == b"content-type"]
+        is_json = types and types[0].startswith(b"application/json")
+        return bytes(self._answer) if is_json else orjson.dumps(self._answer.decode(errors="replace"))
+
+    async def _keep(self, message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+        else:
+            self._answer += message.get("body", b"")
+
+    async def _line(self, line: bytes, *, last: bool = False) -> None:
+        if not self._begun:
+            self._begun = True
+            headers = [(b"content-type", LINES_TYPE.encode())]
+            await self._send({"type": "http.response.start", "status": OK, "headers": headers})
+        await self._send({"type": "http.response.body", "body": line, "more_body": not last})

@@ -1,0 +1,154 @@
+"""Tells what samples have while they are made, and takes up what others began, as Penstock's plugin does in vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import orjson
+from aiohttp import web
+
+from penstock.errors import EngineDeadError, RequestError
+from penstock.sim import text
+from penstock.sim.answers import error_body, json_answer
+from penstock.sim.engine import SimEngine
+from penstock.sim.events import CutError, break_connection, deltas_of
+from penstock.sim.sequence import SimRequest, SimSequence
+from penstock.types import VersionSpan
+
+PROGRESS_HEADER = "X-Penstock-Progress"
+SPANS_HEADER = "X-Penstock-Weight-Versions"
+RESUME_ARG = "penstock_resume"
+COMMENT = b": penstock "
+MAX_HEADER = 8000
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a sample has already, and how it ended if it has."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[VersionSpan, ...]
+    finish: str | None
+    stop_reason: int | str | None
+
+
+def parts_of(extra: Any) -> list[Part]:
+    """What the samples of a request have already, out of its extra arguments; RequestError where it is malformed."""
+    given: Any = cast("dict[str, Any]", extra).get(RESUME_ARG) if isinstance(extra, dict) else None
+    if given is None:
+        return []
+    try:
+        return [_part(one) for one in orjson.loads(given)]
+    except (KeyError, TypeError, ValueError) as error:
+        raise RequestError(f"{RESUME_ARG} is malformed: {error!r}") from error
+
+
+def _part(given: Mapping[str, Any]) -> Part:
+    start, spans = 0, list[VersionSpan]()
+    for version, tokens in given["versions"]:
+        spans.append(VersionSpan(version, start, start + tokens))
+        start += tokens
+    logprobs = tuple(position[0][1] for position in given["logprobs"] or ())
+    return Part(tuple(given["ids"]), logprobs, tuple(spans), given["finish"], given["stop_reason"])
+
+
+class Teller:
+    """What of the samples of one HTTP request was not told yet."""
+
+    def __init__(self, requests: Sequence[SimRequest], *, whole_only: bool = False) -> None:
+        self._sequences = [s for request in requests for s in request.sequences]
+        self._whole_only = whole_only
+        # The client has what it sent along; that a sample had ended it has as well.
+        self._told = [s.taken_up for s in self._sequences]
+        self._told_end = [s.taken_up_whole for s in self._sequences]
+
+    @property
+    def untold(self) -> int:
+        """Most tokens of one sample that were not told."""
+        return max(len(s.output) - told for s, told in zip(self._sequences, self._told, strict=True))
+
+    def news(self) -> list[dict[str, Any]]:
+        """As our plugin tells them, once."""
+        news: list[dict[str, Any]] = []
+        for i, sequence in enumerate(self._sequences):
+            ended = sequence.finish_reason is not None
+            if len(sequence.output) > self._told[i] or ended > self._told_end[i]:
+                news.append(self._of(i, sequence))
+                self._told[i], self._told_end[i] = len(sequence.output), ended
+        return news
+
+    def spans(self) -> list[list[list[int]]]:
+        """`[[version, start, end], ...]` of each sample."""
+        return [[[span.version, span.start, span.end] for span in s.spans] for s in self._sequences]
+
+    def header(self) -> dict[str, str]:
+        """Spans as a header, where that is not too long for a client."""
+        value = orjson.dumps(self.spans()).decode()
+        return {SPANS_HEADER: value} if len(value) < MAX_HEADER else {}
+
+    def _of(self, index: int, sequence: SimSequence) -> dict[str, Any]:
+        start, end = self._told[index], len(sequence.output)
+        spans = ((s.version, max(s.start, start), s.end) for s in sequence.spans)
+        pairs = zip(sequence.output[start:end], sequence.logprobs[start:end], strict=True)
+        return {
+            "index": index,
+            "ids": sequence.output[start:end],
+            "logprobs": [[[token, logprob, 1, text.character_of(token)]] for token, logprob in pairs]
+            if sequence.request.params.logprobs
+            else None,
+            "versions": [[version, last - first] for version, first, last in spans if last > first],
+            "finish": sequence.finish_reason,
+            "stop_reason": sequence.stop_reason,
+            "asked": sequence.request.asked,
+            "whole_only": self._whole_only,
+        }
+
+
+async def answer(
+    http: web.Request,
+    engine: SimEngine,
+    requests: Sequence[SimRequest],
+    teller: Teller,
+    whole: Callable[[], Mapping[str, Any]],
+) -> web.StreamResponse:
+    """Wait for the requests and answer with `whole()`; as lines that tell of the samples where the client asks so.
+
+    Raises:
+        EngineDeadError: the engine died before a line was sent.
+        CutError: a fault breaks the connection.
+    """
+    wanted = http.headers.get(PROGRESS_HEADER, "")
+    if not wanted.isdigit():
+        async for _ in deltas_of(engine, requests):
+            pass
+        response = json_answer(whole())
+        response.headers.update(teller.header())
+        return response
+    response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+    chunk = int(wanted)
+    status, body = 200, cast("Mapping[str, Any]", {})
+    try:
+        async for _ in deltas_of(engine, requests):
+            if chunk and teller.untold >= chunk:
+                await _line(http, response, {"samples": teller.news()})
+        body = whole()
+    except EngineDeadError as error:
+        if not response.prepared:
+            raise
+        status, body = 500, error_body(str(error), "InternalServerError", 500)
+    except CutError:
+        break_connection(http)
+        return response
+    last = {"status": status, "samples": teller.news(), "versions": teller.spans(), "answer": body}
+    await _line(http, response, last)
+    await response.write_eof()
+    return response
+
+
+async def _line(http: web.Request, response: web.StreamResponse, content: Mapping[str, Any]) -> None:
+    if not response.prepared:
+        await response.prepare(http)
+    await response.write(orjson.dumps(content) + b"\n")
