@@ -98,6 +98,9 @@ def _parser() -> argparse.ArgumentParser:
         "--max-hold-s", type=float, help=f"seconds a request waits for an engine (default {defaults.max_hold_s:g})"
     )
     parser.add_argument("--max-held", type=int, help=f"requests that may wait (default {defaults.max_held})")
+    parser.add_argument(
+        "--max-held-bytes", type=int, help=f"bytes of theirs that are kept (default {defaults.max_held_bytes})"
+    )
     parser.add_argument("--max-header-bytes", type=int, help=f"(default {defaults.max_header_bytes})")
     parser.add_argument("--max-body-bytes", type=int, help=f"(default {defaults.max_body_bytes})")
     parser.add_argument("--header-timeout-s", type=float, help=f"(default {defaults.header_timeout_s:g})")
