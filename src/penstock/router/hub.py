@@ -123,14 +123,15 @@ class Hub:
     async def _keep(self, index: int, ready: asyncio.Future[None]) -> None:
         """Have a worker run in this place until we are cancelled."""
         failures = 0
-        while failures < TRIES:
+        while True:
             began = time.monotonic()
             status = await self._run(index, ready)
-            brief = time.monotonic() - began < BRIEF_S
-            failures = failures + 1 if brief else 0
+            failures = failures + 1 if time.monotonic() - began < BRIEF_S else 0
+            if failures == TRIES:
+                break
             logger.warning("router worker %d ended with status %d; starting it anew", index, status)
             if failures > 1:
-                await asyncio.sleep(0.1 * 2**failures)  # what keeps it from starting may pass
+                await asyncio.sleep(0.05 * 2**failures)  # what keeps it from starting may pass
         self.failure = EngineStartError(f"router worker {index} ended {TRIES} times in a row right after its start")
         if ready.done():
             self._given_up()
@@ -220,10 +221,10 @@ class Hub:
     # --- what the router is told and asked ---------------------------------------------------------------------------
 
     async def _said(self, message: dict[str, Any]) -> dict[str, Any]:
-        """What a worker has to say: a call to the admin endpoints that it got, or what it read of an engine."""
-        if message["do"] == "figures":
+        """What a worker has to say: a call to the admin endpoints that it got, or what it learnt of an engine."""
+        if "from" in message:
             for index, worker in self._workers.items():
-                if index:
+                if index != message["from"]:
                     worker.tell(message)
             return {}
         body = message["body"]

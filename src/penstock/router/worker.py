@@ -19,7 +19,7 @@ from penstock.process import raise_file_limit
 from penstock.router.admin_calls import Answer, execute
 from penstock.router.control_channel import ControlChannel
 from penstock.router.doorbell import Doorbell
-from penstock.router.engine_figures import KVFigures
+from penstock.router.engine_watch import KVFigures
 from penstock.router.malloc import keep_freed_memory
 from penstock.router.merge import to_plain
 from penstock.router.report import families
@@ -56,6 +56,8 @@ class Worker:
         self._sessions = SharedSessions(shared, self._loads)
         self._router: Router | None = None
         self._hub: ControlChannel | None = None
+        self._heard_of = ""
+        """The engine of which another worker says just now that it is down: no news to pass on."""
 
     async def run(self) -> None:
         """Serve until SIGTERM, or until the hub is gone."""
@@ -86,15 +88,24 @@ class Worker:
                 answer = self._execute("PUT", "/router/engines", body)
             case {"do": "execute", "method": method, "path": path, "body": body}:
                 answer = self._execute(method, path, body)
-            case {"do": "figures", "engine": engine, "usage": usage, "capacity": capacity}:
-                dispatcher = self._serving.dispatcher
-                if engine in dispatcher.engines:
-                    dispatcher.figures(engine, KVFigures(usage, capacity))
+            case {"do": "hear", "engine": engine, **news}:
+                if engine in self._serving.dispatcher.engines:
+                    self._hear(engine, news)
             case {"do": "families"}:
                 answer = {"families": to_plain(families(self._serving.dispatcher))}
             case _:
                 raise ValueError(f"the hub said {message!r}")
         return answer
+
+    def _hear(self, engine: str, news: Mapping[str, Any]) -> None:
+        """What another worker has learnt of an engine of the set."""
+        dispatcher = self._serving.dispatcher
+        if "figures" in news:
+            dispatcher.figures(engine, KVFigures(*news["figures"]))
+        else:
+            self._heard_of = engine
+            dispatcher.engine_refused(dispatcher.engines[engine])
+            self._heard_of = ""
 
     def _prepare(self, config: Mapping[str, Any], api_key: str | None, *, access_log: bool) -> None:
         if access_log:
@@ -110,6 +121,7 @@ class Worker:
         router.dispatcher.relay = self._relay
         router.dispatcher.on_wait = self._wait_for_room
         router.dispatcher.on_figures = self._tell_figures
+        router.dispatcher.on_down = self._tell_down
         self._router = router
 
     @property
@@ -131,8 +143,15 @@ class Worker:
         return answer["content"].encode(), answer["type"]
 
     def _tell_figures(self, engine: str, figures: KVFigures) -> None:
+        self._tell(engine, {"figures": [*figures]})
+
+    def _tell_down(self, engine: str) -> None:
+        if engine != self._heard_of:
+            self._tell(engine, {})
+
+    def _tell(self, engine: str, news: Mapping[str, Any]) -> None:
         if self._hub is not None:
-            self._hub.tell({"do": "figures", "engine": engine, "usage": figures.usage, "capacity": figures.capacity})
+            self._hub.tell({"do": "hear", "from": self._place.process, "engine": engine, **news})
 
     def _wait_for_room(self) -> None:
         if self._bell.listen():  # load may have fallen since we looked, by one who saw nobody listen
