@@ -26,9 +26,12 @@ from penstock.router.sessions import SessionTable
 _BACKLOG = 4096
 _SWEEP_S = 0.25
 """How often deadlines are looked at. One timer for all: a timer for each request costs more than the request's head."""
+_MOST_TARGETS, _LONGEST_TARGET = 256, 512
 _CONTROL = frozenset(
     b"/pause /resume /abort_requests /reset_prefix_cache /sleep /wake_up /collective_rpc /init_weight_transfer_engine "
-    b"/start_weight_update /update_weights /finish_weight_update /update_weight_version /v1/load_lora_adapter "
+    b"/shutdown_weight_transfer_engine /start_weight_update /start_draft_weight_update /update_weights "
+    b"/finish_weight_update /update_weight_version /release_kv_cache_memory /reset_mm_cache /reset_encoder_cache "
+    b"/start_profile /stop_profile /scale_elastic_ep /fault_tolerance/apply /v1/load_lora_adapter "
     b"/v1/unload_lora_adapter".split()
 )
 """What changes the state of the one engine that gets it, and leaves the others as they were."""
@@ -69,6 +72,8 @@ class Router:
             self.config, self.metrics, sessions=sessions, loads=loads, reads_figures=reads_figures
         )
         self.clients: set[ClientConnection] = set()
+        self._for_engines: set[bytes] = set()
+        """Targets that were found to be passed on: nearly every request has one of a few."""
         self._server: asyncio.Server | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._url = ""
@@ -123,14 +128,19 @@ class Router:
         Raises:
             RefusalError: 403, for a call that would change one engine of many and say that it went well.
         """
-        path = request.target.partition(b"?")[0]
+        target = request.target
+        if target in self._for_engines:
+            return Exchange(client, request, self.dispatcher)
+        path = target.partition(b"?")[0]
         if b"%" in path:  # the engine would decode it
             path = unquote_to_bytes(path)
         if path in _CONTROL or path.startswith((b"/penstock/weights/", b"/sim/")):
             what = f"{path[:80].decode(errors='replace')} would reach one engine only"
             raise RefusalError(403, "control_call", f"{what}; control goes to every engine by the fleet's own client")
-        if request.target.startswith(b"/router/") or request.target in _OWN:
+        if target.startswith(b"/router/") or target in _OWN:
             return AdminCall(client, request, self.dispatcher)
+        if len(self._for_engines) < _MOST_TARGETS and len(target) <= _LONGEST_TARGET:
+            self._for_engines.add(target)
         return Exchange(client, request, self.dispatcher)
 
     def _sweep(self) -> None:
