@@ -110,6 +110,7 @@ class Backend:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked = False
+        self._writers.add(writer)
         try:
             while not writer.is_closing():
                 seen = Seen(*await read_head(reader))
@@ -122,7 +123,6 @@ class Backend:
                 if not asked:
                     asked = True
                     self.connections += 1
-                    self._writers.add(writer)
                 self.seen.append(seen)
                 self.arrived.set()
                 if self.read_bodies:
