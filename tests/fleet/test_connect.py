@@ -162,11 +162,7 @@ async def test_a_fault_in_an_update_takes_one_engine_out_and_not_the_fleet(kind:
         assert list(report.failures) == ["e1"]
         assert await states(fleet) == [State.SERVING, State.DEAD, State.SERVING]
         await servers[1].stop()  # as a launcher would; its requests go on elsewhere
-        if kind is FaultKind.CORE_DEATH:
-            with pytest.raises(EngineHTTPError, match="core_death"):  # vLLM answers its requests with 500
-                await asyncio.wait_for(running, 10.0)
-        else:
-            check(PROMPTS, await asyncio.wait_for(running, 10.0), PARAMS)
+        check(PROMPTS, await asyncio.wait_for(running, 10.0), PARAMS)
         await check_serves(fleet, engines=2)
 
 
@@ -196,5 +192,5 @@ async def test_an_engine_that_dies_by_itself_is_noticed_and_with_none_left_an_up
             await fleet.update_weights(GOOD)
         with pytest.raises(EngineDeadError, match="no engine is left"):
             await fleet.get_num_unfinished_requests()
-        assert not held.done(), "the router holds it"
-        held.cancel()
+        with pytest.raises(EngineDeadError, match="no engine is left, and none is coming back"):
+            await asyncio.wait_for(held, 5.0)

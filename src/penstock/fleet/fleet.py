@@ -162,7 +162,7 @@ class Fleet(Engine):
     async def generate_batch(self, batch: GenerateBatch) -> GenerateOutput:
         """Complete a batch, one request for each prompt; see `generate`."""
         self._check_open()
-        return await self._data.generate_batch(batch)
+        return await self._roster.while_hope(self._data.generate_batch(batch))
 
     async def sample(
         self,
@@ -173,7 +173,9 @@ class Fleet(Engine):
     ) -> list[Sample]:
         """`num_samples` samples of one prompt, as one n-way request (R3)."""
         self._check_open()
-        return await self._data.sample(prompt_token_ids, num_samples, sampling_params, session_id)
+        return await self._roster.while_hope(
+            self._data.sample(prompt_token_ids, num_samples, sampling_params, session_id)
+        )
 
     async def completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
         """OpenAI `/v1/completions`; each prompt of the body goes to an engine of its own (R7).
@@ -183,12 +185,12 @@ class Fleet(Engine):
             EngineHTTPError: of the first prompt that failed; the others are cancelled.
         """
         self._check_open()
-        return await self._data.completion(body, session_id)
+        return await self._roster.while_hope(self._data.completion(body, session_id))
 
     async def chat_completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
         """OpenAI `/v1/chat/completions`."""
         self._check_open()
-        return await self._data.chat_completion(body, session_id)
+        return await self._roster.while_hope(self._data.chat_completion(body, session_id))
 
     def completion_stream(
         self, body: Mapping[str, Any], session_id: SessionId | None = None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
-from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, PenstockError, StateError
+from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, PenstockError, StateError
 from penstock.fleet.control import Call, FanOut, fan_out
 from penstock.fleet.lifecycle import State
 from penstock.fleet.member import SERVABLE, Member
@@ -55,11 +55,35 @@ class Roster:
         """A snapshot of those whose weights are confirmed: SERVING, PAUSED or DRAINING."""
         return tuple(m for m in self.members if m.state in SERVABLE)
 
+    def hopeless(self) -> bool:
+        """Whether no engine is left and none is coming back."""
+        return not self.live() and not any(m.coming for m in self.members)
+
     def check_hope(self) -> None:
         """Raise EngineDeadError where no engine is left and none is coming back."""
-        if not self.live() and not any(m.coming for m in self.members):
+        if self.hopeless():
             reasons = "; ".join(f"{m.name}: {m.lifecycle.reason}" for m in self.members)
             raise EngineDeadError(f"no engine is left, and none is coming back ({reasons})")
+
+    async def while_hope(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns; EngineDeadError as soon as nobody is left who could do it, and no wait for the router's.
+
+        Requests that find no engine wait in the router, which does not know whether one will come.
+        """
+        doing = asyncio.create_task(work)
+        gone = asyncio.create_task(self.until(self.hopeless))
+        try:
+            await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done():
+                self.check_hope()
+            return doing.result()
+        except EngineError:
+            self.check_hope()
+            raise
+        finally:
+            gone.cancel()
+            doing.cancel()
+            await asyncio.wait((doing, gone))
 
     def admit(self, member: Member) -> None:
         """Let an engine that is SYNCING serve; the router learns of it with the next `push`.

@@ -1,0 +1,178 @@
+"""Deaths of engine and router processes under requests: noticed, replaced, and back with the weights of the moment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+
+import psutil
+import pytest
+import torch
+from sim_fleets import CONTEXT, SIM, check, check_serves, children, in_flight
+
+from penstock import Fleet, SamplingParams
+from penstock.engine.data import DataClient
+from penstock.engine.process import EngineProcess
+from penstock.engine.transport import HttpTransport
+from penstock.errors import EngineDeadError, UpdateError
+from penstock.fleet.lifecycle import State
+from penstock.fleet.member import Member
+from penstock.sim.tokens import verify
+
+PARAMS = SamplingParams(max_tokens=100, detokenize=False)
+PROMPTS = [[1 + i, 2] for i in range(12)]
+HANG_S = 1.5
+
+
+@pytest.fixture(scope="module")
+async def mortal() -> AsyncIterator[Fleet]:
+    options = {"max_restarts": 1000, "restart_backoff_s": 0.05, "restart_window_s": 0.5, "hang_timeout_s": HANG_S}
+    async with Fleet.launch("sim-model", engines=3, health_interval_s=0.2, **SIM, **options) as fleet:
+        yield fleet
+
+
+async def fault(member: Member, **fields: object) -> None:
+    http = HttpTransport(member.url)
+    try:
+        await http.post("/sim/fault", fields, timeout_s=5.0)
+    finally:
+        await http.close()
+
+
+def pid(member: Member) -> int:
+    assert isinstance(member.process, EngineProcess)
+    return member.process.pid
+
+
+async def kill(member: Member) -> None:
+    os.killpg(pid(member), signal.SIGKILL)
+
+
+async def stop(member: Member) -> None:
+    os.killpg(pid(member), signal.SIGSTOP)
+
+
+async def exit_with_a_status(member: Member) -> None:
+    await fault(member, kind="exit", phase="tokens")
+
+
+async def die_in_the_core(member: Member) -> None:
+    await fault(member, kind="core_death", phase="tokens")
+
+
+async def refuse_health(member: Member) -> None:
+    await fault(member, kind="refuse", phase="health")
+
+
+async def returned(fleet: Fleet, member: Member, before: int) -> None:
+    """Wait until it has died and serves again; `before`: length of its history before that."""
+
+    def back() -> bool:
+        return len(member.lifecycle.history) > before and member.state is State.SERVING
+
+    assert await fleet._roster.until(back, deadline_s=20.0), member.lifecycle.history
+
+
+async def serves_the_weights_in_force(fleet: Fleet, member: Member) -> None:
+    """Asked itself, past the router: its label, and the tokens it makes."""
+    assert (await member.control.info()).weight_version == fleet.weight_version
+    engine = DataClient(member.url)
+    try:
+        (sample,) = await engine.sample([3, 1, 4], 1, PARAMS)
+    finally:
+        await engine.close()
+    assert verify([3, 1, 4], sample, params=PARAMS, context=CONTEXT) == []
+    assert set(sample.versions()) == {fleet.weight_version}
+
+
+@pytest.mark.parametrize(
+    "death", [kill, stop, exit_with_a_status, die_in_the_core, refuse_health], ids=lambda death: death.__name__
+)
+async def test_an_engine_that_dies_costs_no_request_and_returns(mortal: Fleet, death: Callable) -> None:
+    fleet = mortal
+    await fleet.update_weights([("w", torch.ones(4))])
+    member = fleet._roster.members[1]
+    url, before = member.url, len(member.lifecycle.history)
+    running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+    await death(member)
+    check(PROMPTS, await asyncio.wait_for(running, 20.0), PARAMS)
+    await returned(fleet, member, before)
+    assert [m.name for m in fleet._roster.members] == ["e0", "e1", "e2"]
+    assert member.url != url
+    await serves_the_weights_in_force(fleet, member)
+    report = await fleet.update_weights([("w", torch.zeros(4))])
+    assert len(report.engines) == 3
+    assert len({update.checksum for update in report.engines}) == 1
+    await check_serves(fleet, engines=3)
+
+
+async def test_all_die_at_once_and_requests_wait_for_them(mortal: Fleet) -> None:
+    fleet = mortal
+    await fleet.update_weights([("w", torch.ones(4))])
+    before = [len(m.lifecycle.history) for m in fleet._roster.members]
+    for member in fleet._roster.members:
+        await kill(member)
+    for member, length in zip(fleet._roster.members, before, strict=True):
+        noticed = lambda m=member, b=length: len(m.lifecycle.history) > b  # noqa: E731
+        assert await fleet._roster.until(noticed, deadline_s=10.0)
+    held = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+    report = await asyncio.wait_for(fleet.update_weights([("w", torch.zeros(4))]), 20.0)
+    assert report.engines, "it waited for an engine that came back"
+    check(PROMPTS, await asyncio.wait_for(held, 20.0), PARAMS)
+    for member, length in zip(fleet._roster.members, before, strict=True):
+        await returned(fleet, member, length)
+        await serves_the_weights_in_force(fleet, member)
+    await check_serves(fleet, engines=3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=str)
+async def test_a_router_that_dies_is_back_on_its_port_with_its_engines_and_gate(
+    mortal: Fleet, number: signal.Signals
+) -> None:
+    fleet = mortal
+    await fleet.pause_generation()
+    port = fleet.url.rpartition(":")[2]
+    (router,) = [p for p in children("router") if p.ppid() == os.getpid() and port in listens(p)]
+    router.send_signal(number)
+    await asyncio.to_thread(psutil.wait_procs, [router], timeout=10.0)
+    begin = asyncio.get_running_loop().time()
+    await asyncio.wait_for(fleet.update_weights([("w", torch.ones(4))]), 15.0)
+    assert asyncio.get_running_loop().time() - begin < 10.0
+    state = await fleet._roster.admin.engines()
+    assert state.gate_closed, "the fleet is paused"
+    assert {e.name: e.weight_version for e in state.engines} == dict.fromkeys(["e0", "e1", "e2"], fleet.weight_version)
+    late = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+    await asyncio.sleep(0.1)
+    assert not late.done()
+    await fleet.resume_generation()
+    check(PROMPTS, await asyncio.wait_for(late, 20.0), PARAMS)
+    await check_serves(fleet, engines=3)
+
+
+def listens(process: psutil.Process) -> set[str]:
+    family = (process, *process.children())
+    return {str(c.laddr.port) for p in family for c in p.net_connections() if c.status == "LISTEN"}
+
+
+async def test_an_exhausted_budget_is_said_and_with_none_left_nobody_waits() -> None:
+    async with Fleet.launch("sim-model", engines=2, max_restarts=0, **SIM) as fleet:
+        first, second = fleet._roster.members
+        await kill(first)
+        assert await fleet._roster.until(lambda: first.state is State.DEAD, deadline_s=10.0)
+        report = await fleet.update_weights([("w", torch.ones(4))])
+        assert [update.engine for update in report.engines] == ["e1"]
+        await check_serves(fleet, engines=1)
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        await kill(second)
+        with pytest.raises(EngineDeadError, match="no engine is left"):
+            await asyncio.wait_for(running, 20.0)
+        with pytest.raises(EngineDeadError, match="no engine is left, and none is coming back"):
+            await asyncio.wait_for(fleet.sample([1], 1, PARAMS), 10.0)
+        with pytest.raises(EngineDeadError, match="no engine is left, and none is coming back"):
+            await fleet.pause_generation()
+        with pytest.raises(UpdateError, match="0 engines were good before it began"):
+            await fleet.update_weights([("w", torch.ones(4))])
