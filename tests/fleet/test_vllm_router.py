@@ -119,16 +119,16 @@ async def test_what_arrives_during_a_pause_waits_inside_the_engines(fleet: Fleet
 
 
 @installed
-async def test_an_engine_that_dies_leaves_its_workers() -> None:
+async def test_an_engine_that_dies_leaves_its_workers_and_costs_no_request() -> None:
     async with Fleet.launch("sim-model", engines=3, kind="vllm-router", max_restarts=0, **SIM) as fleet:
-        await check_serves(fleet, engines=3)
         admin = VllmRouterAdmin(fleet.url)
         victim, *rest = await fleet.engines()
         assert await workers(admin) == {engine.url for engine in (victim, *rest)}
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG))
+        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
         engine_process(victim.url).kill()
-        async with asyncio.timeout(10):
-            while await workers(admin) != {engine.url for engine in rest}:  # noqa: ASYNC110 - it sends no event
-                await asyncio.sleep(0.01)
+        await until_workers(admin, {engine.url for engine in rest})
+        check(PROMPTS, await running, LONG)
         assert (await fleet.engines())[0].state is State.DEAD
         for i in range(12):  # wherever its sessions were
             await fleet.sample([8, 8], 1, SHORT, session_id=i)
@@ -136,6 +136,44 @@ async def test_an_engine_that_dies_leaves_its_workers() -> None:
         assert [update.engine for update in report.engines] == ["e1", "e2"]
         await check_serves(fleet, engines=2)
         await admin.close()
+
+
+@installed
+async def test_an_engine_that_comes_back_is_a_worker_again_and_so_is_a_router() -> None:
+    options = {"kind": "vllm-router", "restart_backoff_s": 0.05}
+    async with Fleet.launch("sim-model", engines=2, **options, **SIM) as fleet:
+        await fleet.update_weights(weights())
+        admin = VllmRouterAdmin(fleet.url)
+        victim, other = await fleet.engines()
+        engine_process(victim.url).kill()
+        await until_workers(admin, {other.url})
+        async with asyncio.timeout(20):
+            while len(await workers(admin)) < 2:  # noqa: ASYNC110 - it sends no event
+                await asyncio.sleep(0.02)
+        await check_serves(fleet, engines=2)
+        lines = {process: process.cmdline() for process in psutil.Process().children()}
+        (router,) = [process for process, line in lines.items() if str(urlsplit(fleet.url).port) in line]
+        router.kill()
+        async with asyncio.timeout(20):
+            while router.is_running() or not await answers(admin):  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.02)
+        await until_workers(admin, {engine.url for engine in await fleet.engines()})
+        await check_serves(fleet, engines=2)
+        await admin.close()
+
+
+async def answers(admin: VllmRouterAdmin) -> bool:
+    try:
+        await admin.engines()
+    except EngineDeadError:
+        return False
+    return True
+
+
+async def until_workers(admin: VllmRouterAdmin, urls: set[str]) -> None:
+    async with asyncio.timeout(20):
+        while await workers(admin) != urls:  # noqa: ASYNC110 - it sends no event
+            await asyncio.sleep(0.02)
 
 
 @installed
