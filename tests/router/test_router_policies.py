@@ -229,12 +229,12 @@ def test_requests_without_a_session_rotate_over_equals() -> None:
 @pytest.mark.parametrize(
     ("tokens", "context", "options", "expected"),
     [
-        ((100_000, 90_000), 1000, TIGHT, "e0"),  # 100000 is within 1.1 x 95000 + 1000
-        ((100_000, 40_000), 1000, TIGHT, "e1"),
-        ((100_000, 40_000), 1000, {"slack_tokens": 50_000}, "e0"),
-        ((100_000, 40_000), 1000, {**TIGHT, "balance_factor": 1.5}, "e0"),
-        ((100_000, 40_000), 19_000, TIGHT, "e1"),  # 60000 tokens less, against three times the context
-        ((100_000, 40_000), 21_000, TIGHT, "e0"),
+        ((100_000, 40_000, 40_000, 40_000), 1000, TIGHT, "e0"),  # over the bound, but not twice the mean
+        ((200_000, 40_000, 30_000, 40_000), 1000, TIGHT, "e2"),
+        ((200_000, 40_000, 30_000, 40_000), 1000, {"slack_tokens": 170_000}, "e0"),
+        ((200_000, 40_000, 30_000, 40_000), 1000, {**TIGHT, "balance_factor": 3.0}, "e0"),
+        ((200_000, 40_000, 30_000, 40_000), 56_000, TIGHT, "e2"),  # 170000 tokens less, against three times the context
+        ((200_000, 40_000, 30_000, 40_000), 57_000, TIGHT, "e0"),
     ],
 )
 def test_a_later_turn_stays_unless_moving_clearly_beats_it(
@@ -252,6 +252,8 @@ def test_where_home_is_over_its_cache_moving_costs_nothing_more() -> None:
     assert outcome(110_000) == "e0"
     assert outcome(90_000) == "e1"
     assert outcome(90_000, other=69_500) == "e0", "the load would go to and fro"
+    full = resident(100_000, 40_000, kv_capacity=(90_000, 50_000))
+    assert choose(BOUNDED, full, later(full[0], 30_000), **TIGHT) == "e0", "it has no room"
 
 
 def test_a_move_does_not_call_for_its_return() -> None:

@@ -14,6 +14,7 @@ from penstock.config import RouterConfig
 from penstock.errors import StateError
 from penstock.router.candidates import Candidate, Candidates, new_tuple
 from penstock.router.groups import Groups
+from penstock.router.habits import Habits
 from penstock.router.loads import LoadBoard, LocalLoads
 from penstock.router.membership import EngineEntry
 from penstock.router.policies.base import Defer, EngineView, PolicyOptions, ReadsPrefixes, RequestView
@@ -24,11 +25,7 @@ from penstock.router.sessions import LocalSessions, SessionRecord, SessionTable
 
 _SWEEP_S = 1.0
 """Between two looks for sessions that are idle or forgotten."""
-_IDLE_PAUSES = 3.0
-"""A session counts as resident for so many times the mean pause between two turns of a session."""
-_LEAST_IDLE_S = 3.0
-_PAUSES = 1024
-"""So many pauses at least make the mean; those before count half and less."""
+_NO_TURNS = (0, 0)
 
 
 class RequestHints(Protocol):
@@ -154,11 +151,10 @@ class Placement:
         self._prefixes = Prefixes()
         self._groups = Groups()
         self._placed = 0
-        self._in_flight: dict[str, int] = {}
-        """Turns in flight of each session."""
-        self._pauses = 0
-        self._paused_s = 0.0
-        """How often sessions came back for another turn lately, and how long they had been away together."""
+        self._in_flight: dict[str, tuple[int, int]] = {}
+        """Turns in flight of each session, and what they are expected to add together."""
+        self._habits = Habits()
+        self._added_share = self._habits.added_share
         self._sweep_at = 0.0
 
     # --- engines -----------------------------------------------------------------------------------------------------
@@ -239,7 +235,7 @@ class Placement:
                 0 if record is None else record.tokens,
                 record is not None,
                 request.prompt_tokens,
-                request.expected_tokens,
+                int(request.expected_tokens * self._added_share),
                 self._prefixes.holders(boundaries) if boundaries else (),
                 self._prefix(boundaries) if boundaries else None,
                 () if group_id is None else self._groups.placed(group_id),
@@ -274,13 +270,13 @@ class Placement:
         if session_id is None:
             self.board.add(name, -1, -tokens, -(tokens or 1))
         else:
-            self.board.add(name, -1, -tokens, -request.expected_tokens)
-            turns = self._in_flight[session_id]
-            if turns == 1:
-                del self._in_flight[session_id]
-            else:
-                self._in_flight[session_id] = turns - 1
+            turns, expected = self._in_flight.pop(session_id)
+            own = expected // turns
+            if turns > 1:
+                self._in_flight[session_id] = (turns - 1, expected - own)
+            self.board.add(name, -1, -tokens, -own)
             self.sessions.touch(session_id, now)
+            self._habits.ended += 1
         self._candidates.changed(name)
         if not ok:
             self.statistics.failed += 1
@@ -295,9 +291,9 @@ class Placement:
     def expire(self, now: float) -> int:
         """Forget sessions not used for `session_ttl_s`; those idle for long stay, but count as resident no longer.
 
-        How long is learnt: three times the mean pause between two turns. So contexts of sessions that nobody told us
-        are finished do not keep new ones waiting, and a pause for a tool does not make a session look gone. `place`
-        calls this too.
+        How long is learnt: three times the mean pause between two turns (`Habits`). So contexts of sessions that
+        nobody told us are finished do not keep new ones waiting, and a pause for a tool does not make a session look
+        gone. `place` calls this too.
 
         Returns:
             How many sessions ceased to count; more than none: waiting requests may find room.
@@ -306,10 +302,8 @@ class Placement:
         for session_id in self._in_flight:
             self.sessions.touch(session_id, now)
         ttl = self.options.session_ttl_s
-        mean = self._paused_s / self._pauses if self._pauses else 0.0
-        idle = min(ttl, max(_LEAST_IDLE_S, _IDLE_PAUSES * mean))
-        if self._pauses >= 2 * _PAUSES:
-            self._pauses, self._paused_s = _PAUSES, mean * _PAUSES
+        idle = min(ttl, self._habits.idle_s)
+        self._added_share = self._habits.added_share
         ceased = self.sessions.expire(idle_before=now - idle, gone_before=now - ttl)
         if ceased:
             self._candidates.all_changed()
@@ -364,18 +358,19 @@ class Placement:
             # What nobody has said counts as one token, so that requests and sessions are at least counted.
             self.board.add(name, 1, tokens, tokens or 1)
         else:
-            seen, context, turns = None, request.prompt_tokens, self._in_flight.get(session_id, 0)
+            seen, context = None, request.prompt_tokens
+            turns, expected = self._in_flight.get(session_id, _NO_TURNS)
             if record is not None:
                 seen, context = record.engine, context or record.tokens
                 if not turns and not tried:
-                    self._pauses += 1
-                    self._paused_s += now - record.used
+                    self._habits.came_back(now - record.used, context - record.tokens, request.expected_tokens)
                 if seen is not None and seen != name:
                     self._candidates.changed(seen)
             if self.sessions.settle(session_id, name, context or 1, now, seen=seen) != name:
                 return self.place(request, now, tried)  # another process was faster: its choice is the session's home
-            self.board.add(name, 1, tokens, request.expected_tokens)
-            self._in_flight[session_id] = turns + 1
+            own = int(request.expected_tokens * self._added_share)
+            self.board.add(name, 1, tokens, own)
+            self._in_flight[session_id] = (turns + 1, expected + own)
         self._candidates.changed(name)
         self._placed += 1
         self._count(session_id, record, home, name, rule)

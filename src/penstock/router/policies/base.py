@@ -55,7 +55,8 @@ class RequestView(NamedTuple):
     prompt_tokens: int = 0
     """`X-Prompt-Tokens`; 0: not said."""
     expected_tokens: int = 0
-    """`X-Expected-Tokens`: most that the answer may add, all samples together; 0: not said."""
+    """What the answer is expected to add, all samples together: `X-Expected-Tokens`, the most it may, times the share
+    of that which answers usually do add; 0: not said."""
     prefix_holders: tuple[PrefixHolder, ...] = ()
     """Engines that hold a prefix of this prompt, longest first; those that may not serve it included."""
     prefix: bytes | None = None

@@ -10,6 +10,8 @@ from penstock.router.policies.lowest import OUTSTANDING, RESIDENT_TOKENS, lowest
 
 _MOVE_COST = 2.0
 """What computing one token of context anew weighs against one token less of resident context around the session."""
+_FAR_OVER = 2.0
+"""Times the mean of resident tokens."""
 _SHARED_SHARE = 2
 """A shared prefix counts where it is at least one part in so many of the prompt."""
 
@@ -21,7 +23,7 @@ class BoundedSticky:
       requests, among those whose resident tokens are at most `balance_factor` times the mean and `slack_tokens`.
       Of these the samples of one group take the engines with the fewest of their group; and where some hold a prefix
       of `prefix_length` tokens and half the prompt, only they count.
-    - A later turn stays, unless its engine is over that bound and moving it clearly beats staying.
+    - A later turn stays, unless its engine is over that bound and more, and moving clearly beats staying.
     - A new session waits while no engine has room for it: while resident and expected tokens would exceed
       `kv_admission` of the KV cache. An engine where nothing is resident always has room, so nothing waits for ever.
 
@@ -76,13 +78,21 @@ class BoundedSticky:
 
         The gain of moving is that so many resident tokens less share the engine with the session; the cost is that its
         context is computed anew, which others there wait for too. Where home holds more than its cache can, that
-        context has likely been evicted, and has to be computed wherever the session goes.
+        context has likely been evicted, and has to be computed wherever the session goes; elsewhere only an engine far
+        over the mean is left, since migration that follows every difference of load costs more than it brings (verl
+        #6533).
         """
-        others = [engine for engine in snapshot.engines if engine is not home]
-        if not others:
-            return home
-        target = min(others, key=lambda engine: (engine.resident_tokens, engine.outstanding))
         context = max(request.home_tokens, request.prompt_tokens)
-        cost = 0.0 if home.kv_capacity and home.resident_tokens > home.kv_capacity else _MOVE_COST * context
+        if home.kv_capacity and home.resident_tokens > home.kv_capacity:
+            able = [engine for engine in snapshot.engines if engine is not home and self._has_room(engine, request)]
+            cost = 0.0
+        elif home.resident_tokens * len(snapshot.engines) > _FAR_OVER * snapshot.resident_tokens:
+            able = [engine for engine in snapshot.engines if engine is not home]
+            cost = _MOVE_COST * context
+        else:
+            return home
+        if not able:
+            return home
+        target = lowest(lowest(able, RESIDENT_TOKENS), OUTSTANDING)[0]
         gain = home.resident_tokens - (target.resident_tokens + context)
         return target if gain > max(cost, self._slack) else home

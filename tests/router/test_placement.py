@@ -1,0 +1,378 @@
+"""Placement as the router and the discrete-event fleet use it: who may serve, where sessions live, what is counted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+
+from penstock.config import RouterConfig
+from penstock.errors import StateError
+from penstock.router.membership import EngineEntry
+from penstock.router.placement import Hints, Placement, PlacementOptions
+from penstock.router.policies.base import Defer
+from penstock.router.policies.registry import POLICIES
+from penstock.router.prefix_hash import prefix_hashes
+
+
+def entries(count: int, **more: object) -> list[EngineEntry]:
+    return [EngineEntry(f"e{i}", f"http://h:{i + 1}", **more) for i in range(count)]
+
+
+def placement(engines: Iterable[EngineEntry], *policies: str, capacity: int = 0, **options: float) -> Placement:
+    made = Placement(PlacementOptions(policies=policies or ("bounded-sticky",), **options))
+    announced = list(engines)
+    made.set_engines(announced)
+    if capacity:
+        for entry in announced:
+            made.figures(entry.name, kv_usage=0.0, kv_capacity=capacity)
+    return made
+
+
+def turn(p: Placement, session: str | None, now: float = 0.0, tokens: int = 100, **more: object) -> str | Defer | None:
+    """A whole turn."""
+    request = Hints(session, prompt_tokens=tokens, **more)
+    name = p.place(request, now)
+    if isinstance(name, str):
+        p.done(request, name, now, ok=True)
+    return name
+
+
+def resident(p: Placement) -> dict[str, int]:
+    return {name: view.resident_tokens for name, view in p.views().items()}
+
+
+# --- who may serve ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_only_engines_that_may_serve_are_chosen(policy: str) -> None:
+    p = placement(
+        [
+            EngineEntry("old", "http://h:1", weight_version=2),
+            EngineEntry("out", "http://h:2", weight_version=3, eligible=False),
+            EngineEntry("leaving", "http://h:3", weight_version=3, draining=True),
+            EngineEntry("down", "http://h:4", weight_version=3),
+            EngineEntry("other", "http://h:5", weight_version=3, adapters=("b",)),
+            EngineEntry("good", "http://h:6", weight_version=3, adapters=("a", "b")),
+            EngineEntry("any", "http://h:7", weight_version=4),
+        ],
+        policy,
+    )
+    p.mark("down", down=True)
+    seen = {turn(p, f"s{i}", min_weight_version=3, adapter="a") for i in range(50)}
+    seen |= {turn(p, None, min_weight_version=3, adapter="a") for _ in range(50)}
+    assert seen <= {"good", "any"}
+    assert p.place(Hints(min_weight_version=5), 0.0) is None
+    assert not p.could_serve(Hints(min_weight_version=5))
+
+
+def test_tried_engines_are_left_out_and_it_is_said_that_they_could() -> None:
+    p = placement(entries(3))
+    request = Hints("s", prompt_tokens=10)
+    assert {p.place(request, 0.0, ("e0", "e2")), p.place(request, 0.0, ["e0", "e2"])} == {"e1"}
+    assert p.place(request, 0.0, ("e0", "e1", "e2")) is None
+    assert p.could_serve(request)
+
+
+def test_an_announcement_makes_an_engine_up_again() -> None:
+    p = placement(entries(1))
+    p.mark("e0", down=True)
+    assert turn(p, None) is None
+    p.set_engines(entries(1))
+    assert turn(p, None) == "e0"
+    with pytest.raises(StateError, match=r"'e9'; known: e0"):
+        p.mark("e9", down=True)
+
+
+# --- sessions --------------------------------------------------------------------------------------------------------
+
+
+def test_a_session_stays_and_what_lives_there_is_counted() -> None:
+    p = placement(entries(2))
+    home = turn(p, "s", tokens=1000)
+    assert isinstance(home, str)
+    other = {"e0": "e1", "e1": "e0"}[home]
+    assert resident(p) == {home: 1000, other: 0}
+    request = Hints("s", prompt_tokens=1500, expected_tokens=200)
+    assert p.place(request, 1.0) == home
+    assert resident(p)[home] == 1700
+    assert (p.views()[home].outstanding, p.views()[home].outstanding_tokens) == (1, 1700)
+    p.done(request, home, 2.0, ok=True)
+    assert resident(p)[home] == 1500, "what the answer added is known at the next turn"
+    assert turn(p, "s", 3.0, tokens=1600) == home
+    assert resident(p) == {home: 1600, other: 0}
+    assert p.finish_session("s")
+    assert not p.finish_session("s")
+    assert resident(p) == {home: 0, other: 0}
+    assert (p.statistics.opened, p.statistics.stayed, p.statistics.placed) == (1, 2, 3)
+
+
+def test_turns_of_one_session_may_overlap() -> None:
+    p = placement(entries(1))
+    requests = [Hints("s", prompt_tokens=100, expected_tokens=n) for n in (10, 20, 30)]
+    for request in requests:
+        p.place(request, 0.0)
+    assert resident(p)["e0"] == 160
+    for request in reversed(requests):
+        p.done(request, "e0", 0.0, ok=True)
+    assert resident(p)["e0"] == 100
+
+
+def test_requests_without_a_session_count_while_they_are_under_way() -> None:
+    p = placement(entries(1))
+    request = Hints(prompt_tokens=70, expected_tokens=7)
+    p.place(request, 0.0)
+    assert resident(p) == {"e0": 77}
+    p.done(request, "e0", 0.0, ok=False)
+    assert resident(p) == {"e0": 0}
+    assert (p.statistics.single, p.statistics.failed) == (1, 1)
+
+
+def test_without_token_headers_sessions_are_balanced_by_number() -> None:
+    p = placement(entries(4))
+    homes = Counter(turn(p, f"s{i}", tokens=0) for i in range(40))
+    assert set(homes.values()) == {10}
+
+
+def test_sessions_are_forgotten_after_their_time_and_not_in_mid_turn() -> None:
+    p = placement(entries(2), session_ttl_s=100.0)
+    long, short = Hints("long", prompt_tokens=10), Hints("short", prompt_tokens=10)
+    home = p.place(long, 0.0)
+    assert isinstance(home, str)
+    assert turn(p, "short", 0.0) is not None
+    for now in range(0, 300, 10):
+        p.expire(now)
+    assert len(p.sessions) == 1
+    assert p.sessions_on(home) == 1
+    p.done(long, home, 300.0, ok=True)
+    p.expire(390.0)
+    assert len(p.sessions) == 1
+    p.expire(401.0)
+    assert len(p.sessions) == 0
+    assert not p.finish_session(short.session_id or "")
+
+
+def test_placing_forgets_too() -> None:
+    p = placement(entries(2), session_ttl_s=100.0)
+    turn(p, "a", 0.0)
+    turn(p, "b", 150.0)
+    assert len(p.sessions) == 1
+
+
+def test_a_session_that_pauses_for_long_counts_no_more_until_it_is_back() -> None:
+    p = placement(entries(1))
+    for i in range(20):  # sessions pause for 10 s
+        turn(p, "regular", 10.0 * i)
+    turn(p, "over", 200.0, tokens=5000)
+    p.expire(225.0)
+    assert resident(p)["e0"] >= 5000
+    p.expire(235.0)
+    assert resident(p)["e0"] < 5000
+    assert p.sessions_on("e0") == 2
+    assert turn(p, "over", 240.0, tokens=6000) == "e0"
+    assert resident(p)["e0"] >= 6000
+
+
+def test_what_turns_add_is_learnt() -> None:
+    p = placement(entries(1))
+    for i in range(1, 50):
+        turn(p, "s", float(i), tokens=100 * i, expected_tokens=1000)
+    p.expire(50.0)
+    request = Hints("s", prompt_tokens=5000, expected_tokens=1000)
+    p.place(request, 50.0)
+    assert resident(p)["e0"] == pytest.approx(5100, abs=2)
+    p.expire(1000.0)  # another share now, and yet what was added is taken back
+    p.done(request, "e0", 1000.0, ok=True)
+    p.finish_session("s")
+    assert resident(p) == {"e0": 0}
+
+
+def test_where_no_session_comes_back_only_prompts_are_resident() -> None:
+    p = placement(entries(1))
+    for i in range(64):
+        turn(p, f"s{i}", 0.0, tokens=0, expected_tokens=1000)
+    p.expire(10.0)
+    p.place(Hints("s", prompt_tokens=10, expected_tokens=1000), 10.0)
+    assert resident(p)["e0"] == 10
+
+
+# --- engines that come and go ----------------------------------------------------------------------------------------
+
+
+def spread(p: Placement, sessions: int, now: float = 0.0) -> dict[str, str]:
+    return {f"s{i}": str(turn(p, f"s{i}", now, tokens=500 + i)) for i in range(sessions)}
+
+
+@pytest.mark.parametrize("policy", ["bounded-sticky", "sticky-least-loaded", "consistent-hash"])
+def test_one_engine_more_moves_at_most_15_percent(policy: str) -> None:
+    p = placement(entries(8), policy)
+    before = spread(p, 800)
+    p.set_engines(entries(9))
+    after = spread(p, 800, 1.0)
+    assert sum(before[s] != after[s] for s in before) <= 0.15 * 800
+
+
+@pytest.mark.parametrize("policy", ["bounded-sticky", "sticky-least-loaded", "consistent-hash"])
+def test_losing_one_engine_moves_only_its_own_sessions_and_spreads_them(policy: str) -> None:
+    p = placement(entries(8), policy)
+    before = spread(p, 1600)
+    p.set_engines(entries(8)[1:])
+    assert p.sessions_on("e0") == 0
+    after = spread(p, 1600, 1.0)
+    assert all(after[s] == home for s, home in before.items() if home != "e0")
+    heirs = Counter(after[s] for s, home in before.items() if home == "e0")
+    assert set(heirs) == {f"e{i}" for i in range(1, 8)}
+    assert max(heirs.values()) <= 3 * min(heirs.values())
+    assert p.statistics.rehomed == sum(heirs.values())
+
+
+def test_an_engine_under_an_old_name_at_a_new_address_has_no_sessions() -> None:
+    p = placement(entries(1))
+    request = Hints("s", prompt_tokens=100, expected_tokens=10)
+    assert p.place(request, 0.0) == "e0"
+    p.set_engines([EngineEntry("e0", "http://h:99")])
+    assert p.sessions_on("e0") == 0
+    assert turn(p, "s", 1.0) == "e0"
+    p.done(request, "e0", 2.0, ok=False)
+    assert resident(p) == {"e0": 100}
+
+
+def test_a_draining_engine_keeps_its_sessions_and_gets_no_other() -> None:
+    p = placement(entries(2))
+    homes = spread(p, 20)
+    p.set_engines([EngineEntry("e0", "http://h:1", draining=True), entries(2)[1]])
+    assert {turn(p, f"new{i}", 1.0) for i in range(10)} == {turn(p, None, 1.0)} == {"e1"}
+    assert spread(p, 20, 1.0) == homes
+    there = [s for s, home in homes.items() if home == "e0"]
+    assert p.sessions_on("e0") == len(there)
+    for session in there[1:]:
+        p.finish_session(session)
+    p.expire(5000.0)
+    assert p.sessions_on("e0") == 0, "drained: finished, or forgotten"
+    assert turn(p, there[0], 5000.0) == "e1"
+
+
+def test_policies_without_sessions_leave_a_draining_engine_at_once() -> None:
+    p = placement(entries(2), "round-robin")
+    spread(p, 20)
+    p.set_engines([EngineEntry("e0", "http://h:1", draining=True), entries(2)[1]])
+    assert set(spread(p, 20, 1.0).values()) == {"e1"}
+
+
+def test_a_gated_engine_keeps_its_sessions_waiting_and_others_go_elsewhere() -> None:
+    p = placement(entries(2))
+    homes = spread(p, 20)
+    p.gate("e0", closed=True)
+    assert {turn(p, f"new{i}", 1.0) for i in range(10)} == {"e1"}
+    after = {s: turn(p, s, 1.0) for s in homes}
+    assert all(after[s] == (Defer.GATED if home == "e0" else "e1") for s, home in homes.items())
+    p.gate("e1", closed=True)
+    assert turn(p, None, 1.0) is Defer.GATED
+    p.mark("e0", down=True)  # nobody waits for the gate of an engine that is down
+    assert {turn(p, s, 1.0) for s in homes} == {Defer.GATED}
+    p.gate("e1", closed=False)
+    assert {turn(p, s, 1.0) for s in homes} == {"e1"}
+
+
+# --- admission -------------------------------------------------------------------------------------------------------
+
+
+def test_new_sessions_wait_for_room_and_later_turns_never() -> None:
+    p = placement(entries(2), capacity=10_000)
+    for i in range(8):
+        assert turn(p, f"s{i}", tokens=2000) in ("e0", "e1")
+    assert turn(p, "new", tokens=2000) is Defer.WAIT
+    assert turn(p, "s0", tokens=9000) in ("e0", "e1")
+    assert turn(p, None, tokens=2000) in ("e0", "e1"), "an engine's own queue holds requests without a session"
+    assert p.statistics.waited == 1
+    p.finish_session("s1")
+    p.finish_session("s0")
+    assert turn(p, "new", tokens=2000) in ("e0", "e1")
+
+
+def test_sessions_of_a_lost_engine_are_placed_without_waiting() -> None:
+    p = placement(entries(2), capacity=10_000)
+    homes = {f"s{i}": turn(p, f"s{i}", tokens=2000) for i in range(8)}
+    p.set_engines(entries(1))
+    assert {turn(p, s, 1.0, tokens=2000) for s in homes} == {"e0"}
+    assert turn(p, "new", 1.0, tokens=2000) is Defer.WAIT
+
+
+def test_a_context_that_fits_nowhere_gets_an_engine_to_itself() -> None:
+    p = placement(entries(2), capacity=10_000)
+    assert turn(p, "huge", tokens=50_000) in ("e0", "e1")
+    assert turn(p, "huge too", tokens=50_000) in ("e0", "e1")
+    assert turn(p, "huge as well", tokens=50_000) is Defer.WAIT
+
+
+# --- groups, prefixes, figures ---------------------------------------------------------------------------------------
+
+
+def test_samples_of_a_group_are_spread() -> None:
+    p = placement(entries(4))
+    turn(p, "heavy", tokens=5000)
+    assert set(Counter(turn(p, None, group_id="g") for _ in range(16)).values()) == {4}
+    assert set(Counter(turn(p, f"s{i}", group_id="h") for i in range(16)).values()) == {4}
+
+
+def hashed(token_ids: list[int]) -> Hints:
+    header = prefix_hashes(token_ids)
+    return Hints(prompt_tokens=len(token_ids), prefix_hashes=header and header.encode())
+
+
+@pytest.mark.parametrize("policy", ["bounded-sticky", "prefix-aware"])
+def test_prompts_with_one_beginning_find_the_engine_that_has_it(policy: str) -> None:
+    p = placement(entries(4), policy)
+    system = list(range(4096))
+    first = p.place(hashed([*system, *[1] * 64]), 0.0)
+    assert {p.place(hashed([*system, *[i] * 64]), 0.0) for i in range(1)} == {first}
+    assert p.place(hashed([*range(1, 1024), *[7] * 64]), 0.0) != first
+
+
+def test_new_weights_empty_the_caches() -> None:
+    p = placement(entries(4), "prefix-aware", "round-robin")
+    request = hashed(list(range(4096)))
+    first = p.place(request, 0.0)
+    assert p.place(request, 0.0) == first
+    assert p.statistics.rules == {"round-robin": 1, "prefix-aware": 1}
+    p.set_engines(entries(4, weight_version=1))
+    p.place(request, 0.0)
+    assert p.statistics.rules == {"round-robin": 2, "prefix-aware": 1}
+
+
+def test_kv_usage_is_what_the_engine_said_and_what_came_since() -> None:
+    p = placement(entries(2), "kv-cache", capacity=1000)
+    p.figures("e0", kv_usage=0.30, kv_capacity=1000)
+    p.figures("e1", kv_usage=0.25, kv_capacity=1000)
+    request = Hints(prompt_tokens=100)
+    assert [p.place(request, 0.0) for _ in range(4)] == ["e1", "e0", "e1", "e0"]
+    assert p.views()["e0"].kv_usage == pytest.approx(0.5)
+    p.figures("e0", kv_usage=0.5, kv_capacity=1000)
+    assert p.views()["e0"].kv_usage == pytest.approx(0.5)
+
+
+def test_options_are_those_of_the_config() -> None:
+    config = RouterConfig(policy="prefix-aware,kv-cache", prefix_length=7, slack_tokens=9, session_ttl_s=11)
+    options = PlacementOptions.of(config)
+    assert options.policies == ("prefix-aware", "kv-cache")
+    assert (options.prefix_length, options.slack_tokens, options.session_ttl_s) == (7, 9, 11)
+    assert PlacementOptions.of(RouterConfig()) == PlacementOptions(), "one set of defaults"
+
+
+def test_every_process_places_alike() -> None:
+    code = "import test_placement as t; p = t.placement(t.entries(8)); print(t.spread(p, 64))"
+    runs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": __file__.rpartition("/")[0]},
+            capture_output=True,
+            check=True,
+            timeout=30,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert runs == {f"{spread(placement(entries(8)), 64)}\n".encode()}
