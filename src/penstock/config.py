@@ -156,6 +156,8 @@ class FleetConfig(Section):
     engines: Positive = 1
     min_engines: Positive = 1
     """An update counts as committed if at least this many engines made it."""
+    stream_chunk_tokens: Annotated[int, Field(ge=0)] = 64
+    """A sample's tokens come in chunks of so many: what the death of an engine costs it at most. 0: all at the end."""
     health_interval_s: Seconds = 1.0
     hang_timeout_s: Seconds = 15.0
     """An engine that gives no sign of life for so long hangs: it is ended."""

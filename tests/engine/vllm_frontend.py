@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from copy import copy
 from types import SimpleNamespace
@@ -20,6 +21,8 @@ from penstock.engine.vllm_plugin.in_flight import CURRENT, InFlight
 from penstock.engine.vllm_plugin.version_spans import VersionSpans
 
 EOS = 256
+NATIVE = "weight_version" in inspect.signature(OutputProcessor.process_outputs).parameters
+"""This vLLM labels tokens itself: not 0.26."""
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -74,7 +77,9 @@ class FrontEnd:
                 children.append(child)
             for i, child in enumerate(children):
                 self.processor.add_request(child, None, parent, i, queue)
-            for child in children:
+                if not NATIVE:
+                    await self.engine_core.add_request_async(child)
+            for child in children if NATIVE else ():
                 await self.engine_core.add_request_async(child)
         finally:
             CURRENT.reset(token)
@@ -85,7 +90,7 @@ class FrontEnd:
         outputs = [self._output(request_id, request) for request_id, request in tuple(self.running.items())]
         if not outputs:
             return False
-        done = self.processor.process_outputs(outputs, weight_version=self._label())
+        done = self._process(outputs)
         for request_id in done.reqs_to_abort:
             self.running.pop(request_id, None)
         return True
@@ -94,13 +99,14 @@ class FrontEnd:
         """What a pause with mode `abort` does: the core ends each request with no new token."""
         outputs = [EngineCoreOutput(i, [], finish_reason=FinishReason.ABORT) for i in self.running]
         self.running.clear()
-        self.processor.process_outputs(outputs, weight_version=self._label())
+        self._process(outputs)
 
-    def _label(self) -> str | None:
+    def _process(self, outputs: list[EngineCoreOutput]) -> Any:
         self.spans.set_version(self.version)
-        if not self._labels:
-            return None
-        return str(self.version) if self.version else "default"
+        if not NATIVE:
+            return self.processor.process_outputs(outputs)
+        label = str(self.version) if self.version else "default"
+        return self.processor.process_outputs(outputs, weight_version=label if self._labels else None)
 
     def _output(self, request_id: str, request: EngineCoreRequest) -> EngineCoreOutput:
         params = request.sampling_params
@@ -144,4 +150,8 @@ class Reader:
             choice["logprobs"] += [
                 {i: (e.logprob, e.rank, e.decoded_token) for i, e in p.items()} for p in one.logprobs
             ]
-            choice |= {"finish": one.finish_reason, "stop": one.stop_reason, "versions": one.weight_versions}
+            choice |= {
+                "finish": one.finish_reason,
+                "stop": one.stop_reason,
+                "versions": getattr(one, "weight_versions", None),
+            }

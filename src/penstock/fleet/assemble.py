@@ -96,6 +96,7 @@ async def assemble(
         api_key=api_key,
         request_timeout_s=request_timeout_s,
         vocab_size=min(m.info.vocab_size for m in members),
+        stream_chunk_tokens=fleet.stream_chunk_tokens,
     )
     owned.push_async_callback(data.close)
     operations = Operations(

@@ -1,0 +1,329 @@
+"""Every kind of request, through every kind of pause, at many moments: the answer is that of an undisturbed one.
+
+The simulated engine's next token depends on every token before it, its position, the weights and the seed, so a token
+lost, doubled or moved shows in all that follow. `test_vllm_engine.py` has a few of these on vLLM itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from penstock.engine.http import HTTPEngine
+from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, RequestError, StateError
+from penstock.sim.config import SimConfig
+from penstock.sim.faults import Fault, FaultKind, Phase
+from penstock.sim.server import SimServer
+from penstock.sim.tokens import verify
+from penstock.types import PauseMode, SamplingParams
+
+STEPS_PER_S = 4000
+TOKENS = 60
+PARAMS = SamplingParams(max_tokens=TOKENS, seed=5)
+BODY = {"model": "sim-model", "max_tokens": TOKENS, "seed": 5, "logprobs": 1, "return_token_ids": True}
+MESSAGES = [{"role": "user", "content": "say something"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+FORMS = {"string": "abc", "strings": ["abc", "d"], "ids": [5, 6, 7], "lists of ids": [[5, 6, 7], [8]]}
+
+
+@asynccontextmanager
+async def engine(chunk: int = 8, **config) -> AsyncIterator[tuple[SimServer, HTTPEngine]]:
+    async with SimServer(SimConfig(tokens_per_second=STEPS_PER_S, **config)) as server:
+        one = await HTTPEngine.connect(server.url, request_timeout_s=20.0, stream_chunk_tokens=chunk)
+        try:
+            yield server, one
+        finally:
+            await one.teardown()
+
+
+def whole(answer):
+    """An answer without what is random."""
+    return {key: value for key, value in answer.items() if key not in ("id", "created")}
+
+
+async def joined(chunks):
+    """A stream's chunks as one: for each choice its text, ids, logprobs and end."""
+    choices, ids = {}, set()
+    async for chunk in chunks:
+        ids.add((chunk["id"], chunk["created"]))
+        for choice in chunk["choices"]:
+            got = choices.setdefault(choice["index"], {"text": "", "ids": [], "logprobs": [], "roles": []})
+            delta = choice.get("delta", choice)
+            got["text"] += delta.get("text") or delta.get("content") or ""
+            got["roles"] += [delta["role"]] if delta.get("role") else []
+            got["ids"] += choice.get("token_ids") or []
+            logprobs = choice.get("logprobs") or {}
+            got["logprobs"] += logprobs.get("token_logprobs") or [e["logprob"] for e in logprobs.get("content", ())]
+            if choice.get("finish_reason"):
+                assert "finish" not in got, "a choice ended twice"
+                got |= {"finish": choice["finish_reason"], "versions": choice["weight_versions"]}
+        if chunk.get("usage"):
+            choices["usage"] = chunk["usage"]
+    assert len(ids) == 1, "a stream has one id"
+    return choices
+
+
+def generation(prompts, n=1):
+    async def ask(one):
+        params = SamplingParams(**{**asdict(PARAMS), "n": n})
+        return asdict(await one.generate(prompt_token_ids=prompts, sampling_params=params))
+
+    return ask
+
+
+async def sampling(one):
+    return [asdict(sample) for sample in await one.sample([5, 6], 3, PARAMS)]
+
+
+def completing(form, n, *, stream):
+    body = {**BODY, "prompt": FORMS[form], "n": n, "stream_options": {"include_usage": True} if stream else None}
+
+    async def ask(one):
+        return await joined(one.completion_stream(body)) if stream else whole(await one.completion(body))
+
+    return ask
+
+
+def chatting(*, stream, **more):
+    body = {**BODY, "messages": MESSAGES, "n": 2, "logprobs": True, **more}
+
+    async def ask(one):
+        return await joined(one.chat_completion_stream(body)) if stream else whole(await one.chat_completion(body))
+
+    return ask
+
+
+KINDS = {
+    "generate one": generation([[5, 6]]),
+    "generate batch": generation([[5, 6], [7], [8, 9]], n=2),
+    "sample": sampling,
+    **{
+        f"completion {form} n={n}{' stream' * stream}": completing(form, n, stream=stream)
+        for form in FORMS
+        for n in (1, 3)
+        for stream in (False, True)
+    },
+    "chat": chatting(stream=False),
+    "chat stream": chatting(stream=True),
+    "chat tools": chatting(stream=False, tools=TOOLS),
+    "chat tools stream": chatting(stream=True, tools=TOOLS),
+    "chat stop": chatting(stream=False, stop=["\u4e00"]),
+}
+
+
+@pytest.fixture(scope="module")
+async def shared() -> AsyncIterator[tuple[SimServer, HTTPEngine]]:
+    async with engine() as both:
+        yield both
+
+
+async def made(server: SimServer, tokens: int, request: asyncio.Task | None = None) -> None:
+    """Return when the engine has made so many tokens more, or `request` is done."""
+    until = server.engine.figures.generation_tokens + tokens
+    async with asyncio.timeout(5):
+        while server.engine.figures.generation_tokens < until and not (request and request.done()):  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("mode", PauseMode)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_every_kind_of_request_survives_every_kind_of_pause(shared, kind, mode):
+    server, one = shared
+    ask = KINDS[kind]
+    undisturbed = await ask(one)
+    for moments in ((0,), (7, 1), (13, 20, 0)):
+        before = one.counters.continued
+        request = asyncio.create_task(ask(one))
+        for moment in moments:
+            await (made(server, moment, request) if moment else asyncio.sleep(0))
+            await one.pause_generation(mode)
+            with pytest.raises(StateError, match="already paused"):
+                await one.pause_generation(mode)
+            if mode is not PauseMode.WAIT:
+                assert not request.done(), "a request ended although generation is paused"
+            await one.resume_generation()
+        assert await request == undisturbed, f"paused after {moments}"
+        if mode is not PauseMode.ABORT:
+            assert one.counters.continued == before, "nothing is sent again"
+    assert one.counters.wasted_tokens == 0
+
+
+async def test_an_aborted_request_waits_for_the_resume_and_asks_nobody_meanwhile(shared):
+    server, one = shared
+    request = asyncio.create_task(one.sample([5, 6], 2, PARAMS))
+    await made(server, 20)
+    await one.pause_generation(PauseMode.ABORT)
+    await asyncio.sleep(0.1)
+    assert await one.get_num_unfinished_requests() == 2
+    continued = one.counters.continued
+    await asyncio.sleep(0.1)
+    assert (one.counters.continued, request.done()) == (continued, False)
+    await one.resume_generation()
+    assert [len(sample.token_ids) for sample in await request] == [TOKENS] * 2
+
+
+async def test_updates_behind_aborts_are_in_the_spans(shared):
+    """The joined sample is true token by token: each of its position, seed and claimed version."""
+    server, one = shared
+    start = one.weight_version
+    request = asyncio.create_task(one.sample([5, 6], 3, PARAMS))
+    chat = asyncio.create_task(one.chat_completion({**BODY, "messages": MESSAGES, "logprobs": True}))
+    stream = asyncio.create_task(joined(one.completion_stream({**BODY, "prompt": [7, 8], "n": 2})))
+    for _ in range(2):
+        await made(server, 60)
+        await one.pause_generation(PauseMode.ABORT)
+        await one.update_weights([("w", torch.ones(2))])
+        await one.resume_generation()
+    samples = await request
+    for i, sample in enumerate(samples):
+        assert verify([5, 6], sample, params=PARAMS, seeds=[5 + i]) == []
+    assert {span.version - start for sample in samples for span in sample.spans} == {0, 1, 2}
+    (choice,) = (await chat)["choices"]
+    assert [int(span["version"]) - start for span in choice["weight_versions"]] == [0, 1, 2]
+    for choice in (await stream).values():
+        assert [int(span["version"]) - start for span in choice["versions"]] == [0, 1, 2]
+        assert choice["versions"][-1]["end"] == len(choice["ids"]) == TOKENS
+
+
+@pytest.mark.parametrize("kind", ["generate batch", "completion string n=3", "chat", "completion ids n=3 stream"])
+async def test_an_abort_that_was_asked_for_ends_requests(shared, kind):
+    server, one = shared
+    continued = one.counters.continued
+    request = asyncio.create_task(KINDS[kind](one))
+    await made(server, 30)
+    await one.abort_generation()
+    answer = await request
+    assert one.counters.continued == continued
+    reasons = answer.get("stop_reasons") or [
+        choice.get("finish_reason", choice.get("finish"))
+        for choice in answer.get("choices", [c for i, c in answer.items() if i != "usage"])
+    ]
+    assert set(reasons) == {"abort"}
+    assert await one.sample([5], 1, PARAMS), "new requests are served"
+
+
+async def test_an_abort_asked_for_while_a_cut_request_waits_ends_it_with_what_it_had(shared):
+    server, one = shared
+    request = asyncio.create_task(one.sample([5, 6], 1, PARAMS))
+    await made(server, 20)
+    await one.pause_generation(PauseMode.ABORT)
+    await asyncio.sleep(0.05)
+    await one.abort_generation()
+    (sample,) = await request
+    assert sample.finish_reason == "abort"
+    assert 15 < len(sample.token_ids) < TOKENS
+    await one.resume_generation()
+
+
+@pytest.mark.parametrize(
+    "kind", ["sample", "completion ids n=3", "completion strings n=3 stream", "chat", "chat stream"]
+)
+@pytest.mark.parametrize("after", [0, 1, 9, 50])
+@pytest.mark.parametrize("fault", [FaultKind.CUT, FaultKind.ERROR_EVENT])
+async def test_a_broken_answer_goes_on_from_what_had_arrived(shared, kind, after, fault):
+    """`[DONE]` behind an error event is no end, nor is a connection that breaks."""
+    server, one = shared
+    undisturbed = await KINDS[kind](one)
+    deaths, tokens = one.counters.deaths, server.engine.figures.generation_tokens
+    server.engine.faults.add(Fault(fault, Phase.REQUEST, after_tokens=after))
+    assert await KINDS[kind](one) == undisturbed
+    assert one.counters.deaths == deaths + 1
+    server.engine.faults.clear()
+    samples = 6 if "strings" in kind else 2 if "chat" in kind else 3
+    again = server.engine.figures.generation_tokens - tokens - samples * TOKENS
+    assert again <= samples * (8 + 2), "at most the last chunk of each sample is made twice"
+
+
+async def test_a_request_that_ends_every_engine_is_given_up(shared, monkeypatch):
+    monkeypatch.setattr("penstock.engine.continuation.RETRY_S", (0.0, 0.01, 0.02, 0.03))
+    server, one = shared
+    server.engine.faults.add(Fault(FaultKind.CUT, Phase.REQUEST, after_tokens=3, times=100))
+    with pytest.raises(EngineDeadError, match="given up: 5 times an engine died under this request"):
+        await one.sample([5], 1, PARAMS)
+    server.engine.faults.clear()
+    server.engine.faults.add(Fault(FaultKind.REFUSE, Phase.REQUEST, times=100))
+    with pytest.raises(EngineHTTPError, match="a fault refuses") as caught:
+        await one.sample([5], 1, PARAMS)
+    assert caught.value.status == 500
+    server.engine.faults.clear()
+    assert await one.sample([5], 1, PARAMS)
+
+
+async def test_nobody_there_is_said_at_once():
+    async with engine() as (server, one):
+        await server.stop()
+        before = asyncio.get_running_loop().time()
+        with pytest.raises(EngineDeadError):
+            await one.sample([5], 1, PARAMS)
+        assert asyncio.get_running_loop().time() - before < 0.5
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 1000])
+async def test_the_chunk_size_changes_nothing_but_what_a_death_costs(chunk):
+    async with engine(chunk) as (server, one):
+        undisturbed = await one.sample([5, 6], 3, PARAMS)
+        request = asyncio.create_task(one.sample([5, 6], 3, PARAMS))
+        await made(server, 60)
+        await one.pause_generation(PauseMode.ABORT)
+        await one.resume_generation()
+        assert await request == undisturbed
+        assert one.counters.requeued_tokens >= 50, "an abort costs nothing, whatever the chunk"
+        server.engine.faults.add(Fault(FaultKind.CUT, Phase.REQUEST, after_tokens=90))
+        before = server.engine.figures.generation_tokens
+        assert await one.sample([5, 6], 3, PARAMS) == undisturbed
+        twice = server.engine.figures.generation_tokens - before - 3 * TOKENS
+        assert twice >= 80 if chunk != 1 else twice <= 10
+
+
+async def test_what_cannot_be_taken_up_is_made_again_and_counted(shared):
+    server, one = shared
+    body = {**BODY, "messages": MESSAGES, "logprobs": True, "response_format": {"type": "json_object"}}
+    undisturbed = whole(await one.chat_completion(body))
+    wasted = one.counters.wasted_tokens
+    request = asyncio.create_task(one.chat_completion(body))
+    await made(server, 20)
+    await one.pause_generation(PauseMode.ABORT)
+    await one.resume_generation()
+    assert whole(await request) == undisturbed
+    assert one.counters.wasted_tokens - wasted >= 20
+    stream = asyncio.create_task(joined(one.chat_completion_stream(body)))
+    await made(server, 20)
+    await one.pause_generation(PauseMode.ABORT)
+    await one.resume_generation()
+    with pytest.raises(EngineError, match="cannot be taken up in the middle"):
+        await stream
+    one.counters.wasted_tokens = wasted
+
+
+async def test_stop_strings_lie_across_the_seam(shared):
+    server, one = shared
+    body = {**BODY, "prompt": [5, 6], "max_tokens": 40}
+    text = (await one.completion(body))["choices"][0]["text"]
+    stop = text[20:26]
+    for moment in (19, 21, 23, 25):
+        for stream in (False, True):
+            asked = {**body, "stop": [stop]}
+            make = joined(one.completion_stream(asked)) if stream else one.completion(asked)
+            request = asyncio.create_task(make)
+            await made(server, moment)
+            await one.pause_generation(PauseMode.ABORT)
+            await one.resume_generation()
+            answer = await request
+            choice = answer[0] if stream else answer["choices"][0]
+            assert choice["text"] == text[:20]
+            assert choice["finish" if stream else "finish_reason"] == "stop"
+    sample = (await one.sample([5, 6], 1, SamplingParams(max_tokens=40, seed=5, stop=(stop,))))[0]
+    assert (sample.text, len(sample.token_ids)) == (text[:20], 26)
+
+
+async def test_a_stream_asked_for_as_one_answer_says_where_it_is():
+    async with engine() as (_, one):
+        with pytest.raises(RequestError, match="iterate over completion_stream"):
+            await one.completion({**BODY, "prompt": "a", "stream": True})
+        with pytest.raises(RequestError, match="iterate over chat_completion_stream"):
+            await one.chat_completion({**BODY, "messages": MESSAGES, "stream": True})
