@@ -63,6 +63,7 @@ class HTTPEngine(Engine):
             name=name,
             vocab_size=info.vocab_size,
             stream_chunk_tokens=stream_chunk_tokens,
+            routed=False,
         )
         return cls(control, data, info)
 

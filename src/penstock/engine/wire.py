@@ -13,6 +13,9 @@ from penstock.types import FinishReason, Sample, SamplingParams, SessionId, Vers
 SESSION_HEADER = "X-Session-ID"
 PROMPT_TOKENS_HEADER = "X-Prompt-Tokens"
 EXPECTED_TOKENS_HEADER = "X-Expected-Tokens"
+GROUP_HEADER = "X-Group-ID"
+ADAPTER_HEADER = "X-Adapter"
+PREFIX_HASHES_HEADER = "X-Prefix-Hashes"
 SPANS_HEADER = "X-Penstock-Weight-Versions"
 """Of an answer in one piece, set by our plugin: for each choice `[[version, start, end], ...]`. A stream has the same
 in the comment before its `[DONE]`, since its header goes out before its tokens are made."""
@@ -39,14 +42,34 @@ def version_number(label: str) -> int:
     return 0 if label == INITIAL_VERSION else int(label)
 
 
-def request_headers(prompt_tokens: int | None, params: SamplingParams, session_id: SessionId | None) -> dict[str, str]:
-    """What a router can place a request by without parsing its body. Ours reads the session; a policy may read all."""
+def request_headers(
+    prompt_tokens: int | None,
+    params: SamplingParams,
+    session_id: SessionId | None,
+    *,
+    group_id: str | None = None,
+    adapter: str | None = None,
+    prefix_hashes: str | None = None,
+) -> dict[str, str]:
+    """What a router can place a request by without parsing its body (docs/routing.md).
+
+    Args:
+        prompt_tokens: length of the prompt, where known.
+        params: say the most that the answer may add, all samples together.
+        session_id: equal ones go to one engine.
+        group_id: of samples of one prompt that are sent one by one.
+        adapter: name of the LoRA adapter that the request is for.
+        prefix_hashes: of the prompt's beginnings, as `router/prefix_hash.py` makes them.
+    """
     headers = {EXPECTED_TOKENS_HEADER: str(params.max_tokens * params.n)}
-    if prompt_tokens is not None:
-        headers[PROMPT_TOKENS_HEADER] = str(prompt_tokens)
-    if session_id is not None:
-        headers[SESSION_HEADER] = str(session_id)
-    return headers
+    optional = {
+        PROMPT_TOKENS_HEADER: prompt_tokens,
+        SESSION_HEADER: session_id,
+        GROUP_HEADER: group_id,
+        ADAPTER_HEADER: adapter,
+        PREFIX_HASHES_HEADER: prefix_hashes,
+    }
+    return headers | {name: str(value) for name, value in optional.items() if value is not None}
 
 
 def generate_body(token_ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:

@@ -1,0 +1,73 @@
+"""What the token client says of a request, and what a real router makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import orjson
+from router_rig import Backend, Seen, reply, rig
+
+from penstock.engine.data import DataClient
+from penstock.engine.wire import request_headers
+from penstock.router.prefix_hash import prefix_hashes
+from penstock.types import GenerateBatch, SamplingParams
+
+CHOICE = {
+    "index": 0,
+    "token_ids": [1],
+    "finish_reason": "length",
+    "logprobs": {"content": [{"logprob": -1.0}]},
+    "weight_versions": [{"version": "0", "start": 0, "end": 1}],
+}
+PARAMS = {"max_tokens": 16, "detokenize": False}
+
+
+async def one_token(backend: Backend, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
+    writer.write(reply(orjson.dumps({"choices": [CHOICE]}), headers="Content-Type: application/json\r\n"))
+
+
+def test_headers_are_those_that_are_known() -> None:
+    params = SamplingParams(max_tokens=10, n=4)
+    assert request_headers(None, params, None) == {"X-Expected-Tokens": "40"}
+    assert request_headers(7, params, 0, group_id="g", adapter="a", prefix_hashes="1:x") == {
+        "X-Expected-Tokens": "40",
+        "X-Prompt-Tokens": "7",
+        "X-Session-ID": "0",
+        "X-Group-ID": "g",
+        "X-Adapter": "a",
+        "X-Prefix-Hashes": "1:x",
+    }
+
+
+async def test_the_token_client_says_all_it_can() -> None:
+    prompt = list(range(640))
+    async with rig(one_token) as r:
+        client = DataClient(r.url)
+        batch = GenerateBatch(prompt_token_ids=[prompt, [1, 2], prompt], sampling_params=PARAMS, session_ids=[1, 2, 3])
+        await client.generate_batch(batch)
+        alone = DataClient(r.url, routed=False)
+        await alone.sample(prompt, 1, PARAMS)
+        await client.close()
+        await alone.close()
+        by_session = {seen.header("x-session-id"): seen for seen in r.backends[0].seen}
+    assert by_session["1"].header("x-prompt-tokens") == "640"
+    assert by_session["1"].header("x-expected-tokens") == "16"
+    assert by_session["1"].header("x-prefix-hashes") == prefix_hashes(prompt)
+    assert by_session["1"].header("x-group-id") == by_session["3"].header("x-group-id") is not None
+    assert by_session["2"].header("x-group-id") is None
+    assert by_session["2"].header("x-prefix-hashes") is None
+    assert by_session[None].header("x-prefix-hashes") is None
+
+
+async def test_a_router_spreads_a_group_and_finds_a_beginning() -> None:
+    system = list(range(4096))
+    async with rig(one_token, one_token, one_token, one_token) as r:
+        client = DataClient(r.url)
+        await client.generate_batch(GenerateBatch(prompt_token_ids=[[5] * 100] * 16, sampling_params=PARAMS))
+        assert set(Counter(len(backend.seen) for backend in r.backends)) == {4}
+        await client.sample([*system, 1], 1, PARAMS)
+        for i in range(6):
+            await client.sample([*system, *[i] * 64], 1, PARAMS)
+        await client.close()
+        assert sorted(len(backend.seen) - 4 for backend in r.backends) == [0, 0, 0, 7]
