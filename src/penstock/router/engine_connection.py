@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 _MAX_HEAD = 262_144
 """Bytes; an engine's head is trusted more than a client's, but not without bound."""
+_RECEIVE_BUFFER = 1 << 16
+"""Bytes, of which the kernel makes a window of as many. It bounds what one read brings, and so what is kept here of an
+answer whose client does not read: 256 such clients shall not take 64 MB."""
 _CONTINUE, _SWITCHING, _FINAL = 100, 101, 200
 
 
@@ -70,6 +74,8 @@ class EngineConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The connection is there."""
         self.transport = cast("asyncio.Transport", transport)
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
         self.engine.opened(self)
 
     def pause_writing(self) -> None:

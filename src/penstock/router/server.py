@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import re
 import socket
 import time
 from urllib.parse import unquote_to_bytes
@@ -37,6 +38,8 @@ _CONTROL = frozenset(
 """What changes the state of the one engine that gets it, and leaves the others as they were."""
 _OWN = {b"/router", b"/metrics"}
 """The router's own endpoints besides those under `/router/`: any engine's metrics would be one of many."""
+_TRACE_ID = re.compile(rb"\n(?i:traceparent):[ \t]*[0-9A-Fa-f]{2}-([0-9A-Fa-f]{32})-")
+"""W3C Trace Context, section 3.2: version, trace id, parent id, flags."""
 _access = logging.getLogger("penstock.router.access")
 
 
@@ -154,12 +157,15 @@ class Router:
 
 def _log(exchange: Exchange) -> None:
     request, engine = exchange.request, exchange.engine
+    trace = _TRACE_ID.search(request.forward)
     line = {
         "method": request.method.decode("latin-1"),
         "target": request.target.decode("latin-1"),
         "status": exchange.status,
         "engine": None if engine is None else engine.name,
         "session": request.session_id,
+        "group": request.group_id,
+        "trace": None if trace is None else trace[1].decode().lower(),
         "bytes_in": exchange.bytes_in,
         "bytes_out": exchange.bytes_out,
         "seconds": round(time.monotonic() - exchange.started_at, 6),

@@ -1,0 +1,79 @@
+"""What clients do not read stays with the engines: the router as a process, its memory from the kernel."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from asyncio import StreamReader as Reader
+from asyncio import StreamWriter as Writer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from router_rig import Backend, RawClient, Rig, Seen, reply, request, rig
+
+STREAMS, SIZE = 256, 1 << 20
+RATE, SECONDS = 10_000, 4.0
+LIMIT = 64 << 20
+
+
+def resident(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+
+
+async def megabyte(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+    writer.write(reply(b"y" * SIZE))
+    await writer.drain()
+
+
+async def megabyte_in_chunks(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+    writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    for _ in range(SIZE >> 10):
+        writer.write(b"400\r\n" + b"y" * 1024 + b"\r\n")
+        await writer.drain()
+    writer.write(b"0\r\n\r\n")
+
+
+async def narrow(url: str) -> RawClient:
+    """A client behind a network's segments and a small window: on loopback the kernel itself would take the answer."""
+    parts = urlsplit(url)
+    sock = socket.socket()
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1400)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 10)
+    sock.setblocking(False)  # noqa: FBT003
+    await asyncio.get_running_loop().sock_connect(sock, (parts.hostname, parts.port))
+    return RawClient(*await asyncio.open_connection(sock=sock, limit=4 << 10))
+
+
+async def read_slowly(r: Rig, headers: str) -> tuple[int, int]:
+    """Bytes read and the most memory seen."""
+    client = await narrow(r.url)
+    r.clients.append(client)
+    await client.send(request(headers=headers))
+    await client.head()
+    got = 0
+    began = time.monotonic()
+    while (now := time.monotonic()) < began + SECONDS:
+        got += len(await client.reader.read(max(0, int((now - began) * RATE) - got) or 1))
+        await asyncio.sleep(0.1)
+    return got, resident(r.pid)
+
+
+async def check(r: Rig) -> None:
+    await (await r.client()).ask("/warm-up")
+    before = resident(r.pid)
+    async with asyncio.timeout(20):
+        read = await asyncio.gather(*[read_slowly(r, f"X-Session-ID: {i}\r\n") for i in range(STREAMS)])
+    assert min(got for got, _ in read) > RATE  # nobody starved
+    grown = max(size for _, size in read) - before
+    assert grown < LIMIT, f"{grown >> 20} MiB of {STREAMS * SIZE >> 20} that were offered"
+
+
+async def test_slow_readers_of_long_answers_do_not_fill_the_router() -> None:
+    async with rig(megabyte, megabyte, process=True) as r:
+        await check(r)
+
+
+async def test_slow_readers_of_streams_do_not_fill_the_router() -> None:
+    async with rig(megabyte_in_chunks, megabyte_in_chunks, process=True) as r:
+        await check(r)

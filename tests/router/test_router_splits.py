@@ -1,0 +1,315 @@
+"""The same bytes mean the same however they are cut, and mean to h11 and llhttp what they mean to the router.
+
+The router's protocols run on transports of this test; the engine behind them reads with h11, so what it sees is what
+another parser makes of what was passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
+
+import h11
+import httptools
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_router_head import LINES
+
+from penstock.config import RouterConfig
+from penstock.router.client_connection import ClientConnection
+from penstock.router.engine_connection import EngineConnection
+from penstock.router.membership import EngineEntry
+from penstock.router.server import Router
+
+Message = tuple[bytes, bytes, bytes]
+"""Method, target, body."""
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+
+class Wire(asyncio.Transport):
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__({"socket": self})
+        self.written = b""
+        self.closing = False
+        self.reset = False
+
+    def setsockopt(self, *_: Any) -> None:
+        """A socket's."""
+
+    def write(self, data: Any) -> None:
+        if not self.closing:
+            self.written += bytes(data)
+
+    def writelines(self, list_of_data: Any) -> None:
+        self.write(b"".join(list_of_data))
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def close(self) -> None:
+        self.closing = True
+
+    def abort(self) -> None:
+        self.reset = self.reset or not self.closing
+        self.closing = True
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+class Pair:
+    """A client's connection and an engine's, with a router between them."""
+
+    def __init__(self, connections: int = 1) -> None:
+        self.router = Router(RouterConfig(engine_metrics_interval_s=0))  # nobody else opens connections
+        self.router.dispatcher.set_engines(1, [EngineEntry("e0", "http://127.0.0.1:9")])
+        engine = self.router.dispatcher.engines["e0"]
+        self.engines: list[tuple[EngineConnection, Wire]] = []
+        for _ in range(connections):
+            connection, wire = EngineConnection(engine), Wire()
+            connection.connection_made(wire)
+            engine.release(connection, reusable=True)
+            self.engines.append((connection, wire))
+        self.client, self.wire = ClientConnection(self.router), Wire()
+        self.client.connection_made(self.wire)
+
+    async def close(self) -> None:
+        self.client.connection_lost(None)
+        await self.router.close()
+
+
+def cut(data: bytes, places: Sequence[int]) -> list[bytes]:
+    ends = sorted({0, len(data), *[place % (len(data) + 1) for place in places]})
+    return [data[start:end] for start, end in pairwise(ends)]
+
+
+class _Callbacks:
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.url = self.body = b""
+        self.parser: Any = None
+
+    def on_message_begin(self) -> None:
+        self.url = self.body = b""
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+
+    def on_body(self, body: bytes) -> None:
+        self.body += body
+
+    def on_message_complete(self) -> None:
+        self.messages.append((self.parser.get_method(), self.url, self.body))
+
+
+def by_llhttp(data: bytes) -> list[Message]:
+    """Complete requests, up to the first that is bad."""
+    callbacks = _Callbacks()
+    callbacks.parser = httptools.HttpRequestParser(callbacks)
+    with suppress(httptools.HttpParserError, httptools.HttpParserUpgrade):
+        callbacks.parser.feed_data(data)
+    return callbacks.messages
+
+
+def by_h11(data: bytes) -> tuple[list[Message], bool]:
+    """Complete requests, and whether h11 found the rest bad."""
+    messages: list[Message] = []
+    connection = h11.Connection(h11.SERVER)
+    connection.receive_data(data)
+    head, body = b"", b""
+    method = b""
+    try:
+        while True:
+            event = connection.next_event()
+            if isinstance(event, h11.Request):
+                method, head, body = event.method, event.target, b""
+            elif isinstance(event, h11.Data):
+                body += event.data
+            elif isinstance(event, h11.EndOfMessage):
+                messages.append((method, head, body))
+                connection.send(h11.Response(status_code=200, headers=[("content-length", "0")]))
+                connection.send(h11.EndOfMessage())
+                if connection.our_state is h11.MUST_CLOSE:
+                    return messages, False
+                connection.start_next_cycle()
+            else:
+                return messages, False
+    except h11.RemoteProtocolError:
+        return messages, True
+
+
+async def through(pieces: Sequence[bytes]) -> tuple[bytes, bytes]:
+    """What the engine gets, each request answered, and what the client gets."""
+    pair = Pair(connections=4)
+    answered = [0] * len(pair.engines)
+
+    async def answer() -> None:
+        for _ in range(12):  # as many turns as a few pipelined requests may take
+            await asyncio.sleep(0)
+            for i, (connection, wire) in enumerate(pair.engines):
+                if connection.exchange is not None and len(by_h11(wire.written)[0]) > answered[i]:
+                    answered[i] += 1
+                    connection.data_received(ANSWER)
+
+    for piece in pieces:
+        if not pair.wire.closing:
+            pair.client.data_received(piece)
+        await answer()
+    await pair.close()
+    return b"".join(wire.written for _, wire in pair.engines), pair.wire.written
+
+
+REQUESTS = [
+    b"POST /a HTTP/1.1\r\nHost: a\r\nX-Session-ID: s\r\nContent-Length: 5\r\n\r\nhello",
+    b"GET /b?c HTTP/1.1\r\nHost: a\r\n\r\n",
+    b"POST /d HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3;x=y\r\nabc\r\n1\r\nd\r\n0\r\nT: u\r\n\r\n",
+    b"\r\nPUT /e HTTP/1.1\r\nhost:a\r\ncontent-length: 0\r\nConnection: x-gone\r\nX-Gone: 1\r\n\r\n",
+    b"DELETE /f HTTP/1.0\r\n\r\n",
+    b"POST /bad HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+]
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.lists(st.sampled_from(REQUESTS), min_size=1, max_size=4), st.lists(st.integers(0, 600), max_size=8))
+def test_requests_mean_the_same_however_they_are_cut(requests: list[bytes], places: list[int]) -> None:
+    data = b"".join(requests)
+
+    async def both() -> None:
+        assert await through([data]) == await through(cut(data, places))
+
+    asyncio.run(both())
+
+
+BYTES = list(b"\r\n\t \x00\x0b:;,0159aAf-+_\x80\xff")
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    st.lists(st.sampled_from(REQUESTS), min_size=1, max_size=2),
+    st.lists(st.sampled_from(LINES), max_size=3),
+    st.lists(st.tuples(st.integers(0, 400), st.sampled_from(BYTES), st.booleans()), min_size=1, max_size=3),
+    st.lists(st.integers(0, 400), max_size=3),
+)
+def test_engines_see_no_other_requests_than_h11_and_llhttp_do(
+    requests: list[bytes], lines: list[bytes], changes: list[tuple[int, int, bool]], places: list[int]
+) -> None:
+    raw = bytearray(
+        b"".join(requests).replace(b"Host: a\r\n", b"Host: a\r\n" + b"".join(x + b"\r\n" for x in lines), 1)
+    )
+    for place, byte, insert in changes:
+        at = place % len(raw)
+        raw[at : at + (not insert)] = bytes([byte])
+    data = bytes(raw)
+    to_engine, _ = asyncio.run(through(cut(data, places)))
+    seen, bad = by_h11(to_engine)
+    assert not bad
+    assert by_llhttp(to_engine)[: len(seen)] == seen  # the two agree on what was passed on
+    stripped = data.lstrip(b"\r\n")  # h11 knows nothing of empty lines before a request
+    direct, gave_up = by_h11(stripped)
+    if not gave_up:
+        assert seen == direct[: len(seen)]
+    reference = by_llhttp(stripped)
+    assert seen[: len(reference)] == reference[: len(seen)]
+
+
+ANSWERS = [
+    (b"HTTP/1.1 200 OK\r\nContent-Length: 11\r\nX: y\r\n\r\nhello world", False),
+    (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n", False),
+    (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n00F\r\n, you out there\r\n0\r\n\r\n", False),
+    (
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"9\r\ndata: x\n\n\r\n" * 3 + b"0\r\nT: u\r\n\r\n",
+        False,
+    ),
+    (b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nuntil the end", True),
+]
+
+
+async def answered(pieces: Sequence[bytes], *, ends: bool, lost: Exception | None = None) -> tuple[bytes, bool, bool]:
+    """What the client gets, and whether its connection is closed, and by a reset."""
+    pair = Pair()
+    pair.client.data_received(REQUESTS[1])
+    connection, _ = pair.engines[0]
+    for piece in pieces:
+        connection.data_received(piece)
+    if ends:
+        connection.connection_lost(lost)
+    result = pair.wire.written, pair.wire.closing, pair.wire.reset
+    await pair.close()
+    return result
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(ANSWERS), st.lists(st.integers(0, 400), max_size=8))
+def test_answers_mean_the_same_however_they_are_cut(answer: tuple[bytes, bool], places: list[int]) -> None:
+    data, ends = answer
+
+    async def both() -> None:
+        assert await answered([data], ends=ends) == await answered(cut(data, places), ends=ends)
+
+    asyncio.run(both())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(ANSWERS), st.integers(0, 400), st.lists(st.integers(0, 400), max_size=4), st.booleans())
+def test_an_answer_cut_short_is_never_a_whole_one(
+    answer: tuple[bytes, bool],
+    at: int,
+    places: list[int],
+    reset: bool,  # noqa: FBT001
+) -> None:
+    data, until_close = answer
+    part = data[: at % len(data)]
+    lost = ConnectionResetError() if reset else None
+    written, closing, was_reset = asyncio.run(answered(cut(part, places), ends=True, lost=lost))
+    client = h11.Connection(h11.CLIENT)
+    client.send(h11.Request(method="GET", target="/", headers=[("host", "a")]))
+    client.send(h11.EndOfMessage())
+    client.receive_data(written)
+    events: list[Any] = []
+    while (event := client.next_event()) is not h11.NEED_DATA:
+        events.append(event)
+        if isinstance(event, h11.EndOfMessage):
+            break
+    if events and isinstance(events[-1], h11.EndOfMessage):
+        heads = [event for event in events if isinstance(event, h11.Response)]
+        assert heads[0].status_code == 502  # the router's own: no byte of the answer had been passed on
+    else:
+        assert closing
+        assert was_reset or not until_close or not reset
+
+
+@pytest.mark.parametrize("extra", [b"x", ANSWER, b"\r\n"])
+@pytest.mark.parametrize("joined", [True, False])
+async def test_bytes_behind_an_answer_end_the_connection(*, extra: bytes, joined: bool) -> None:
+    pair = Pair()
+    pair.client.data_received(REQUESTS[1])
+    connection, wire = pair.engines[0]
+    for piece in [ANSWER + extra] if joined else [ANSWER, extra]:
+        connection.data_received(piece)
+    assert wire.closing
+    assert pair.wire.written.startswith(b"HTTP/1.1 502 " if joined else ANSWER)
+    await pair.close()
+
+
+async def test_a_payload_that_looks_like_chunks_is_a_payload() -> None:
+    inner = b"3\r\nabc\r\n"
+    head, size = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"%x\r\n" % (3 * len(inner))
+    pieces = [head, size, inner, inner, inner, b"\r\n", inner, b"0\r\n\r\n"]
+    written, closing, _ = await answered(pieces, ends=False)
+    assert (written, closing) == (b"".join(pieces), False)
+    _, closing, _ = await answered(pieces[:4], ends=True)  # inside the chunk
+    assert closing
+    longer = [b"03\r\nabc\r\n", b"3;a\r\nabc\r\n", b"2\r\nabc\r\n"]  # the last is longer than it says
+    assert [(await answered([head, *longer[:n]], ends=False))[1] for n in (2, 3)] == [False, True]
