@@ -307,9 +307,26 @@ async def test_a_payload_that_looks_like_chunks_is_a_payload() -> None:
     inner = b"3\r\nabc\r\n"
     head, size = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"%x\r\n" % (3 * len(inner))
     pieces = [head, size, inner, inner, inner, b"\r\n", inner, b"0\r\n\r\n"]
-    written, closing, _ = await answered(pieces, ends=False)
-    assert (written, closing) == (b"".join(pieces), False)
-    _, closing, _ = await answered(pieces[:4], ends=True)  # inside the chunk
-    assert closing
-    longer = [b"03\r\nabc\r\n", b"3;a\r\nabc\r\n", b"2\r\nabc\r\n"]  # the last is longer than it says
-    assert [(await answered([head, *longer[:n]], ends=False))[1] for n in (2, 3)] == [False, True]
+    pair = Pair()
+    for _ in range(2):
+        pair.client.data_received(REQUESTS[1])
+        connection, wire = pair.engines[0]
+        assert connection.exchange is not None
+        for piece in pieces:
+            connection.data_received(piece)
+        assert connection.exchange is None  # it knows where the answer ended
+        assert not wire.closing
+    assert pair.wire.written == 2 * b"".join(pieces)
+    await pair.close()
+
+
+@pytest.mark.parametrize(
+    "wrong", [b"2\r\nabc\r\n", b"4\r\nabc\r\n", b"3\r\nabc\n\n", b"+3\r\nabc\r\n", b"0\r\nabc\r\n"]
+)
+async def test_a_chunk_of_another_size_than_it_says_ends_the_transfer(*, wrong: bytes) -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    good = [b"3\r\nabc\r\n", b"03\r\nabc\r\n", b"3;a\r\nabc\r\n", b"A\r\n0123456789\r\n"]
+    assert await answered([head, *good], ends=False) == (head + b"".join(good), False, False)
+    for block in (wrong, wrong + good[0]):
+        written, closing, _ = await answered([head, *good, block], ends=False)
+        assert (written, closing) == (head + b"".join(good), True)
