@@ -227,6 +227,7 @@ class Placement:
             return Defer.GATED if self._candidates.gated(version, adapter, tried) else None
         boundaries = () if request.prefix_hashes is None else self._boundaries(request.prefix_hashes, home)
         group_id = None if home is not None else request.group_id
+        expected = int(request.expected_tokens * self._added_share)
         view = new_tuple(
             RequestView,
             (
@@ -235,7 +236,7 @@ class Placement:
                 0 if record is None else record.tokens,
                 record is not None,
                 request.prompt_tokens,
-                int(request.expected_tokens * self._added_share),
+                expected,
                 self._prefixes.holders(boundaries) if boundaries else (),
                 self._prefix(boundaries) if boundaries else None,
                 () if group_id is None else self._groups.placed(group_id),
@@ -373,12 +374,6 @@ class Placement:
             self._in_flight[session_id] = (turns + 1, expected + own)
         self._candidates.changed(name)
         self._placed += 1
-        self._count(session_id, record, home, name, rule)
-        return name
-
-    def _count(
-        self, session_id: str | None, record: SessionRecord | None, home: Candidate | None, name: str, rule: str
-    ) -> None:
         statistics = self.statistics
         statistics.rules[rule] += 1
         if home is not None:
@@ -392,3 +387,4 @@ class Placement:
             statistics.opened += 1
         else:
             statistics.single += 1
+        return name
