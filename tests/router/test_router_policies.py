@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 
-from penstock.config import PolicyName, RouterConfig, validate
+from penstock.config import PolicyName, RouterConfig, load_config, validate
 from penstock.errors import ConfigError
 from penstock.router.policies.base import (
     Defer,
@@ -375,6 +375,8 @@ def test_wrong_lists_are_refused(names: list[str], message: str) -> None:
 def test_configured_names_are_those_of_the_registry() -> None:
     assert set(get_args(PolicyName)) == set(POLICIES)
     assert RouterConfig(policy=["prefix-aware", " requests"]).policy == "prefix-aware,requests"
+    for text in ("router.policy=prefix-aware,requests", "router.policy=[prefix-aware, requests]"):
+        assert load_config(None, ["engine.model=m", text]).router.policy == "prefix-aware,requests"
     for wrong, message in (
         ("bounded-stick", "did you mean 'bounded-sticky'"),
         ("random,random", "twice"),
