@@ -23,6 +23,10 @@ def main(fd: int, process: int, workers: int, engines: int, sessions: int, bells
         loads.set_engines(slots, lost)
         table.set_engines(homes)
 
+    def changed() -> list[str]:
+        loads.look()
+        return sorted(loads.changed())
+
     def get(session: str) -> list[Any] | None:
         record = table.get(session)
         return None if record is None else [record.engine, record.tokens, record.used]
@@ -41,7 +45,7 @@ def main(fd: int, process: int, workers: int, engines: int, sessions: int, bells
         "counts": table.counts,
         "add": loads.add,
         "totals": loads.totals,
-        "changed": lambda: sorted(loads.changed()),
+        "changed": changed,
         "lock": lambda: lockf(fd, LOCK_EX, state.layout.buckets),
     }
     for line in sys.stdin:

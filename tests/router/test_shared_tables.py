@@ -270,7 +270,10 @@ def test_changes_are_seen_over_many_slots() -> None:
         for changed in ({"e0"}, {"e199"}, {"e15", "e16"}, {"e3", "e77", "e140"}):
             for name in changed:
                 one.add(name, 1, 1, 1)
+            assert set(two.changed()) == set()  # so soon it does not look
+            two.look()
             assert set(two.changed()) == changed
+            two.look()
             assert set(two.changed()) == set()
         for bell in bells:
             os.close(bell)
@@ -300,7 +303,8 @@ def test_load_that_falls_rings_who_waits_and_once() -> None:
         assert not readable(mine.fd)  # nobody wakes himself
 
 
-def test_placements_of_two_processes_agree_and_see_each_others_load() -> None:
+def test_placements_of_two_processes_agree_and_see_each_others_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.router.shared_loads.LOOK_S", 0.0)
     with Tables(2) as tables:
         both: list[Placement] = []
         for i in range(2):

@@ -92,6 +92,7 @@ class Worker:
                 if engine in self._serving.dispatcher.engines:
                     self._hear(engine, news)
             case {"do": "families"}:
+                self._loads.look()
                 answer = {"families": to_plain(families(self._serving.dispatcher))}
             case _:
                 raise ValueError(f"the hub said {message!r}")
@@ -131,6 +132,7 @@ class Worker:
         return self._router
 
     def _execute(self, method: str, path: str, body: str) -> dict[str, Any]:
+        self._loads.look()
         content, _ = execute(self._serving.dispatcher, method, path, body.encode())
         return orjson.loads(content)
 
@@ -155,11 +157,15 @@ class Worker:
 
     def _wait_for_room(self) -> None:
         if self._bell.listen():  # load may have fallen since we looked, by one who saw nobody listen
-            asyncio.get_running_loop().call_soon(self._serving.dispatcher.gate.room)
+            asyncio.get_running_loop().call_soon(self._look_for_room)
+
+    def _look_for_room(self) -> None:
+        self._loads.look()
+        self._serving.dispatcher.gate.room()
 
     def _rung(self) -> None:
         self._bell.answer()
-        self._serving.dispatcher.gate.room()
+        self._look_for_room()
 
 
 def main() -> None:

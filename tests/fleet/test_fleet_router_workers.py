@@ -1,0 +1,51 @@
+"""A fleet behind a router of two processes: an update in the middle of a batch, sessions, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import psutil
+import torch
+from sim_fleets import SIM, check, check_serves, in_flight
+
+from penstock import Fleet, SamplingParams
+from penstock.config import RouterConfig
+from penstock.router.admin_client import RouterAdmin
+
+PROMPTS = [[1 + i, 2, 3] for i in range(24)]
+LONG = SamplingParams(max_tokens=100, detokenize=False)
+
+
+def weights(value: float) -> list[tuple[str, torch.Tensor]]:
+    return [("layer.weight", torch.full((4, 3), value)), ("layer.bias", torch.zeros(4))]
+
+
+async def test_updates_under_load_behind_two_router_processes() -> None:
+    async with Fleet.launch("sim-model", engines=2, router=RouterConfig(workers=2), **SIM) as fleet:
+        admin = RouterAdmin(fleet.url)
+        sessions = [f"s{i}" for i in range(len(PROMPTS))]
+        running = asyncio.create_task(
+            fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG, session_ids=sessions)
+        )
+        for i in range(2):
+            await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+            report = await fleet.update_weights(weights(float(i)))
+            assert report.failures == {}
+        out = await running
+        check(PROMPTS, out, LONG)
+        versions = [[span.version for span in spans] for spans in out.response_spans]
+        assert versions == [[0, 1, 2]] * len(PROMPTS), "every sample went on through every update"
+        await fleet.pause_generation()
+        late = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params={"max_tokens": 3}))
+        await asyncio.sleep(0.1)
+        assert not late.done(), "the gate is closed on both"
+        await fleet.resume_generation()
+        check(PROMPTS, await late, SamplingParams(max_tokens=3))
+        await check_serves(fleet, engines=2)
+        state = await admin.engines()
+        assert len(state.workers) == 2
+        assert state.sessions == len(PROMPTS)
+        assert [engine.outstanding for engine in state.engines] == [0, 0]
+        assert {engine.weight_version for engine in state.engines} == {2}
+        await admin.close()
+    assert not [pid for pid in state.workers if psutil.pid_exists(pid)]
