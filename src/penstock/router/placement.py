@@ -146,6 +146,7 @@ class Placement:
         self.board: LoadBoard = LocalLoads() if board is None else board
         self.statistics = Statistics()
         self._policy = make_policy(self.options.policies, self.options)
+        self._reads_prefixes = self._policy.reads_prefixes
         self._candidates = Candidates(self.sessions, self.board)
         self._engines = self._candidates.engines
         self._prefixes = Prefixes()
@@ -225,7 +226,9 @@ class Placement:
         snapshot = self._candidates.snapshot(version, adapter, tried, self._placed)
         if snapshot is None:
             return Defer.GATED if self._candidates.gated(version, adapter, tried) else None
-        boundaries = () if request.prefix_hashes is None else self._boundaries(request.prefix_hashes, home)
+        boundaries = ()
+        if self._reads_prefixes is ReadsPrefixes.ALWAYS or (home is None and self._reads_prefixes):
+            boundaries = parse_prefix_hashes(request.prefix_hashes or b"")
         group_id = None if home is not None else request.group_id
         expected = int(request.expected_tokens * self._added_share)
         view = new_tuple(
@@ -330,12 +333,6 @@ class Placement:
         if home.place < 0 and not (home.serves and self._policy.sticky):
             return None
         return home
-
-    def _boundaries(self, header: bytes, home: Candidate | None) -> Sequence[tuple[int, bytes]]:
-        reads = self._policy.reads_prefixes
-        if reads is ReadsPrefixes.ALWAYS or (reads is ReadsPrefixes.OPENING and home is None):
-            return parse_prefix_hashes(header)
-        return ()
 
     def _prefix(self, boundaries: Sequence[tuple[int, bytes]]) -> bytes:
         """Hash of the longest beginning that has at most `prefix_length` tokens, or of the shortest there is."""
