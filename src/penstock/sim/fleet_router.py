@@ -18,6 +18,8 @@ BLOCK = 64
 """Tokens of one block of `X-Prefix-Hashes`."""
 LEAST_BLOCKS = 2
 MOST_HASHES = 32
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
 
 
 class FleetRequest:
@@ -51,20 +53,23 @@ class FleetRequest:
             stride = 1
             while blocks // stride > MOST_HASHES:
                 stride *= 2
-            hashes = [self._hash(i * stride * BLOCK) for i in range(1, blocks // stride + 1)]
+            hashes = self._hashes([i * stride * BLOCK for i in range(1, blocks // stride + 1)])
             self._prefix_hashes = f"{stride}:{','.join(hashes)}".encode()
         return self._prefix_hashes
 
-    def _hash(self, end: int) -> str:
-        """Equal where the first `end` tokens are: the same segments, as far as they reach."""
-        reached = 0
-        names: list[object] = []
+    def _hashes(self, ends: Sequence[int]) -> list[str]:
+        """For each end 16 digits, equal where the tokens before it are: the same segments, as far as they reach."""
+        hashes: list[str] = []
+        reached = i = 0
+        path = ""
         for key, tokens in self.chain:
-            names.append(key)
+            path = f"{path}/{key}"
+            start = int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), "little")
             reached += tokens
-            if reached >= end:
-                break
-        return hashlib.blake2b(f"{names} {end}".encode(), digest_size=8).hexdigest()
+            while i < len(ends) and ends[i] <= reached:
+                hashes.append(f"{(start + ends[i] * _GOLDEN) & _MASK:016x}")
+                i += 1
+        return hashes
 
 
 class FleetRouter(Protocol):

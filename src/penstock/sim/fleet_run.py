@@ -302,8 +302,8 @@ class FleetRun:
     def _announce(self) -> None:
         """The fleet tells the router who its engines are."""
         self._announced = [*self.engines]
-        entries = [EngineEntry(name, f"http://127.0.0.1:{i + 1}") for i, name in enumerate(self._announced)]
-        self.router.set_engines(entries)
+        ports = {engine.name: i + 1 for i, engine in enumerate(self._all)}
+        self.router.set_engines([EngineEntry(name, f"http://127.0.0.1:{ports[name]}") for name in self._announced])
         self._release_held()
 
     def _report_figures(self) -> None:

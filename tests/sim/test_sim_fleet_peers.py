@@ -1,0 +1,115 @@
+"""Models of other routers do what their sources and the measurements of them say."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from penstock.router.membership import EngineEntry
+from penstock.router.placement import Placement, PlacementOptions
+from penstock.router.policies.registry import POLICIES
+from penstock.sim.fleet_peers import (
+    PEERS,
+    PeerRouter,
+    TorchRLBalancer,
+    VllmCacheAware,
+    VllmConsistentHash,
+    VllmStickyLeastLoaded,
+)
+from penstock.sim.fleet_router import FleetRequest, FleetRouter
+from penstock.sim.fleet_run import FleetRun, FleetSetup, Incident
+from penstock.sim.fleet_speed import EngineLimits, EngineSpeed
+from penstock.sim.fleet_trace import AgentShape, Lengths, agents
+
+
+def entries(count: int) -> list[EngineEntry]:
+    return [EngineEntry(f"engine-{i}", f"http://127.0.0.1:{i + 1}") for i in range(count)]
+
+
+def turn(session: int | None, tokens: int = 500, task: str = "task") -> FleetRequest:
+    name = None if session is None else str(session)
+    chain = [("system", 1000), (task, 400), (name, tokens)]
+    return FleetRequest(chain, session_id=name, group_id=None, expected_tokens=100)
+
+
+def homes(router: PeerRouter, sessions: range) -> dict[int, str]:
+    placed: dict[int, str] = {}
+    for session in sessions:
+        request = turn(session, task=f"task {session}")
+        name = router.place(request, 0.0)
+        assert isinstance(name, str)
+        router.done(request, name, 0.0, ok=True)
+        placed[session] = name
+    return placed
+
+
+def test_a_ring_moves_few_sessions_but_spreads_them_badly_and_a_dead_workers_all_go_to_the_first() -> None:
+    router = VllmConsistentHash()
+    router.set_engines(entries(8))
+    before = homes(router, range(2000))
+    few = Counter(homes(router, range(64)).values())
+    assert max(few.values()) / 8 > 1.3
+    router.set_engines(entries(9))
+    after = homes(router, range(2000))
+    moved = [s for s in before if before[s] != after[s]]
+    assert 0.05 < len(moved) / 2000 < 0.2
+    assert {after[s] for s in moved} == {"engine-8"}
+    router.set_engines(entries(8))
+    router.mark("engine-3", down=True)
+    assert {name for s, name in homes(router, range(2000)).items() if before[s] == "engine-3"} == {"engine-0"}
+
+
+def test_sticky_least_loaded_counts_sessions_and_not_requests() -> None:
+    router = VllmStickyLeastLoaded()
+    router.set_engines(entries(4))
+    first = homes(router, range(40))
+    assert set(Counter(first.values()).values()) == {10}
+    assert homes(router, range(40)) == first
+    for session in [s for s, name in first.items() if name == "engine-2"]:
+        assert router.finish_session(str(session))
+    assert not router.finish_session("0" if first[0] == "engine-2" else "unknown")
+    assert set(homes(router, range(100, 110)).values()) == {"engine-2"}
+    same_prompt = {router.place(turn(None), 0.0) for _ in range(50)}
+    assert len(same_prompt) == 1  # nothing is recorded, so the tie is broken the same way each time
+
+
+def test_cache_aware_follows_the_system_prompt_until_loads_differ_by_64() -> None:
+    router = VllmCacheAware()
+    router.set_engines(entries(4))
+    placed = Counter(router.place(turn(session), 0.0) for session in range(66))
+    assert len(placed) == 2  # one has 65 and then the others are less loaded
+    assert max(placed.values()) == 65
+    assert router.place(turn(0, 900), 0.0) != router.place(turn(1, 900), 0.0)  # even known sessions are sent away
+
+
+def test_torchrl_puts_one_system_prompt_on_one_replica() -> None:
+    router = TorchRLBalancer()
+    router.set_engines(entries(8))
+    assert len({router.place(turn(session), 0.0) for session in range(500)}) == 1
+
+
+@pytest.mark.parametrize("name", [*POLICIES, *PEERS])
+def test_every_router_gets_a_fleet_through_a_death_and_a_birth(name: str) -> None:
+    router: FleetRouter = PEERS[name]() if name in PEERS else Placement(PlacementOptions(policies=(name,)))
+    shape = AgentShape(turns=(2, 4), observation=Lengths(500, 0.8, 3000), output=Lengths(100, 0.8, 800))
+    trace = agents(48, shape, seed=5)
+    setup = FleetSetup(
+        4, 32, EngineSpeed(0.01, 1e-5, 5e-8, 3e-5), EngineLimits(kv_tokens=40_000), max_tokens=800,
+        incidents=(Incident(4.0, "kill", 1), Incident(8.0, "add", 4)),
+    )  # fmt: skip
+    figures = FleetRun(router, setup, trace).run()
+    assert figures.delivered_tokens == sum(t.output_tokens for trajectory in trace for t in trajectory.turns)
+
+
+def test_losing_one_of_many_moves_only_its_own_sessions() -> None:
+    trace = agents(96, AgentShape(turns=(4, 4)), seed=6)
+    setup = FleetSetup(
+        16,
+        96,
+        EngineSpeed(0.01, 1e-5, 5e-8, 3e-5),
+        EngineLimits(kv_tokens=200_000),
+        incidents=(Incident(9.0, "kill", 1),),
+    )
+    figures = FleetRun(Placement(PlacementOptions(policies=("sticky-least-loaded",))), setup, trace).run()
+    assert 1 <= figures.sessions_moved <= 9
