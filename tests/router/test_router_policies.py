@@ -300,6 +300,9 @@ def test_samples_of_a_group_are_spread_before_they_share_a_prompt() -> None:
     assert choose(BOUNDED, engines, evened) == "e0"
     far = resident(100, 200, 300_000)
     assert choose(BOUNDED, far, RequestView(group=group), **TIGHT) == "e1", "spread within the bound only"
+    uneven, once = resident(50_000, 50_500, 54_000), RequestView(group=(("e0", 1), ("e1", 1)))
+    assert choose(BOUNDED, uneven, once) == "e2"
+    assert choose(BOUNDED, uneven, once, **TIGHT) == "e0", "a group breaks near ties, no more"
 
 
 FULL = resident(90_000, 91_000, kv_capacity=(100_000, 100_000))

@@ -21,8 +21,9 @@ class BoundedSticky:
 
     - A new session, or a request without one, goes to the engine with the least resident tokens, then the fewest
       requests, among those whose resident tokens are at most `balance_factor` times the mean and `slack_tokens`.
-      Of these the samples of one group take the engines with the fewest of their group; and where some hold a prefix
-      of `prefix_length` tokens and half the prompt, only they count.
+      Of these the samples of one group take the engines with the fewest of their group, as long as that costs no more
+      than `slack_tokens` of balance; and where some hold a prefix of `prefix_length` tokens and half the prompt, only
+      they count.
     - A later turn stays, unless its engine is over that bound and more, and moving clearly beats staying.
     - A new session waits while no engine has room for it: while resident and expected tokens would exceed
       `kv_admission` of the KV cache. An engine where nothing is resident always has room, so nothing waits for ever.
@@ -68,6 +69,8 @@ class BoundedSticky:
         """Of the group's samples the fewest, and of these engines those that hold the prompt's beginning."""
         if request.group:
             placed = dict(request.group)
+            near = min(map(RESIDENT_TOKENS, engines)) + self._slack
+            engines = [engine for engine in engines if engine.resident_tokens <= near]
             engines = lowest(engines, lambda engine: placed.get(engine.name, 0))
         least = max(self._prefix_length, request.prompt_tokens / _SHARED_SHARE)
         holders = {holder.engine for holder in request.prefix_holders if holder.tokens >= least}
