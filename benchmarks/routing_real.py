@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import _common
+import psutil
 
 from penstock.engine.transport import HttpTransport
 from penstock.fleet.fleet import Fleet
@@ -39,7 +40,7 @@ NEW = (128, 1024)
 """Fewest and most tokens that a turn adds; half of the sessions add few, as agents' tools do."""
 THINK_S = 0.1
 """Mean time between an answer and the next turn."""
-KV_SHARE = 0.75
+KV_SHARE = 0.9
 """Of both KV caches together, what the sessions' contexts fill in the end."""
 KV_TOKEN_BYTES = 4 * 2 * 2 * 32 * 4
 """Of this model: layers, keys and values, heads, their size, fp32."""
@@ -69,6 +70,8 @@ class Round:
     """One router's figures of one trace."""
 
     seconds: float
+    processor: float
+    """Seconds of processor time that the engines took: what a busy machine spoils least."""
     cached: float
     """Cached by all prompt tokens, as the engines count them."""
 
@@ -124,28 +127,39 @@ async def prefix_tokens(urls: Sequence[str]) -> tuple[float, float]:
     return found["vllm:prefix_cache_queries_total"], found["vllm:prefix_cache_hits_total"]
 
 
+def processor_seconds() -> float:
+    """That the engines have taken since they started, with all their threads and processes."""
+    servers = [p for p in psutil.Process().children() if "penstock.engine.vllm_plugin.server" in p.cmdline()]
+    times = [p.cpu_times() for server in servers for p in (server, *server.children(recursive=True))]
+    return sum(time.user + time.system for time in times)
+
+
 async def measure(urls: Sequence[str], side: str, made: Trace, name: str) -> Round:
     """One router, started anew, over engines that remember nothing."""
     async with Fleet.connect(urls, **SIDES[side]) as fleet:
         await fleet.reset_prefix_cache()
         queries, hits = await prefix_tokens(urls)
+        processor = processor_seconds()
         seconds = await play(fleet, made, name)
+        processor = processor_seconds() - processor
         queries_then, hits_then = await prefix_tokens(urls)
-    return Round(seconds, (hits_then - hits) / (queries_then - queries))
+    return Round(seconds, processor, (hits_then - hits) / (queries_then - queries))
 
 
 def rows(figures: dict[str, list[Round]], what: str) -> list[_common.Row]:
     """Ours by each peer's, medians over the rounds; of vllm-router each figure is that of its best policy."""
-    cached = {side: statistics.median(r.cached for r in rounds) for side, rounds in figures.items()}
-    seconds = {side: statistics.median(r.seconds for r in rounds) for side, rounds in figures.items()}
-    theirs = [side for side in figures if side.startswith("vllm-router")]
-    most, fastest = max(theirs, key=cached.__getitem__), min(theirs, key=seconds.__getitem__)
     made: list[_common.Row] = []
-    for by_cached, by_seconds, slack in (("round-robin", "round-robin", 0.0), (most, fastest, NOISE)):
-        case = f"{what}: cached by prompt tokens, {OURS} by {by_cached}"
-        made.append(_common.compare(case, cached[OURS], cached[by_cached], bar=1 - slack, want="at least"))
-        case = f"{what}: seconds, {OURS} by {by_seconds}"
-        made.append(_common.compare(case, seconds[OURS], seconds[by_seconds], bar=1 + slack, want="at most"))
+    for field, unit, best in (
+        ("cached", "cached by prompt tokens", max),
+        ("seconds", "seconds", min),
+        ("processor", "processor seconds of the engines", min),
+    ):
+        median = {side: statistics.median(getattr(r, field) for r in rounds) for side, rounds in figures.items()}
+        theirs = best((side for side in figures if side.startswith("vllm-router")), key=median.__getitem__)
+        for peer, slack in (("round-robin", 0.0), (theirs, NOISE)):
+            want, bar = ("at least", 1 - slack) if best is max else ("at most", 1 + slack)
+            case = f"{what}: {unit}, {OURS} by {peer}"
+            made.append(_common.compare(case, median[OURS], median[peer], bar=bar, want=want))
     return made
 
 
@@ -177,9 +191,8 @@ async def main() -> int:
             for side in sides:
                 figures[side].append(await measure(urls, side, made, f"r{number}"))
                 last = figures[side][-1]
-                _common.note(
-                    f"round {number + 1}, {side}: {last.seconds:.2f} s, {last.cached:.3f} of the prompts cached"
-                )
+                spent = f"{last.seconds:.2f} s, {last.processor:.2f} s of processor time"
+                _common.note(f"round {number + 1}, {side}: {spent}, {last.cached:.3f} of the prompts cached")
     what = f"{args.sessions} sessions of {args.turns} turns, 2 engines of {kv_tokens} KV tokens"
     return _common.report("routing_real", rows(figures, what))
 
