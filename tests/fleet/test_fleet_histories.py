@@ -93,7 +93,6 @@ class History:
             with pytest.raises(StateError, match="already paused"):
                 await self.fleet.pause_generation(mode)
             return
-        self.aborted = self.aborted or mode is PauseMode.ABORT
         await self.fleet.pause_generation(mode)
         self.paused = True
 

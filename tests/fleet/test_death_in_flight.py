@@ -1,0 +1,96 @@
+"""One of two engines is killed under requests of every kind: the answers are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from sim_fleets import SIM, check, engine_process, in_flight, made
+
+from penstock import Fleet, SamplingParams
+
+CHUNK = 16
+TOKENS = 120
+PARAMS = SamplingParams(max_tokens=TOKENS, n=2, seed=3, detokenize=False)
+BODY: dict[str, Any] = {"model": "sim-model", "max_tokens": TOKENS, "seed": 3, "logprobs": 1}
+CHAT = {**BODY, "messages": [{"role": "user", "content": "go on"}], "logprobs": True}
+PROMPTS = [[1 + i, 2] for i in range(8)]
+
+
+@pytest.fixture
+async def two() -> AsyncIterator[Fleet]:
+    options = {"stream_chunk_tokens": CHUNK, "max_restarts": 0}
+    async with Fleet.launch("sim-model", engines=2, **SIM, **options) as fleet:
+        yield fleet
+
+
+async def kill(fleet: Fleet) -> None:
+    (_, second) = await fleet.engines()
+    os.kill(engine_process(second.url).pid, signal.SIGKILL)
+
+
+async def texts(chunks: Any) -> list[list[Any]]:
+    """Text, end and number of versioned tokens of each choice."""
+    choices: dict[int, list[Any]] = {}
+    async for chunk in chunks:
+        for choice in chunk["choices"]:
+            got = choices.setdefault(choice["index"], ["", None, 0])
+            delta = choice.get("delta", choice)
+            got[0] += delta.get("text") or delta.get("content") or ""
+            if choice["finish_reason"]:
+                got[1:] = [choice["finish_reason"], choice["weight_versions"][-1]["end"]]
+    return [choices[i] for i in sorted(choices)]
+
+
+def choices(answer: dict[str, Any]) -> Any:
+    return [answer["choices"], answer["usage"]]
+
+
+async def every_kind(fleet: Fleet) -> list[Any]:
+    prompts = [f"prompt {i}" for i in range(6)]
+    completion, chat = await asyncio.gather(
+        fleet.completion({**BODY, "prompt": prompts, "n": 2}),
+        fleet.chat_completion({**CHAT, "n": 3}),
+    )
+    return [choices(completion), choices(chat)]
+
+
+async def every_stream(fleet: Fleet) -> list[Any]:
+    prompts = [f"prompt {i}" for i in range(6)]
+    return await asyncio.gather(
+        texts(fleet.completion_stream({**BODY, "prompt": prompts, "n": 2})),
+        *(texts(fleet.chat_completion_stream({**CHAT, "n": 2, "seed": i})) for i in range(4)),
+    )
+
+
+@pytest.mark.parametrize("ask", [every_kind, every_stream])
+async def test_openai_requests_of_every_kind_survive(two: Fleet, ask: Any) -> None:
+    undisturbed = await ask(two)
+    running = asyncio.create_task(ask(two))
+    await in_flight(two, lambda requests: requests >= 12)
+    await asyncio.sleep(0.1)
+    await kill(two)
+    assert await asyncio.wait_for(running, 20.0) == undisturbed
+    assert two.counters.deaths > 0
+    assert two.counters.wasted_tokens == 0
+
+
+async def test_a_death_costs_at_most_the_last_chunk(two: Fleet) -> None:
+    running = asyncio.create_task(two.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+    await in_flight(two, lambda requests: requests == 2 * len(PROMPTS))
+    await asyncio.sleep(0.1)
+    await two.pause_generation()  # so that what each engine has made can be read
+    on_second = await two.get_num_unfinished_requests(1)
+    before = await made(two)
+    await kill(two)
+    await two.resume_generation()
+    out = await asyncio.wait_for(running, 20.0)
+    check(PROMPTS, out, PARAMS)
+    assert [len(ids) for ids in out.response_ids] == [TOKENS] * 2 * len(PROMPTS)
+    in_all = before["e1"] + (await made(two))["e0"]
+    assert 0 <= in_all - 2 * len(PROMPTS) * TOKENS <= on_second * CHUNK
+    assert two.counters.requeued_tokens > 0
