@@ -125,11 +125,14 @@ class Hub:
         failures = 0
         while True:
             began = time.monotonic()
-            status = await self._run(index, ready)
+            try:
+                status: int | OSError = await self._run(index, ready)
+            except OSError as error:  # no process, or no socket, to be had
+                status = error
             failures = failures + 1 if time.monotonic() - began < BRIEF_S else 0
             if failures == TRIES:
                 break
-            logger.warning("router worker %d ended with status %d; starting it anew", index, status)
+            logger.warning("router worker %d ended with status %s; starting it anew", index, status)
             if failures > 1:
                 await asyncio.sleep(0.05 * 2**failures)  # what keeps it from starting may pass
         self.failure = EngineStartError(f"router worker {index} ended {TRIES} times in a row right after its start")

@@ -80,14 +80,15 @@ class WorkerProcess:
                 pass_fds=(*place.files(), read_fd),
                 start_new_session=True,
             )  # fmt: skip
+            channel = await ControlChannel.open(f"router worker {process}", ours, handler)
         except BaseException:
-            os.close(write_fd)
+            os.close(write_fd)  # ends the child, if there is one
             ours.close()
             raise
         finally:
             os.close(read_fd)
             theirs.close()
-        return cls(child, await ControlChannel.open(f"router worker {process}", ours, handler), write_fd)
+        return cls(child, channel, write_fd)
 
     @property
     def pid(self) -> int:
