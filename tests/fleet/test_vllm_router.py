@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -30,6 +31,7 @@ installed = pytest.mark.skipif(
 )
 PROMPTS = [[1 + i, 2, 3] for i in range(24)]
 LONG = SamplingParams(max_tokens=150, detokenize=False)
+LONGER = SamplingParams(max_tokens=400, detokenize=False)
 SHORT = SamplingParams(max_tokens=5, detokenize=False)
 
 
@@ -79,7 +81,6 @@ async def test_a_session_stays_on_one_engine_and_sessions_spread(fleet: Fleet) -
 @installed
 async def test_updates_under_load_lose_nothing_though_there_is_no_gate(fleet: Fleet) -> None:
     first = fleet.weight_version
-    running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG))
     stop = asyncio.Event()
 
     async def arrivals() -> int:
@@ -91,18 +92,20 @@ async def test_updates_under_load_lose_nothing_though_there_is_no_gate(fleet: Fl
         return served
 
     others = [asyncio.create_task(arrivals()) for _ in range(4)]
-    for i in range(3):
+    running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONGER))
+    try:
         await in_flight(fleet, lambda requests: requests >= len(PROMPTS))
-        report = await fleet.update_weights(weights())
-        assert report.version == first + 1 + i
-        assert [update.engine for update in report.engines] == ["e0", "e1", "e2"]
-        assert report.failures == {}
-    out = await running
-    stop.set()
+        for i in range(3):
+            report = await fleet.update_weights(weights())
+            assert report.version == first + 1 + i
+            assert [update.engine for update in report.engines] == ["e0", "e1", "e2"]
+            assert report.failures == {}
+        out = await running
+    finally:
+        stop.set()
     assert min(await asyncio.gather(*others)) > 0
-    check(PROMPTS, out, LONG)
-    assert {spans[-1].version for spans in out.response_spans} == {first + 3}
-    assert any(len(spans) > 1 for spans in out.response_spans)
+    check(PROMPTS, out, LONGER)
+    assert any(len(spans) > 1 for spans in out.response_spans), "no request was in flight during an update"
 
 
 @installed
@@ -153,26 +156,18 @@ async def test_an_engine_that_comes_back_is_a_worker_again_and_so_is_a_router() 
         await check_serves(fleet, engines=2)
         lines = {process: process.cmdline() for process in psutil.Process().children()}
         (router,) = [process for process, line in lines.items() if str(urlsplit(fleet.url).port) in line]
-        router.kill()
-        async with asyncio.timeout(20):
-            while router.is_running() or not await answers(admin):  # noqa: ASYNC110 - as above
-                await asyncio.sleep(0.02)
+        os.killpg(router.pid, signal.SIGKILL)
         await until_workers(admin, {engine.url for engine in await fleet.engines()})
         await check_serves(fleet, engines=2)
         await admin.close()
 
 
-async def answers(admin: VllmRouterAdmin) -> bool:
-    try:
-        await admin.engines()
-    except EngineDeadError:
-        return False
-    return True
-
-
 async def until_workers(admin: VllmRouterAdmin, urls: set[str]) -> None:
     async with asyncio.timeout(20):
-        while await workers(admin) != urls:  # noqa: ASYNC110 - it sends no event
+        while True:
+            with suppress(EngineDeadError):  # of a router that is on its way back
+                if await workers(admin) == urls:
+                    return
             await asyncio.sleep(0.02)
 
 
