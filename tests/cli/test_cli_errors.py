@@ -30,7 +30,7 @@ def test_version() -> None:
 def test_help_names_every_command_and_is_what_no_command_shows() -> None:
     done = penstock("--help")
     assert done.returncode == 0
-    for command in ("serve", "status", "train", "plot", "sim"):
+    for command in ("serve", "status", "train", "plot", "sim", "fleet"):
         assert f" {command} " in done.stdout
     assert penstock().stdout == done.stdout
 

@@ -155,8 +155,8 @@ async def test_a_refusal_by_all_is_the_callers_error_and_kills_nobody(step: str)
         engine.faults[step] = "refuse"
     with pytest.raises(EngineHTTPError, match=f"engine a: no {step}"):
         await {
-            "abort": lambda: bench.operations.tell(lambda e: e.abort(), "abort"),
-            "reset": lambda: bench.operations.tell(lambda e: e.reset_prefix_cache(), "reset"),
+            "abort": bench.operations.abort,
+            "reset": bench.operations.reset_prefix_cache,
             "sleep": lambda: bench.operations.sleep(1),
         }[step]()
     assert not bench.router.closed

@@ -47,7 +47,7 @@ async def test_the_reports_seconds_are_the_injected_clocks() -> None:
     updater = Updater(
         bench.roster, bench.store, bench.operations._gate_closed, 1, DEADLINE_S, clock=lambda: float(next(ticks))
     )
-    report = await updater.run([], version=5)
+    report = await updater.run(lambda number: bench.store.publish(number, []), version=5)
     # Readings: 0 begin, 1 published, 2 and 3 around the one engine's prepare, 4 ready, 5 gate closed, 6 open.
     assert report.seconds == {"publish": 1.0, "prepare": 3.0, "gate": 1.0, "total": 6.0}
     assert report.engines[0].seconds["prepare"] == 1.0

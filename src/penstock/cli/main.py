@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn, cast
 import typer
 
 from penstock import PenstockError, __version__
+from penstock.cli.fleet import fleet
 from penstock.cli.plot import plot
 from penstock.cli.serve import serve
 from penstock.cli.signals import Interrupted
@@ -39,6 +40,7 @@ app = typer.Typer(
 )
 for command in (serve, status, train, plot, sim):
     app.command()(command)
+app.add_typer(fleet)
 
 
 def _print_version(wanted: bool) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import shlex
+from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,8 +45,11 @@ def serve(
     cpu: Annotated[bool, typer.Option("--cpu", help="vLLM's CPU build.")] = False,
     gpu: Annotated[bool, typer.Option("--gpu", help="vLLM on GPUs.")] = False,
     sim: Annotated[bool, typer.Option("--sim", help="The simulated engine; no model is loaded.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return when it serves; `penstock fleet stop` ends it.")
+    ] = False,
 ) -> None:
-    """Serve a model by several engines behind one OpenAI endpoint, until Ctrl-C.
+    """Serve a model by several engines behind one OpenAI endpoint, until Ctrl-C or `penstock fleet stop`.
 
     Without `--cpu`, `--gpu` or `--sim`: on GPUs where there are any, else on the CPU.
 
@@ -55,6 +59,7 @@ def serve(
     - `penstock serve ./checkpoint --engines 2 --cpu max_model_len=512`
     - `penstock serve Qwen/Qwen3-8B --engines 4 tensor_parallel_size=2 router.policy=round-robin`
     - `penstock serve any-name --sim --port 0` (to try a client against)
+    - `penstock serve Qwen/Qwen3-8B --engines 4 --detach` (it outlives the shell)
 
     Keys and their meaning: docs/configuration.md; `extra_args.NAME=VALUE` passes any other option on to vLLM.
     """
@@ -68,7 +73,7 @@ def serve(
         refuse_open_host(config.router.host, api_key)
         check_port(config.router.host, config.router.port)
     check_engine(config.engine)
-    run_until_signal(_serve(config, api_key or None))
+    run_until_signal(_serve(config, api_key or None, detach=detach))
 
 
 def _config(
@@ -85,7 +90,7 @@ def _config(
     return load_config(None, [*(f"{key}={json.dumps(value)}" for key, value in flags.items()), *given])
 
 
-async def _serve(config: RunConfig, api_key: str | None) -> None:
+async def _serve(config: RunConfig, api_key: str | None, *, detach: bool) -> None:
     from rich.console import Console  # noqa: PLC0415
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
 
@@ -97,17 +102,24 @@ async def _serve(config: RunConfig, api_key: str | None) -> None:
     log.setLevel(logging.INFO)
     count = config.fleet.engines
     what = f"{count} engine{'' if count == 1 else 's'} of {config.engine.model}"
-    opening = Fleet.launch(config.engine, fleet=config.fleet, router=config.router, api_key=api_key)
+    opening = Fleet.launch(config.engine, fleet=config.fleet, router=config.router, api_key=api_key, detach=detach)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         progress.add_task(f"starting {what}", total=None)
         fleet = await opening
     async with fleet:
-        typer.echo(f"ready: {what} at {fleet.url}/v1\n{_usage(fleet.url, config, with_key=api_key is not None)}")
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:  # a signal: the way in which serving ends
+        usage = _usage(fleet.url, config, with_key=api_key is not None, detached=detach)
+        if fleet.endpoint is None:  # another process holds it
+            typer.echo(f"ready: {what} at {fleet.url}/v1\n{usage}")
+            return
+        async with fleet.endpoint as endpoint:
+            typer.echo(f"ready: {what} at {fleet.url}/v1\n{usage}")
+            # A signal is the way in which serving ends, and so is `penstock fleet stop`.
+            with suppress(asyncio.CancelledError):
+                await endpoint.stopping.wait()
             console.print("stopping")
+            await fleet.teardown()
+            endpoint.stopped()
 
 
 class _ConsoleHandler(logging.Handler):
@@ -123,11 +135,12 @@ class _ConsoleHandler(logging.Handler):
         self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def _usage(url: str, config: RunConfig, *, with_key: bool) -> str:
+def _usage(url: str, config: RunConfig, *, with_key: bool, detached: bool) -> str:
     body = {"model": config.engine.served_model_name or config.engine.model, "prompt": "Hello", "max_tokens": 16}
     key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if with_key else ""
     return (
         f"\n  curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}\n"
         f"  penstock status {url}\n"
-        "\nCtrl-C stops everything."
+        f"  penstock fleet list --url {url}\n"
+        + (f"\npenstock fleet stop --url {url} stops everything." if detached else "\nCtrl-C stops everything.")
     )

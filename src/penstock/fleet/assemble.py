@@ -10,6 +10,7 @@ from penstock.engine.control import ControlClient
 from penstock.engine.data import DataClient
 from penstock.errors import StateError, UserError
 from penstock.fleet.elastic import Elastic
+from penstock.fleet.endpoint import Endpoint
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import EngineHandle, Engines, Member
@@ -122,7 +123,15 @@ async def assemble(
         drain_timeout_s=fleet.drain_timeout_s,
         engines=engines,
     )
-    return Fleet(router.url, roster=roster, operations=operations, elastic=elastic, data=data, owned=owned.pop_all())
+    return Fleet(
+        router.url,
+        roster=roster,
+        operations=operations,
+        elastic=elastic,
+        data=data,
+        owned=owned.pop_all(),
+        endpoint=Endpoint(router.url, roster, operations, elastic),
+    )
 
 
 def _agree(what: str, values: dict[str, object]) -> None:

@@ -13,13 +13,16 @@ from typing import Any
 
 from penstock.config import FleetConfig, RouterConfig
 from penstock.errors import EngineHTTPError, PenstockError, UserError
+from penstock.fleet.adopt import adopt
 from penstock.fleet.assemble import assemble, join
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.lifecycle import Lifecycle, State
+from penstock.fleet.link import Link, LinkGoneError
 from penstock.fleet.member import Member
 from penstock.fleet.opening import Opening
 from penstock.fleet.routers import OpenRouter, check_router, open_router
 from penstock.fleet.settings import refuse_unknown, section
+from penstock.fleet.sockets import socket_of
 from penstock.router.admin_client import RouterAdmin, RouterState
 
 NOT_FOUND = 404
@@ -57,12 +60,30 @@ class _Plan:
     request_timeout_s: float
 
     async def to_router(self, url: str) -> Fleet:
+        if (found := await self._held(url)) is not None:
+            return found
         async with AsyncExitStack() as owned:
             admin = RouterAdmin(url, self.api_key)
             owned.push_async_callback(admin.close)
             state = await _router_state(admin, url)
             urls = {engine.name: engine.url for engine in state.engines if engine.eligible}
             return await self._fleet(OpenRouter(url, admin), urls, owned, epoch=state.epoch)
+
+    async def _held(self, url: str) -> Fleet | None:
+        """The fleet behind that router where a process of this machine holds it; None where nobody does."""
+        path = socket_of(url)
+        if path is None or not await asyncio.to_thread(path.exists):
+            return None
+        try:
+            return await adopt(
+                Link(path),
+                url,
+                api_key=self.api_key,
+                control_timeout_s=self.control_timeout_s,
+                request_timeout_s=self.request_timeout_s,
+            )
+        except LinkGoneError:  # it died without taking its socket away
+            return None
 
     async def to_engines(self, urls: Sequence[str]) -> Fleet:
         async with AsyncExitStack() as owned:

@@ -14,10 +14,9 @@ from penstock.engine.continuation import Counters
 from penstock.engine.data import DataClient
 from penstock.errors import EngineDeadError, StateError, UserError
 from penstock.fleet.control import fan_out
-from penstock.fleet.elastic import Elastic
 from penstock.fleet.lifecycle import State
-from penstock.fleet.member import SERVABLE, EngineControl, EngineStatus, Member
-from penstock.fleet.operations import Operations
+from penstock.fleet.member import SERVABLE, EngineStatus, Member
+from penstock.fleet.plane import Crew, Orders
 from penstock.fleet.roster import Roster
 from penstock.types import (
     EngineStats,
@@ -33,6 +32,7 @@ from penstock.types import (
 if TYPE_CHECKING:
     import torch
 
+    from penstock.fleet.endpoint import Endpoint
     from penstock.fleet.opening import Opening
 
 STATS_S = 10.0
@@ -51,13 +51,16 @@ class Fleet(Engine):
         url: str,
         *,
         roster: Roster,
-        operations: Operations,
-        elastic: Elastic,
+        operations: Orders,
+        elastic: Crew,
         data: DataClient,
         owned: AsyncExitStack,
+        endpoint: Endpoint | None = None,
     ) -> None:
         self.url = url
         """The router's address: an OpenAI endpoint for all engines together."""
+        self.endpoint = endpoint
+        """Its control socket, closed until it is entered; None where another process holds the fleet."""
         self._roster = roster
         self._operations = operations
         self._elastic = elastic
@@ -74,6 +77,7 @@ class Fleet(Engine):
         router: RouterConfig | None = None,
         api_key: str | None = None,
         parallel_starts: int | None = None,
+        detach: bool = False,
         **options: Any,
     ) -> Opening:
         """Start engines and a router on this machine: `async with Fleet.launch("path", engines=2) as fleet:`.
@@ -87,6 +91,7 @@ class Fleet(Engine):
             router: see `RouterConfig`.
             api_key: what engines and router ask for from now on; default: nothing, they listen on 127.0.0.1 only.
             parallel_starts: engines that start at the same time; default: all.
+            detach: the fleet outlives this process, until `penstock fleet stop`; `connect` finds it.
             options: fields of `EngineConfig`, `FleetConfig` and `RouterConfig`, which go before those given whole.
 
         Raises:
@@ -97,7 +102,15 @@ class Fleet(Engine):
 
         if engines is not None:
             options["engines"] = engines
-        return launch(model, options, fleet=fleet, router=router, api_key=api_key, parallel_starts=parallel_starts)
+        return launch(
+            model,
+            options,
+            fleet=fleet,
+            router=router,
+            api_key=api_key,
+            parallel_starts=parallel_starts,
+            detach=detach,
+        )
 
     @staticmethod
     def connect(
@@ -112,7 +125,8 @@ class Fleet(Engine):
 
         Args:
             target: the URL of a router, whose engines are taken; or a list of engine URLs, for which a router is
-                started.
+                started. Where `penstock serve` or a detached process of this machine holds the fleet behind that
+                router, it goes on to do so, and does what it is asked for over its control socket.
             api_key: what they ask for.
             control_timeout_s: deadline of a control call.
             request_timeout_s: deadline of a generation request.
@@ -223,11 +237,11 @@ class Fleet(Engine):
 
     async def abort_generation(self) -> None:
         """End every request in flight on every engine with what it has."""
-        await self._operations.tell(lambda engine: engine.abort(), "abort")
+        await self._operations.abort()
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes on every engine."""
-        await self._operations.tell(lambda engine: engine.reset_prefix_cache(), "reset of the prefix cache")
+        await self._operations.reset_prefix_cache()
 
     async def sleep(self, level: int = 1) -> None:
         """Free memory on every engine; new requests wait in the router until `wake_up` has taken all of it back.
@@ -249,21 +263,7 @@ class Fleet(Engine):
         A `rank_offset` in `init_info` is that of the first engine; each later one gets its own, the ranks of those
         before it added.
         """
-        offsets: dict[EngineControl, int] = {}
-        ranks = 0
-        for member in self._roster.live():
-            offsets[member.control] = ranks
-            tp, pp, dp = member.layout
-            ranks += tp * pp * dp
-
-        def info(engine: EngineControl) -> dict[str, Any]:
-            if "rank_offset" not in init_info:
-                return dict(init_info)
-            return {**init_info, "rank_offset": init_info["rank_offset"] + offsets[engine]}
-
-        await self._operations.tell(
-            lambda engine: engine.init_weight_transfer(info(engine)), "initialisation of weight transfer"
-        )
+        await self._operations.init_weight_transfer(init_info)
 
     async def update_named_weights(self, update_info: Mapping[str, Any], *, version: int) -> None:
         """VLLM's native update on every engine.

@@ -16,10 +16,13 @@ from penstock.config import EngineConfig, FleetConfig, RouterConfig
 from penstock.engine.command import resolve_profile, server_command
 from penstock.engine.concurrent import all_or_first_error
 from penstock.errors import ConfigError, EngineError
+from penstock.fleet.adopt import adopt
 from penstock.fleet.assemble import assemble
+from penstock.fleet.detach import start_detached
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.gpus import assign, visible_gpus
 from penstock.fleet.lifecycle import Lifecycle
+from penstock.fleet.link import Link
 from penstock.fleet.local_engines import LocalEngines
 from penstock.fleet.opening import Opening
 from penstock.fleet.routers import check_router, open_router
@@ -36,6 +39,7 @@ def launch(
     router: RouterConfig | None = None,
     api_key: str | None = None,
     parallel_starts: int | None = None,
+    detach: bool = False,
 ) -> Opening:
     """See `Fleet.launch`."""
     refuse_unknown(options, EngineConfig, FleetConfig, RouterConfig)
@@ -53,6 +57,8 @@ def launch(
         parallel_starts = 1
     of_router = section(RouterConfig, router, options)
     check_router(of_router, api_key)
+    if detach:
+        return Opening(lambda: _detached(engine, of_fleet, of_router, api_key, parallel_starts))
     plan = _Plan(
         engine=engine,
         fleet=of_fleet,
@@ -62,6 +68,19 @@ def launch(
         gpus=gpus,
     )
     return Opening(plan.start)
+
+
+async def _detached(
+    engine: EngineConfig, fleet: FleetConfig, router: RouterConfig, api_key: str | None, parallel_starts: int | None
+) -> Fleet:
+    url = await start_detached(engine, fleet, router, api_key=api_key, parallel_starts=parallel_starts)
+    return await adopt(
+        Link.to(url),
+        url,
+        api_key=api_key,
+        control_timeout_s=engine.control_timeout_s,
+        request_timeout_s=engine.request_timeout_s,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Self
 
 from penstock.errors import StateError
 
@@ -72,6 +73,14 @@ class Lifecycle:
         """Every change so far, oldest first."""
         self._state = State.LAUNCHING
         self._clock = clock
+
+    @classmethod
+    def told(cls, engine: str, state: State, reason: str) -> Self:
+        """That of an engine of which another process says where it stands; it holds the table there."""
+        life = cls(engine)
+        life._state = state
+        life.history.append(Change(life._clock(), state, state, reason))
+        return life
 
     @property
     def state(self) -> State:

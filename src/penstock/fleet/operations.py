@@ -15,6 +15,7 @@ from penstock.fleet.roster import Roster
 from penstock.fleet.sync import bring_to_version
 from penstock.fleet.update import Store, Updater
 from penstock.types import PauseMode, UpdateReport
+from penstock.weights.manifest import WeightManifest
 
 if TYPE_CHECKING:
     import torch
@@ -131,9 +132,37 @@ class Operations:
 
         await self._exclusively(run)
 
-    async def tell(self, call: Call[None], what: str) -> None:
-        """Another control call to every engine, in its turn; see `Roster.command` with `refusable`."""
-        await self._exclusively(lambda: self._tell(call, what))
+    async def abort(self) -> None:
+        """End every request in flight with what it has."""
+        await self._exclusively(lambda: self._tell(lambda engine: engine.abort(), "abort"))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes."""
+        await self._exclusively(
+            lambda: self._tell(lambda engine: engine.reset_prefix_cache(), "reset of the prefix cache")
+        )
+
+    async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
+        """VLLM's native `/init_weight_transfer_engine`; see `Fleet.init_weight_update_communicator`."""
+
+        async def run() -> None:
+            offsets: dict[EngineControl, int] = {}
+            ranks = 0
+            for member in self._roster.live():
+                offsets[member.control] = ranks
+                tp, pp, dp = member.layout
+                ranks += tp * pp * dp
+
+            def info(engine: EngineControl) -> dict[str, Any]:
+                if "rank_offset" not in init_info:
+                    return dict(init_info)
+                return {**init_info, "rank_offset": init_info["rank_offset"] + offsets[engine]}
+
+            await self._tell(
+                lambda engine: engine.init_weight_transfer(info(engine)), "initialisation of weight transfer"
+            )
+
+        await self._exclusively(run)
 
     async def admit(self, member: Member) -> None:
         """Bring an engine that is SYNCING to the fleet's weights and state, and let it serve.
@@ -202,6 +231,13 @@ class Operations:
 
         Where too few engines are left and some are being started anew, it waits for those first.
         """
+        return await self._update(lambda number: self._store.publish(number, named_tensors), version)
+
+    async def update_from(self, manifest: WeightManifest) -> UpdateReport:
+        """An update of weights that another process of this user has published; it need not live on."""
+        return await self._update(lambda _: self._store.adopt(manifest), manifest.version)
+
+    async def _update(self, publish: Callable[[int], WeightManifest], version: int | None) -> UpdateReport:
         self._check_open()
         if self._updating:
             raise StateError("a weight update is under way; await it before the next one")
@@ -212,7 +248,7 @@ class Operations:
                 raise StateError("the engines sleep; wake_up(['weights']) before an update")
             number = self._roster.version + 1 if version is None else version
             self._check_version(number)
-            return await self._updater.run(named_tensors, version=number)
+            return await self._updater.run(publish, version=number)
 
         def over() -> None:
             self._updating = False
@@ -263,6 +299,7 @@ class Operations:
         self._roster.admit(member)
         if self.paused:
             member.lifecycle.to(State.PAUSED, "joined a fleet that is paused")
+            self._roster.announce()
         await self._roster.push()
         return True
 
@@ -288,6 +325,7 @@ class Operations:
         for member in self._roster.live():
             if member.state is not State.DRAINING:  # it did what the others did, and stays on its way out
                 member.lifecycle.to(state, reason)
+        self._roster.announce()
 
     def _check_version(self, version: int) -> None:
         if version <= self._roster.version:

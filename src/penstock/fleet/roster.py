@@ -42,6 +42,8 @@ class Roster:
         """Weight version of the fleet: that of every engine in the router's set."""
         self.checksums: Mapping[tuple[int, int, int], str] = {}
         """Of the fleet's weights on an engine of a layout; empty where nobody has said."""
+        self.changes = 0
+        """Grows with each change that was announced."""
         self.router_returns = False
         """Somebody starts the router anew when it ends, and calls `restore`."""
         self.admin = admin
@@ -114,6 +116,7 @@ class Roster:
 
     def announce(self) -> None:
         """Something changed that somebody may wait for with `until`."""
+        self.changes += 1
         self._news.set()
         self._news = asyncio.Event()
 

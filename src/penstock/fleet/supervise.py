@@ -142,6 +142,7 @@ class Supervisor:
             logger.info("engine %s is started anew in %g s", member.name, wait_s)
             await self._sleep(wait_s)
             member.lifecycle.to(State.LAUNCHING, "started anew")
+            self._roster.announce()
             try:
                 new = await engines.start(member.lifecycle, member.gpus)
             except PenstockError as error:
@@ -150,5 +151,6 @@ class Supervisor:
                 continue
             await member.control.close()
             member.become(new)
+            self._roster.announce()
             return True
         return False

@@ -35,6 +35,7 @@ class Store(Protocol):
     def publish(  # noqa: D102
         self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> WeightManifest: ...
+    def adopt(self, manifest: WeightManifest) -> WeightManifest: ...  # noqa: D102
     def commit(self, manifest: WeightManifest) -> None: ...  # noqa: D102
     def close(self) -> None: ...  # noqa: D102
 
@@ -60,8 +61,12 @@ class Updater:
     deadline_s: float
     clock: Clock = time.monotonic
 
-    async def run(self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, version: int) -> UpdateReport:
+    async def run(self, publish: Callable[[int], WeightManifest], *, version: int) -> UpdateReport:
         """One update; engines that are paused stay paused.
+
+        Args:
+            publish: puts the weights of a version into the store; called in a thread.
+            version: of the weights.
 
         Raises:
             WeightsError: the tensors cannot be sent, or an engine refuses them; nothing was changed.
@@ -70,7 +75,7 @@ class Updater:
         began = self.clock()
         members = self.roster.live()
         self._need(members, version, "before it began")
-        manifest = await in_thread(lambda: self.store.publish(version, named_tensors))
+        manifest = await in_thread(lambda: publish(version))
         published = self.clock()
         prepared = await self._prepare(members, manifest)
         ready = self.clock()

@@ -1,0 +1,169 @@
+"""`penstock fleet`: engines of a running fleet, looked at, added, drained, removed, replaced; and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from penstock.cli.signals import run_until_signal
+
+if TYPE_CHECKING:
+    from penstock.fleet.control_wire import FleetState
+    from penstock.fleet.link import Link
+
+T = TypeVar("T")
+DEFAULT_PORT = 8000
+
+Url = Annotated[
+    str | None,
+    typer.Option(
+        "--url", help="Address that `penstock serve` printed; default: your only fleet here.", show_default=False
+    ),
+]
+Name = Annotated[str, typer.Argument(metavar="ENGINE", help="Its name, as `list` shows it.", show_default=False)]
+Timeout = Annotated[
+    float | None,
+    typer.Option("--timeout", help="Seconds it may go on with what it has; default: fleet.drain_timeout_s.", min=0.0),
+]
+
+fleet = typer.Typer(
+    name="fleet",
+    help="Change the engines of a fleet that `penstock serve` or a detached process holds, while it serves.",
+    no_args_is_help=True,
+)
+
+
+@fleet.command("list")
+def list_engines(
+    url: Url = None, *, as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False
+) -> None:
+    """Show every engine that ever joined: its state and why, its weight version, its GPUs.
+
+    **Examples**
+
+    - `penstock fleet list`
+    - `penstock fleet list --url http://127.0.0.1:9000 --json`
+    """
+    state = _run(url, lambda link: link.state())
+    if as_json:
+        import json  # noqa: PLC0415
+
+        from penstock.fleet.control_wire import state_to_json  # noqa: PLC0415
+
+        typer.echo(json.dumps(state_to_json(state), indent=2))
+    else:
+        _print(state)
+
+
+@fleet.command()
+def add(count: Annotated[int, typer.Argument(metavar="N", help="How many.", min=1)] = 1, *, url: Url = None) -> None:
+    """Start more engines; they serve once they have the fleet's weights.
+
+    **Examples**
+
+    - `penstock fleet add`
+    - `penstock fleet add 2 --url http://127.0.0.1:9000`
+    """
+    names, _ = _run(url, lambda link: link.call("add", count=count))
+    typer.echo(f"serving: {', '.join(names)}")
+
+
+@fleet.command()
+def drain(engine: Name, *, timeout: Timeout = None, url: Url = None) -> None:
+    """Send an engine nothing new, and wait until what it has is done. It stays in the fleet; `remove` ends it.
+
+    Exit status 1: it had something left at the end of the time.
+
+    **Examples**
+
+    - `penstock fleet drain e1`
+    - `penstock fleet drain e1 --timeout 60`
+    """
+    done, _ = _run(url, lambda link: link.call("drain", engine=engine, timeout_s=timeout))
+    typer.echo(f"{engine} is drained" if done else f"{engine} still has requests or sessions", err=not done)
+    if not done:
+        raise typer.Exit(1)
+
+
+@fleet.command()
+def remove(engine: Name, *, timeout: Timeout = None, url: Url = None) -> None:
+    """Drain an engine and end it. What it has not done in time goes on elsewhere.
+
+    **Examples**
+
+    - `penstock fleet remove e1`
+    """
+    _run(url, lambda link: link.call("remove", engine=engine, timeout_s=timeout))
+    typer.echo(f"{engine} has left")
+
+
+@fleet.command()
+def replace(engine: Name, *, timeout: Timeout = None, url: Url = None) -> None:
+    """Start a new engine in the place of one; the old one leaves when the new one serves, where GPUs allow.
+
+    **Examples**
+
+    - `penstock fleet replace e1`
+    """
+    name, _ = _run(url, lambda link: link.call("replace", engine=engine, timeout_s=timeout))
+    typer.echo(f"{name} serves in the place of {engine}")
+
+
+@fleet.command()
+def stop(url: Url = None) -> None:
+    """End a fleet, its engines and its router.
+
+    **Examples**
+
+    - `penstock fleet stop`
+    - `penstock fleet stop --url http://127.0.0.1:9000`
+    """
+    _run(url, lambda link: link.stop())
+    typer.echo("stopped")
+
+
+def _run(url: str | None, call: Callable[[Link], Awaitable[T]]) -> T:
+    from penstock.fleet.link import Link  # noqa: PLC0415
+
+    async def run() -> T:
+        async with Link.to((url or _only()).rstrip("/").removesuffix("/v1")) as link:
+            return await call(link)
+
+    return run_until_signal(run())
+
+
+def _only() -> str:
+    """The address of the only fleet whose socket lies here; else the default one, which is refused with the others."""
+    from penstock.fleet.sockets import present  # noqa: PLC0415
+
+    ports = list(present())
+    return f"http://127.0.0.1:{ports[0] if len(ports) == 1 else DEFAULT_PORT}"
+
+
+def _print(state: FleetState) -> None:
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    held = f"held by process {state.pid}{', detached' if state.detached else ''}"
+    table = Table(
+        title=f"{state.url}: weight version {state.version}, {held}",
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+        header_style="bold",
+    )
+    for name in ("engine", "state", "version", "GPUs", "address", "why"):
+        table.add_column(name, justify="right" if name == "version" else "left", no_wrap=name != "why")
+    for member in state.members:
+        color = {"serving": "green", "dead": "red"}.get(member.state, "yellow")
+        table.add_row(
+            member.name,
+            f"[{color}]{member.state}[/]",
+            str(member.weight_version),
+            ",".join(member.gpus) or "-",
+            member.url.removeprefix("http://"),
+            member.reason.replace("[", "\\["),
+        )
+    Console().print(table)

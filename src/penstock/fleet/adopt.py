@@ -1,0 +1,239 @@
+"""A fleet that another process holds, taken over as if it were ours: state is followed, orders go over its socket."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from penstock.engine.concurrent import cancelled, in_thread
+from penstock.engine.control import ControlClient
+from penstock.engine.data import DataClient
+from penstock.errors import EngineDeadError, PenstockError, StateError, UserError
+from penstock.fleet.control_wire import FleetState, MemberState, report_of
+from penstock.fleet.fleet import Fleet
+from penstock.fleet.lifecycle import Lifecycle, State
+from penstock.fleet.link import Link
+from penstock.fleet.member import Member
+from penstock.fleet.roster import Roster
+from penstock.router.admin_client import RouterAdmin
+from penstock.types import PauseMode, UpdateReport
+from penstock.weights.shared_memory import SharedMemoryStore
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+
+async def adopt(
+    link: Link, url: str, *, api_key: str | None, control_timeout_s: float, request_timeout_s: float
+) -> Fleet:
+    """A fleet over the one that `link` leads to; its engines run on after `teardown`.
+
+    Args:
+        link: to the process that holds it; closed with the fleet.
+        url: of its router.
+        api_key: of engines and router.
+        control_timeout_s: deadline of what engines are asked directly.
+        request_timeout_s: deadline of a generation request.
+
+    Raises:
+        EngineDeadError: the process is gone, or there is no engine; `DeadlineError`: it does not answer.
+    """
+    async with AsyncExitStack() as owned:
+        owned.push_async_callback(link.close)
+        state = await link.state()
+        admin = RouterAdmin(url, api_key)
+        owned.push_async_callback(admin.close)
+        roster = AdoptedRoster(admin, api_key=api_key, control_timeout_s=control_timeout_s)
+        owned.push_async_callback(roster.close)
+        await roster.take(state)
+        roster.check_hope()
+        store = SharedMemoryStore()
+        owned.callback(store.close)
+        orders = RemoteOrders(link, roster, store)
+        data = DataClient(
+            url,
+            api_key=api_key,
+            request_timeout_s=request_timeout_s,
+            vocab_size=min(member.info.vocab_size for member in state.members),
+        )
+        owned.push_async_callback(data.close)
+        follower = asyncio.create_task(roster.follow(link, state.change), name="follow-fleet")
+        owned.push_async_callback(cancelled, follower)
+        return Fleet(url, roster=roster, operations=orders, elastic=orders, data=data, owned=owned.pop_all())
+
+
+class AdoptedRoster(Roster):
+    """The members as the process that holds the fleet last told them. It alone changes them, and tells the router."""
+
+    def __init__(self, admin: RouterAdmin, *, api_key: str | None, control_timeout_s: float) -> None:
+        super().__init__(admin)
+        self.lost: str | None = None
+        """Why the process that holds the fleet is not heard any more."""
+        self._api_key = api_key
+        self._control_s = control_timeout_s
+        self._change = -1
+
+    async def take(self, state: FleetState) -> None:
+        """The state is this now, unless a newer one was told already."""
+        if state.change < self._change:
+            return
+        self._change = state.change
+        known = {member.name: member for member in self.members}
+        self.members = tuple(self._member(told, known.get(told.name)) for told in state.members)
+        self.version = state.version
+        self.announce()
+        kept = {id(member.control) for member in self.members}
+        for member in known.values():
+            if id(member.control) not in kept:
+                await member.control.close()
+
+    async def follow(self, link: Link, change: int) -> None:
+        """Take every state that comes after `change`, until the process that holds the fleet is gone."""
+        try:
+            while True:
+                state = await link.state(change)
+                change = state.change
+                await self.take(state)
+        except PenstockError as error:
+            self.lost = str(error)
+        for member in self.members:
+            if member.state is not State.STOPPED:
+                member.lifecycle, member.returns = Lifecycle.told(member.name, State.DEAD, self.lost), False
+        self.announce()
+
+    async def close(self) -> None:
+        """Close the connections to engines."""
+        for member in self.members:
+            await member.control.close()
+
+    def _member(self, told: MemberState, known: Member | None) -> Member:
+        if known is not None and known.url == told.url:
+            control = known.control
+        else:
+            control = ControlClient(told.name, told.url, api_key=self._api_key, timeout_s=self._control_s)
+        return Member(
+            name=told.name,
+            url=told.url,
+            control=control,
+            info=told.info,
+            lifecycle=Lifecycle.told(told.name, told.state, told.reason),
+            weight_version=told.weight_version,
+            gpus=told.gpus,
+            returns=told.coming,
+        )
+
+
+class RemoteOrders:
+    """Operations and elasticity of a fleet that another process holds.
+
+    Each call ends with the operation there, whose steps have deadlines, or when that process is gone or hangs.
+    """
+
+    def __init__(self, link: Link, roster: AdoptedRoster, store: SharedMemoryStore) -> None:
+        self._link = link
+        self._roster = roster
+        self._store = store
+        self._update: asyncio.Task[UpdateReport] | None = None
+        self._closed = False
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """See `Operations`, as of all methods."""
+        await self._call("pause", mode=mode.value, clear_cache=clear_cache)
+
+    async def resume(self) -> None:  # noqa: D102
+        await self._call("resume")
+
+    async def abort(self) -> None:  # noqa: D102
+        await self._call("abort")
+
+    async def reset_prefix_cache(self) -> None:  # noqa: D102
+        await self._call("reset_prefix_cache")
+
+    async def sleep(self, level: int) -> None:  # noqa: D102
+        await self._call("sleep", level=level)
+
+    async def wake_up(self, tags: Sequence[str] | None) -> None:  # noqa: D102
+        await self._call("wake_up", tags=None if tags is None else list(tags))
+
+    async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:  # noqa: D102
+        await self._call("init_weight_transfer", init_info=dict(init_info))
+
+    async def native_update(self, update_info: Mapping[str, Any], version: int) -> None:  # noqa: D102
+        await self._call("native_update", update_info=dict(update_info), version=version)
+
+    async def add(self, count: int) -> tuple[str, ...]:  # noqa: D102
+        return tuple(await self._call("add", count=count))
+
+    async def drain(self, engine: str | int, timeout_s: float | None = None) -> bool:  # noqa: D102
+        return bool(await self._call("drain", engine=engine, timeout_s=timeout_s))
+
+    async def remove(self, engine: str | int, timeout_s: float | None = None) -> None:  # noqa: D102
+        await self._call("remove", engine=engine, timeout_s=timeout_s)
+
+    async def replace(self, engine: str | int, timeout_s: float | None = None) -> str:  # noqa: D102
+        return str(await self._call("replace", engine=engine, timeout_s=timeout_s))
+
+    async def update(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None) -> UpdateReport:
+        """Publish here, and let the engines map it. Once begun, it runs to its end even if this call is cancelled.
+
+        The process that holds the fleet keeps the memory, for engines that return after this one has ended.
+        """
+        self._check_open()
+        if self._update is not None and not self._update.done():
+            raise StateError("a weight update is under way; await it before the next one")
+        number = self._roster.version + 1 if version is None else version
+        if number <= self._roster.version:
+            raise UserError(f"weight version {number} is not greater than {self._roster.version}, which is in force")
+        self._update = asyncio.create_task(self._publish_and_put(named_tensors, number), name="remote-update")
+        return await asyncio.shield(self._update)
+
+    async def close(self) -> None:
+        """Let no further call begin, and wait for an update under way: it reads what is ours."""
+        self._closed = True
+        if self._update is not None:
+            await asyncio.wait((self._update,))
+
+    async def _publish_and_put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> UpdateReport:
+        began = time.monotonic()
+        manifest = await in_thread(lambda: self._store.publish(version, named_tensors))
+        published = time.monotonic() - began
+        try:
+            report = report_of(await self._call("update", manifest=manifest.to_json()))
+        finally:
+            if self._roster.version == version:
+                self._store.commit(manifest)  # these bytes stay until the one after the next
+        seconds = {
+            **report.seconds,
+            "publish": published + report.seconds["publish"],
+            "total": published + report.seconds["total"],
+        }
+        return replace(report, seconds=seconds)
+
+    async def _call(self, name: str, **arguments: Any) -> Any:
+        self._check_open()
+        result, state = await self._unless_lost(self._link.call(name, **arguments))
+        await self._roster.take(state)
+        return result
+
+    async def _unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
+        doing = asyncio.create_task(work)
+        lost = asyncio.create_task(self._roster.until(lambda: self._roster.lost is not None))
+        try:
+            await asyncio.wait((doing, lost), return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done():
+                raise EngineDeadError(f"the process that holds the fleet is lost: {self._roster.lost}")
+            return doing.result()
+        finally:
+            for task in (doing, lost):
+                task.cancel()
+            await asyncio.wait((doing, lost))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("this fleet was torn down")

@@ -1,0 +1,109 @@
+"""Starts a fleet that outlives us."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from penstock.config import EngineConfig, FleetConfig, RouterConfig
+from penstock.errors import EngineStartError
+from penstock.fleet.control_wire import error_of
+from penstock.fleet.daemon import API_KEY_ENV, Plan
+from penstock.fleet.sockets import folder
+
+MARGIN_S = 60.0
+"""What a start may take besides its engines."""
+
+
+async def start_detached(
+    engine: EngineConfig,
+    fleet: FleetConfig,
+    router: RouterConfig,
+    *,
+    api_key: str | None = None,
+    parallel_starts: int | None = None,
+) -> str:
+    """Start a process that launches and holds a fleet; returns the URL of its router when it serves.
+
+    Given up before that, by cancelling or by our own end, it does not stay.
+
+    Raises:
+        PenstockError: what kept it from starting, as `Fleet.launch` raises it.
+    """
+    log = _log_file(fleet)
+    plan = Plan(
+        engine=engine,
+        fleet=fleet,
+        router=router,
+        parallel_starts=parallel_starts,
+        log=log,
+        keep_log=fleet.log_dir is not None,
+    )
+    env = {**os.environ, **({API_KEY_ENV: api_key} if api_key else {})}
+    read_fd, write_fd = os.pipe()
+    with os.fdopen(read_fd, "rb") as output:
+        try:
+            await asyncio.to_thread(_spawn, plan, env, log, write_fd)
+        finally:
+            os.close(write_fd)
+        lines = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), output)
+        try:
+            return await _outcome(lines, log, engine.start_timeout_s * max(1, fleet.engines) + MARGIN_S)
+        finally:
+            pipe.close()
+
+
+async def _outcome(lines: asyncio.StreamReader, log: Path, deadline_s: float) -> str:
+    """The URL that the daemon says; before it says one, it does not outlive this call."""
+    pid = 0
+    try:
+        async with asyncio.timeout(deadline_s):
+            while line := await lines.readline():
+                said: dict[str, Any] = orjson.loads(line)
+                pid = said.get("pid", pid)
+                if url := _url(said):
+                    return url
+    except BaseException as error:
+        if pid:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        if isinstance(error, TimeoutError):
+            raise EngineStartError(f"the detached fleet was not there within {deadline_s:g} s; see {log}") from error
+        raise
+    raise EngineStartError(_ended(log))
+
+
+def _url(said: dict[str, Any]) -> str | None:
+    if "error" in said:
+        raise error_of(said["error"])
+    return said.get("url")
+
+
+def _ended(log: Path) -> str:
+    return f"the process of the detached fleet ended; its log ({log}) says:\n{log.read_text()[-2000:]}"
+
+
+def _spawn(plan: Plan, env: dict[str, str], log: Path, stdout: int) -> None:
+    with log.open("ab") as errors:
+        argv = [sys.executable, "-m", "penstock.fleet.daemon"]
+        subprocess.run(argv, input=plan.model_dump_json().encode(), stdout=stdout, stderr=errors, env=env, check=False)
+
+
+def _log_file(fleet: FleetConfig) -> Path:
+    if fleet.log_dir is not None:
+        fleet.log_dir.mkdir(parents=True, exist_ok=True)
+        return fleet.log_dir.absolute() / "fleet.log"
+    handle, path = tempfile.mkstemp(prefix="fleet-", suffix=".log", dir=folder())
+    os.close(handle)
+    return Path(path)

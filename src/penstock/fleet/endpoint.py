@@ -1,0 +1,169 @@
+"""A fleet's control socket: another process of the same user reads its state and gives it orders.
+
+HTTP with JSON over a unix socket that only its user can open. `GET /fleet?seen=N` answers as soon as the state is
+another than change N, `POST /fleet/METHOD` makes one of the calls in `CALLS` and answers when it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+import orjson
+from aiohttp import web
+
+from penstock.errors import PenstockError, StateError, UserError
+from penstock.fleet.control_wire import FleetState, MemberState, error_to_json, state_to_json
+from penstock.fleet.elastic import Elastic
+from penstock.fleet.operations import Operations
+from penstock.fleet.roster import Roster
+from penstock.fleet.sockets import SOCKET_MODE, socket_of
+from penstock.types import PauseMode
+from penstock.weights.manifest import WeightManifest
+
+MAX_BODY = 64 * 2**20
+"""A manifest of a 100k-tensor model is about 10 MB."""
+SILENCE_S = 10.0
+"""How long a question after changes is left without an answer; the asker learns from the answer that we live."""
+
+logger = logging.getLogger(__name__)
+
+Call = Callable[[dict[str, Any]], Awaitable[Any]]
+
+
+class Endpoint:
+    """The socket of one fleet. `async with` it, and await `stopping`.
+
+    Args:
+        url: of the fleet's router, whose port names the socket.
+        roster: the engines.
+        operations: what can be done with all of them.
+        elastic: what can be done with their number.
+    """
+
+    def __init__(self, url: str, roster: Roster, operations: Operations, elastic: Elastic) -> None:
+        self.detached = False
+        """The fleet is nobody's child."""
+        self.stopping = asyncio.Event()
+        """Somebody wants the fleet to end. Call `stopped` when it has."""
+        self._url = url
+        self._roster = roster
+        self._ended = asyncio.Event()
+        self._runner: web.AppRunner | None = None
+        self._path: Path | None = None
+        self._calls: dict[str, Call] = {
+            "pause": lambda args: operations.pause(PauseMode(args["mode"]), clear_cache=bool(args["clear_cache"])),
+            "resume": lambda _: operations.resume(),
+            "abort": lambda _: operations.abort(),
+            "reset_prefix_cache": lambda _: operations.reset_prefix_cache(),
+            "sleep": lambda args: operations.sleep(int(args["level"])),
+            "wake_up": lambda args: operations.wake_up(args["tags"]),
+            "init_weight_transfer": lambda args: operations.init_weight_transfer(args["init_info"]),
+            "native_update": lambda args: operations.native_update(args["update_info"], int(args["version"])),
+            "update": lambda args: operations.update_from(WeightManifest.from_json(args["manifest"])),
+            "add": lambda args: elastic.add(int(args["count"])),
+            "drain": lambda args: elastic.drain(args["engine"], args["timeout_s"]),
+            "remove": lambda args: elastic.remove(args["engine"], args["timeout_s"]),
+            "replace": lambda args: elastic.replace(args["engine"], args["timeout_s"]),
+            "stop": self._stop,
+        }
+
+    async def __aenter__(self) -> Self:
+        path = socket_of(self._url)
+        if path is None:
+            logger.info("a fleet at %s has no control socket: that may be another machine", self._url)
+            return self
+        app = web.Application(client_max_size=MAX_BODY)
+        app.router.add_get("/fleet", self._state_changed)
+        app.router.add_post("/fleet/{call}", self._called)
+        # What is under way when a caller goes away is finished all the same, as operations are.
+        runner = web.AppRunner(app, handler_cancellation=False, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            await _listen(runner, path)
+        except BaseException:
+            await runner.cleanup()
+            raise
+        self._runner, self._path = runner, path
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._runner is not None and self._path is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(self._path)  # noqa: PTH108 - in a coroutine; it takes microseconds
+            await self._runner.cleanup()
+
+    def stopped(self) -> None:
+        """The fleet has ended: whoever asked for it is told when this endpoint closes."""
+        self._ended.set()
+        self._roster.announce()  # nobody need wait for a change any more
+
+    async def _stop(self, _: dict[str, Any]) -> None:
+        self.stopping.set()
+        await self._ended.wait()
+
+    def _state(self) -> FleetState:
+        members = tuple(
+            MemberState(m.name, m.url, m.state, m.lifecycle.reason, m.weight_version, m.coming, tuple(m.gpus), m.info)
+            for m in self._roster.members
+        )
+        roster = self._roster
+        return FleetState(self._url, os.getpid(), self.detached, roster.version, roster.changes, members)
+
+    async def _state_changed(self, http: web.Request) -> web.Response:
+        seen = http.query.get("seen", "-1")
+        if not seen.lstrip("-").isdigit():
+            return _answer({"error": error_to_json(UserError(f"seen must be an integer, got {seen!r}"))}, 400)
+        await self._roster.until(
+            lambda: self._roster.changes != int(seen) or self._ended.is_set(), deadline_s=SILENCE_S
+        )
+        return _answer({"state": state_to_json(self._state())})
+
+    async def _called(self, http: web.Request) -> web.Response:
+        name = http.match_info["call"]
+        try:
+            if self.stopping.is_set():
+                raise StateError("this fleet is being stopped")
+            call = self._calls.get(name)
+            if call is None:
+                raise UserError(f"there is no call {name!r}; known: {', '.join(self._calls)}")
+            result = await call(_arguments(name, await http.read()))
+        except PenstockError as error:
+            return _answer({"error": error_to_json(error), "state": state_to_json(self._state())}, 400)
+        except (KeyError, TypeError, ValueError) as malformed:
+            error = UserError(f"the call {name!r} has malformed arguments: {malformed!r}")
+            return _answer({"error": error_to_json(error)}, 400)
+        if hasattr(result, "__dataclass_fields__"):
+            result = asdict(result)
+        return _answer({"result": result, "state": state_to_json(self._state())})
+
+
+def _arguments(name: str, body: bytes) -> dict[str, Any]:
+    try:
+        arguments: Any = orjson.loads(body or b"{}")
+    except orjson.JSONDecodeError as error:
+        raise UserError(f"the call {name!r} has a body that is not JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise UserError(f"the call {name!r} takes a JSON object, got {type(arguments).__name__}")
+    return arguments  # pyright: ignore[reportUnknownVariableType] - a JSON object
+
+
+def _answer(body: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
+
+
+async def _listen(runner: web.AppRunner, path: Path) -> None:
+    """Listen on `path`, in the place of a socket whose fleet died without taking it away.
+
+    The router holds the port in the socket's name, so no other fleet can be alive behind it.
+    """
+    with suppress(FileNotFoundError):
+        os.unlink(path)  # noqa: PTH108 - in a coroutine; it takes microseconds
+    await web.UnixSite(runner, str(path)).start()
+    os.chmod(path, SOCKET_MODE)  # noqa: PTH101

@@ -1,0 +1,37 @@
+"""What a fleet's client asks of its control plane, be it in this process or, over a socket, in another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from penstock.types import PauseMode, UpdateReport
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Orders(Protocol):
+    """What is done with every engine; `operations.Operations` here, `adopt.RemoteOrders` from elsewhere."""
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None: ...  # noqa: D102 - as in Operations
+    async def resume(self) -> None: ...  # noqa: D102
+    async def abort(self) -> None: ...  # noqa: D102
+    async def reset_prefix_cache(self) -> None: ...  # noqa: D102
+    async def sleep(self, level: int) -> None: ...  # noqa: D102
+    async def wake_up(self, tags: Sequence[str] | None) -> None: ...  # noqa: D102
+    async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None: ...  # noqa: D102
+    async def native_update(self, update_info: Mapping[str, Any], version: int) -> None: ...  # noqa: D102
+    async def update(  # noqa: D102
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None
+    ) -> UpdateReport: ...
+    async def close(self) -> None: ...  # noqa: D102
+
+
+class Crew(Protocol):
+    """What is done with the number of engines; `elastic.Elastic` here, `adopt.RemoteOrders` from elsewhere."""
+
+    async def add(self, count: int) -> tuple[str, ...]: ...  # noqa: D102 - as in Elastic
+    async def drain(self, engine: str | int, timeout_s: float | None = None) -> bool: ...  # noqa: D102
+    async def remove(self, engine: str | int, timeout_s: float | None = None) -> None: ...  # noqa: D102
+    async def replace(self, engine: str | int, timeout_s: float | None = None) -> str: ...  # noqa: D102

@@ -1,0 +1,64 @@
+"""Where a fleet's control socket lies: one for each router port, in a folder that only its user can enter."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+import stat
+import tempfile
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from penstock.errors import UserError
+
+FOLDER_MODE = 0o700
+SOCKET_MODE = 0o600
+_NAME = re.compile(r"fleet-(\d+)\.sock")
+
+
+def folder() -> Path:
+    """The folder of this user's sockets; made where it is not there.
+
+    Raises:
+        UserError: somebody else could write there.
+    """
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    path = base / f"penstock-{os.getuid()}"
+    path.mkdir(mode=FOLDER_MODE, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise UserError(f"{path} must be a folder of this user that nobody else can enter; remove it, or chmod 700")
+    return path
+
+
+def socket_of(url: str) -> Path | None:
+    """The control socket that a fleet behind the router at `url` would have; None where that is another machine."""
+    parts = urlsplit(url)
+    try:
+        here = parts.hostname == "localhost" or ipaddress.ip_address(parts.hostname or "").is_loopback
+        own = here or ipaddress.ip_address(parts.hostname or "").is_unspecified
+    except ValueError:  # a name, which may be any machine's
+        return None
+    return folder() / f"fleet-{parts.port}.sock" if own and parts.port else None
+
+
+def present() -> dict[int, Path]:
+    """Router port to control socket, of every fleet that lives; the sockets of those that were killed go away."""
+    found: dict[int, Path] = {}
+    for path in folder().iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match is None:
+            continue
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)  # noqa: FBT003 - the module's own signature
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+                continue
+            except OSError:  # its queue is full: somebody lives there
+                pass
+        found[int(match[1])] = path
+    return found

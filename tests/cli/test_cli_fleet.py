@@ -1,0 +1,104 @@
+"""`penstock fleet` and `penstock serve --detach`, as a person uses them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from openai import OpenAI
+from run_cli import END_S, Server, penstock, serving
+
+SERVE = ("serve", "m", "--sim", "--engines", "2", "--port", "0")
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("r"))
+
+
+@pytest.fixture(scope="module")
+def server(runtime: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(
+        tmp_path_factory.mktemp("serve") / "log", *SERVE, XDG_RUNTIME_DIR=runtime, PENSTOCK_API_KEY="secret"
+    ) as ready:
+        yield ready
+
+
+def states(runtime: str, *args: str) -> dict[str, str]:
+    done = penstock("fleet", "list", "--json", *args, XDG_RUNTIME_DIR=runtime)
+    assert done.returncode == 0, done.stderr
+    return {engine["name"]: engine["state"] for engine in json.loads(done.stdout)["members"]}
+
+
+def test_engines_are_added_drained_removed_and_replaced_without_a_key(server: Server, runtime: str) -> None:
+    assert states(runtime, "--url", server.url) == {"e0": "serving", "e1": "serving"}
+
+    def fleet(*args: str) -> str:
+        done = penstock("fleet", *args, XDG_RUNTIME_DIR=runtime)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.strip()
+
+    assert fleet("add") == "serving: e2"
+    assert fleet("drain", "e0", "--timeout", "20") == "e0 is drained"
+    assert states(runtime) == {"e0": "draining", "e1": "serving", "e2": "serving"}
+    assert fleet("remove", "e0") == "e0 has left"
+    assert fleet("replace", "e1") == "e3 serves in the place of e1"
+    table = fleet("list", "--url", f"{server.url}/v1")
+    assert "weight version 0, held by process" in table
+    assert [line.split()[:2] for line in table.splitlines()[2:]] == [
+        ["e0", "stopped"], ["e1", "stopped"], ["e2", "serving"], ["e3", "serving"],
+    ]  # fmt: skip
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="secret")
+    assert client.completions.create(model="m", prompt="Hello", max_tokens=5).usage
+
+
+def test_what_cannot_be_done_is_one_line(server: Server, runtime: str, tmp_path: Path) -> None:
+    for args, says in (
+        (("drain", "e9"), "there is no engine 'e9'; the fleet has e0, e1"),
+        (("list", "--url", "http://127.0.0.1:1"), f"known here: {server.url}"),
+        (("add", "0"), "'N'"),
+        (("dance",), "No such command 'dance'"),
+    ):
+        done = penstock("fleet", *args, XDG_RUNTIME_DIR=runtime)
+        assert done.returncode == 2
+        assert says in done.stderr
+        assert done.stderr.count("\n") == 1
+    elsewhere = tmp_path / "r"
+    elsewhere.mkdir()
+    done = penstock("fleet", "list", XDG_RUNTIME_DIR=str(elsewhere))
+    assert "known here: none" in done.stderr
+
+
+def test_stop_ends_a_fleet_that_is_served_in_a_shell(server: Server, runtime: str) -> None:
+    family = [process for process in server.family if process.is_running()]
+    done = penstock("fleet", "stop", XDG_RUNTIME_DIR=runtime)
+    assert (done.returncode, done.stdout) == (0, "stopped\n")
+    assert server.process.wait(timeout=END_S) == 0
+    _, alive = psutil.wait_procs(family, timeout=END_S)
+    assert not alive
+
+
+def test_detached_it_outlives_the_command_until_it_is_stopped(tmp_path: Path) -> None:
+    kept = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    done = penstock(*SERVE, "--detach", **kept)
+    assert done.returncode == 0, done.stderr
+    url = done.stdout.split("/v1")[0].split()[-1]
+    state = json.loads(penstock("fleet", "list", "--json", **kept).stdout)
+    assert (state["url"], state["detached"]) == (url, True)
+    holder = psutil.Process(state["pid"])
+    family = [holder, *holder.children(recursive=True)]
+    assert OpenAI(base_url=f"{url}/v1", api_key="none").completions.create(model="m", prompt="Hi", max_tokens=3).usage
+    assert penstock("fleet", "stop", "--url", url, **kept).stdout == "stopped\n"
+    _, alive = psutil.wait_procs(family, timeout=END_S)
+    assert not alive
+    assert list((next(tmp_path.iterdir())).iterdir()) == []
+
+
+def test_what_does_not_start_detached_is_one_error(tmp_path: Path) -> None:
+    done = penstock(*SERVE, "--detach", "extra_args.no-such-option=1", XDG_RUNTIME_DIR=str(tmp_path))
+    assert done.returncode == 1
+    assert "no-such-option" in done.stderr
+    assert "Traceback" not in done.stderr

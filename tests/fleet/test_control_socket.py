@@ -1,0 +1,278 @@
+"""A fleet that another process holds: detached, found, adopted, ordered about, and stopped; nothing left of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import stat
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from sim_fleets import SIM, check, check_serves, in_flight
+
+from penstock import Fleet, PauseMode, SamplingParams
+from penstock.engine.transport import HttpTransport
+from penstock.errors import (
+    DeadlineError,
+    EngineDeadError,
+    EngineStartError,
+    PenstockError,
+    StateError,
+    UserError,
+    WeightsError,
+)
+from penstock.fleet import link as link_module
+from penstock.fleet.lifecycle import State
+from penstock.fleet.link import Link
+from penstock.fleet.sockets import folder, present, socket_of
+
+PARAMS = SamplingParams(max_tokens=100, detokenize=False)
+PROMPTS = [[1 + i, 2] for i in range(12)]
+OPTIONS = {**SIM, "restart_backoff_s": 0.05, "health_interval_s": 0.2}
+
+TRAINER = """
+import asyncio, sys, torch
+import penstock
+
+async def main():
+    fleet = await penstock.Fleet.connect(sys.argv[1])
+    for value in range(2):
+        report = await fleet.update_weights([("w", torch.full((1000,), float(value)))])
+    print(report.version, fleet.weight_version, flush=True)
+    import os; os.kill(os.getpid(), 9)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path_factory.mktemp("r")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(path))
+    return path
+
+
+async def holder_of(fleet: Fleet) -> psutil.Process:
+    async with Link.to(fleet.url) as link:
+        return psutil.Process((await link.state()).pid)
+
+
+@asynccontextmanager
+async def detached(**options: object) -> AsyncIterator[Fleet]:
+    """Adopted by this process, which did start it, but is not its parent; all of it is gone at the end."""
+    fleet = await Fleet.launch("sim-model", engines=2, detach=True, **{**OPTIONS, **options})
+    holder = await holder_of(fleet)
+    family = [holder, *holder.children(recursive=True)]
+    try:
+        yield fleet
+    finally:
+        await fleet.teardown()
+        if holder.is_running():
+            async with Link.to(fleet.url) as link:
+                await link.stop()
+        _, left = await asyncio.to_thread(psutil.wait_procs, family, timeout=10.0)
+        assert left == []
+        assert list(folder().iterdir()) == []
+
+
+async def test_a_detached_fleet_is_nobodys_child_and_runs_on_when_those_who_adopted_it_leave(runtime: Path) -> None:
+    async with detached() as fleet:
+        async with Link.to(fleet.url) as link:
+            assert (await link.state()).detached
+        holder = await holder_of(fleet)
+        assert holder not in psutil.Process().children(recursive=True)
+        assert os.getsid(holder.pid) == holder.pid
+        path = socket_of(fleet.url)
+        assert path is not None
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert path.is_relative_to(runtime)
+        await check_serves(fleet, engines=2)
+        await fleet.update_weights([("w", torch.ones(4))])
+        await fleet.teardown()
+        async with Fleet.connect(fleet.url + "/") as again:
+            assert again.weight_version == 1
+            assert [(s.name, s.state, s.weight_version) for s in await again.engines()] == [
+                ("e0", State.SERVING, 1),
+                ("e1", State.SERVING, 1),
+            ]
+            await check_serves(again, engines=2)
+        holder.terminate()  # is an end in good order too
+        await asyncio.to_thread(holder.wait, 10.0)
+
+
+async def test_everything_a_fleet_can_do_can_be_done_by_who_adopted_it() -> None:
+    async with detached() as fleet:
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        await fleet.pause_generation(PauseMode.KEEP)
+        assert {s.state for s in await fleet.engines()} == {State.PAUSED}
+        with pytest.raises(StateError, match="already paused"):
+            await fleet.pause_generation()
+        report = await fleet.update_weights([("w", torch.ones(100))])
+        assert (report.version, report.bytes, fleet.weight_version) == (1, 400, 1)
+        assert [update.engine for update in report.engines] == ["e0", "e1"]
+        assert set(report.seconds) == {"publish", "prepare", "gate", "total"}
+        await fleet.resume_generation()
+        check(PROMPTS, await asyncio.wait_for(running, 20.0), PARAMS)
+        await fleet.reset_prefix_cache()
+        await fleet.abort_generation()
+        await fleet.sleep(1)
+        await fleet.wake_up(["weights"])
+        await fleet.wake_up(["kv_cache"])
+        assert len(await fleet.collective_rpc("ping", args=["a"])) == 2
+        await fleet.init_weight_update_communicator({"rank_offset": 1})
+        await fleet.pause_generation()
+        await fleet.update_named_weights({"names": []}, version=7)
+        await fleet.resume_generation()
+        assert fleet.weight_version == 7
+        assert await fleet.drain("e1")
+        with pytest.raises(UserError, match="min_engines is 1"):
+            await fleet.remove("e0")
+        await fleet.remove("e1")
+        assert [s.state for s in await fleet.engines()] == [State.SERVING, State.STOPPED]
+        with pytest.raises(WeightsError, match="no tensors"):
+            await fleet.update_weights([])
+        with pytest.raises(UserError, match="weight version 7 is not greater than 7"):
+            await fleet.update_weights([("w", torch.ones(2))], version=7)
+        await fleet.update_weights([("w", torch.ones(2))])
+        await fleet.replace("e0")
+        assert [s.state for s in await fleet.engines()] == [State.STOPPED, State.STOPPED, State.SERVING]
+        assert fleet.weight_version == 8
+        await check_serves(fleet, engines=1)
+
+
+async def test_the_weights_of_a_trainer_that_was_killed_are_those_of_engines_that_return() -> None:
+    async with detached() as fleet:
+        trainer = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", TRAINER, fleet.url, stdout=asyncio.subprocess.PIPE
+        )
+        out, _ = await asyncio.wait_for(trainer.communicate(), 60.0)
+        assert (out, trainer.returncode) == (b"2 2\n", -signal.SIGKILL)
+        member = fleet._roster.members[1]
+        url = member.url
+        holder = await holder_of(fleet)
+        (engine,) = [p for p in holder.children() if url.rpartition(":")[2] in p.cmdline()]
+        engine.kill()
+        back = lambda: (m := fleet._roster.members[1]).state is State.SERVING and m.url != url  # noqa: E731
+        assert await fleet._roster.until(back, deadline_s=20.0), "the state is followed"
+        assert fleet.weight_version == 2
+        assert (await fleet._roster.members[1].control.info()).weight_version == 2
+        await check_serves(fleet, engines=2)
+        assert (await fleet.update_weights([("w", torch.zeros(1000))])).version == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=str)
+async def test_when_the_holder_dies_or_hangs_nobody_waits(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "ANSWER_S", 0.5)
+    monkeypatch.setattr(link_module, "SILENCE_S", 0.5)  # ours; the holder answers after 10 s, too late then
+    fleet = await Fleet.launch("sim-model", engines=2, detach=True, **OPTIONS)
+    holder = await holder_of(fleet)
+    family = [holder, *holder.children(recursive=True)]
+    try:
+        waiting = asyncio.create_task(fleet.pause_generation())
+        holder.send_signal(number)
+        with pytest.raises((EngineDeadError, DeadlineError)):
+            await asyncio.wait_for(waiting, 5.0)
+        with pytest.raises(EngineDeadError, match="is coming back"):
+            await asyncio.wait_for(fleet.sample([1], 1, PARAMS), 5.0)
+        with pytest.raises((EngineDeadError, DeadlineError)):
+            await asyncio.wait_for(fleet.update_weights([("w", torch.ones(2))]), 5.0)
+        with pytest.raises((EngineDeadError, DeadlineError)):
+            await asyncio.wait_for(asyncio.ensure_future(_connect(fleet.url)), 5.0)
+    finally:
+        await fleet.teardown()
+        holder.kill()
+    _, left = await asyncio.to_thread(psutil.wait_procs, family, timeout=5.0)
+    assert left == [], "engines end with who holds them"
+    assert present() == {}
+    assert [path.suffix for path in folder().iterdir()] == [".log"], "kept, since it did not end in good order"
+
+
+async def _connect(url: str) -> None:
+    async with Fleet.connect(url):
+        pass
+
+
+async def test_a_detached_fleet_that_does_not_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    before = daemons()
+    with pytest.raises(EngineStartError, match="no-such-option"):
+        await Fleet.launch(
+            "sim-model", engines=2, detach=True, profile="sim", extra_args={"no-such-option": 1}, log_dir=tmp_path
+        )
+    assert {log.name for log in tmp_path.iterdir()} >= {"e0.log", "router.log", "fleet.log"}
+    assert await asyncio.to_thread(gone, daemons() - before)
+
+
+async def test_a_start_that_is_given_up_does_not_stay() -> None:
+    before = daemons()
+    opening = asyncio.ensure_future(Fleet.launch("sim-model", engines=2, detach=True, **OPTIONS).__aenter__())
+    await asyncio.sleep(0.7)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert await asyncio.to_thread(gone, daemons() - before)
+
+
+def daemons() -> set[psutil.Process]:
+    return {p for p in psutil.process_iter(["cmdline"]) if "penstock.fleet.daemon" in (p.info["cmdline"] or [])}
+
+
+def gone(processes: set[psutil.Process]) -> bool:
+    _, left = psutil.wait_procs(list(processes), timeout=15.0)
+    return not left
+
+
+async def test_a_socket_of_a_fleet_that_was_killed_is_in_nobodys_way(fleet: Fleet) -> None:
+    path = socket_of(fleet.url)
+    assert path is not None
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(path))
+    assert path.exists()
+    async with Fleet.connect(fleet.url) as found:
+        assert not hasattr(found._roster, "lost"), "by the router"
+    async with Link(path) as link:
+        with pytest.raises(EngineDeadError, match="is gone"):
+            await link.state()
+    assert present() == {}
+    assert not path.exists()
+
+
+async def test_bad_calls_are_answered(fleet: Fleet) -> None:
+    assert fleet.endpoint is not None
+    async with fleet.endpoint:
+        link = Link.to(fleet.url)
+        with pytest.raises(UserError, match="there is no call 'dance'; known: pause, "):
+            await link.call("dance")
+        with pytest.raises(UserError, match="malformed arguments: KeyError"):
+            await link.call("pause")
+        with pytest.raises(UserError, match="malformed arguments"):
+            await link.call("pause", mode="quickly", clear_cache=True)
+        with pytest.raises(WeightsError, match="malformed weight manifest"):
+            await link.call("update", manifest={})
+        manifest = {"version": 99, "transport": "shared_memory", "location": {"path": "/etc/passwd"}, "tensors": []}
+        with pytest.raises(WeightsError, match="cannot be adopted"):
+            await link.call("update", manifest=manifest)
+        with pytest.raises(UserError, match="seen must be an integer"):
+            await link._request("GET", "/fleet?seen=x", None, 5.0)
+        await link.close()
+        http = HttpTransport(fleet.url)
+        with pytest.raises(PenstockError):
+            await http.post("/fleet/stop", {}, timeout_s=5.0)  # the router has no such thing
+        await http.close()
+
+
+async def test_a_folder_that_others_can_enter_is_refused() -> None:
+    folder().chmod(0o755)
+    with pytest.raises(UserError, match="that nobody else can enter"):
+        socket_of("http://127.0.0.1:8000")
+    assert socket_of("http://example.org:8000") is None
