@@ -18,9 +18,12 @@ from matplotlib.colors import TwoSlopeNorm
 Cells = Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]
 """Title, router, figure, `mean` and `stdev`."""
 FIGURES = (
-    ("tokens_per_s", "tokens/s of the batch", False),
-    ("p99_trajectory_s", "p99 trajectory time", True),
+    ("tokens_per_s", "tokens/s of the batch (more is better)", False),
+    ("p99_trajectory_s", "p99 trajectory time (less is better)", True),
 )
+
+DARK = -0.45
+"""Shades under it are too dark for black digits."""
 
 
 def draw(cells: Cells, file: Path) -> None:
@@ -33,7 +36,8 @@ def draw(cells: Cells, file: Path) -> None:
         titles = [title for title in cells if title.endswith(f", {size}")]
         for column, (name, label, less_is_better) in enumerate(FIGURES):
             _panel(axes[row, column], cells, titles, name, less_is_better=less_is_better)
-            axes[row, column].set_title(f"{label}, {size}; {OURS} = 100", fontsize=11)
+            axes[row, column].set_title(f"{label}, {size}", fontsize=11)
+    figure.suptitle(f"{OURS} = 100; red is worse", fontsize=11)
     figure.savefig(file, dpi=110)
     plt.close(figure)
 
@@ -46,6 +50,7 @@ def _panel(axes: Any, cells: Cells, titles: list[str], name: str, *, less_is_bet
     shade = np.log(ratios / 100) * (-1 if less_is_better else 1)  # green: better than ours
     axes.imshow(shade, cmap="RdYlGn", norm=TwoSlopeNorm(0, -0.7, 0.35), aspect="auto")
     for (i, j), value in np.ndenumerate(ratios):
-        axes.text(j, i, f"{value:.0f}", ha="center", va="center", fontsize=9)
+        colour = "white" if shade[i, j] < DARK else "black"
+        axes.text(j, i, f"{value:.0f}", ha="center", va="center", fontsize=9, color=colour)
     axes.set_xticks(range(len(titles)), [t.rpartition(", ")[0].replace(" ", "\n", 1) for t in titles], fontsize=8)
     axes.set_yticks(range(len(routers)), routers, fontsize=9)

