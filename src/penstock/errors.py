@@ -6,6 +6,9 @@ and what to do about it. The command line turns any of them into one line and ex
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class PenstockError(Exception):
     """Base of everything Penstock raises on purpose."""
@@ -62,6 +65,15 @@ class DeadlineError(EngineError):
     def __init__(self, message: str, *, seconds: float, engine: str | None = None) -> None:
         super().__init__(message, engine=engine)
         self.seconds = seconds
+
+
+class FanOutError(EngineError):
+    """A call failed on some engines of many. `failures` holds each one's error, `results` what the others answered."""
+
+    def __init__(self, message: str, *, failures: Mapping[str, PenstockError], results: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.failures = failures
+        self.results = results
 
 
 class UpdateError(PenstockError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -13,6 +14,7 @@ from sim_fleets import check, check_serves, in_flight
 from penstock import Fleet, SamplingParams
 from penstock.errors import (
     ConfigError,
+    DeadlineError,
     EngineDeadError,
     EngineHTTPError,
     StateError,
@@ -194,3 +196,16 @@ async def test_an_engine_that_dies_by_itself_is_noticed_and_with_none_left_an_up
             await fleet.get_num_unfinished_requests()
         with pytest.raises(EngineDeadError, match="no engine is left, and none is coming back"):
             await asyncio.wait_for(held, 5.0)
+
+
+async def test_an_engine_that_hangs_is_left_out_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.fleet.assemble.JOIN_S", 0.3)
+    async with engines(2) as servers:
+        async with asyncio.timeout(5.0):
+            with socket.create_server(("127.0.0.1", 0)) as silent:
+                urls = [servers[0].url, f"http://127.0.0.1:{silent.getsockname()[1]}", servers[1].url]
+                with pytest.raises(DeadlineError, match=r"engine e1: .* did not say what it is within 0.3 s"):
+                    await Fleet.connect(urls, min_engines=3)
+                async with Fleet.connect(urls, min_engines=2) as fleet:
+                    assert [status.name for status in await fleet.engines()] == ["e0", "e2"]
+                    await check_serves(fleet, engines=2)

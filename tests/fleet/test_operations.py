@@ -7,7 +7,15 @@ import asyncio
 import pytest
 from fleet_fakes import DEADLINE_S, Bench, until
 
-from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, StateError, UserError
+from penstock.errors import (
+    DeadlineError,
+    EngineDeadError,
+    EngineError,
+    EngineHTTPError,
+    FanOutError,
+    StateError,
+    UserError,
+)
 from penstock.fleet.control import fan_out
 from penstock.fleet.lifecycle import State
 from penstock.types import PauseMode
@@ -278,3 +286,18 @@ async def test_an_engine_of_another_version_is_not_admitted() -> None:
     with pytest.raises(StateError, match="engine b has weight version 0, the fleet serves 3"):
         bench.roster.admit(member)
     assert member.state is State.SYNCING
+
+
+async def test_a_call_that_fails_on_some_engines_tells_of_each() -> None:
+    bench = await Bench("abc").started()
+    bench.engine["a"].faults["rpc"] = "refuse"
+    bench.engine["c"].faults["rpc"] = "hang"
+    outcome = await fan_out(bench.roster.live(), lambda e: e.collective_rpc("f", 1.0, (), None), deadline_s=DEADLINE_S)
+    with pytest.raises(FanOutError, match=r"^f failed on 2 of 3 engines \(a: engine a: no rpc; c: ") as caught:
+        outcome.raise_for("f")
+    failures = {name: type(failure) for name, failure in caught.value.failures.items()}
+    assert failures == {"a": EngineHTTPError, "c": DeadlineError}
+    assert caught.value.results == {"b": ["b.0"]}
+    alone = await fan_out(bench.roster.live()[:1], lambda e: e.collective_rpc("f", 1.0, (), None), deadline_s=1.0)
+    with pytest.raises(EngineHTTPError, match="engine a: no rpc"):
+        alone.raise_for("f")

@@ -88,8 +88,10 @@ class ControlClient:
         await self._post("/abort_requests", {})
 
     async def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes, recomputing running requests."""
-        await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+        """Forget cached prefixes, recomputing running requests. EngineError: it did not do so."""
+        answer = await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+        if answer is not None and answer.get("success") is False:
+            raise EngineError("answered that it could not reset its prefix cache", engine=self.name)
 
     async def sleep(self, level: int) -> None:
         """VLLM's /sleep."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, cast
 
@@ -63,6 +63,8 @@ class HttpTransport:
         self.name = name or self.url
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
+        self.back: Callable[[], Awaitable[bool]] | None = None
+        """Waits until the server, which could not be reached, has been started anew; False: it will not be."""
 
     async def post(
         self,
@@ -126,12 +128,22 @@ class HttpTransport:
             sent["Content-Type"] = "application/json"
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_S, timeout_s))
         with self._our_errors(method, path, timeout_s):
-            async with self._open().request(
+            async with await self._request(
                 method, self.url + path, data=data, params=params, headers=sent, timeout=timeout
             ) as response:
                 if response.status >= 300:  # noqa: PLR2004 - HTTP's own boundary
                     raise self.http_error(response.status, await response.read())
                 yield Reply(response)
+
+    async def _request(self, method: str, url: str, *, timeout: aiohttp.ClientTimeout, **options: Any) -> Any:  # noqa: ASYNC109 - aiohttp's own
+        """The answer's head. A server that nobody reaches got nothing, so the same is sent when it is back."""
+        async with asyncio.timeout(timeout.total):
+            while True:
+                try:
+                    return await self._open().request(method, url, timeout=timeout, **options)
+                except aiohttp.ClientConnectorError:
+                    if self.back is None or not await self.back():
+                        raise
 
     @contextmanager
     def _our_errors(self, method: str, path: str, timeout_s: float) -> Generator[None]:

@@ -62,6 +62,7 @@ async def adopt(
             request_timeout_s=request_timeout_s,
             vocab_size=min(member.info.vocab_size for member in state.members),
         )
+        data.http.back = roster.router_back
         owned.push_async_callback(data.close)
         follower = asyncio.create_task(roster.follow(link, state.change), name="follow-fleet")
         owned.push_async_callback(cancelled, follower)
@@ -73,6 +74,7 @@ class AdoptedRoster(Roster):
 
     def __init__(self, admin: RouterAdmin, *, api_key: str | None, control_timeout_s: float) -> None:
         super().__init__(admin)
+        self.router_returns = True
         self.lost: str | None = None
         """Why the process that holds the fleet is not heard any more."""
         self._api_key = api_key
@@ -102,6 +104,7 @@ class AdoptedRoster(Roster):
                 await self.take(state)
         except PenstockError as error:
             self.lost = str(error)
+            self.router_returns = False
         for member in self.members:
             if member.state is not State.STOPPED:
                 member.lifecycle, member.returns = Lifecycle.told(member.name, State.DEAD, self.lost), False

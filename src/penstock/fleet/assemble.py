@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from penstock.config import FleetConfig
 from penstock.engine.control import ControlClient
 from penstock.engine.data import DataClient
-from penstock.errors import StateError, UserError
+from penstock.errors import DeadlineError, StateError, UserError
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.endpoint import Endpoint
 from penstock.fleet.fleet import Fleet
@@ -19,6 +20,9 @@ from penstock.fleet.roster import Roster
 from penstock.fleet.routers import OpenRouter
 from penstock.fleet.supervise import Supervisor
 from penstock.weights.shared_memory import SharedMemoryStore
+
+JOIN_S = 15.0
+"""Deadline of the first question to an engine: one that hangs is not to be waited for as long as for an update."""
 
 
 async def join(
@@ -33,7 +37,13 @@ async def join(
     """Ask an engine what it is; it is SYNCING then. Raises `EngineDeadError` and its kin where it does not answer."""
     control = ControlClient(lifecycle.engine, url, api_key=api_key, timeout_s=control_timeout_s)
     owned.push_async_callback(control.close)
-    info = await control.info()
+    try:
+        async with asyncio.timeout(JOIN_S):
+            info = await control.info()
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"{url} did not say what it is within {JOIN_S:g} s", seconds=JOIN_S, engine=lifecycle.engine
+        ) from error
     lifecycle.to(State.SYNCING, f"answers with weight version {info.weight_version}")
     return Member(
         name=lifecycle.engine,
@@ -99,6 +109,7 @@ async def assemble(
         vocab_size=min(m.info.vocab_size for m in members),
         stream_chunk_tokens=fleet.stream_chunk_tokens,
     )
+    data.http.back = roster.router_back
     owned.push_async_callback(data.close)
     operations = Operations(
         roster,

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from penstock.errors import DeadlineError, EngineError, PenstockError
+from penstock.errors import DeadlineError, EngineError, FanOutError, PenstockError
 from penstock.fleet.member import EngineControl, Member
 
 T = TypeVar("T")
@@ -21,6 +21,19 @@ class FanOut(Generic[T]):
 
     results: Mapping[str, T]
     failures: Mapping[str, PenstockError]
+
+    def raise_for(self, what: str) -> None:
+        """Raise `FanOutError` with every failure, if one engine failed; of a single engine, its own error."""
+        if not self.results and len(self.failures) == 1:
+            self.raise_first()
+        if self.failures:
+            each = "; ".join(f"{name}: {error}" for name, error in self.failures.items())
+            count = len(self.failures) + len(self.results)
+            raise FanOutError(
+                f"{what} failed on {len(self.failures)} of {count} engines ({each})",
+                failures=self.failures,
+                results=self.results,
+            )
 
     def raise_first(self) -> None:
         """Raise the failure of the first engine that failed, if one did."""

@@ -332,7 +332,9 @@ class Fleet(Engine):
     ) -> list[Any]:
         """Call a worker method on every worker: the engines in their order, in each its ranks in theirs.
 
-        When all have answered, the failure of the first engine that failed is raised.
+        Raises:
+            FanOutError: it failed on some engines; it holds each one's error, and what the others answered. Of a
+                fleet of one, that engine's own error.
         """
         outcome = await fan_out(
             self._members(None),
@@ -340,7 +342,7 @@ class Fleet(Engine):
             # Longer than the client's own deadline, so that its message arrives.
             deadline_s=timeout_s + 2.0,
         )
-        outcome.raise_first()
+        outcome.raise_for(f"collective_rpc {method!r}")
         return [result for results in outcome.results.values() for result in results]
 
     async def engines(self) -> tuple[EngineStatus, ...]:

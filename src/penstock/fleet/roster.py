@@ -149,6 +149,22 @@ class Roster:
             self._restored += 1
         self.announce()
 
+    async def router_back(self) -> bool:
+        """Wait until a router that could not be reached answers; False: nobody starts it anew, or it takes too long."""
+        try:
+            async with asyncio.timeout(ROUTER_BACK_S):
+                while self.router_returns:
+                    seen = self.changes
+                    try:
+                        await self.admin.engines()
+                    except PenstockError:
+                        await self.until(lambda since=seen: self.changes != since)
+                    else:
+                        return True
+        except TimeoutError:
+            pass
+        return False
+
     def router_gave_up(self) -> None:
         """The router will not be started again: nobody needs to wait for it."""
         self.router_returns = False

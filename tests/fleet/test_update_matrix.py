@@ -1,0 +1,151 @@
+"""Six phases of an update times three kinds of failure, on processes: one leaves and returns, the others commit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from sim_fleets import SIM, check, check_serves, children, in_flight
+
+from penstock import Fleet, SamplingParams
+from penstock.engine.process import EngineProcess
+from penstock.engine.transport import HttpTransport
+from penstock.errors import EngineHTTPError, UpdateError, WeightsError
+from penstock.fleet.lifecycle import State
+from penstock.fleet.member import Member
+
+PARAMS = SamplingParams(max_tokens=150, detokenize=False)
+PROMPTS = [[1 + i, 2] for i in range(9)]
+GOOD = [("w", torch.ones(64))]
+FAULT = {"refused": "refuse", "hung": "hang", "killed": "exit"}
+OPTIONS: dict[str, Any] = {
+    **SIM, "control_timeout_s": 0.7, "hang_timeout_s": 1.5, "restart_backoff_s": 0.05, "restart_window_s": 0.5,
+    "max_restarts": 1000,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+async def fleet() -> AsyncIterator[Fleet]:
+    async with Fleet.launch("sim-model", engines=3, **OPTIONS) as fleet:
+        yield fleet
+
+
+async def arm(member: Member, phase: str, kind: str) -> None:
+    http = HttpTransport(member.url)
+    await http.post("/sim/fault", {"kind": FAULT[kind], "phase": phase}, timeout_s=5.0)
+    await http.close()
+
+
+def send(member: Member, kind: str) -> None:
+    assert isinstance(member.process, EngineProcess)
+    os.killpg(member.process.pid, signal.SIGSTOP if kind == "hung" else signal.SIGKILL)
+
+
+async def update_under_load(fleet: Fleet, tensors: Any, before: Callable[[], Any]) -> Any:
+    """The report, or the error, of an update among requests, none of which is lost; then all serve one version."""
+    member = fleet._roster.members[1]
+    changes = len(member.lifecycle.history)
+    running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+    await before()
+    try:
+        outcome: Any = await asyncio.wait_for(fleet.update_weights(tensors), 15.0)
+    except (WeightsError, EngineHTTPError, UpdateError) as error:
+        outcome = error
+    check(PROMPTS, await asyncio.wait_for(running, 20.0), PARAMS)
+    if not isinstance(outcome, Exception) and outcome.failures:
+        back = lambda: len(member.lifecycle.history) > changes and member.state is State.SERVING  # noqa: E731
+        assert await fleet._roster.until(back, deadline_s=20.0), member.lifecycle.history
+    await check_serves(fleet, engines=3)
+    for each in fleet._roster.members:
+        info = await each.control.info()
+        assert (info.weight_version, info.paused) == (fleet.weight_version, False)
+    assert not (await fleet._roster.admin.engines()).gate_closed
+    return outcome
+
+
+async def nothing() -> None:
+    pass
+
+
+def one_left(report: Any) -> None:
+    assert list(report.failures) == ["e1"]
+    assert [update.engine for update in report.engines] == ["e0", "e2"]
+
+
+@pytest.mark.parametrize("kind", ["refused", "hung", "killed"])
+@pytest.mark.parametrize("phase", ["prepare", "pause", "load", "resume"])
+async def test_an_engine_fails(fleet: Fleet, phase: str, kind: str) -> None:
+    version = fleet.weight_version
+    one_left(await update_under_load(fleet, GOOD, lambda: arm(fleet._roster.members[1], phase, kind)))
+    assert fleet.weight_version == version + 1
+
+
+@pytest.mark.parametrize("kind", ["refused", "hung", "killed"])
+async def test_while_the_trainer_publishes(fleet: Fleet, kind: str) -> None:
+    version = fleet.weight_version
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(8)
+        if kind != "refused":
+            send(fleet._roster.members[1], kind)
+        yield "b", torch.full((8,), float("nan") if kind == "refused" else 1.0)
+
+    outcome = await update_under_load(fleet, tensors(), nothing)
+    if kind == "refused":
+        assert isinstance(outcome, WeightsError)
+        assert fleet.weight_version == version
+    else:
+        one_left(outcome)
+        assert fleet.weight_version == version + 1
+
+
+@pytest.mark.parametrize("kind", ["refused", "hung", "killed"])
+async def test_at_the_gate(fleet: Fleet, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router refuses, an engine stops, the router is killed, each when the gate is to close."""
+    version, roster = fleet.weight_version, fleet._roster
+    gate = roster.gate
+
+    async def failing(*, closed: bool) -> None:
+        monkeypatch.setattr(roster, "gate", gate)
+        if kind == "refused":
+            raise EngineHTTPError("no gate today", status=500)
+        if kind == "hung":
+            send(roster.members[1], kind)
+        else:
+            for router in (p for p in children("router") if p.ppid() == os.getpid()):
+                if any(
+                    fleet.url.endswith(f":{c.laddr.port}") for c in router.net_connections() if c.status == "LISTEN"
+                ):
+                    router.kill()
+        await gate(closed=closed)
+
+    monkeypatch.setattr(roster, "gate", failing)
+    outcome = await update_under_load(fleet, GOOD, nothing)
+    if kind == "refused":
+        assert isinstance(outcome, EngineHTTPError)
+        assert fleet.weight_version == version
+    elif kind == "hung":
+        one_left(outcome)
+    else:
+        assert len(outcome.engines) == 3
+        assert fleet.weight_version == version + 1
+
+
+async def test_too_few_made_it_and_all_are_back_at_the_version_before() -> None:
+    async with Fleet.launch("sim-model", engines=2, min_engines=2, **OPTIONS) as fleet:
+        await fleet.update_weights(GOOD)
+        await arm(fleet._roster.members[1], "load", "killed")
+        with pytest.raises(UpdateError, match="version 2 was not committed: 1 engines were good when it was applied"):
+            await fleet.update_weights(GOOD)
+        assert fleet.weight_version == 1
+        await fleet._roster.until(lambda: len(fleet._roster.live()) == 2, deadline_s=20.0)
+        await check_serves(fleet, engines=2)
+        for member in fleet._roster.members:
+            assert (await member.control.info()).weight_version == 1
+        assert (await fleet.update_weights(GOOD)).version == 2, "it waited for nobody and lost nobody"
