@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 IDLE_S = 4.0
 """An idle connection is closed after this time: before vLLM's server does, which takes 5 s."""
 CONNECT_TIMEOUT_S = 5.0
+READ_SIZE = 1 << 16
+"""Most bytes of an answer in one read: 256 clients that do not read theirs shall not take 64 MB."""
 MAX_CONNECTING = 256
 """Connections being opened at once; a listen queue is a few times as long."""
 _OURS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
@@ -43,6 +45,8 @@ class Engine:
         self.requests = 0
         """Requests sent by this process."""
         self.removed = False
+        self.read_buffer = memoryview(bytearray(READ_SIZE))
+        """Where its connections read into, one at a time: what came is copied out at once."""
         self._idle: list[EngineConnection] = []
         """Oldest first; the youngest is used first, so that a burst's surplus ages and is closed. One that was lost
         stays until it is met."""

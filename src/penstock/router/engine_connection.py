@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
@@ -26,13 +25,10 @@ if TYPE_CHECKING:
 
 _MAX_HEAD = 262_144
 """Bytes; an engine's head is trusted more than a client's, but not without bound."""
-_RECEIVE_BUFFER = 1 << 16
-"""Bytes, of which the kernel makes a window of as many. It bounds what one read brings, and so what is kept here of an
-answer whose client does not read: 256 such clients shall not take 64 MB."""
 _CONTINUE, _SWITCHING, _FINAL = 100, 101, 200
 
 
-class EngineConnection(asyncio.Protocol):
+class EngineConnection(asyncio.BufferedProtocol):
     """Protocol of one connection in an engine's pool; serves one exchange at a time."""
 
     __slots__ = (
@@ -41,6 +37,7 @@ class EngineConnection(asyncio.Protocol):
         "_buffer",
         "_pass_on",
         "_payload",
+        "_read_buffer",
         "_read_paused",
         "_reusable",
         "engine",
@@ -67,6 +64,7 @@ class EngineConnection(asyncio.Protocol):
         self._pass_on: Callable[[bytes], object] = _nowhere
         """The client's `transport.write`, while an answer is passed on."""
         self._reusable = False
+        self._read_buffer = engine.read_buffer
         self._read_paused = False
 
     # --- callbacks of the event loop ---------------------------------------------------------------------------------
@@ -74,8 +72,6 @@ class EngineConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The connection is there."""
         self.transport = cast("asyncio.Transport", transport)
-        sock = transport.get_extra_info("socket")
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
         self.engine.opened(self)
 
     def pause_writing(self) -> None:
@@ -90,16 +86,30 @@ class EngineConnection(asyncio.Protocol):
         if self.exchange is not None:
             self.exchange.adjust_reading()
 
-    def data_received(self, data: bytes) -> None:
-        """Bytes have come."""
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - the loop's signature
+        """Where the next bytes go; its size bounds what is kept here of an answer whose client does not read."""
+        return self._read_buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """They are there."""
+        data = self._read_buffer[:nbytes].tobytes()
         exchange = self.exchange
-        if self._between_chunks and exchange is not None:
+        if (
             # A token of a stream: nearly always one whole chunk, which needs no reader.
-            size = len(data)
-            if size < WHOLE_CHUNK_LIMIT and data.startswith(WHOLE_CHUNK_OPENING[size]) and data.endswith(b"\r\n"):
-                exchange.bytes_out += size
-                self._pass_on(data)
-                return
+            self._between_chunks
+            and exchange is not None
+            and nbytes < WHOLE_CHUNK_LIMIT
+            and data.startswith(WHOLE_CHUNK_OPENING[nbytes])
+            and data.endswith(b"\r\n")
+        ):
+            exchange.bytes_out += nbytes
+            self._pass_on(data)
+        else:
+            self.data_received(data)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes have come, and more has to be known of them."""
+        exchange = self.exchange
         if exchange is None:
             self.transport.abort()  # nobody asked: the connection cannot be trusted any more
             return
