@@ -33,6 +33,7 @@ CANNOT_RUN = {
     "pip install": "changes the machine",
     "source .venv/bin/activate": "changes the shell",
     "penstock serve": "serves until Ctrl-C; the fixture `served_url` runs it, tests/cli the rest",
+    "penstock fleet": "changes a fleet that somebody serves; tests/cli/test_cli_fleet.py runs each",
     "penstock train": "takes minutes and real engines; tests of the demo run it",
     "penstock plot runs/demo": "needs the demo's run folder; tests/cli plots one",
 }
