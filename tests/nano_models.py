@@ -70,6 +70,21 @@ def changed(model: Any, seed: int, scale: float = 0.02) -> Any:
     return other
 
 
+def taught(model: Any, prompt: Sequence[int], response: Sequence[int]) -> Any:
+    """A copy that answers `prompt` with `response`, greedily and with probabilities that tell its tokens apart."""
+    other = copy.deepcopy(model)
+    ids = torch.tensor([[*prompt, *response]])
+    optimizer = torch.optim.Adam(other.parameters(), lr=2e-3)
+    for _ in range(400):
+        loss = torch.nn.functional.cross_entropy(other(ids).logits[0, len(prompt) - 1 : -1], ids[0, len(prompt) :])
+        if loss.item() < 0.05:
+            return other
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    raise AssertionError(f"the nano model did not learn its answer: loss {loss.item()}")
+
+
 @torch.no_grad()
 def logprobs_of(model: Any, prompt: Sequence[int], response: Sequence[int]) -> list[float]:
     """Logprob of each response token under `model`, by one transformers forward in fp32."""
