@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from router_rig import Backend, RawClient, Rig, Seen, reply, request, rig
 
 STREAMS, SIZE = 256, 1 << 20
-RATE, SECONDS = 10_000, 4.0
+RATE, SECONDS = 10_000, 3.0
 LIMIT = 64 << 20
 
 
