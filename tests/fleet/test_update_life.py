@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+from dataclasses import replace
 
 import pytest
 from fleet_fakes import DEADLINE_S, Bench, until
@@ -219,6 +220,18 @@ async def test_teardown_waits_for_the_thread_that_writes_into_the_store() -> Non
     await asyncio.wait_for(closing, 5.0)
     with pytest.raises(StateError, match="torn down"):
         await update
+
+
+async def test_weights_that_did_not_commit_keep_their_number() -> None:
+    bench = await Bench("abc", min_engines=2).started()
+    await bench.operations.update([], None)
+    bench.engine["a"].faults["apply-resume"] = bench.engine["b"].faults["apply-resume"] = "die"
+    with pytest.raises(UpdateError, match="version 2 was not committed"):
+        await bench.operations.update([], None)
+    bench.operations._updater = replace(bench.operations._updater, min_engines=1)
+    # Engine c made tokens under those weights, and they say 2.
+    assert (await bench.operations.update([], None)).version == 3
+    bench.check_belief()
 
 
 async def test_a_version_may_jump_but_not_go_back() -> None:

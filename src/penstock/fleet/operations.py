@@ -246,7 +246,7 @@ class Operations:
         async def run() -> UpdateReport:
             if "weights" in self._asleep:
                 raise StateError("the engines sleep; wake_up(['weights']) before an update")
-            number = self._roster.version + 1 if version is None else version
+            number = self._roster.used + 1 if version is None else version
             self._check_version(number)
             return await self._updater.run(publish, version=number)
 

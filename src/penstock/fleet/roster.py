@@ -40,6 +40,8 @@ class Roster:
         """Everyone who ever joined, the dead too: an engine keeps its index."""
         self.version = version
         """Weight version of the fleet: that of every engine in the router's set."""
+        self.used = version
+        """The greatest version under which a token may have been made: what did not commit has its number for good."""
         self.checksums: Mapping[tuple[int, int, int], str] = {}
         """Of the fleet's weights on an engine of a layout; empty where nobody has said."""
         self.changes = 0
@@ -109,6 +111,7 @@ class Roster:
     def commit(self, version: int, checksums: Mapping[tuple[int, int, int], str] | None = None) -> None:
         """Every live engine has confirmed `version`: it is the fleet's from now on."""
         self.version = version
+        self.used = max(self.used, version)
         self.checksums = checksums or {}
         for member in self.live():
             member.weight_version = version

@@ -122,6 +122,9 @@ class Updater:
         return outcome.results
 
     async def _apply(self, members: Sequence[Member], version: int) -> Mapping[str, EngineUpdate]:
+        # An engine that has applied goes on with the requests it has, before anyone knows whether the update commits.
+        self.roster.used = max(self.roster.used, version)
+
         async def failed(member: Member, error: PenstockError) -> None:
             await self.roster.bury(member, f"apply of weight version {version} failed: {error}")
 
