@@ -1,0 +1,331 @@
+"""A whole fleet in virtual time: the real client, control plane, supervisor and placement over simulated engines.
+
+What is not there: sockets (`virtual_http.py` runs the simulated engines' own handlers), processes (a `Node` stands for
+one), and the router's way with bytes (`VirtualRouter` puts requests where the router's own dispatcher says).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AsyncExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import aiohttp
+from virtual_http import Call, Exchange, Session, refused
+
+from penstock import Fleet
+from penstock.config import EngineConfig, FleetConfig, RouterConfig
+from penstock.engine.transport import HttpTransport
+from penstock.errors import EngineHTTPError, EngineStartError
+from penstock.fleet.assemble import assemble, join
+from penstock.fleet.lifecycle import Lifecycle, State
+from penstock.fleet.member import Member
+from penstock.fleet.routers import OpenRouter
+from penstock.router.admin_client import EngineLoad, RouterState
+from penstock.router.dispatcher import Dispatcher
+from penstock.router.head import RequestHead
+from penstock.router.lane import Lane
+from penstock.router.membership import EngineEntry
+from penstock.router.metrics import Metrics
+from penstock.router.refusal import RefusalError
+from penstock.sim import Fault, FaultKind, Phase, SimConfig, SimEngine
+from penstock.sim.clock import VirtualClock, VirtualLoop
+from penstock.sim.server import CORE_DEATH_EXIT_S, _app
+from penstock.sim.update import WeightState
+
+ROUTER = "http://127.0.0.1:1"
+LATENCY_S = 0.0002
+"""Of each call, one way: so that what happens at once can happen in any order."""
+START_S = 0.5
+"""An engine takes so long to start."""
+DEADLINE_S = 1.0
+"""Of a control call; virtual, so that a hang costs nothing."""
+SIGKILLED = -9
+
+
+class Node:
+    """One simulated engine, its port and its process."""
+
+    def __init__(self, network: Network, name: str, url: str, config: SimConfig) -> None:
+        self.name, self.url = name, url
+        self.engine = SimEngine(config, on_death=self._died)
+        self.app = _app(self.engine)
+        self.app.freeze()
+        self.listening = True
+        self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.open: set[Exchange] = set()
+        self.engine.weights = _Recorded(self.engine, network)
+
+    async def wait(self) -> int:
+        """Exit status of its process."""
+        return await asyncio.shield(self.status)
+
+    async def stop(self, timeout_s: float) -> None:  # noqa: ARG002 - as EngineProcess has it
+        """End it."""
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL, to all of it."""
+        self.engine.die(FaultKind.EXIT, "killed")
+        self._gone(SIGKILLED)
+
+    def hang(self) -> None:
+        """It makes no token and answers no health check any more."""
+        for phase in (Phase.TOKENS, Phase.HEALTH, Phase.REQUEST):
+            self.engine.faults.add(Fault(FaultKind.HANG, phase, times=1 << 30))
+
+    def _died(self, kind: FaultKind) -> None:
+        if kind is FaultKind.EXIT:
+            self._gone(1)
+        else:  # as vLLM: the server outlives its core for a moment
+            asyncio.get_running_loop().call_later(CORE_DEATH_EXIT_S, self._gone, 1)
+
+    def _gone(self, status: int) -> None:
+        self.listening = False
+        for exchange in tuple(self.open):
+            exchange.sever()
+        self.engine.close()
+        if not self.status.done():
+            self.status.set_result(status)
+
+
+class _Recorded(WeightState):
+    """Notes what comes into force."""
+
+    def __init__(self, engine: SimEngine, network: Network) -> None:
+        super().__init__(engine)
+        self._network = network
+
+    async def _load(self, version: int, checksum: str) -> str:
+        answered = await super()._load(version, checksum)
+        self._network.in_force[self.version].add(self.checksum)
+        return answered
+
+
+class Network:
+    """Who listens where. Engines by URL; the router is the one place for requests that generate."""
+
+    def __init__(self, config: SimConfig) -> None:
+        self.config = config
+        self.nodes: dict[str, Node] = {}
+        """By URL, those that are gone too."""
+        self.in_force: dict[int, set[str]] = defaultdict(set)
+        """Checksums of the weights that any engine has served under a version."""
+        self.router = VirtualRouter(self)
+        self.session = Session(self._open)
+
+    def add(self, name: str) -> Node:
+        """A new engine on a new port."""
+        url = f"http://127.0.0.1:{10_000 + len(self.nodes)}"
+        node = self.nodes[url] = Node(self, name, url, self.config)
+        return node
+
+    def exchange(self, node: Node, call: Call) -> Exchange:
+        """Let an engine answer. Raises aiohttp.ClientConnectorError where it is gone."""
+        if not node.listening:
+            raise refused(node.url)
+        exchange = Exchange(node.app, call)
+        node.open.add(exchange)
+        exchange.ended.add_done_callback(lambda _: node.open.discard(exchange))
+        return exchange
+
+    async def _open(self, call: Call) -> Exchange:
+        await asyncio.sleep(LATENCY_S)
+        if call.address == ROUTER:
+            return await self.router.forward(call)
+        return self.exchange(self.nodes[call.address], call)
+
+
+class VirtualRouter:
+    """The router's control side (`roster.Admin`), and its data side down to the choice of an engine."""
+
+    def __init__(self, network: Network) -> None:
+        config = RouterConfig(engine_metrics_interval_s=0.0)
+        self.dispatcher = Dispatcher(config, Metrics())
+        self.unconfirmed: list[str] = []
+        """Requests that went to an engine whose weights are not those that the fleet announced."""
+        self._network = network
+
+    async def set_engines(self, epoch: int, engines: Sequence[EngineEntry]) -> None:
+        await asyncio.sleep(LATENCY_S)
+        self.dispatcher.set_engines(epoch, engines)
+
+    async def gate(self, closed: bool) -> None:  # noqa: FBT001 - the router's own signature
+        await asyncio.sleep(LATENCY_S)
+        self.dispatcher.set_gate(closed=closed)
+
+    async def engines(self) -> RouterState:
+        await asyncio.sleep(LATENCY_S)
+        sessions = self.dispatcher.placement.sessions_on
+        loads = tuple(
+            EngineLoad(
+                *(e.name, e.entry.url, e.entry.weight_version, e.entry.eligible),
+                *(e.down, e.outstanding, e.requests),
+                sessions=sessions(e.name),
+            )
+            for e in self.dispatcher.engines.values()
+        )
+        return RouterState(self.dispatcher.membership.epoch, self.dispatcher.gate.closed, 0, 0, 0, loads)
+
+    async def forward(self, call: Call) -> Exchange:
+        """Hold and place a request, again where an engine breaks before the first byte; returns what answers it."""
+        waiting = _Waiting(self.dispatcher, call)
+        self.dispatcher.gate.submit(waiting)
+        while True:
+            try:
+                engine = await waiting.placed
+            except asyncio.CancelledError:
+                waiting.leave()
+                raise
+            waiting.placed = asyncio.get_running_loop().create_future()
+            node = self._network.nodes[engine.entry.url]
+            self._check_confirmed(engine.entry, node)
+            try:
+                exchange = self._network.exchange(node, call)
+                await exchange.begun()
+            except aiohttp.ClientConnectorError:
+                self.dispatcher.left(waiting, engine, 0.0, ok=False)
+                engine.mark(down=True)
+                self.dispatcher.placement.mark(engine.name, down=True)
+                self.dispatcher.replace(waiting, "refused")
+            except aiohttp.ServerDisconnectedError:
+                self.dispatcher.left(waiting, engine, 0.0, ok=False)
+                waiting.tried.append(engine.name)
+                self.dispatcher.replace(waiting, "hung_up")
+            except BaseException:
+                self.dispatcher.left(waiting, engine, 0.0, ok=False)
+                exchange.sever()
+                raise
+            else:
+                over = partial(self.dispatcher.left, waiting, engine, 0.0, ok=True)
+                exchange.ended.add_done_callback(lambda _, over=over: over())
+                return exchange
+
+    def _check_confirmed(self, entry: EngineEntry, node: Node) -> None:
+        weights = node.engine.weights
+        if node.engine.death is None and not weights.identity == weights.version == entry.weight_version:
+            self.unconfirmed.append(
+                f"{entry.name} was sent a request as version {entry.weight_version}; its weights are "
+                f"{weights.identity}, labelled {weights.version}"
+            )
+
+
+class _Waiting:
+    """A request in the dispatcher's hands; `router.exchange.Exchange` is the real one."""
+
+    def __init__(self, dispatcher: Dispatcher, call: Call) -> None:
+        self.request = RequestHead()
+        self.request.session_id = call.headers.get("X-Session-ID")
+        self.request.group_id = call.headers.get("X-Group-ID")
+        self.request.prompt_tokens = int(call.headers.get("X-Prompt-Tokens", 0))
+        self.request.expected_tokens = int(call.headers.get("X-Expected-Tokens", 0))
+        self.tried: list[str] = []
+        self.hold_seconds = self.gate_seconds = self.patience_used = 0.0
+        self.placed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._dispatcher = dispatcher
+
+    def try_place(self) -> Lane | None:
+        return self._dispatcher.try_place(self)  # type: ignore[arg-type]
+
+    def held(self) -> int:
+        return 0
+
+    def place(self, engine: Any) -> None:
+        if self.placed.cancelled():
+            self._dispatcher.left(self, engine, 0.0, ok=False)  # type: ignore[arg-type]
+        else:
+            self.placed.set_result(engine)
+
+    def refuse(self, refusal: RefusalError) -> None:
+        if not self.placed.done():
+            self.placed.set_exception(EngineHTTPError(str(refusal), status=refusal.status))
+
+    def leave(self) -> None:
+        """The client has gone."""
+        self._dispatcher.gate.discard(self)
+
+
+class VirtualEngines:
+    """Starts simulated engines (`member.Engines`)."""
+
+    def __init__(self, network: Network) -> None:
+        self.config = EngineConfig(model="sim-model", profile="sim")
+        self.failures = 0
+        """So many starts fail from now on."""
+        self._network = network
+        self._nodes: dict[Lifecycle, Node] = {}
+
+    async def start(self, lifecycle: Lifecycle, gpus: Sequence[str]) -> Member:  # noqa: ARG002 - as Engines has it
+        await asyncio.sleep(START_S)
+        if self.failures:
+            self.failures -= 1
+            lifecycle.to(State.DEAD, "did not start")
+            raise EngineStartError("did not start", engine=lifecycle.engine)
+        node = self._nodes[lifecycle] = self._network.add(lifecycle.engine)
+        return await join(
+            lifecycle, node.url, AsyncExitStack(), api_key=None, control_timeout_s=DEADLINE_S, process=node
+        )
+
+    async def end(self, lifecycle: Lifecycle) -> None:
+        if (node := self._nodes.pop(lifecycle, None)) is not None:
+            node.kill()
+        if lifecycle.state is State.DRAINING:
+            lifecycle.to(State.STOPPED, "its process has ended")
+
+    async def end_all(self) -> None:
+        """End every one."""
+        for lifecycle in tuple(self._nodes):
+            await self.end(lifecycle)
+
+    def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:  # noqa: ARG002 - as Engines has it
+        return ()
+
+
+class InlineThreads(ThreadPoolExecutor):
+    """Runs at once what is given to a thread: virtual time does not wait for threads."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
+            future.set_exception(error)
+        return future
+
+
+@contextmanager
+def virtual_time() -> Generator[asyncio.Runner]:
+    """A loop on virtual time, which stands still between two runs of it."""
+    loop = VirtualLoop(VirtualClock())
+    loop.set_default_executor(InlineThreads(1))
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        yield runner
+
+
+async def open_fleet(network: Network, engines: VirtualEngines, count: int, **options: Any) -> Fleet:
+    """`count` engines and a fleet over them, as `Fleet.launch` makes it."""
+    async with AsyncExitStack() as owned:
+        owned.push_async_callback(engines.end_all)
+        members = [await engines.start(Lifecycle(f"e{i}"), ()) for i in range(count)]
+        return await assemble(
+            OpenRouter(ROUTER, network.router),
+            members,
+            owned,
+            fleet=FleetConfig(engines=count, **options),
+            api_key=None,
+            control_timeout_s=DEADLINE_S,
+            request_timeout_s=3600.0,
+            engines=engines,
+        )
+
+
+@contextmanager
+def without_sockets(network: Network) -> Generator[None]:
+    """Every `HttpTransport` made in this block reaches the network's engines and router."""
+    with patch.object(HttpTransport, "_open", lambda _: network.session):
+        yield
