@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +18,13 @@ PENSTOCK = Path(sys.executable).parent / "penstock"
 END_S = 20.0
 """Within which everything has to be gone; generous, for a machine with other things to do."""
 
+RUNTIME = tempfile.TemporaryDirectory(prefix="penstock-cli-")
+"""Where control sockets lie, those that a killed server leaves among them."""
+
 
 def environment(**extra: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
-    return {**kept, "HF_HUB_OFFLINE": "1", "COLUMNS": "120", **extra}
+    return {**kept, "HF_HUB_OFFLINE": "1", "COLUMNS": "120", "XDG_RUNTIME_DIR": RUNTIME.name, **extra}
 
 
 def penstock(*args: str | Path, cwd: Path | None = None, **extra: str) -> subprocess.CompletedProcess[str]:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -27,9 +28,10 @@ HANG_S = 1.5
 
 
 @pytest.fixture(scope="module")
-async def mortal() -> AsyncIterator[Fleet]:
+async def mortal(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+    logs = {"log_dir": tmp_path_factory.mktemp("logs")}
     options = {"max_restarts": 1000, "restart_backoff_s": 0.05, "restart_window_s": 0.5, "hang_timeout_s": HANG_S}
-    async with Fleet.launch("sim-model", engines=3, health_interval_s=0.2, **SIM, **options) as fleet:
+    async with Fleet.launch("sim-model", engines=3, health_interval_s=0.2, **SIM, **logs, **options) as fleet:
         yield fleet
 
 
@@ -157,8 +159,8 @@ def listens(process: psutil.Process) -> set[str]:
     return {str(c.laddr.port) for p in family for c in p.net_connections() if c.status == "LISTEN"}
 
 
-async def test_an_exhausted_budget_is_said_and_with_none_left_nobody_waits() -> None:
-    async with Fleet.launch("sim-model", engines=2, max_restarts=0, **SIM) as fleet:
+async def test_an_exhausted_budget_is_said_and_with_none_left_nobody_waits(tmp_path: Path) -> None:
+    async with Fleet.launch("sim-model", engines=2, max_restarts=0, log_dir=tmp_path, **SIM) as fleet:
         first, second = fleet._roster.members
         await kill(first)
         assert await fleet._roster.until(lambda: first.state is State.DEAD, deadline_s=10.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,8 +55,8 @@ class Load:
 
 
 @pytest.fixture
-async def fleet() -> AsyncIterator[Fleet]:
-    async with Fleet.launch("sim-model", engines=2, drain_timeout_s=20.0, **SIM) as fleet:
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with Fleet.launch("sim-model", engines=2, drain_timeout_s=20.0, log_dir=tmp_path, **SIM) as fleet:
         yield fleet
 
 
@@ -164,8 +165,8 @@ async def test_the_last_engines_stay_and_errors_name_what_is_there(fleet: Fleet)
     await check_serves(fleet, engines=1)
 
 
-async def test_a_dead_engine_is_taken_out_or_replaced() -> None:
-    async with Fleet.launch("sim-model", engines=2, max_restarts=0, **SIM) as fleet:
+async def test_a_dead_engine_is_taken_out_or_replaced(tmp_path: Path) -> None:
+    async with Fleet.launch("sim-model", engines=2, max_restarts=0, log_dir=tmp_path, **SIM) as fleet:
         engine_process((await fleet.engines())[0].url).kill()
         await fleet._roster.until(lambda: fleet._roster.members[0].state is State.DEAD, deadline_s=10.0)
         assert (await states(fleet))["e0"] is State.DEAD

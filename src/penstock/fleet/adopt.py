@@ -88,7 +88,7 @@ class AdoptedRoster(Roster):
         self._change = state.change
         known = {member.name: member for member in self.members}
         self.members = tuple(self._member(told, known.get(told.name)) for told in state.members)
-        self.version = state.version
+        self.version, self.used = state.version, state.used
         self.announce()
         kept = {id(member.control) for member in self.members}
         for member in known.values():
@@ -190,7 +190,7 @@ class RemoteOrders:
         self._check_open()
         if self._update is not None and not self._update.done():
             raise StateError("a weight update is under way; await it before the next one")
-        number = self._roster.version + 1 if version is None else version
+        number = self._roster.used + 1 if version is None else version
         if number <= self._roster.version:
             raise UserError(f"weight version {number} is not greater than {self._roster.version}, which is in force")
         self._update = asyncio.create_task(self._publish_and_put(named_tensors, number), name="remote-update")

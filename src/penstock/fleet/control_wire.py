@@ -41,6 +41,8 @@ class FleetState:
     detached: bool
     version: int
     """Weight version."""
+    used: int
+    """See `Roster.used`."""
     change: int
     """Grows with each change."""
     members: tuple[MemberState, ...]

@@ -114,7 +114,7 @@ class Endpoint:
             for m in self._roster.members
         )
         roster = self._roster
-        return FleetState(self._url, os.getpid(), self.detached, roster.version, roster.changes, members)
+        return FleetState(self._url, os.getpid(), self.detached, roster.version, roster.used, roster.changes, members)
 
     async def _state_changed(self, http: web.Request) -> web.Response:
         seen = http.query.get("seen", "-1")

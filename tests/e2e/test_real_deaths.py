@@ -1,0 +1,127 @@
+"""Real vLLM CPU engines that die under load and in an update: back by themselves, with the weights of the moment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+
+import psutil
+import pytest
+from transformers import AutoModelForCausalLM
+
+from nano_models import History, changed
+from penstock import Fleet
+from penstock.engine.http import HTTPEngine
+from penstock.fleet.lifecycle import State
+from penstock.types import Sample, SamplingParams
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+LONG = SamplingParams(max_tokens=200, ignore_eos=True, detokenize=False)
+PROMPTS = [[5 + i, 6, 7] for i in range(12)]
+START_S = 180.0
+"""An engine starts in 20 s; the machine may have other things to do."""
+
+
+@pytest.fixture(scope="module")
+async def fleet(nano_path, tmp_path_factory):
+    logs = tmp_path_factory.mktemp("logs")
+    options = {
+        "max_restarts": 20,
+        "restart_backoff_s": 0.1,
+        "hang_timeout_s": 9.0,
+        "control_timeout_s": 20.0,
+        "log_dir": logs,
+    }
+    async with Fleet.launch(nano_path, engines=2, profile="cpu", max_model_len=512, **options) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def history(nano_path):
+    return History({0: AutoModelForCausalLM.from_pretrained(nano_path, dtype="float32")})
+
+
+async def update(fleet, history, seed):
+    model = changed(history.latest, seed)
+    report = await fleet.update_weights(model.named_parameters())
+    history.models[report.version] = model
+    return report
+
+
+def core_of(pid):
+    """The process that holds the engine core: a child of the server, or the server itself."""
+    children = [p for p in psutil.Process(pid).children() if "resource_tracker" not in " ".join(p.cmdline())]
+    return children[-1].pid if children else pid
+
+
+async def returned(fleet, index, before):
+    member = fleet._roster.members[index]
+    back = lambda: len(member.lifecycle.history) > before and member.state is State.SERVING  # noqa: E731
+    assert await fleet._roster.until(back, deadline_s=START_S), member.lifecycle.history
+
+
+def check(history, prompts, out):
+    fields = (out.response_ids, out.stop_reasons, out.response_logprobs, out.response_spans)
+    for prompt, *sample in zip(prompts, *fields, strict=True):
+        assert len(sample[0]) == LONG.max_tokens
+        assert history.worst_difference(prompt, Sample(*sample)) < 1e-4
+
+
+DEATHS = {
+    "core": (0, lambda pid: os.kill(core_of(pid), signal.SIGKILL)),
+    "group in an update": (1, lambda pid: os.killpg(pid, signal.SIGKILL)),
+    "stopped in an update": (0, lambda pid: os.killpg(pid, signal.SIGSTOP)),
+}
+
+
+@pytest.mark.parametrize(
+    "death", ["core", "group in an update", pytest.param("stopped in an update", marks=pytest.mark.slow)]
+)
+async def test_a_death_under_load(fleet, history, death):
+    """No request is lost, every logprob is that of its version, and the engine is back with the weights in force."""
+    victim, die = DEATHS[death]
+    member = fleet._roster.members[victim]
+    await update(fleet, history, 1 + len(history.models))
+    before = len(member.lifecycle.history)
+    running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG))
+    await until_made(fleet, 200)
+    if death == "core":
+        die(member.process.pid)
+    else:
+        apply = member.control.apply_weights
+
+        async def dying(version, *, clear_cache=True):
+            asyncio.get_running_loop().call_later(0.01, die, member.process.pid)
+            return await apply(version, clear_cache=clear_cache)
+
+        member.control.apply_weights = dying
+        report = await asyncio.wait_for(update(fleet, history, 1 + len(history.models)), 60.0)
+        assert [engine.engine for engine in report.engines] == [f"e{1 - victim}"]
+        assert list(report.failures) == [member.name]
+    check(history, PROMPTS, await asyncio.wait_for(running, 120.0))
+    await returned(fleet, victim, before)
+    await serves_the_weights_in_force(fleet, history, member)
+
+
+async def until_made(fleet, tokens):
+    async def total():
+        return sum(engine.stats.generation_tokens for engine in await fleet.engines() if engine.stats)
+
+    before = await total()
+    async with asyncio.timeout(60):
+        while await total() < before + tokens:  # noqa: ASYNC110 - engines send no event
+            await asyncio.sleep(0.02)
+
+
+async def serves_the_weights_in_force(fleet, history, member):
+    """Its label, its checksum against its peer's, and the logprobs of what it makes itself."""
+    assert len(set(await fleet.collective_rpc("penstock_checksum"))) == 1
+    engine = await HTTPEngine.connect(member.url)
+    assert engine.weight_version == fleet.weight_version
+    (sample,) = await engine.sample([9, 8, 7], 1, replace(LONG, max_tokens=50))
+    assert set(sample.versions()) == {fleet.weight_version}
+    assert history.worst_difference([9, 8, 7], sample) < 1e-4
+    await engine.teardown()
