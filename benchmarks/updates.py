@@ -1,0 +1,267 @@
+"""Weight updates under load on real CPU engines: the bubble, what is lost, and what the field's usual loop costs.
+
+    python benchmarks/updates.py [--engines 2] [--concurrent 64 256] [--updates 20]
+
+Four ways take turns on the same engines, in rounds: no updates; `keep` (an update in flight); `abort` (pause with
+abort, update, resume: what was cut goes on from its tokens); and the naive loop: pause with abort, five seconds of
+grace, update, resume, while clients that were cut ask every half second whether they may go on, and begin anew. Before
+each round the same updates on idle engines. A token is wasted when an engine made it and no answer has it. About nine
+minutes in all, the start of the engines included; one and a half with `--quick`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import _common
+import torch
+from _closed_loop import ClosedLoop, made
+from transformers import AutoModelForCausalLM
+
+from penstock.engine import wire
+from penstock.engine.concurrent import all_or_first_error
+from penstock.engine.control import ControlClient
+from penstock.engine.data import GENERATE
+from penstock.engine.transport import HttpTransport
+from penstock.fleet.fleet import Fleet
+from penstock.types import PauseMode, SamplingParams
+
+MODEL = Path(__file__).parent.parent / "examples" / "models" / "sorter-0.8m"
+TOKENS = 128
+PARAMS = SamplingParams(max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+ROUNDS = 4
+BETWEEN_S = 1.0
+"""From one update to the next."""
+QUIET_S = 6.0
+"""Window without updates."""
+GRACE_S = 5.0
+AFTER_S = 6.0
+"""The same of the naive loop: its clients need seconds to make again what was thrown away."""
+POLL_S = 0.5
+REQUEST_S = 300.0
+BUBBLE_BAR = 2.0
+"""Times the idle round: control must not queue behind data."""
+GOODPUT_BAR = 0.85
+
+
+@dataclass
+class Side:
+    """What one way to update gave, all rounds together."""
+
+    bubbles: list[float] = field(default_factory=list)
+    """Seconds from the first word of each pause to the end of its resume."""
+    idle: list[float] = field(default_factory=list)
+    """The same, of engines that have nothing to do."""
+    updates: int = 0
+    seconds: float = 0.0
+    """Windows in which tokens were counted."""
+    good: int = 0
+    """Tokens made in them, less those thrown away."""
+    wasted: int = 0
+    requeued: int = 0
+    continued: int = 0
+    failed: int = 0
+
+    @property
+    def goodput(self) -> float:
+        """Useful tokens a second."""
+        return self.good / self.seconds
+
+
+class Bench:
+    """A fleet, and the same engines as the naive loop sees them."""
+
+    def __init__(self, fleet: Fleet, urls: list[str]) -> None:
+        self.fleet = fleet
+        self.model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+        self.controls = [ControlClient(f"e{i}", url) for i, url in enumerate(urls)]
+        self.https = [HttpTransport(url) for url in urls]
+        self.thrown_away = 0
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for client in (*self.controls, *self.https):
+            await client.close()
+
+    # --- ways to update ----------------------------------------------------------------------------------------------
+
+    async def keep(self) -> float:
+        """In flight; the engines say themselves how long each of them made nothing."""
+        return (await self._update()).bubble
+
+    async def abort(self) -> float:
+        """Everything in flight is cut and goes on."""
+        began = time.perf_counter()
+        await self.fleet.pause_generation(PauseMode.ABORT)
+        await self._update()
+        await self.fleet.resume_generation()
+        return time.perf_counter() - began
+
+    async def naive(self) -> float:
+        """Everything in flight is cut and begins anew."""
+        began = time.perf_counter()
+        await all_or_first_error(control.pause(PauseMode.ABORT) for control in self.controls)
+        await asyncio.sleep(GRACE_S)
+        await self._update()
+        await all_or_first_error(control.resume() for control in self.controls)
+        return time.perf_counter() - began
+
+    async def _update(self) -> Any:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 1e-4)
+        return await self.fleet.update_weights(self.model.named_parameters())
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    async def ask(self, i: int) -> int:
+        """One request as a user of the fleet makes it."""
+        (sample,) = await self.fleet.sample([5 + i % 80, 6, 7], 1, PARAMS)
+        return len(sample.token_ids)
+
+    async def ask_naively(self, i: int) -> int:
+        """One request to one engine, from the start again where it was cut."""
+        http = self.https[i % len(self.https)]
+        body = wire.generate_body([5 + i % 80, 6, 7], PARAMS)
+        while True:
+            (choice,) = (await http.post(GENERATE, body, timeout_s=REQUEST_S))["choices"]
+            if choice["finish_reason"] != "abort":
+                return len(choice["token_ids"])
+            self.thrown_away += len(choice["token_ids"])
+            while (await http.get("/is_paused", timeout_s=REQUEST_S))["is_paused"]:  # noqa: ASYNC110 - as the field does
+                await asyncio.sleep(POLL_S)
+
+    # --- measurement -------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def window(self, side: Side, ask: Callable[[int], Awaitable[int]], concurrent: int) -> AsyncGenerator[None]:
+        """Load around what is measured; everything in flight ends before the next side's turn."""
+        whole, thrown, counters = await made(self.fleet), self.thrown_away, self._counters()
+        async with ClosedLoop(ask, concurrent) as loop:
+            await asyncio.sleep(2.0)
+            before, thrown_before, began = await made(self.fleet), self.thrown_away, time.perf_counter()
+            yield
+            side.seconds += time.perf_counter() - began
+            side.good += await made(self.fleet) - before - (self.thrown_away - thrown_before)
+        side.wasted += await made(self.fleet) - whole - loop.received
+        side.failed += len(loop.failed)
+        requeued, continued = self._counters()
+        side.requeued += requeued - counters[0]
+        side.continued += continued - counters[1]
+        if side.wasted < 0 or self.thrown_away - thrown > side.wasted:
+            raise RuntimeError(f"the counts of tokens do not add up: {side}")
+
+    def _counters(self) -> tuple[int, int]:
+        return self.fleet.counters.requeued_tokens, self.fleet.counters.continued
+
+    async def round(self, sides: dict[str, Side], concurrent: int, updates: int, naive_updates: int) -> None:
+        """Each side once."""
+        for name in ("keep", "abort"):
+            for _ in range(updates):
+                sides[name].idle.append(await getattr(self, name)())
+        async with self.window(sides["none"], self.ask, concurrent):
+            await asyncio.sleep(QUIET_S)
+        for name, ask, count, between_s in (
+            ("keep", self.ask, updates, BETWEEN_S),
+            ("abort", self.ask, updates, BETWEEN_S),
+            ("naive", self.ask_naively, naive_updates, AFTER_S),
+        ):
+            side = sides[name]
+            async with self.window(side, ask, concurrent):
+                for _ in range(count):
+                    side.bubbles.append(await getattr(self, name)())
+                    await asyncio.sleep(between_s)
+            side.updates += count
+            bubbles = ", ".join(f"{1000 * bubble:.0f}" for bubble in side.bubbles[-count:])
+            _common.note(f"{concurrent} in flight, {name}: {side.goodput:.0f} tokens/s, bubbles {bubbles} ms")
+
+
+def rows(sides: dict[str, Side], concurrent: int) -> list[_common.Row]:
+    """What the bars are for."""
+    none, keep, abort, naive = (sides[name] for name in ("none", "keep", "abort", "naive"))
+    what = f"{concurrent} in flight"
+    made_rows: list[_common.Row] = []
+    for name, side in (("keep", keep), ("abort", abort)):
+        case = f"{what}, {name}, {side.updates} updates"
+        for which, of in (("median", statistics.median), ("max", max)):
+            bubble, idle = of(side.bubbles), of(side.idle)
+            made_rows.append(
+                _common.compare(
+                    f"{case}: bubble {which} by the idle round's, s", bubble, idle, bar=BUBBLE_BAR, want="at most"
+                )
+            )
+        made_rows += [
+            _common.single(f"{case}: wasted tokens", side.wasted, bar=0, want="at most"),
+            _common.single(f"{case}: failed requests", side.failed, bar=0, want="at most"),
+            _common.compare(
+                f"{case}, one every {BETWEEN_S:g} s: useful tokens/s by those without updates",
+                side.goodput, none.goodput, bar=GOODPUT_BAR, want="at least",
+            ),
+        ]  # fmt: skip
+    made_rows += [
+        _common.single(f"{what}, keep: tokens requeued", keep.requeued, bar=0, want="at most"),
+        _common.single(
+            f"{what}, abort: tokens requeued for each request that was cut",
+            abort.requeued / max(1, abort.continued), bar=TOKENS, want="at most",
+        ),
+    ]  # fmt: skip
+    for name, side in (("keep", keep), ("abort", abort)):
+        made_rows += [
+            _common.compare(
+                f"{what}: bubble median of {name} by the naive loop's, s",
+                statistics.median(side.bubbles), statistics.median(naive.bubbles), bar=0.1, want="at most",
+            ),
+            _common.compare(
+                f"{what}: useful seconds lost for each update, {name} by the naive loop",
+                lost(side, none), lost(naive, none), bar=0.1, want="at most",
+            ),
+        ]  # fmt: skip
+    wasted = naive.wasted / naive.updates
+    made_rows.append(
+        _common.compare(
+            f"{what}: tokens wasted for each update, ours by the naive loop's",
+            (keep.wasted + abort.wasted) / (keep.updates + abort.updates), wasted, bar=0.0, want="at most",
+        )
+    )  # fmt: skip
+    return made_rows
+
+
+def lost(side: Side, none: Side) -> float:
+    """Seconds of full throughput that one update costs; noise can make it seem to cost nothing."""
+    return max(0.0, side.seconds * (1 - side.goodput / none.goodput) / side.updates)
+
+
+async def main() -> int:
+    """Measure and print."""
+    options = _common.parser(__doc__ or "")
+    options.add_argument("--engines", type=int, default=2)
+    options.add_argument("--concurrent", type=int, nargs="+", default=[64, 256])
+    options.add_argument("--updates", type=int, default=20)
+    args = options.parse_args()
+    rounds = 1 if args.quick else ROUNDS
+    updates = 2 if args.quick else max(1, args.updates // ROUNDS)
+    made_rows: list[_common.Row] = []
+    async with Fleet.launch(MODEL, args.engines, profile="cpu", max_model_len=256, max_num_seqs=256) as fleet:
+        bench = Bench(fleet, [engine.url for engine in await fleet.engines()])
+        async with ClosedLoop(bench.ask, max(args.concurrent)):  # the first requests warm kernels up
+            await asyncio.sleep(1.0)
+        for concurrent in args.concurrent:
+            sides: dict[str, Side] = defaultdict(Side)
+            for _ in range(rounds):
+                await bench.round(sides, concurrent, updates, 1)
+            made_rows += rows(sides, concurrent)
+        await bench.close()
+    return _common.report("updates", made_rows)
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))
