@@ -23,6 +23,7 @@ class App:
             update_weight_version = None
             output_processor = SimpleNamespace(add_request=None)
             engine_core = SimpleNamespace(add_request_async=None)
+            vllm_config = SimpleNamespace(model_config=None)
 
 
 async def status(method: str, path: str, key: str | None) -> int:

@@ -74,6 +74,14 @@ async def run(script, cuts, given, *, stream, labels=True, how="abort"):
     return reader.choices, front.in_flight.spans(), partials
 
 
+def everything(partials):
+    """What was told, however it was cut in chunks."""
+    return [
+        {**p.as_json(), "logprobs": [position for chunk in p.logprobs for position in orjson.loads(chunk)]}
+        for p in partials
+    ]
+
+
 TEXT = "aé€😀b漢字stop c😀"
 CASES = {
     "multi-byte": ([ids(TEXT)], {"max_tokens": len(ids(TEXT))}),
@@ -103,7 +111,7 @@ async def test_wherever_it_is_cut_the_answer_is_that_of_an_undisturbed_one(case,
             again, its_spans, its_told = await run(script, cuts, given, stream=stream, how=how)
             assert again == whole, f"cut after {cuts}"
             assert its_spans == spans, f"cut after {cuts}"
-            assert [p.as_json() for p in its_told] == [p.as_json() for p in told], f"cut after {cuts}"
+            assert everything(its_told) == everything(told), f"cut after {cuts}"
 
 
 async def test_text_is_that_of_all_tokens_together():
@@ -131,13 +139,8 @@ async def test_versions_are_exact_where_vllm_labels_nothing():
 async def test_what_the_core_gets_is_prompt_and_partial_and_what_is_left_of_the_limits():
     from vllm_frontend import FrontEnd
 
-    part = {
-        "ids": [1, 2, 3],
-        "logprobs": [[[1, -1.0, 1, "a"]]] * 3,
-        "versions": [[0, 3]],
-        "finish": None,
-        "stop_reason": None,
-    }
+    logprobs = ['[[[1, -1.0, 1, "a"]], [[2, -1.0, 1, "b"]]]', '[[[3, -1.0, 1, "c"]]]']
+    part = {"ids": [1, 2, 3], "logprobs": logprobs, "versions": [[0, 3]], "finish": None, "stop_reason": None}
     front = FrontEnd(tokenizer(), [list(range(30))], PROMPT, labels=True)
     asked = params(stream=False, max_tokens=10, min_tokens=5, n=2)
     asked.extra_args = {RESUME_ARG: orjson.dumps([part])}
@@ -163,3 +166,29 @@ async def test_what_cannot_be_taken_up_in_the_middle_says_so(given, whole_only):
     front.step()
     (news,) = front.in_flight.news()
     assert news["whole_only"] is whole_only
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"ids": [1, 257, 3]}, "outside the vocabulary"),
+        ({"ids": [1, -1, 3]}, "outside the vocabulary"),
+        ({"ids": [1, True, 3]}, "outside the vocabulary"),
+        ({"versions": [[0, 2]]}, "do not cover 3 tokens"),
+        ({"logprobs": []}, "3 tokens but 0 logprobs"),
+        ({"ids": [1] * 10, "versions": [[0, 10]]}, "leave no room"),
+    ],
+)
+async def test_what_would_end_the_core_is_refused_and_leaves_nothing_behind(wrong, message):
+    from vllm.exceptions import VLLMValidationError
+    from vllm_frontend import FrontEnd
+
+    logprobs = ["[[[1, -1.0, 1, null]], [[2, -1.0, 1, null]], [[3, -1.0, 1, null]]]"]
+    part = {"ids": [1, 2, 3], "logprobs": logprobs, "versions": [[0, 3]], "finish": None, "stop_reason": None, **wrong}
+    front = FrontEnd(tokenizer(), [list(range(30))], PROMPT, labels=True)
+    asked = params(stream=False, max_tokens=10)
+    asked.extra_args = {RESUME_ARG: orjson.dumps([part])}
+    with pytest.raises(VLLMValidationError, match=message):
+        await front.submit(asked)
+    assert not front.running
+    assert not front.processor.request_states

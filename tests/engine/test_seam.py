@@ -84,13 +84,13 @@ def told(index=0, **of):
 def test_what_is_told_adds_up_to_what_is_taken_up():
     partials = Partials()
     assert partials.resume() is None
-    assert partials.add([told(1, ids=[4, 5], logprobs=["a", "b"], versions=[[0, 1], [1, 1]])]) == 2
-    partials.add([told(1, ids=[6], logprobs=["c"], versions=[[1, 1]]), told(2, finish="abort")])
+    assert partials.add([told(1, ids=[4, 5], logprobs="ab", versions=[[0, 1], [1, 1]])]) == 2
+    partials.add([told(1, ids=[6], logprobs="c", versions=[[1, 1]]), told(2, finish="abort")])
     assert partials.cut
     zero, one, two = orjson.loads(partials.resume())
     assert zero["ids"] == two["ids"] == []
     assert one == {
-        "ids": [4, 5, 6], "logprobs": ["a", "b", "c"], "versions": [[0, 1], [1, 2]], "finish": None, "stop_reason": None
+        "ids": [4, 5, 6], "logprobs": ["ab", "c"], "versions": [[0, 1], [1, 2]], "finish": None, "stop_reason": None
     }  # fmt: skip
     assert two["finish"] is None, "what a pause aborted goes on"
     partials.add([told(2, ids=[1], finish="abort", asked=True)])

@@ -41,7 +41,7 @@ class Engine:
         self.request_states: dict[str, State] = {}
         self.output_processor = self
         self.engine_core = SimpleNamespace(outputs_queue=asyncio.Queue(), add_request_async=None)
-        self.made: list[State] = []
+        self.vllm_config = SimpleNamespace(model_config=None)
 
     def add_request(self, request, _prompt, _parent, index, _queue) -> None:
         self.request_states[request.request_id] = State(request.external, index)

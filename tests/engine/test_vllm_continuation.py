@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from nano_models import changed, logprobs_of, taught
+from penstock.errors import EngineHTTPError
 from penstock.types import PauseMode, Sample, SamplingParams, VersionSpan
 
 pytestmark = pytest.mark.vllm
@@ -279,3 +280,12 @@ async def test_openais_client_reads_streams_and_versions(live):
         stream = await client.chat.completions.create(**given, stream=True)
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
     assert text == whole_answer.parse().choices[0].message.content
+
+
+async def test_what_cannot_be_taken_up_here_is_a_400(live):
+    part = {"ids": [10_000], "logprobs": [], "versions": [[0, 1]], "finish": None, "stop_reason": None}
+    extra = {"vllm_xargs": {"penstock_resume": json.dumps([part])}}
+    with pytest.raises(EngineHTTPError, match="outside the vocabulary") as error:
+        await live.engine.completion(body(live, prompt=PROMPT, **extra))
+    assert error.value.status == 400
+    assert await live.engine.get_num_unfinished_requests() == 0

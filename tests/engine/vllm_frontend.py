@@ -45,6 +45,7 @@ class FrontEnd:
         self.processor = OutputProcessor(tokenizer, log_stats=False)
         self.engine_core = SimpleNamespace(add_request_async=self._to_core)
         self.output_processor = self.processor
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=100, get_vocab_size=lambda: 257))
         self.running: dict[str, EngineCoreRequest] = {}
         self.in_flight = InFlight()
         self.spans = VersionSpans()

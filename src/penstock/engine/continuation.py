@@ -34,8 +34,11 @@ DEAD_STATUS = frozenset({500, 502, 504})
 """What vLLM answers when its engine core has died under a request, and proxies when vLLM itself has."""
 DONE = b"data: [DONE]"
 RETRY_S = (0.0, 0.25, 0.5, 1.0)
-"""Seconds before the request is sent again after its first, second, ... death. A dying vLLM answers 500 for up to a
-second, and it takes a fleet as long to notice; a request that met as many deaths as this and one more is given up."""
+"""Seconds before the request is sent again after its first, second, ... death without a new token. A dying vLLM answers
+500 for up to a second, and it takes a fleet as long to notice. After so many and one more the request is given up: what
+ends an engine ends the next one at the same token."""
+MAX_DEATHS = 20
+"""Of one request in all."""
 IDLE_ABORT_S = 0.1
 """Wait where an engine has aborted a request twice without a token, lest one that aborts everything be besieged."""
 
@@ -96,7 +99,7 @@ class Continuation:
         self._end = asyncio.get_running_loop().time() + timeout_s
         self._chunk_tokens = chunk_tokens
         self._counters = counters
-        self._deaths = 0
+        self._deaths = self._deaths_in_all = 0
         self._idle_aborts = 0
         self._news = 0
 
@@ -209,11 +212,13 @@ class Continuation:
             raise error
         if isinstance(error, EngineHTTPError) and error.status not in DEAD_STATUS:
             raise error
-        if self._deaths == len(RETRY_S):
+        self._deaths = 0 if self._news else self._deaths
+        self._deaths_in_all += 1
+        if self._deaths == len(RETRY_S) or self._deaths_in_all == MAX_DEATHS:
             if http:
                 raise error
             raise EngineDeadError(
-                f"given up: {self._deaths + 1} times an engine died under this request, the last: {error}"
+                f"given up: {self._deaths_in_all} times an engine died under this request, the last: {error}"
             ) from error
         delay = RETRY_S[self._deaths]
         self._deaths += 1

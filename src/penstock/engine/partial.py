@@ -15,8 +15,9 @@ class Partial:
 
     Attributes:
         ids: its tokens.
-        logprobs: for each token the engine's own entries `[[token id, logprob, rank, text], ...]`, the sampled token
-            first; None where none were asked for. They go back to an engine as they came.
+        logprobs: a JSON text for each chunk, of its tokens' `[[token id, logprob, rank, text], ...]`, the sampled token
+            first; none where none were asked for. They are not read here and go back to an engine as they came: as
+            Python's lists they would be ten times as large.
         versions: `[version, tokens]` of each stretch made under one version; together they cover `ids`.
         finish: why it ended; None while it has not.
         stop_reason: the stop string or stop token id that ended it, as vLLM has it.
@@ -25,7 +26,7 @@ class Partial:
     """
 
     ids: list[int] = field(default_factory=list[int])
-    logprobs: list[Any] | None = None
+    logprobs: list[str] = field(default_factory=list[str])
     versions: list[list[int]] = field(default_factory=list[list[int]])
     finish: str | None = None
     stop_reason: int | str | None = None
@@ -46,7 +47,7 @@ class Partial:
         """What the engine tells of it since it told last."""
         self.ids += news["ids"]
         if news.get("logprobs") is not None:
-            self.logprobs = (self.logprobs or []) + news["logprobs"]
+            self.logprobs.append(news["logprobs"])
         for version, tokens in news["versions"]:
             if self.versions and self.versions[-1][0] == version:
                 self.versions[-1][1] += tokens
@@ -58,7 +59,7 @@ class Partial:
     def forget(self) -> int:
         """Begin anew; returns how many tokens are thrown away."""
         wasted = len(self.ids)
-        self.ids, self.logprobs, self.versions, self.finish = [], None, [], None
+        self.ids, self.logprobs, self.versions, self.finish = [], [], [], None
         return wasted
 
     def as_json(self) -> dict[str, Any]:

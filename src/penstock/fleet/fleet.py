@@ -246,7 +246,7 @@ class Fleet(Engine):
     async def sleep(self, level: int = 1) -> None:
         """Free memory on every engine; new requests wait in the router until `wake_up` has taken all of it back.
 
-        Requests in flight end with the finish reason `abort`. Level 2 drops the weights: after it, requests wait for
+        Requests in flight go on then from the tokens they have. Level 2 drops the weights: after it, requests wait for
         the next update as well.
         """
         await self._operations.sleep(level)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -51,8 +51,12 @@ def _part(given: Mapping[str, Any]) -> Part:
     for version, tokens in given["versions"]:
         spans.append(VersionSpan(version, start, start + tokens))
         start += tokens
-    logprobs = tuple(position[0][1] for position in given["logprobs"] or ())
+    logprobs = tuple(position[0][1] for chunk in given["logprobs"] for position in orjson.loads(chunk))
     return Part(tuple(given["ids"]), logprobs, tuple(spans), given["finish"], given["stop_reason"])
+
+
+def _entries(pairs: Iterable[tuple[int, float]]) -> str:
+    return orjson.dumps([[[token, logprob, 1, text.character_of(token)]] for token, logprob in pairs]).decode()
 
 
 class Teller:
@@ -96,9 +100,7 @@ class Teller:
         return {
             "index": index,
             "ids": sequence.output[start:end],
-            "logprobs": [[[token, logprob, 1, text.character_of(token)]] for token, logprob in pairs]
-            if sequence.request.params.logprobs
-            else None,
+            "logprobs": _entries(pairs) if sequence.request.params.logprobs and end > start else None,
             "versions": [[version, last - first] for version, first, last in spans if last > first],
             "finish": sequence.finish_reason,
             "stop_reason": sequence.stop_reason,

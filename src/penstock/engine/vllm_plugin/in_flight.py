@@ -13,6 +13,8 @@ import asyncio
 from contextvars import ContextVar
 from typing import Any
 
+import orjson
+
 from penstock.engine.wire import version_number
 
 
@@ -139,14 +141,15 @@ CURRENT: ContextVar[InFlight | None] = ContextVar("penstock_in_flight", default=
 """The HTTP request that this task serves."""
 
 
-def _entries(logprobs: Any, start: int, end: int) -> list[Any] | None:
-    """`[[token id, logprob, rank, text], ...]` for each token; vLLM's answers have the same floor of -9999."""
-    if logprobs is None:
+def _entries(logprobs: Any, start: int, end: int) -> str | None:
+    """As JSON, `[[token id, logprob, rank, text], ...]` of each token; vLLM's answers have the same floor of -9999."""
+    if logprobs is None or start == end:
         return None
-    return [
+    entries = [
         [[token, max(entry.logprob, -9999.0), entry.rank, entry.decoded_token] for token, entry in position.items()]
         for position in logprobs[start:end]
     ]
+    return orjson.dumps(entries).decode()
 
 
 def _prompt_number(external_request_id: str) -> int:

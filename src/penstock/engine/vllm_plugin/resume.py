@@ -16,8 +16,18 @@ import orjson
 from penstock.engine.wire import INITIAL_VERSION, RESUME_ARG
 
 
-def part_of(request: Any, index: int) -> dict[str, Any] | None:
-    """What sample `index` of an EngineCoreRequest has already, taken out of its extra arguments."""
+def part_of(request: Any, index: int, config: Any) -> dict[str, Any] | None:
+    """What sample `index` of an EngineCoreRequest has already, taken out of its extra arguments.
+
+    Args:
+        request: not yet known to vLLM.
+        index: among the samples of its prompt.
+        config: vLLM's ModelConfig.
+
+    Raises:
+        VLLMValidationError: it does not fit together or not this model. VLLM answers 400; its core, which checks
+            nothing of the kind, would die.
+    """
     params = request.sampling_params
     extra = getattr(params, "extra_args", None)
     if not extra or RESUME_ARG not in extra:
@@ -27,7 +37,30 @@ def part_of(request: Any, index: int) -> dict[str, Any] | None:
     params.extra_args = {key: value for key, value in extra.items() if key != RESUME_ARG} or None
     parts = orjson.loads(extra[RESUME_ARG])
     part = parts[index] if index < len(parts) else None
-    return part if part and part["ids"] else None
+    if not part or not part["ids"]:
+        return None
+    _check(part, request, config)
+    part["logprobs"] = [position for chunk in part["logprobs"] for position in orjson.loads(chunk)]
+    if params.logprobs is not None and len(part["logprobs"]) != len(part["ids"]):
+        raise _refusal(f"{len(part['ids'])} tokens but {len(part['logprobs'])} logprobs")
+    return part
+
+
+def _check(part: dict[str, Any], request: Any, config: Any) -> None:
+    ids, room = part["ids"], config.max_model_len - len(request.prompt_token_ids or ())
+    if any(type(token) is not int or not 0 <= token < config.get_vocab_size() for token in ids):
+        raise _refusal(f"a token lies outside the vocabulary [0, {config.get_vocab_size()})")
+    left = min(room, request.sampling_params.max_tokens) - len(ids)
+    if left < (0 if part["finish"] is not None else 1):
+        raise _refusal(f"{len(ids)} tokens leave no room for another")
+    if sum(tokens for _, tokens in part["versions"]) != len(ids):
+        raise _refusal(f"the versions {part['versions']} do not cover {len(ids)} tokens")
+
+
+def _refusal(message: str) -> Exception:
+    from vllm.exceptions import VLLMValidationError  # noqa: PLC0415 - only inside vLLM
+
+    return VLLMValidationError(f"{RESUME_ARG}: {message}")
 
 
 def seed(request: Any, state: Any, part: dict[str, Any]) -> None:

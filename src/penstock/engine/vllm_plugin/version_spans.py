@@ -32,6 +32,7 @@ class VersionSpans:
     def __init__(self) -> None:
         self._version = 0
         self._installed = False
+        self._model: Any = None
         self._in_flight: set[InFlight] = set()
 
     def install(self, engine: Any) -> None:
@@ -40,6 +41,7 @@ class VersionSpans:
             return
         self._installed = True
         processor, core = engine.output_processor, engine.engine_core
+        self._model = engine.vllm_config.model_config
         processor.add_request = functools.partial(self._add, processor, processor.add_request)
         core.add_request_async = functools.partial(self._add_to_core, processor, core.add_request_async)
 
@@ -86,13 +88,14 @@ class VersionSpans:
         request_index: int = 0,
         queue: Any = None,
     ) -> None:
-        add_request(request, prompt, parent_req, request_index, queue)
         in_flight = CURRENT.get()
         if in_flight is None or request.sampling_params is None:
+            add_request(request, prompt, parent_req, request_index, queue)
             return
+        part = resume.part_of(request, request_index, self._model)
+        add_request(request, prompt, parent_req, request_index, queue)
         state = processor.request_states[request.request_id]
         made = in_flight.add(request, state)
-        part = resume.part_of(request, request_index)
         if part is not None:
             resume.seed(request, state, part)
             made.begin(part["versions"])
