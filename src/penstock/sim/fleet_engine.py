@@ -28,7 +28,7 @@ class FleetSequence:
         tag: the caller's.
     """
 
-    __slots__ = ("before", "chain", "counted", "end", "hit", "left", "made", "output_tokens", "prompt", "start", "tag")
+    __slots__ = ("before", "chain", "end", "hit", "left", "made", "output_tokens", "prompt", "start", "tag")
 
     def __init__(self, chain: Sequence[Segment], output_tokens: int, tag: object = None) -> None:
         self.chain = tuple(chain)
@@ -48,7 +48,6 @@ class FleetSequence:
         """Position at which it began to decode in this run; -1: it has not."""
         self.end = -1
         """Position at which it ends."""
-        self.counted = False
 
 
 class EngineCounters:
@@ -244,8 +243,7 @@ class FleetEngine:
             self._prefilling.append(sequence)
             sequence.left, sequence.before = missing, hit
             budget -= missing
-            if not sequence.counted:
-                sequence.counted = True
+            if sequence.hit < 0:
                 sequence.hit = hit
                 self._pending_s += self.speed.request_s
                 self.counters.queries += sequence.prompt

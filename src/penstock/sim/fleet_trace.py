@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from penstock.sim.fleet_cache import Segment
 
@@ -81,11 +80,12 @@ def agents(count: int, shape: AgentShape, seed: int) -> list[Trajectory]:
     """`count` agents; the `group_size` samples of one task follow each other, as a rollout worker starts them."""
     source = random.Random(f"agents {seed}")
     made: list[Trajectory] = []
+    task = 0
     for i in range(count):
         group = i // shape.group_size
         if i % shape.group_size == 0:
             task = shape.task.draw(source)
-        shared: tuple[Segment, ...] = (("system", shape.system_tokens), (f"task {group}", task))  # pyright: ignore[reportPossiblyUnboundVariable]
+        shared: tuple[Segment, ...] = (("system", shape.system_tokens), (f"task {group}", task))
         median, sigma = shape.tool_s
         turns: list[Turn] = []
         for t in range(source.randint(*shape.turns)):
@@ -111,6 +111,3 @@ def groups(count: int, shape: GroupShape, seed: int) -> list[Trajectory]:
             made.append(Trajectory(len(made), shared, (Turn(0, max(1, length)),), group, session=False))
         group += 1
     return made
-
-
-Kind = Literal["agents", "groups"]
