@@ -230,6 +230,8 @@ async def test_control_that_would_reach_one_engine_of_many_is_refused(target: st
         client = await r.client()
         answer = await client.ask(target, body=b"{}")
         assert (answer.status, answer.header("x-penstock-error")) == (403, "control_call")
+        # what a server cuts off before it looks for the path
+        assert (await (await r.client()).ask("/pause#x", body=b"{}")).status == 400
         for passed in ("/v1/completions", "/pauses", "/v1/x?then=/pause", "/penstock/info", "/is_paused"):
             assert (await client.ask(passed)).status == 200
         assert len(r.backends[0].seen) + len(r.backends[1].seen) == 5

@@ -58,6 +58,7 @@ BAD_HEADS = {
     "asterisk": b"OPTIONS * HTTP/1.1\r\nHost: a\r\n\r\n",
     "absolute target": b"GET http://b/c HTTP/1.1\r\nHost: a\r\n\r\n",
     "target without a slash": b"GET c HTTP/1.1\r\nHost: a\r\n\r\n",
+    "fragment": b"POST /pause#x HTTP/1.1\r\nHost: a\r\n\r\n",
     "8-bit target": b"GET /\xff HTTP/1.1\r\nHost: a\r\n\r\n",
     "space in the target": b"GET /a b HTTP/1.1\r\nHost: a\r\n\r\n",
     "two spaces": b"GET  / HTTP/1.1\r\nHost: a\r\n\r\n",
@@ -105,6 +106,13 @@ def test_what_a_client_says_for_its_placement() -> None:
     bare = parse_request(b"GET / HTTP/1.1\r\nHost: a\r\nX-Session-ID:\r\n\r\n")
     assert (bare.session_id, bare.group_id, bare.adapter, bare.prefix_hashes) == (None, None, None, None)
     assert (bare.prompt_tokens, bare.expected_tokens, bare.min_weight_version) == (0, 0, 0)
+
+
+def test_names_beyond_ascii_are_those_that_admin_calls_say() -> None:
+    head = "POST / HTTP/1.1\r\nHost: a\r\nX-Session-ID: séance\r\nX-Adapter: modèle\r\n\r\n"
+    as_utf8, as_latin = parse_request(head.encode()), parse_request(head.encode("latin-1"))
+    assert (as_utf8.session_id, as_utf8.adapter) == (as_latin.session_id, as_latin.adapter) == ("séance", "modèle")
+    assert as_latin.forward == head.encode("latin-1")
 
 
 def test_hop_by_hop_fields_stay_here() -> None:

@@ -22,7 +22,8 @@ UNTIL_CLOSE = -2
 """Body length of a response that ends with its connection."""
 
 _METHODS = {b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS"}
-_REQUEST_LINE = re.compile(rb"([A-Z-]+) (/[!-~]*) HTTP/1\.([01])")
+_REQUEST_LINE = re.compile(rb"([A-Z-]+) (/[!\"$-~]*) HTTP/1\.([01])")
+"""No fragment (RFC 9112, 3.2.1): the router would take `/pause#x` for another path, an engine's server for `/pause`."""
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: [\t -~\x80-\xff]*)?")
 _HOP_BY_HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"proxy-authorization", b"te", b"upgrade", b"http2-settings"}
@@ -53,7 +54,10 @@ def _text(field: str, limit: int, code: str = "bad_request") -> Callable[[bytes]
     def make(value: bytes) -> str:
         if len(value) > limit:
             raise RefusalError(400, code, f"{field} has {len(value)} bytes, over the limit of {limit}")
-        return value.decode("latin-1")
+        try:
+            return value.decode()  # as clients send other names than ASCII, and as the admin calls say them
+        except UnicodeDecodeError:
+            return value.decode("latin-1")
 
     return make
 
@@ -248,7 +252,7 @@ def _request_line_refusal(line: bytes) -> RefusalError:
         return RefusalError(505, "version_not_supported", "only HTTP/1.1 and HTTP/1.0 are served")
     if method not in _METHODS:
         return RefusalError(501, "method_not_supported", f"method {method[:40]!r} is not supported")
-    return RefusalError(400, "bad_request", f"request target {target[:80]!r} must be a path that begins with /")
+    return RefusalError(400, "bad_request", f"request target {target[:80]!r} must be a path, /... without #")
 
 
 def _status_line(line: bytes, head: bytes) -> tuple[int, bool]:
