@@ -315,6 +315,18 @@ async def test_admin_calls_have_a_deadline_and_say_when_the_router_is_gone() -> 
     await admin.close()
 
 
+async def test_a_call_that_no_hub_answers_is_answered() -> None:
+    async def silent(method: str, path: str, body: bytes) -> tuple[bytes, str]:
+        raise DeadlineError(f"router hub did not answer {method} {path} ({len(body)} bytes)", seconds=9)
+
+    async with rig(answer_name) as r:
+        assert r.router is not None
+        r.router.dispatcher.relay = silent
+        answer = await (await r.client()).ask("/router/gate", b'{"closed": true}')
+        assert (answer.status, answer.header("x-penstock-error"), answer.header("retry-after")) == (503, "no_hub", "5")
+        assert b"router hub did not answer" in answer.body
+
+
 async def test_a_port_that_is_taken_is_a_clear_error() -> None:
     first = Router()
     await first.start("127.0.0.1", 0)

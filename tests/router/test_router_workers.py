@@ -22,6 +22,7 @@ from penstock.errors import EngineStartError, StateError, UserError
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.hub import Hub
 from penstock.router.listen import listen
+from penstock.router.membership import EngineEntry
 
 OPTIONS: dict[str, Any] = {"process": True, "workers": 2, "engine_metrics_interval_s": 0}
 
@@ -174,6 +175,10 @@ async def test_an_engine_that_one_process_finds_unwell_is_down_for_all() -> None
         await r.admin.gate(closed=False)  # what one has told the other has arrived before this
         for client in clients:
             assert {(await client.ask()).body for _ in range(6)} == {b"e1"}
+        state, text = await r.admin.engines(), await r.admin.metrics()
+        assert (state.engines[0].down, state.engines[0].breaker_openings) == (True, 1)  # one event, not one for each
+        assert 'penstock_router_engine_down{engine="e0"} 1\n' in text
+        assert 'penstock_router_engine_breaker_openings_total{engine="e0"} 1\n' in text
         r.backends[0].health = "200 OK"
 
         async def well() -> bool:
@@ -279,6 +284,13 @@ async def test_a_process_that_hangs_does_not_hold_a_change_up(monkeypatch: pytes
             await client.send(request("/v1/x", b"{}"))
         await r.until_held(2)
         assert r.backends[0].seen == []
+
+
+async def test_more_engines_than_the_memory_has_places_for_are_refused_and_change_nothing() -> None:
+    async with hub_here(answer_name) as r:
+        with pytest.raises(UserError, match="figures of at most 1024 engines, got 1025"):
+            await r.announce([EngineEntry(f"e{i}", f"http://127.0.0.1:{1000 + i}") for i in range(1025)])
+        assert (await (await r.client()).ask()).body == b"e0"
 
 
 async def test_nothing_stays_when_the_hub_is_killed(tmp_path: Path) -> None:

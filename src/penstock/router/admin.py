@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
+from penstock.errors import PenstockError
 from penstock.router.admin_calls import Answer, execute
 from penstock.router.head import RequestHead
 from penstock.router.refusal import RefusalError, response
@@ -73,9 +74,12 @@ class AdminCall:
     async def _wait(self, answer: Awaitable[Answer]) -> None:
         try:
             self._answer(await answer)
-        except RefusalError as refusal:
+        except PenstockError as error:
             if not self._client.transport.is_closing():
-                self.refuse(refusal)
+                # Any other error than a refusal says that the hub is gone, or too slow.
+                self.refuse(
+                    error if isinstance(error, RefusalError) else RefusalError(503, "no_hub", f"{error}; retry")
+                )
 
     def _answer(self, answer: Answer) -> None:
         if self._client.transport.is_closing():

@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from penstock.config import RouterConfig, refuse_open_host
-from penstock.errors import EngineStartError, PenstockError
+from penstock.errors import EngineStartError, PenstockError, UserError
 from penstock.router.admin_calls import PROMETHEUS, announced
 from penstock.router.doorbell import Doorbell, make_bells
 from penstock.router.engine_slots import EngineSlots
@@ -247,7 +247,10 @@ class Hub:
     async def _set_engines(self, body: str) -> dict[str, Any]:
         async with self._changing:
             membership = announced(self._membership, body.encode())
-            fresh = self._slots.assign(membership.engines, self._loads.busy)
+            try:
+                fresh = self._slots.assign(membership.engines, self._loads.busy)
+            except UserError as error:
+                raise RefusalError(400, "bad_engines", str(error)) from error
             self._loads.clear(fresh)
             slots = self._slots
             self._loads.set_engines(slots.slots, slots.lost)

@@ -9,7 +9,9 @@ from penstock.router.prometheus import Family, Sample
 
 _SUMMED = ("held", "held_bytes", "requests", "moved_sessions")
 _SUMMED_BY_KEY = ("held_by", "placements")
-_ENGINE_SUMMED = ("requests", "breaker_openings")
+_ENGINE_SUMMED = ("requests",)
+_ENGINE_GREATEST = ("down", "breaker_openings")
+"""Each worker tells the others that an engine is down: one event, which all of them count."""
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -33,12 +35,13 @@ def _merge_engine(of: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     merged = dict(of[0])
     for name in _ENGINE_SUMMED:
         merged[name] = sum(engine[name] for engine in of)
-    merged["down"] = any(engine["down"] for engine in of)
+    for name in _ENGINE_GREATEST:
+        merged[name] = max(engine[name] for engine in of)
     return merged
 
 
 def merge_families(reports: Sequence[Sequence[Family]]) -> list[Family]:
-    """Figures of several workers to one set: summed, but for those that every worker knows the whole of."""
+    """Figures of several workers to one set: summed, or the greatest of what every worker knows: one may be late."""
     merged: dict[str, Family] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for report in reports:
@@ -47,7 +50,8 @@ def merge_families(reports: Sequence[Sequence[Family]]) -> list[Family]:
             of_family = values.setdefault(family.name, {})
             for labels, value, suffix in family.samples:
                 key = (suffix, tuple(labels.items()))
-                of_family[key] = value if family.shared else of_family.get(key, 0) + value
+                before = of_family.get(key, 0.0)
+                of_family[key] = max(before, value) if family.shared else before + value
     return [
         family._replace(samples=[Sample(dict(labels), v, suffix) for (suffix, labels), v in values[name].items()])
         for name, family in merged.items()

@@ -95,6 +95,6 @@ def families(dispatcher: Dispatcher) -> list[Family]:
         of_engines("eligible", "1 if the fleet announces it as eligible.", "eligible"),
         of_engines("draining", "1 while it is to leave.", "draining"),
         of_engines("gate_closed", "1 while its own gate is closed.", "gate_closed"),
-        of_engines("down", "1 while the breaker is open.", "down", shared=False),
-        of_engines("breaker_openings_total", "How often the breaker opened.", "breaker_openings", shared=False),
+        of_engines("down", "1 while the breaker is open.", "down"),
+        of_engines("breaker_openings_total", "How often the breaker opened.", "breaker_openings"),
     ]
