@@ -121,7 +121,7 @@ class RouterConfig(Section):
     session_ttl_s: Seconds = 1800.0
     """A session is forgotten when it was not used for so long."""
     engine_metrics_interval_s: Annotated[float, Field(ge=0)] = 1.0
-    """Between two looks at what engines say of their KV caches; 0: none."""
+    """Between two looks at an engine's health and at what it says of its KV cache; 0: none."""
     workers: Positive = 1
     """Processes that share the port."""
     max_hold_s: Seconds = 300.0
@@ -133,6 +133,8 @@ class RouterConfig(Section):
     max_header_bytes: Positive = 65_536
     max_body_bytes: Positive = 256 * 2**20
     header_timeout_s: Seconds = 20.0
+    access_log: bool = False
+    """One JSON line a request in the router's log."""
 
 
 def refuse_open_host(host: str, api_key: str | bytes | None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 
 import psutil
 import torch
@@ -49,3 +51,13 @@ async def test_updates_under_load_behind_two_router_processes() -> None:
         assert {engine.weight_version for engine in state.engines} == {2}
         await admin.close()
     assert not [pid for pid in state.workers if psutil.pid_exists(pid)]
+
+
+async def test_the_access_log_of_all_router_processes_is_in_the_routers_log(tmp_path: Path) -> None:
+    router = RouterConfig(workers=2, access_log=True)
+    async with Fleet.launch("sim-model", router=router, log_dir=tmp_path, **SIM) as fleet:
+        await fleet.generate(prompt_token_ids=PROMPTS, sampling_params={"max_tokens": 3})
+    text = (tmp_path / "router.log").read_text()
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    asked = [line["outcome"] for line in lines if line["target"] == "/inference/v1/generate"]
+    assert asked == ["ok"] * len(PROMPTS)

@@ -6,8 +6,9 @@ import json
 import logging
 
 import pytest
-from router_rig import Backend, RawClient, answer_name
+from router_rig import Backend, RawClient, answer_name, eventually, request
 
+from penstock.config import RouterConfig
 from penstock.router.server import Router
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -15,7 +16,7 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 async def test_a_line_names_trace_session_group_and_engine(caplog: pytest.LogCaptureFixture) -> None:
     backend = await Backend(answer_name, "e0").start()
-    router = Router(access_log=True)
+    router = Router(RouterConfig(access_log=True))
     await router.start("127.0.0.1", 0)
     try:
         router.dispatcher.set_engines(1, [backend.entry()])
@@ -23,7 +24,11 @@ async def test_a_line_names_trace_session_group_and_engine(caplog: pytest.LogCap
         with caplog.at_level(logging.INFO, "penstock.router.access"):
             context = f"Traceparent: 00-{TRACE.upper()}-00f067aa0ba902b7-01\r\ntracestate: a=1,b=2\r\n"
             await client.ask("/v1/x?y", b"body", f"X-Session-ID: s\r\nX-Group-ID: g\r\n{context}")
-            await client.ask("/v1/x", headers="traceparent: not-one\r\n")
+            router.dispatcher.set_gate(closed=True)
+            await client.send(request("/v1/x", headers="traceparent: not-one\r\n"))
+            await eventually(lambda: len(router.dispatcher.gate) == 1)
+            router.dispatcher.set_gate(closed=False)
+            await client.receive()
         client.close()
     finally:
         await router.close()
@@ -33,6 +38,7 @@ async def test_a_line_names_trace_session_group_and_engine(caplog: pytest.LogCap
     assert (first["method"], first["target"], first["status"], first["outcome"]) == ("POST", "/v1/x?y", 200, "ok")
     assert (first["bytes_in"], first["bytes_out"]) == (4, 2)
     assert 0 <= first["hold_seconds"] <= first["seconds"] < 10
+    assert first["gate_seconds"] == 0 < second["gate_seconds"] <= second["seconds"]
     assert (second["trace"], second["session"], second["group"]) == (None, None, None)
     assert backend.seen[0].header("traceparent") == f"00-{TRACE.upper()}-00f067aa0ba902b7-01"
     assert backend.seen[0].header("tracestate") == "a=1,b=2"

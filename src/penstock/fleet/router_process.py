@@ -43,11 +43,13 @@ class RouterProcess:
             EngineStartError: it ended or was not ready within `START_S` seconds; it is gone, and the message holds the
                 telling lines of its log.
         """
-        options = [
-            part
-            for name, value in config.model_dump(exclude={"kind", "url"}).items()
-            for part in (f"--{name.replace('_', '-')}", str(value))
-        ]
+        options: list[str] = []
+        for name, value in config.model_dump(exclude={"kind", "url"}).items():
+            option = name.replace("_", "-")
+            if isinstance(value, bool):
+                options.append(f"--{option}" if value else f"--no-{option}")
+            else:
+                options += [f"--{option}", str(value)]
         env: dict[str, str] = {}
         if api_key:
             # Not on the command line, which every user of the machine can read.

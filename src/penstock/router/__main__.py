@@ -25,29 +25,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run until SIGINT or SIGTERM. Exit status 2: it could not be started as asked; 1: its workers do not start."""
     lifeline.watch()
     options = vars(_parser().parse_args(arguments))
-    key_env, access_log = options.pop("api_key_env"), options.pop("access_log")
+    key_env = options.pop("api_key_env")
     try:
         config = validate(RouterConfig, {name: value for name, value in options.items() if value is not None})
         api_key = _api_key(key_env)
-        if access_log:
+        if config.access_log:
             logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
         raise_file_limit()
         keep_freed_memory()
-        uvloop.run(_serve(config, api_key, access_log=access_log))
+        uvloop.run(_serve(config, api_key))
     except PenstockError as error:
         sys.stderr.write(f"penstock router: {error}\n")
         return 2 if isinstance(error, UserError) else 1
     return 0
 
 
-async def _serve(config: RouterConfig, api_key: str | None, *, access_log: bool) -> None:
+async def _serve(config: RouterConfig, api_key: str | None) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    router = Router(config, api_key=api_key, access_log=access_log)
+    router = Router(config, api_key=api_key)
     if config.workers > 1:
-        router = Hub(config, api_key=api_key, access_log=access_log, given_up=stop.set)
+        router = Hub(config, api_key=api_key, given_up=stop.set)
     try:
         await router.start()
         sys.stdout.write(f"penstock router ready on {router.url}\n")
@@ -75,7 +75,7 @@ _PLACEMENT: Sequence[tuple[str, type, str]] = (
     ("slack_tokens", int, "resident tokens above that"),
     ("kv_admission", float, "share of every KV cache from which on new sessions wait"),
     ("session_ttl_s", float, "seconds after which an unused session is forgotten"),
-    ("engine_metrics_interval_s", float, "seconds between two looks at engines' KV caches; 0: none"),
+    ("engine_metrics_interval_s", float, "seconds between two looks at engines' health and KV caches; 0: none"),
     ("workers", int, "processes that share the port"),
 )
 
@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-header-bytes", type=int, help=f"(default {defaults.max_header_bytes})")
     parser.add_argument("--max-body-bytes", type=int, help=f"(default {defaults.max_body_bytes})")
     parser.add_argument("--header-timeout-s", type=float, help=f"(default {defaults.header_timeout_s:g})")
-    parser.add_argument("--access-log", action="store_true", help="one JSON line a request on stderr")
+    parser.add_argument("--access-log", action=argparse.BooleanOptionalAction, help="one JSON line a request on stderr")
     return parser
 
 

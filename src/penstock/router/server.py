@@ -47,9 +47,9 @@ class Router:
     """Data plane of a fleet; runs in any asyncio event loop.
 
     Args:
-        config: limits and the policy.
+        config: limits and the policy. With `access_log`, one JSON line a request goes to the logger
+            `penstock.router.access`.
         api_key: asked for on every request but `GET /router/health`; None: nobody is asked.
-        access_log: log one JSON line a request to the logger `penstock.router.access`.
         sessions: where sessions live, and
         loads: what is in flight, where several processes share them; see `Dispatcher`.
         reads_figures: whether this process asks engines how full they are.
@@ -63,7 +63,6 @@ class Router:
         config: RouterConfig | None = None,
         *,
         api_key: str | None = None,
-        access_log: bool = False,
         sessions: SessionTable | None = None,
         loads: LoadBoard | None = None,
         reads_figures: bool = True,
@@ -80,7 +79,7 @@ class Router:
         self._server: asyncio.Server | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._url = ""
-        if access_log:
+        if self.config.access_log:
             self.dispatcher.on_end = _log
 
     @property
@@ -170,6 +169,7 @@ def _log(exchange: Exchange) -> None:
         "bytes_out": exchange.bytes_out,
         "seconds": round(time.monotonic() - exchange.started_at, 6),
         "hold_seconds": round(exchange.hold_seconds, 6),
+        "gate_seconds": round(exchange.gate_seconds, 6),
         "tried": exchange.tried,
         "outcome": exchange.outcome or "ok",
     }

@@ -78,7 +78,7 @@ class Worker:
             case {"do": "ping"}:
                 pass
             case {"do": "prepare", **given}:
-                self._prepare(given["config"], given["api_key"], access_log=given["access_log"])
+                self._prepare(given["config"], given["api_key"])
             case {"do": "serve"}:
                 await self._serving.start(sock=socket.socket(fileno=self._place.listening))
                 asyncio.get_running_loop().add_reader(self._bell.fd, self._rung)
@@ -108,13 +108,13 @@ class Worker:
             dispatcher.engine_refused(dispatcher.engines[engine])
             self._heard_of = ""
 
-    def _prepare(self, config: Mapping[str, Any], api_key: str | None, *, access_log: bool) -> None:
-        if access_log:
+    def _prepare(self, given: Mapping[str, Any], api_key: str | None) -> None:
+        config = validate(RouterConfig, given)
+        if config.access_log:
             logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
         router = Router(
-            validate(RouterConfig, config),
+            config,
             api_key=api_key,
-            access_log=access_log,
             sessions=self._sessions,
             loads=self._loads,
             reads_figures=self._place.process == 0,
