@@ -263,7 +263,8 @@ async def _collected(chunks):
 
 async def test_constrained_output_is_made_again_and_counted(live):
     """The grammar of vLLM's core begins at its own prompt's end, so such a sample is not taken up in the middle."""
-    asked = completing(live, temperature=0, structured_outputs={"regex": "[ab]{150}"})
+    # vLLM 0.26 answers 500 where a grammar is at its end and the end of text is ignored.
+    asked = completing(live, temperature=0, ignore_eos=False, structured_outputs={"regex": "[ab]{150}"})
     undisturbed = whole(await live.engine.completion(asked))
     wasted = live.engine.counters.wasted_tokens
     answer = await disturbed(live, lambda: live.engine.completion(asked), PauseMode.ABORT)
