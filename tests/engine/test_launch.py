@@ -50,6 +50,7 @@ def test_options_reach_vllm_and_the_key_stays_off_the_command_line(nano_path):
         assert option in line
     assert "secret" not in line
     assert command.env["VLLM_API_KEY"] == "secret"
+    assert server_command(config, port=1234, api_key=None).env["VLLM_API_KEY"] == "", "none is inherited"
 
 
 def test_telling_lines_are_the_errors_not_the_traceback():

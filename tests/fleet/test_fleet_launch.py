@@ -116,6 +116,15 @@ async def test_wrong_options_are_said_at_once(options, message: str) -> None:
         Fleet.launch("./nowhere", **{"profile": "sim"} | options)
 
 
+@pytest.mark.parametrize("found", ["", "somebodys-key"])
+async def test_a_key_in_the_environment_that_was_not_given_is_not_asked_for(
+    found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", found)
+    async with Fleet.launch("sim-model", **SIM) as fleet:
+        await check_serves(fleet, engines=1)
+
+
 async def test_a_taken_port_is_one_clear_error(logs_go_to: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

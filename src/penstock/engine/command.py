@@ -48,12 +48,11 @@ def server_command(
         return _sim_command(config, port=port, api_key=api_key, host=host)
     _check_model(config.model)
     options = _options(config, port, host)
-    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    # The key is not on the command line, which every user of the machine can read. Without one the variable is empty:
+    # a key of our own environment would be asked for by an engine, and nobody here would know of it.
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_API_KEY": api_key or ""}
     if config.enable_lora:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    if api_key:
-        # Not on the command line, which every user of the machine can read.
-        env["VLLM_API_KEY"] = api_key
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if profile == "cpu":
@@ -138,7 +137,7 @@ def _sim_command(config: EngineConfig, *, port: int, api_key: str | None, host: 
         "seed": config.seed,
         **config.extra_args,
     }
-    env = {"PENSTOCK_API_KEY": api_key} if api_key else {}
+    env = {"PENSTOCK_API_KEY": api_key or ""}
     return ServerCommand((sys.executable, "-m", "penstock.sim", *_arguments(options)), env)
 
 

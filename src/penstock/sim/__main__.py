@@ -70,7 +70,7 @@ def _config(argv: Sequence[str] | None) -> SimConfig:
     faults = tuple(Fault.parse(text) for text in options.pop("fault"))
     file: Path | None = options.pop("tensor_specs")
     # A launcher passes the key in the environment, where other users of the machine do not see it.
-    options["api_key"] = options["api_key"] or os.environ.get(API_KEY_ENV)
+    options["api_key"] = options["api_key"] or os.environ.get(API_KEY_ENV) or None
     return SimConfig(**options, faults=faults, tensor_specs=None if file is None else _specs(file))
 
 
