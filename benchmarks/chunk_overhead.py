@@ -1,0 +1,121 @@
+"""What it costs that an engine tells every 16, 64 or 256 tokens what a sample has, against one answer at its end.
+
+    python benchmarks/chunk_overhead.py [--concurrent 64] [--rounds 7]
+
+A death costs at most the last chunk (`fleet.stream_chunk_tokens`), so smaller is safer. One real CPU engine, the same
+requests for every size, sizes in an order drawn anew for each round; tokens/s, and processor time of the client and of
+the engine for each 1000 tokens. About five minutes, one with `--quick`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import _common
+import psutil
+
+from penstock.engine.concurrent import all_or_first_error
+from penstock.engine.data import DataClient
+from penstock.fleet.fleet import Fleet
+from penstock.types import SamplingParams
+
+MODEL = Path(__file__).parent.parent / "examples" / "models" / "sorter-0.8m"
+MAX_MODEL_LEN = 640
+TOKENS = 512
+WHOLE = 0
+"""One answer at the end."""
+CHUNKS = (16, 64, 256)
+THROUGHPUT_BARS = {16: 0.85, 64: 0.95, 256: 0.95}
+CLIENT_BARS = {16: 3.0, 64: 1.5, 256: 1.2}
+ENGINE_BARS = {16: 1.15, 64: 1.08, 256: 1.05}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One size's turn."""
+
+    tokens_per_second: float
+    client_ms: float
+    """Processor time for each 1000 tokens."""
+    engine_ms: float
+
+
+async def turn(client: DataClient, engine: psutil.Process, concurrent: int, seed: int) -> Run:
+    """So many requests at once, to their end."""
+
+    async def ask(i: int) -> int:
+        params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, detokenize=False, seed=seed + i)
+        (sample,) = await client.sample([5 + i % 80, 6, 7], 1, params)
+        return len(sample.token_ids)
+
+    engine_began, client_began, began = processor_s(engine), time.process_time(), time.perf_counter()
+    tokens = sum(await all_or_first_error(ask(i) for i in range(concurrent)))
+    seconds, client_s = time.perf_counter() - began, time.process_time() - client_began
+    engine_s = processor_s(engine) - engine_began
+    return Run(tokens / seconds, 1e6 * client_s / tokens, 1e6 * engine_s / tokens)
+
+
+def processor_s(process: psutil.Process) -> float:
+    """Processor time of a process and its children, in seconds."""
+    times = [p.cpu_times() for p in (process, *process.children(recursive=True))]
+    return sum(t.user + t.system for t in times)
+
+
+def rows(runs: dict[int, list[Run]], concurrent: int) -> list[_common.Row]:
+    """Each size against one answer; medians of the rounds."""
+    kinds: list[tuple[str, Callable[[Run], float], dict[int, float]]] = [
+        ("tokens/s", lambda run: run.tokens_per_second, THROUGHPUT_BARS),
+        ("client's processor time, ms for 1000 tokens", lambda run: run.client_ms, CLIENT_BARS),
+        ("engine's processor time, ms for 1000 tokens", lambda run: run.engine_ms, ENGINE_BARS),
+    ]
+    made: list[_common.Row] = []
+    for what, figure, bars in kinds:
+        whole = statistics.median(map(figure, runs[WHOLE]))
+        for chunk in CHUNKS:
+            case = f"{concurrent} requests of {TOKENS} tokens, chunks of {chunk} by one answer: {what}"
+            mine = statistics.median(map(figure, runs[chunk]))
+            want = "at least" if bars is THROUGHPUT_BARS else "at most"
+            made.append(_common.compare(case, mine, whole, bar=bars[chunk], want=want))
+    return made
+
+
+async def main() -> int:
+    """Measure and print."""
+    options = _common.parser(__doc__ or "")
+    options.add_argument("--concurrent", type=int, default=64)
+    options.add_argument("--rounds", type=int, default=7)
+    args = options.parse_args()
+    runs: dict[int, list[Run]] = {chunk: [] for chunk in (WHOLE, *CHUNKS)}
+    async with Fleet.launch(
+        str(MODEL),
+        1,
+        profile="cpu",
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=args.concurrent,
+        kv_cache_memory_bytes=256 * 2**20,
+        extra_args={"hf-overrides": f'{{"max_position_embeddings": {MAX_MODEL_LEN}}}'},
+    ) as fleet:
+        (status,) = await fleet.engines()
+        (engine,) = [p for p in psutil.Process().children() if status.url.rpartition(":")[2] in p.cmdline()]
+        clients = {chunk: DataClient(status.url, stream_chunk_tokens=chunk, routed=False) for chunk in runs}
+        await turn(clients[WHOLE], engine, args.concurrent, 0)  # warms kernels up
+        for number in range(1 if args.quick else args.rounds):
+            for chunk in random.Random(number).sample(list(runs), len(runs)):
+                runs[chunk].append(await turn(clients[chunk], engine, args.concurrent, 1000 * number))
+                last = runs[chunk][-1]
+                spent = f"{last.client_ms:.1f} ms of client and {last.engine_ms:.0f} ms of engine for 1000 tokens"
+                _common.note(f"round {number + 1}, chunks of {chunk}: {last.tokens_per_second:.0f} tokens/s, {spent}")
+        for client in clients.values():
+            await client.close()
+    return _common.report("chunk_overhead", rows(runs, args.concurrent))
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))
