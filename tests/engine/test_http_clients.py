@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,7 +11,7 @@ import pytest
 
 from penstock.engine.control import ControlClient
 from penstock.engine.data import DataClient
-from penstock.errors import EngineDeadError, EngineError, RequestError
+from penstock.errors import DeadlineError, EngineDeadError, EngineError, RequestError
 from penstock.router.admin_client import RouterAdmin
 from penstock.types import GenerateBatch
 
@@ -61,7 +62,15 @@ async def test_what_a_later_engine_says_besides_is_not_read() -> None:
 async def test_any_body_of_a_good_status_is_good_health() -> None:
     async with answering(b"OK\xff") as url:
         control = ControlClient("e0", url)
-        await control.health()
+        await control.health(5.0)
+        await control.close()
+
+
+async def test_a_health_check_waits_as_long_as_its_caller_says() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        control = ControlClient("e0", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(DeadlineError, match=r"within 0\.2 s"):
+            await control.health(0.2)
         await control.close()
 
 

@@ -66,7 +66,8 @@ class FakeEngine:
         tp, pp, dp = self.layout
         return EngineInfo("fake", "0", self.version, self.paused, tp, pp, dp, 32, 64, ("shared_memory",))
 
-    async def health(self) -> None:
+    async def health(self, timeout_s: float) -> None:
+        self.calls["health"] = timeout_s
         await self.at("health")
 
     async def stats(self) -> EngineStats:

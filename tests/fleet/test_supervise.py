@@ -147,11 +147,11 @@ async def test_a_hang_is_many_late_answers_in_a_row() -> None:
     answers = iter([*[False] * (HUNG_CHECKS - 1), True, *[False] * HUNG_CHECKS])
     checks = 0
 
-    async def health() -> None:
+    async def health(timeout_s: float) -> None:
         nonlocal checks
         checks += 1
         if not next(answers):
-            raise DeadlineError("no answer", seconds=5.0, engine="a")
+            raise DeadlineError("no answer", seconds=timeout_s, engine="a")
 
     bench.engine["a"].health = health
     async with watched(bench, FleetConfig(health_interval_s=0.001)):
@@ -167,6 +167,13 @@ async def test_a_hang_is_noticed_within_its_deadline() -> None:
         begin = asyncio.get_running_loop().time()
         assert await until_dead(bench, "a") == f"{HUNG_CHECKS} health checks without an answer in 0.15 s"
         assert 0.1 < asyncio.get_running_loop().time() - begin < 1.0
+
+
+async def test_an_engine_may_be_silent_for_as_long_as_the_fleet_says() -> None:
+    bench = await Bench("ab").started()
+    async with watched(bench, FleetConfig(health_interval_s=0.001, hang_timeout_s=600.0)):
+        await until(lambda: "health" in bench.engine["a"].calls)
+    assert bench.engine["a"].calls["health"] == 600.0 / HUNG_CHECKS
 
 
 # --- what returns ----------------------------------------------------------------------------------------------------

@@ -13,8 +13,6 @@ from penstock.types import EngineStats, EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest
 
 BAD_REQUEST = 400
-HEALTH_S = 5.0
-"""Deadline of one health check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +53,9 @@ class ControlClient:
             raise EngineError(f"GET /penstock/info answered {answer!r}, without {error}", engine=self.name) from error
         return EngineInfo(**known)
 
-    async def health(self) -> None:
-        """Returns when the engine says it is well; raises otherwise."""
-        await self.http.get_text("/health", timeout_s=HEALTH_S)
+    async def health(self, timeout_s: float) -> None:
+        """Returns when the engine says it is well; raises otherwise, `DeadlineError` after `timeout_s` seconds."""
+        await self.http.get_text("/health", timeout_s=timeout_s)
 
     async def stats(self) -> EngineStats:
         """Load, from the engine's own metrics."""

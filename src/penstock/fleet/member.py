@@ -24,7 +24,7 @@ class EngineControl(Protocol):
     """
 
     async def info(self) -> EngineInfo: ...  # noqa: D102 - as in ControlClient, all of them
-    async def health(self) -> None: ...  # noqa: D102
+    async def health(self, timeout_s: float) -> None: ...  # noqa: D102
     async def stats(self) -> EngineStats: ...  # noqa: D102
     async def pause(  # noqa: D102
         self, mode: PauseMode, *, clear_cache: bool = True, timeout_s: float | None = None

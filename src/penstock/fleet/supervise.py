@@ -112,12 +112,13 @@ class Supervisor:
 
     async def _until_unwell(self, member: Member) -> None:
         missed = 0
+        answer_s = self._fleet.hang_timeout_s / HUNG_CHECKS
         while member.state in WATCHED:
             if not missed:  # who did not answer is asked again at once: the deadline was the wait
                 await asyncio.sleep(self._fleet.health_interval_s)
             try:
-                async with asyncio.timeout(self._fleet.hang_timeout_s / HUNG_CHECKS):
-                    await member.control.health()
+                async with asyncio.timeout(answer_s):
+                    await member.control.health(answer_s)
                 missed = 0
             except (DeadlineError, TimeoutError):
                 missed += 1
