@@ -29,8 +29,13 @@ def test_serve_behind_vllm_router_and_leave_nothing(tmp_path: Path) -> None:
         assert len("".join(chunk.choices[0].text for chunk in streamed if chunk.choices)) == 5
         with pytest.raises(AuthenticationError):
             client.with_options(api_key="wrong").completions.create(model="some-model", prompt="Hello")
+        asked = penstock("status", server.url, PENSTOCK_API_KEY="secret")
+        assert (asked.returncode, f"`penstock fleet list --url {server.url}` shows" in asked.stderr) == (1, True)
         assert len(server.family) == 5, "serve, two engines, the router and who ends it with us"
         assert server.signal(signal.SIGINT) == 0
+        assert server.process.stdout is not None
+        usage = server.process.stdout.read()
+        assert ("penstock fleet list" in usage, "penstock status" in usage) == (True, False)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -273,9 +274,13 @@ async def test_not_installed_is_one_line_that_says_what_to_install(monkeypatch: 
             "router.policy 'kv-cache': with router.kind vllm-router it must be one of ",
         ),
         ({"policy": ["prefix-aware", "requests"]}, "router.policy 'prefix-aware,requests'"),
+        ({"workers": 3}, "router.workers=3 would have no effect: vllm-router has nothing of the kind; leave it out"),
+        ({"max_hold_s": 1.0}, "router.max_hold_s=1.0 would have no effect"),
+        ({"url": "http://127.0.0.1:9", "policy": "random"}, "router.policy=random would .* runs already"),
+        ({"kind": "penstock", "url": "http://127.0.0.1:9", "workers": 2}, "router.workers=2 would have no effect"),
     ],
 )
-def test_what_it_cannot_do_is_refused(config: dict[str, str], message: str) -> None:
+def test_what_it_cannot_do_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         # A key does not help: its worker calls ask for none.
         Fleet.launch("sim-model", api_key="secret", **{"kind": "vllm-router", **SIM, **config})

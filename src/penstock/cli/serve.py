@@ -138,9 +138,10 @@ class _ConsoleHandler(logging.Handler):
 def _usage(url: str, config: RunConfig, *, with_key: bool, detached: bool) -> str:
     body = {"model": config.engine.served_model_name or config.engine.model, "prompt": "Hello", "max_tokens": 16}
     key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if with_key else ""
+    status = f"  penstock status {url}\n" if config.router.kind == "penstock" else ""  # it asks our router
     return (
         f"\n  curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}\n"
-        f"  penstock status {url}\n"
+        f"{status}"
         f"  penstock fleet list --url {url}\n"
         + (f"\npenstock fleet stop --url {url} stops everything." if detached else "\nCtrl-C stops everything.")
     )

@@ -12,7 +12,7 @@ from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, Penst
 if TYPE_CHECKING:
     from penstock.router.admin_client import EngineLoad, RouterState
 
-UNAUTHORIZED = 401
+UNAUTHORIZED, NOT_FOUND = 401, 404
 DEFAULT_URL = "http://127.0.0.1:8000"
 COLUMNS = ("engine", "state", "version", "running", "waiting", "KV", "tokens", "address")
 ENGINE_TIMEOUT_S = 5.0
@@ -57,9 +57,11 @@ async def _collect(url: str, api_key: str | None) -> dict[str, Any]:
     except EngineDeadError as error:
         raise PenstockError(f"nothing answers at {url}; is `penstock serve` running there?") from error
     except EngineHTTPError as error:
-        if error.status != UNAUTHORIZED:
+        why = {UNAUTHORIZED: "asks for its API key: set PENSTOCK_API_KEY to it", NOT_FOUND: "is no router of Penstock"}
+        if error.status not in why:
             raise
-        raise PenstockError(f"{url} asks for its API key: set PENSTOCK_API_KEY to it") from error
+        other = f"behind vllm-router, `penstock fleet list --url {url}` shows the engines"
+        raise PenstockError(f"{url} {why[error.status]}; {other}") from error
     finally:
         await admin.close()
     engines = await asyncio.gather(*(_engine(load, state, api_key) for load in state.engines))

@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from penstock.config import RouterConfig, refuse_open_host
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.fleet.roster import Admin
 from penstock.fleet.router_guard import RouterGuard
 from penstock.fleet.router_process import RouterProcess
@@ -19,19 +19,33 @@ from penstock.router.admin_client import RouterAdmin
 logger = logging.getLogger(__name__)
 
 
+_ADDRESS = {"kind", "url", "host", "port"}
+_VLLM_ROUTER_TAKES = _ADDRESS | {"policy", "max_held", "max_body_bytes"}
+
+
 def check_router(config: RouterConfig, api_key: str | None) -> None:
     """Refuse what can be known to be wrong before anything starts.
 
     Raises:
-        ConfigError: it would be open to other machines without a key, or vllm-router has no such policy.
+        ConfigError: it would be open to other machines without a key, vllm-router has no such policy, or an option
+            would have no effect.
         UserError: vllm-router is not installed.
     """
     if config.url is not None:
-        return
-    if config.kind == "vllm-router":
+        _refuse_idle(config, _ADDRESS, f"the router at {config.url} runs already, with options of its own")
+    elif config.kind == "vllm-router":
+        _refuse_idle(config, _VLLM_ROUTER_TAKES, "vllm-router has nothing of the kind")
         check_vllm_router(config)
     else:
         refuse_open_host(config.host, api_key)
+
+
+def _refuse_idle(config: RouterConfig, takes: set[str], why: str) -> None:
+    """Raise ConfigError for an option that was set and that this router would not follow."""
+    for name, default in RouterConfig().model_dump(exclude=takes).items():
+        value = getattr(config, name)
+        if value != default:
+            raise ConfigError(f"router.{name}={value} would have no effect: {why}; leave it out")
 
 
 @dataclass(frozen=True, slots=True)
