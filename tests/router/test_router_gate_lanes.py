@@ -87,6 +87,24 @@ async def test_room_for_thousands_is_given_in_slices() -> None:
     assert not gate.crowded
 
 
+@pytest.mark.parametrize("which", [{}, {"adapter": "code"}, {"engine": "e0"}])
+async def test_ten_thousand_behind_a_gate_go_on_in_slices_and_in_order(which: dict[str, str]) -> None:
+    gate, log = make_gate(), []
+    lane = CODE if "adapter" in which else E0
+    gate.set(closed=True, **which)
+    for i in range(10_000):
+        gate.submit(Request(i, log, lambda: lane if gate.adapters or gate.engines else None))
+    assert len(gate) == 10_000
+    gate.set(closed=False, **which)
+    before = len(log)
+    for _ in range(20):  # what the loop has to do besides, such as to accept, comes in between
+        await turns(1)
+        assert 0 < len(log) - before <= 64
+        before = len(log)
+    await eventually(lambda: not len(gate))
+    assert log == list(range(10_000))
+
+
 async def test_one_kind_of_room_does_not_hold_up_another() -> None:
     gate, log = make_gate(), []
     newer = Lane(Kind.ROOM, (7, None))

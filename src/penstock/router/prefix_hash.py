@@ -45,7 +45,7 @@ def stride_of(blocks: int) -> int:
 
 
 def parse_prefix_hashes(header: bytes) -> list[tuple[int, bytes]]:
-    """Boundaries of a prompt, shortest first: (tokens up to there, hash). None where the header is malformed.
+    """Boundaries of a prompt, shortest first: (tokens up to there, hash); none where the header is malformed.
 
     Whoever sends nonsense places worse, no more: hashes are compared, never trusted.
     """

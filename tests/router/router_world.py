@@ -1,0 +1,173 @@
+"""A whole router before scripted engines, in this process, and what it was told: a judge of each placement."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+
+from router_rig import Backend, RawClient, Seen, eventually, read_body, reply, request
+
+from penstock.config import RouterConfig
+from penstock.router.engine import Engine
+from penstock.router.exchange import Exchange
+from penstock.router.membership import EngineEntry
+from penstock.router.server import Router
+
+Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+NAMES = ("e0", "e1", "e2")
+
+
+@dataclass
+class Asked:
+    """A request of a client."""
+
+    number: int
+    session: str | None
+    adapter: str | None
+    version: int
+    client: RawClient
+    reading: asyncio.Task[tuple[int, bytes]]
+    engines: list[str] = field(default_factory=list)
+    """Where it was placed, one after another."""
+
+
+@dataclass
+class Pending:
+    """A request that an engine has, and what it is to do with it."""
+
+    number: int
+    engine: str
+    verdict: asyncio.Future[str]
+
+
+async def read_answer(client: RawClient) -> tuple[int, bytes]:
+    """Status and body; status 0: the answer broke off, or there was none."""
+    try:
+        status, headers = await client.head()
+        return status, await read_body(client.reader, headers)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return 0, b""
+
+
+class World:
+    """The router, its engines and its clients."""
+
+    def __init__(self) -> None:
+        self.backends = {name: Backend(self.serve, name) for name in NAMES}
+        self.alive = set(NAMES)
+        self.pending: list[Pending] = []
+        self.asked: dict[int, Asked] = {}
+        self.over: Counter[str] = Counter()
+        """Requests that are over, by what their clients saw."""
+        self.entries: dict[str, EngineEntry] = {}
+        self.homes: dict[str, str] = {}
+        self.closed = False
+        self.closed_adapter = False
+        self.closed_engines: set[str] = set()
+        self.wrong: list[str] = []
+        self.epoch = self.count = 0
+
+    async def start(self, policy: str) -> None:
+        for backend in self.backends.values():
+            await backend.start()
+        self.router = Router(RouterConfig(policy=policy, max_held=20, max_hold_s=60, engine_metrics_interval_s=0))
+        await self.router.start("127.0.0.1", 0)
+        self.dispatcher = self.router.dispatcher
+
+    async def stop(self) -> None:
+        await self.router.close()
+        for backend in self.backends.values():
+            await backend.stop()
+        for asked in self.asked.values():
+            asked.reading.cancel()
+            asked.client.close()
+
+    async def ask(self, session: str | None, adapter: str | None, version: int, tokens: int) -> None:
+        self.count += 1
+        client = await RawClient.connect(self.router.url)
+        reading = asyncio.ensure_future(read_answer(client))
+        self.asked[self.count] = Asked(self.count, session, adapter, version, client, reading)
+        named = {"X-Session-ID": session, "X-Adapter": adapter, "X-Weight-Version": version, "X-Prompt-Tokens": tokens}
+        headers = "".join(f"{name}: {given}\r\n" for name, given in named.items() if given)
+        await client.send(request(f"/r/{self.count}", b"body", headers))
+        await eventually(lambda: self.router.metrics.requests == self.count)
+
+    async def serve(self, backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:
+        pending = Pending(int(seen.line.split()[1][3:]), backend.name, asyncio.get_running_loop().create_future())
+        self.pending.append(pending)
+        closed = asyncio.ensure_future(reader.read(1))
+        await asyncio.wait([pending.verdict, closed], return_when=asyncio.FIRST_COMPLETED)
+        if pending in self.pending:  # the router has closed the connection, or this engine was killed
+            self.pending.remove(pending)
+            return
+        closed.cancel()
+        await asyncio.wait([closed])
+        match pending.verdict.result():
+            case "answer":
+                writer.write(reply(f"{backend.name} {pending.number}".encode()))
+            case "error":
+                writer.write(reply(f"{backend.name} {pending.number}".encode(), "500 Internal Server Error"))
+            case "break":
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\npart")
+                writer.close()
+            case _:
+                writer.close()
+
+    def judge(self, exchange: Exchange, engine: Engine) -> None:
+        """Note what is wrong with a placement, by what the router has been told."""
+        asked = self.asked[int(exchange.request.target[3:])]
+        entry = self.entries.get(engine.name)
+        session = asked.session
+        wrong = [
+            what
+            for what, so in {
+                "not in the set": entry is None,
+                "down": engine.down,
+                "gate closed": self.closed,
+                "gate of its adapter closed": asked.adapter is not None and self.closed_adapter,
+                "gate of the engine closed": engine.name in self.closed_engines,
+                "tried before": engine.name in exchange.tried,
+            }.items()
+            if so
+        ]
+        if entry is not None:
+            here = session is not None and self.homes.get(session) == engine.name
+            if not entry.eligible or (entry.draining and not here):
+                wrong.append("not eligible, or draining and the session lives elsewhere")
+            if entry.weight_version < asked.version:
+                wrong.append("weights too old")
+            if asked.adapter is not None and entry.adapters is not None and asked.adapter not in entry.adapters:
+                wrong.append("without the adapter")
+        if wrong:
+            self.wrong.append(f"request {asked.number} on {engine.name}: {', '.join(wrong)}")
+        asked.engines.append(engine.name)
+        if session is not None:
+            self.homes[session] = engine.name
+
+    async def settle(self) -> None:
+        """Until everyone asked is with an engine, held or answered, and the router knows of each engine what it has."""
+
+        def quiet() -> bool:
+            self.collect()
+            have = Counter(pending.engine for pending in self.pending)
+            known = {name: view.outstanding for name, view in self.dispatcher.placement.views().items()}
+            told = all(have[name] == outstanding for name, outstanding in known.items())
+            return told and len(self.asked) == len(self.pending) + len(self.dispatcher.gate)
+
+        for _ in range(3):  # what was only put off to the next turn of the loop
+            await asyncio.sleep(0)
+        await eventually(quiet, 10)
+
+    def collect(self) -> None:
+        for asked in [asked for asked in self.asked.values() if asked.reading.done()]:
+            del self.asked[asked.number]
+            status, body = asked.reading.result()
+            asked.client.close()
+            if status in {200, 500}:
+                name, number = body.decode().split()
+                if int(number) != asked.number or name != asked.engines[-1]:
+                    self.wrong.append(f"request {asked.number}, last on {asked.engines}, was answered {body!r}")
+                self.over["answered"] += 1
+            else:
+                self.over["error" if status else "broken"] += 1
