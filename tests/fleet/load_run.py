@@ -57,6 +57,7 @@ class Load:
     """Answers of more than one version."""
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    updating: bool = False
     bubbles: list[float] = field(default_factory=list)
     returns: list[float] = field(default_factory=list)
     """Seconds from each death to the engine's serving again."""
@@ -90,7 +91,16 @@ class Load:
             self.wrong += [f"{prompt}: {what}" for what in wrong[:1]]
 
     async def update(self, number: int) -> None:
-        """One weight update."""
+        """One weight update; none where the one before is still under way, as a trainer would have it."""
+        if self.updating:
+            return
+        self.updating = True
+        try:
+            await self._update(number)
+        finally:
+            self.updating = False
+
+    async def _update(self, number: int) -> None:
         report = await self.fleet.update_weights([("w", torch.full((1024,), float(number)))])
         self.bubbles.append(report.bubble)
 

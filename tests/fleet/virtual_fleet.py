@@ -305,6 +305,7 @@ def virtual_time() -> Generator[asyncio.Runner]:
     loop.set_default_executor(InlineThreads(1))
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         yield runner
+        loop._default_executor = None  # the runner would wait for a thread that shuts it down
 
 
 async def open_fleet(network: Network, engines: VirtualEngines, count: int, **options: Any) -> Fleet:

@@ -117,7 +117,7 @@ class Elastic:
         """Send an engine no request at all, and end it when it has ended those that it has; it is STOPPED.
 
         Sessions that live there go on elsewhere, and so do requests that are under way after `timeout_s`. One that is
-        dead or starting is taken out at once.
+        dead or starting is taken out at once; the last one that is coming back is not.
 
         Raises:
             UserError: fewer than `min_engines` would be left.
@@ -180,10 +180,9 @@ class Elastic:
 
     async def _remove(self, member: Member, least: int, timeout_s: float | None) -> None:
         self._check_there(member)
-        if member.state in SERVABLE:
-            await self._operations.withdraw(member, least, wholly=True)
-            if not await self._until_idle(member, timeout_s, sessions=False):
-                logger.warning("engine %s leaves with requests under way, which go on elsewhere", member.name)
+        await self._operations.withdraw(member, least, wholly=True)
+        if not await self._until_idle(member, timeout_s, sessions=False):
+            logger.warning("engine %s leaves with requests under way, which go on elsewhere", member.name)
         await self._supervisor.release(member)
         await self._operations.dismiss(member)
         if self._engines is not None:

@@ -183,7 +183,7 @@ class Operations:
             member.returns = returns
 
     async def withdraw(self, member: Member, least: int, *, wholly: bool = False) -> None:
-        """Let an engine take nothing new: it is DRAINING, if it was not so already.
+        """Let an engine take nothing new: it is DRAINING, if it was not so already; dead, it is not waited for.
 
         Args:
             member: it.
@@ -191,21 +191,28 @@ class Operations:
             wholly: not even later turns of sessions that live there.
 
         Raises:
-            UserError: fewer than `least` others would be left.
+            UserError: fewer than `least` others would be left. For one that is being started anew others that are
+                count too, since it serves no more than they do.
         """
 
         async def run() -> None:
             if member.state is State.DRAINING:
                 member.leaving = member.leaving or wholly
                 await self._roster.push()
-            if member.state not in {State.SERVING, State.PAUSED}:
+            returns = member.coming
+            if not returns and member.state not in {State.SERVING, State.PAUSED}:
                 return
-            left = [m for m in self._roster.live() if m.state is not State.DRAINING and m is not member]
+            others = [m for m in self._roster.members if m is not member]
+            left = [m for m in others if m.state in {State.SERVING, State.PAUSED} or (returns and m.coming)]
             if len(left) < least:
                 raise UserError(
                     f"without engine {member.name} {len(left)} would be left, and min_engines is {least}; add one "
                     "first, or replace it"
                 )
+            if returns:  # nobody may wait for it any more; whoever dismisses it ends it
+                member.returns = False
+                self._roster.announce()
+                return
             member.lifecycle.to(State.DRAINING, "is to leave")
             member.leaving = wholly
             self._roster.announce()
