@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -159,6 +160,20 @@ def listens(process: psutil.Process) -> set[str]:
     return {str(c.laddr.port) for p in family for c in p.net_connections() if c.status == "LISTEN"}
 
 
+def streams(fleet: Fleet) -> list[AsyncGenerator[dict[str, Any]]]:
+    body = {"model": "sim-model", "max_tokens": 100}
+    chat = [{"role": "user", "content": "x"}]
+    return [
+        fleet.completion_stream({**body, "prompt": "x"}),
+        fleet.chat_completion_stream({**body, "messages": chat}),
+    ]
+
+
+async def read(stream: AsyncGenerator[dict[str, Any]]) -> None:
+    async for _ in stream:
+        pass
+
+
 async def test_an_exhausted_budget_is_said_and_with_none_left_nobody_waits(tmp_path: Path) -> None:
     async with Fleet.launch("sim-model", engines=2, max_restarts=0, log_dir=tmp_path, **SIM) as fleet:
         first, second = fleet._roster.members
@@ -169,9 +184,16 @@ async def test_an_exhausted_budget_is_said_and_with_none_left_nobody_waits(tmp_p
         await check_serves(fleet, engines=1)
         running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
         await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        open_ones = streams(fleet)
+        for stream in open_ones:
+            await anext(stream)
+        await in_flight(fleet, lambda requests: requests == len(PROMPTS) + 2)
         await kill(second)
         with pytest.raises(EngineDeadError, match="no engine is left"):
             await asyncio.wait_for(running, 20.0)
+        for stream in (*open_ones, *streams(fleet)):
+            with pytest.raises(EngineDeadError, match="no engine is left, and none is coming back"):
+                await asyncio.wait_for(read(stream), 10.0)
         with pytest.raises(EngineDeadError, match="no engine is left, and none is coming back"):
             await asyncio.wait_for(fleet.sample([1], 1, PARAMS), 10.0)
         with pytest.raises(EngineDeadError, match="no engine is left, and none is coming back"):

@@ -125,7 +125,7 @@ async def test_too_few_engines_go_back_to_the_version_before(phase: str) -> None
     await bench.operations.update([], None)
     bench.engine["a"].faults[phase] = "die"
     bench.engine["b"].faults[phase] = "hang"
-    with pytest.raises(UpdateError, match=r"version 2 was not committed: 1 engines .* min_engines is 2; a: .*; b: "):
+    with pytest.raises(UpdateError, match=r"version 2 was not committed: 1 engines .* min_engines is 2; a dead: .*; b dead: "):
         await bench.operations.update([], None)
     assert bench.router.serves() == {"c": 1}
     assert bench.engine["c"].version == bench.roster.version == 1
@@ -152,7 +152,7 @@ async def test_too_few_engines_before_the_gate_leave_the_rest_untouched() -> Non
         await bench.operations.update([], None)
     assert ("router", "gate closed") not in bench.journal
     bench.check_belief()
-    with pytest.raises(UpdateError, match=r"2 engines were good before it began.*; b: prepare of weight version 1"):
+    with pytest.raises(UpdateError, match=r"2 engines were good before it began.*; b dead: prepare of weight version 1"):
         await bench.operations.update([], None)
     assert len(bench.store.published) == 1
 
@@ -160,7 +160,7 @@ async def test_too_few_engines_before_the_gate_leave_the_rest_untouched() -> Non
 async def test_no_engine_at_all() -> None:
     bench = await Bench("a").started()
     await bench.roster.bury(bench.roster.members[0], "gone")
-    with pytest.raises(UpdateError, match="0 engines were good before it began, min_engines is 1; a: gone"):
+    with pytest.raises(UpdateError, match="0 engines were good before it began, min_engines is 1; a dead: gone"):
         await bench.operations.update([], None)
 
 

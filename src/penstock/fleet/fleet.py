@@ -15,7 +15,7 @@ from penstock.engine.data import DataClient
 from penstock.errors import EngineDeadError, StateError, UserError
 from penstock.fleet.control import fan_out
 from penstock.fleet.lifecycle import State
-from penstock.fleet.member import SERVABLE, EngineStatus, Member
+from penstock.fleet.member import SERVABLE, EngineStatus, Member, why
 from penstock.fleet.plane import Crew, Orders
 from penstock.fleet.roster import Roster
 from penstock.types import (
@@ -211,14 +211,14 @@ class Fleet(Engine):
     ) -> AsyncGenerator[dict[str, Any]]:
         """OpenAI `/v1/completions` as chunks, each prompt of the body from an engine of its own; see `Engine`."""
         self._check_open()
-        return self._data.completion_stream(body, session_id)
+        return self._roster.each_while_hope(self._data.completion_stream(body, session_id))
 
     def chat_completion_stream(
         self, body: Mapping[str, Any], session_id: SessionId | None = None
     ) -> AsyncGenerator[dict[str, Any]]:
         """OpenAI `/v1/chat/completions` as chunks; see `Engine`."""
         self._check_open()
-        return self._data.chat_completion_stream(body, session_id)
+        return self._roster.each_while_hope(self._data.chat_completion_stream(body, session_id))
 
     @property
     def counters(self) -> Counters:
@@ -377,8 +377,7 @@ class Fleet(Engine):
         members = self._roster.members
         if index is None:
             if not (live := self._roster.live()):
-                reasons = "; ".join(f"{m.name}: {m.lifecycle.reason}" for m in members)
-                raise EngineDeadError(f"no engine is left now ({reasons})")
+                raise EngineDeadError(f"no engine is left now ({why(members)})")
             return live
         if not 0 <= index < len(members):
             raise UserError(f"there is no engine {index}; the fleet has engines 0 to {len(members) - 1}")

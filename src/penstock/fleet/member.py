@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -93,6 +93,15 @@ class Member:
     def layout(self) -> tuple[int, int, int]:
         """TP, PP and DP ranks; checksums can be compared among engines of one layout."""
         return self.info.tp, self.info.pp, self.info.dp
+
+
+def why(members: Iterable[Member]) -> str:
+    """How and why each stands where it does, but for those that left on purpose: `e0, e1 dead: REASON; e2 ...`."""
+    names: dict[tuple[State, str], list[str]] = {}
+    for member in members:
+        if member.state is not State.STOPPED:
+            names.setdefault((member.state, member.lifecycle.reason), []).append(member.name)
+    return "; ".join(f"{', '.join(its)} {state}: {reason}" for (state, reason), its in names.items())
 
 
 class Engines(Protocol):

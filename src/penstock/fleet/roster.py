@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, PenstockError, StateError
 from penstock.fleet.control import Call, FanOut, fan_out
 from penstock.fleet.lifecycle import State
-from penstock.fleet.member import SERVABLE, Member
+from penstock.fleet.member import SERVABLE, Member, why
 from penstock.router.admin_client import RouterState
 from penstock.router.membership import EngineEntry
 
@@ -66,8 +67,7 @@ class Roster:
     def check_hope(self) -> None:
         """Raise EngineDeadError where no engine is left and none is coming back."""
         if self.hopeless():
-            reasons = "; ".join(f"{m.name}: {m.lifecycle.reason}" for m in self.members)
-            raise EngineDeadError(f"no engine is left, and none is coming back ({reasons})")
+            raise self._no_hope()
 
     async def while_hope(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` returns; EngineDeadError as soon as nobody is left who could do it, and no wait for the router's.
@@ -79,7 +79,7 @@ class Roster:
         try:
             await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)
             if not doing.done():
-                self.check_hope()
+                raise self._no_hope()
             return doing.result()
         except EngineError:
             self.check_hope()
@@ -88,6 +88,38 @@ class Roster:
             gone.cancel()
             doing.cancel()
             await asyncio.wait((doing, gone))
+
+    async def each_while_hope(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
+        """Each of `items`, none of which is None; EngineDeadError as `while_hope`.
+
+        Read in the caller's own task, where a task for each item would cost as much as reading it.
+        """
+        waiting: asyncio.Timeout | None = None
+
+        def give_up(_: asyncio.Task[bool]) -> None:
+            if waiting is not None:
+                waiting.reschedule(0.0)
+
+        gone = asyncio.create_task(self.until(self.hopeless))
+        gone.add_done_callback(give_up)
+        try:
+            async with aclosing(items):
+                while True:
+                    try:
+                        async with asyncio.timeout(0.0 if gone.done() else None) as waiting:
+                            item = await anext(items, None)
+                    finally:
+                        waiting = None
+                    if item is None:
+                        return
+                    yield item
+        except TimeoutError:
+            raise self._no_hope() from None
+        except EngineError:
+            self.check_hope()
+            raise
+        finally:
+            gone.cancel()
 
     def admit(self, member: Member) -> None:
         """Let an engine that is SYNCING serve; the router learns of it with the next `push`.
@@ -173,6 +205,9 @@ class Roster:
         self.router_returns = False
         self.announce()
 
+    def _no_hope(self) -> EngineDeadError:
+        return EngineDeadError(f"no engine is left, and none is coming back ({why(self.members)})")
+
     async def _push(self) -> None:
         self._epoch += 1
         entries = [
@@ -242,8 +277,7 @@ class Roster:
         elif refused:
             raise outcome.failures[refused[0].name]
         if members and not self.live():
-            reasons = "; ".join(f"{m.name}: {m.lifecycle.reason}" for m in members)
-            raise EngineDeadError(f"{what}: no engine is left ({reasons})")
+            raise EngineDeadError(f"{what}: no engine is left ({why(members)})")
         if not members:
             self.check_hope()
         return outcome

@@ -14,7 +14,7 @@ from penstock.engine.concurrent import in_thread
 from penstock.errors import PenstockError, UpdateError, WeightsError
 from penstock.fleet.control import fan_out
 from penstock.fleet.lifecycle import Clock
-from penstock.fleet.member import SERVABLE, EngineControl, Member
+from penstock.fleet.member import SERVABLE, EngineControl, Member, why
 from penstock.fleet.roster import Roster
 from penstock.fleet.sync import put, source
 from penstock.types import EngineUpdate, UpdateReport
@@ -154,11 +154,10 @@ class Updater:
     def _need(self, members: Sequence[Member], version: int, when: str) -> None:
         if len(members) >= self.min_engines:
             return
-        dead = _failures(self.roster.members)
-        reasons = "".join(f"; {name}: {reason}" for name, reason in dead.items())
+        missing = why(m for m in self.roster.members if m.state not in SERVABLE)
         raise UpdateError(
             f"weight version {version} was not committed: {len(members)} engines were good {when}, min_engines is "
-            f"{self.min_engines}{reasons}"
+            f"{self.min_engines}{missing and '; ' + missing}"
         )
 
 
