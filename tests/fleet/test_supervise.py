@@ -350,7 +350,7 @@ async def test_when_none_is_left_and_none_comes_back_it_is_said() -> None:
             bench.process[name].kill()
             await until_dead(bench, name)
         await until(lambda: not any(m.coming for m in bench.roster.members))
-        with pytest.raises(EngineDeadError, match=r"no engine is left, and none is coming back \(a: its process"):
+        with pytest.raises(EngineDeadError, match=r"no engine is left, and none is coming back \(a, b dead: its"):
             await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
         with pytest.raises(UpdateError, match="0 engines were good before it began"):
             await bench.operations.update([], None)

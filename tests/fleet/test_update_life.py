@@ -125,7 +125,9 @@ async def test_too_few_engines_go_back_to_the_version_before(phase: str) -> None
     await bench.operations.update([], None)
     bench.engine["a"].faults[phase] = "die"
     bench.engine["b"].faults[phase] = "hang"
-    with pytest.raises(UpdateError, match=r"version 2 was not committed: 1 engines .* min_engines is 2; a dead: .*; b dead: "):
+    with pytest.raises(
+        UpdateError, match=r"version 2 was not committed: 1 engines .* min_engines is 2; a dead: .*; b dead: "
+    ):
         await bench.operations.update([], None)
     assert bench.router.serves() == {"c": 1}
     assert bench.engine["c"].version == bench.roster.version == 1
@@ -152,7 +154,9 @@ async def test_too_few_engines_before_the_gate_leave_the_rest_untouched() -> Non
         await bench.operations.update([], None)
     assert ("router", "gate closed") not in bench.journal
     bench.check_belief()
-    with pytest.raises(UpdateError, match=r"2 engines were good before it began.*; b dead: prepare of weight version 1"):
+    with pytest.raises(
+        UpdateError, match=r"2 engines were good before it began.*; b dead: prepare of weight version 1"
+    ):
         await bench.operations.update([], None)
     assert len(bench.store.published) == 1
 
