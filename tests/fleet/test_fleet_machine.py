@@ -186,6 +186,10 @@ class FleetMachine(RuleBasedStateMachine):
         for _, _, task in self.asked:
             if task.done():
                 task.result()
+        if not self.fleet._operations._turn.locked():
+            for member in self.fleet._roster.live():
+                engine = self.network.nodes[member.url].engine
+                assert engine.death or engine.paused == self.fleet._operations.paused, f"{member.name}: {member.state}"
         for what, task in self.begun:
             if task.done() and (error := task.exception()) is not None:
                 assert isinstance(error, REFUSALS[what]), f"{what} ended with {error!r}"
