@@ -47,6 +47,7 @@ class Load:
     """What was done and seen."""
 
     fleet: Fleet
+    router: psutil.Process
     end: float
     """When no new request is begun, by `time.monotonic()`."""
     began: float = field(default_factory=time.monotonic)
@@ -137,8 +138,7 @@ class Load:
 
     async def weigh(self, _: int) -> None:
         """Note the memory of client and router."""
-        router = sum(process.memory_info().rss for process in children("router"))
-        own = psutil.Process().memory_info().rss
+        own, router = psutil.Process().memory_info().rss, self.router.memory_info().rss
         self.memory.append((time.monotonic() - self.began, own, router))
 
     def growth(self, column: int) -> float:
@@ -194,7 +194,7 @@ async def main() -> int:
         async with Fleet.launch(
             "sim-model", args.engines, profile="sim", log_dir=logs, **options_of_fleet, **restarts
         ) as fleet:
-            load = Load(fleet, time.monotonic() + args.seconds)
+            load = Load(fleet, children("router")[0], time.monotonic() + args.seconds)
             await load.weigh(0)
             async with asyncio.timeout(args.seconds + END_S), asyncio.TaskGroup() as group:
                 for worker in range(args.concurrent):
