@@ -20,6 +20,7 @@ from sim_fleets import SIM, check, check_serves, in_flight
 from penstock import Fleet, PauseMode, SamplingParams
 from penstock.engine.transport import HttpTransport
 from penstock.errors import (
+    ConfigError,
     DeadlineError,
     EngineDeadError,
     EngineStartError,
@@ -232,6 +233,42 @@ def gone(processes: set[psutil.Process]) -> bool:
     return not left
 
 
+async def test_an_order_to_a_holder_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "ANSWER_S", 0.5)
+    monkeypatch.setattr(link_module, "SILENCE_S", 0.5)
+    async with detached() as fleet, Link.to(fleet.url) as link:
+        holder = await holder_of(fleet)
+        holder.suspend()
+        try:
+            with pytest.raises(DeadlineError, match="the process that holds the fleet did not answer within 1 s"):
+                await asyncio.wait_for(link.call("add", count=1), 5.0)
+        finally:
+            holder.resume()
+
+
+async def test_whoever_adopted_a_fleet_that_is_stopped_is_told_so() -> None:
+    async with detached() as fleet:
+        holder = await holder_of(fleet)
+        async with Link.to(fleet.url) as link:
+            await link.stop()
+        await asyncio.to_thread(holder.wait, 10.0)
+        await fleet._roster.until(lambda: fleet._roster.lost is not None, deadline_s=5.0)
+        with pytest.raises(EngineDeadError, match="this fleet was stopped"):
+            await fleet.pause_generation()
+        with pytest.raises(EngineDeadError, match=r"none is coming back \(e0, e1 dead: this fleet was stopped\)"):
+            await fleet.sample([1], 1)
+
+
+async def test_who_adopts_a_fleet_chooses_its_chunks_and_nothing_of_the_holders() -> None:
+    async with detached(stream_chunk_tokens=8) as fleet:
+        assert fleet._data.stream_chunk_tokens == 8
+        async with Fleet.connect(fleet.url, stream_chunk_tokens=16) as mine:
+            assert mine._data.stream_chunk_tokens == 16
+            await check_serves(mine, engines=2)
+        with pytest.raises(ConfigError, match="has chosen hang_timeout_s, min_engines already; leave these out"):
+            await Fleet.connect(fleet.url, min_engines=2, hang_timeout_s=3.0, stream_chunk_tokens=16)
+
+
 async def test_a_socket_of_a_fleet_that_was_killed_is_in_nobodys_way(fleet: Fleet) -> None:
     path = socket_of(fleet.url)
     assert path is not None
@@ -243,7 +280,8 @@ async def test_a_socket_of_a_fleet_that_was_killed_is_in_nobodys_way(fleet: Flee
     async with Link(path) as link:
         with pytest.raises(EngineDeadError, match="is gone"):
             await link.state()
-    assert present() == {}
+    with pytest.raises(UserError, match=r"no fleet of yours is held at .* known here: none"):
+        Link.to(fleet.url)
     assert not path.exists()
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from penstock.engine.concurrent import cancelled, in_thread
 from penstock.engine.control import ControlClient
-from penstock.engine.data import DataClient
+from penstock.engine.data import STREAM_CHUNK_TOKENS, DataClient
 from penstock.errors import EngineDeadError, PenstockError, StateError, UserError
 from penstock.fleet.control_wire import FleetState, MemberState, report_of
 from penstock.fleet.fleet import Fleet
@@ -26,11 +26,15 @@ from penstock.weights.shared_memory import SharedMemoryStore
 if TYPE_CHECKING:
     import torch
 
-T = TypeVar("T")
-
 
 async def adopt(
-    link: Link, url: str, *, api_key: str | None, control_timeout_s: float, request_timeout_s: float
+    link: Link,
+    url: str,
+    *,
+    api_key: str | None,
+    control_timeout_s: float,
+    request_timeout_s: float,
+    stream_chunk_tokens: int = STREAM_CHUNK_TOKENS,
 ) -> Fleet:
     """A fleet over the one that `link` leads to; its engines run on after `teardown`.
 
@@ -40,6 +44,7 @@ async def adopt(
         api_key: of engines and router.
         control_timeout_s: deadline of what engines are asked directly.
         request_timeout_s: deadline of a generation request.
+        stream_chunk_tokens: see `FleetConfig`, of what this client asks.
 
     Raises:
         EngineDeadError: the process is gone, or there is no engine; `DeadlineError`: it does not answer.
@@ -61,6 +66,7 @@ async def adopt(
             api_key=api_key,
             request_timeout_s=request_timeout_s,
             vocab_size=min(member.info.vocab_size for member in state.members),
+            stream_chunk_tokens=stream_chunk_tokens,
         )
         data.http.back = roster.router_back
         owned.push_async_callback(data.close)
@@ -220,22 +226,11 @@ class RemoteOrders:
 
     async def _call(self, name: str, **arguments: Any) -> Any:
         self._check_open()
-        result, state = await self._unless_lost(self._link.call(name, **arguments))
+        if self._roster.lost is not None:
+            raise EngineDeadError(self._roster.lost)
+        result, state = await self._link.call(name, **arguments)
         await self._roster.take(state)
         return result
-
-    async def _unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
-        doing = asyncio.create_task(work)
-        lost = asyncio.create_task(self._roster.until(lambda: self._roster.lost is not None))
-        try:
-            await asyncio.wait((doing, lost), return_when=asyncio.FIRST_COMPLETED)
-            if not doing.done():
-                raise EngineDeadError(f"the process that holds the fleet is lost: {self._roster.lost}")
-            return doing.result()
-        finally:
-            for task in (doing, lost):
-                task.cancel()
-            await asyncio.wait((doing, lost))
 
     def _check_open(self) -> None:
         if self._closed:

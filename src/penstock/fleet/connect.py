@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import FleetConfig, RouterConfig
-from penstock.errors import EngineHTTPError, PenstockError, UserError
+from penstock.errors import ConfigError, EngineHTTPError, PenstockError, UserError
 from penstock.fleet.adopt import adopt
 from penstock.fleet.assemble import assemble, join
 from penstock.fleet.fleet import Fleet
@@ -26,6 +26,8 @@ from penstock.fleet.sockets import socket_of
 from penstock.router.admin_client import RouterAdmin, RouterState
 
 NOT_FOUND = 404
+OF_A_CLIENT = frozenset({"stream_chunk_tokens"})
+"""Options of `FleetConfig` that whoever adopts a fleet chooses; the others are its holder's."""
 
 
 def connect(
@@ -40,6 +42,7 @@ def connect(
     to_router = isinstance(target, str)
     refuse_unknown(options, FleetConfig, *(() if to_router else (RouterConfig,)))
     plan = _Plan(
+        options=frozenset(options),
         fleet=section(FleetConfig, None, options),
         router=section(RouterConfig, None, options),
         api_key=api_key,
@@ -53,6 +56,8 @@ def connect(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
+    options: frozenset[str]
+    """Names of those that were given."""
     fleet: FleetConfig
     router: RouterConfig
     api_key: str | None
@@ -75,15 +80,23 @@ class _Plan:
         if path is None or not await asyncio.to_thread(path.exists):
             return None
         try:
-            return await adopt(
+            fleet = await adopt(
                 Link(path),
                 url,
                 api_key=self.api_key,
                 control_timeout_s=self.control_timeout_s,
                 request_timeout_s=self.request_timeout_s,
+                stream_chunk_tokens=self.fleet.stream_chunk_tokens,
             )
         except LinkGoneError:  # it died without taking its socket away
             return None
+        if others := self.options - OF_A_CLIENT:
+            await fleet.teardown()
+            raise ConfigError(
+                f"the fleet at {url} is held by another process, which has chosen {', '.join(sorted(others))} already; "
+                "leave these out, or give them where the fleet is started"
+            )
+        return fleet
 
     async def to_engines(self, urls: Sequence[str]) -> Fleet:
         async with AsyncExitStack() as owned:

@@ -123,6 +123,8 @@ class Endpoint:
         await self._roster.until(
             lambda: self._roster.changes != int(seen) or self._ended.is_set(), deadline_s=SILENCE_S
         )
+        if self._ended.is_set():
+            return _answer({"error": error_to_json(StateError("this fleet was stopped"))}, 400)
         return _answer({"state": state_to_json(self._state())})
 
     async def _called(self, http: web.Request) -> web.Response:

@@ -80,6 +80,7 @@ async def _detached(
         api_key=api_key,
         control_timeout_s=engine.control_timeout_s,
         request_timeout_s=engine.request_timeout_s,
+        stream_chunk_tokens=fleet.stream_chunk_tokens,
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
 import orjson
 
-from penstock.errors import DeadlineError, EngineDeadError, EngineError, UserError
+from penstock.errors import DeadlineError, EngineDeadError, EngineError, PenstockError, UserError
 from penstock.fleet.control_wire import FleetState, error_of, state_of
 from penstock.fleet.endpoint import SILENCE_S
 from penstock.fleet.sockets import present, socket_of
@@ -16,7 +18,8 @@ from penstock.fleet.sockets import present, socket_of
 ANSWER_S = 10.0
 """Deadline of what is answered at once."""
 FOREVER_S = 24 * 3600.0
-"""Of a call that ends with the operation it asks for; each step of that has its deadline in the other process."""
+"""Of a call that ends with the operation it asks for; each step of that has its deadline in the other process, which is
+asked meanwhile whether it lives."""
 
 
 class LinkGoneError(EngineDeadError):
@@ -37,9 +40,9 @@ class Link:
     @classmethod
     def to(cls, url: str) -> Self:
         """To the fleet behind the router at `url`. Raises UserError where it has no control socket here."""
-        path = socket_of(url)
-        if path is None or not path.exists():
-            others = ", ".join(f"http://127.0.0.1:{port}" for port in sorted(present())) or "none"
+        path, known = socket_of(url), present()
+        if path is None or path not in known.values():
+            others = ", ".join(f"http://127.0.0.1:{port}" for port in sorted(known)) or "none"
             raise UserError(
                 f"no fleet of yours is held at {url} by `penstock serve` or a detached process of this machine; "
                 f"known here: {others}"
@@ -53,12 +56,12 @@ class Link:
 
     async def call(self, name: str, **arguments: Any) -> tuple[Any, FleetState]:
         """Make a call (see `Endpoint`); returns its result, and the state after it."""
-        answer = await self._request("POST", f"/fleet/{name}", arguments, FOREVER_S)
+        answer = await self._while_alive(self._request("POST", f"/fleet/{name}", arguments, FOREVER_S))
         return answer["result"], state_of(answer["state"])
 
     async def stop(self) -> None:
         """End the fleet; it has ended when this returns."""
-        await self._request("POST", "/fleet/stop", {}, FOREVER_S)
+        await self._while_alive(self._request("POST", "/fleet/stop", {}, FOREVER_S))
 
     async def __aenter__(self) -> Self:
         return self
@@ -71,6 +74,28 @@ class Link:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+    async def _while_alive(self, call: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+        """The answer to a call, or `DeadlineError` as soon as the other process answers nothing any more."""
+        asked = asyncio.create_task(call)
+        silent = asyncio.create_task(self._until_silent())
+        try:
+            await asyncio.wait((asked, silent), return_when=asyncio.FIRST_COMPLETED)
+            return await (asked if asked.done() else silent)
+        finally:
+            for task in (asked, silent):
+                task.cancel()
+            await asyncio.wait((asked, silent))
+
+    async def _until_silent(self) -> dict[str, Any]:
+        change = -1
+        while True:
+            try:
+                change = (await self.state(change)).change
+            except DeadlineError:
+                raise
+            except PenstockError:  # it is gone or was stopped: the call that is under way ends too, and says how
+                await asyncio.Event().wait()
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None, deadline_s: float) -> dict[str, Any]:
         if self._session is None:
@@ -85,7 +110,7 @@ class Link:
                 f"the process that holds the fleet did not answer within {deadline_s:g} s", seconds=deadline_s
             ) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise LinkGoneError(f"the process that holds the fleet is gone ({self._path}): {error}") from error
+            raise LinkGoneError(f"the process that holds the fleet is gone: nobody answers at {self._path}") from error
         except orjson.JSONDecodeError as error:
             raise EngineError(f"{self._path} answers, but not as a fleet") from error
         if "error" in answer:
