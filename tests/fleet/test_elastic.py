@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sim_fleets import SIM, check, check_serves, engine_process, in_flight
+from sim_fleets import SIM, check, check_serves, children, engine_process, in_flight
 
 from penstock import Fleet, GenerateOutput, SamplingParams
 from penstock.errors import EngineStartError, StateError, UserError
@@ -119,6 +119,24 @@ async def test_an_engine_joins_a_paused_fleet_paused_and_a_drained_one_is_paused
     assert await fleet.drain("e0")
     await fleet.remove("e0")
     await check_serves(fleet, engines=2)
+
+
+async def test_a_router_that_dies_meanwhile_does_not_end_a_drain(fleet: Fleet) -> None:
+    running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+    await fleet.pause_generation()
+    leaving = asyncio.create_task(fleet.remove("e0"))
+    await fleet._roster.until(lambda: fleet._roster.members[0].state is State.DRAINING, deadline_s=5.0)
+    await asyncio.sleep(0.2)  # the router is asked every 50 ms
+    assert not leaving.done()
+    (router,) = children("router")
+    router.kill()
+    await asyncio.sleep(0.2)
+    await fleet.resume_generation()
+    await asyncio.wait_for(leaving, 20.0)
+    assert (await states(fleet))["e0"] is State.STOPPED
+    check(PROMPTS, await asyncio.wait_for(running, 20.0), PARAMS)
+    await check_serves(fleet, engines=1)
 
 
 async def test_what_an_engine_has_left_at_the_end_of_its_time_goes_on_elsewhere(fleet: Fleet) -> None:

@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 
-from penstock.errors import EngineStartError, StateError, UserError
+from penstock.errors import DeadlineError, EngineDeadError, EngineStartError, StateError, UserError
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import SERVABLE, Engines, Member
 from penstock.fleet.operations import Operations
@@ -173,7 +173,13 @@ class Elastic:
         """Whether requests are under way on an engine, or sessions live there; not so where it serves no longer."""
         if member.state not in SERVABLE:
             return False
-        for load in (await self._roster.admin.engines()).engines:
+        try:
+            router = await self._roster.admin.engines()
+        except (DeadlineError, EngineDeadError):
+            if not self._roster.router_returns:
+                raise
+            return True  # nobody can say before it is back
+        for load in router.engines:
             if load.name == member.name:
                 return load.outstanding > 0 or (sessions and load.sessions > 0)
         return False
