@@ -160,6 +160,15 @@ def listens(process: psutil.Process) -> set[str]:
     return {str(c.laddr.port) for p in family for c in p.net_connections() if c.status == "LISTEN"}
 
 
+async def test_a_start_may_take_longer_than_the_router_holds_a_request(tmp_path: Path) -> None:
+    options = {"max_hold_s": 0.5, "restart_backoff_s": 2.0, "log_dir": tmp_path}
+    async with Fleet.launch("sim-model", engines=1, **SIM, **options) as fleet:
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        await kill(fleet._roster.members[0])
+        check(PROMPTS, await asyncio.wait_for(running, 20.0), PARAMS)
+
+
 def streams(fleet: Fleet) -> list[AsyncGenerator[dict[str, Any]]]:
     body = {"model": "sim-model", "max_tokens": 100}
     chat = [{"role": "user", "content": "x"}]

@@ -20,6 +20,10 @@ CONNECT_S = 10.0
 """Deadline of the TCP connection alone: on one host or one network a live server accepts at once."""
 
 
+ROUTER_ERROR, HELD_TOO_LONG = "X-Penstock-Error", "held_too_long"
+"""What our router says where no engine came for as long as it holds a request; none has seen the request."""
+
+
 class UnreachableError(EngineDeadError):
     """Nobody listens there: nothing was sent."""
 
@@ -64,7 +68,9 @@ class HttpTransport:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
         self.back: Callable[[], Awaitable[bool]] | None = None
-        """Waits until the server, which could not be reached, has been started anew; False: it will not be."""
+        """Waits until the server, which could not be reached, has been started anew; False: it will not be.
+
+        A router that has given up waiting for an engine is asked again too: an engine may take longer to start."""
 
     async def post(
         self,
@@ -140,10 +146,15 @@ class HttpTransport:
         async with asyncio.timeout(timeout.total):
             while True:
                 try:
-                    return await self._open().request(method, url, timeout=timeout, **options)
+                    response = await self._open().request(method, url, timeout=timeout, **options)
                 except aiohttp.ClientConnectorError:
                     if self.back is None or not await self.back():
                         raise
+                    continue
+                held_too_long = response.headers.get(ROUTER_ERROR) == HELD_TOO_LONG
+                if not held_too_long or self.back is None or not await self.back():
+                    return response
+                response.release()
 
     @contextmanager
     def _our_errors(self, method: str, path: str, timeout_s: float) -> Generator[None]:
