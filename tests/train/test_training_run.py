@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -9,7 +11,9 @@ import pytest
 from training_setup import Letters, Recorder, config_of, save_nano_model
 
 from penstock.config import RunConfig
-from penstock.errors import ConfigError, EngineStartError, UserError
+from penstock.errors import ConfigError, EngineStartError, StateError, UserError
+from penstock.fleet.link import Link
+from penstock.fleet.sockets import present
 from penstock.observe.run_folder import RunFolder
 from penstock.rollout.char_tokenizer import save_char_tokenizer
 from penstock.rollout.environment import Task
@@ -59,6 +63,40 @@ async def test_a_run_on_two_engines_and_its_resumption(model: Path, tmp_path: Pa
     summary = await run(longer, resume=True, reporter=Recorder())
     assert [row["step"] for row in folder.metrics()] == [1, 2, 3, 4, 5, 6]
     assert summary.resumed_at == (4,)
+
+
+class Waiting(Recorder):
+    """Says when the first step is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stepped = asyncio.Event()
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        super().on_step(metrics)
+        self.stepped.set()
+
+
+async def test_a_run_is_found_by_penstock_fleet_which_can_stop_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    before = set(psutil.Process().children(recursive=True))
+    config = fleet_config(model, tmp_path / "runs")
+    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 10_000})})
+    told = Waiting()
+    running = asyncio.create_task(run(config, resume=False, reporter=told))
+    await asyncio.wait_for(told.stepped.wait(), 60.0)
+    (port,) = present()
+    async with Link.to(f"http://127.0.0.1:{port}") as link:
+        state = await link.state()
+        assert [member.name for member in state.members] == ["e0", "e1"]
+        assert state.version >= 1
+        await asyncio.wait_for(link.stop(), 20.0)
+    with pytest.raises(StateError, match="was told to stop"):
+        await asyncio.wait_for(running, 20.0)
+    assert set(psutil.Process().children(recursive=True)) <= before
+    assert present() == {}
 
 
 async def test_a_fresh_run_replaces_the_one_of_its_name(model: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ Timeout = Annotated[
 
 fleet = typer.Typer(
     name="fleet",
-    help="Change the engines of a fleet that `penstock serve` or a detached process holds, while it serves.",
+    help="Change the engines of a fleet of `penstock serve`, `penstock train` or a detached process, while it serves.",
     no_args_is_help=True,
 )
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import orjson
 from aiohttp import web
@@ -34,6 +34,7 @@ SILENCE_S = 10.0
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Call = Callable[[dict[str, Any]], Awaitable[Any]]
 
 
@@ -98,6 +99,27 @@ class Endpoint:
             with suppress(FileNotFoundError):
                 os.unlink(self._path)  # noqa: PTH108 - in a coroutine; it takes microseconds
             await self._runner.cleanup()
+
+    async def during(self, work: Coroutine[Any, Any, T], end: Callable[[], Awaitable[None]]) -> T:
+        """What `work` returns, reachable meanwhile; then the fleet is ended, by `end`.
+
+        Raises:
+            StateError: somebody wanted the fleet to end; `work` was cancelled.
+        """
+        async with self:
+            working = asyncio.create_task(work)
+            told = asyncio.create_task(self.stopping.wait())
+            try:
+                await asyncio.wait((working, told), return_when=asyncio.FIRST_COMPLETED)
+                if not working.done():
+                    raise StateError("the fleet was told to stop, by `penstock fleet stop` or another program")
+                return working.result()
+            finally:
+                told.cancel()
+                working.cancel()
+                await asyncio.wait((told, working))
+                await end()
+                self.stopped()
 
     def stopped(self) -> None:
         """The fleet has ended: whoever asked for it is told when this endpoint closes."""

@@ -44,8 +44,8 @@ class Link:
         if path is None or path not in known.values():
             others = ", ".join(f"http://127.0.0.1:{port}" for port in sorted(known)) or "none"
             raise UserError(
-                f"no fleet of yours is held at {url} by `penstock serve` or a detached process of this machine; "
-                f"known here: {others}"
+                f"no fleet of yours is held at {url} by `penstock serve`, `penstock train` or a detached process of "
+                f"this machine; known here: {others}"
             )
         return cls(path)
 

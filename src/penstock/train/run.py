@@ -96,7 +96,7 @@ async def _run(
                 ),
                 config.rollout.concurrency,
             )
-            return await train(
+            training = train(
                 config,
                 fleet,
                 learner=await loading,
@@ -106,6 +106,8 @@ async def _run(
                 reporter=reporter,
                 resume=resume,
             )
+            endpoint = fleet.endpoint
+            return await (endpoint.during(training, end=fleet.teardown) if endpoint is not None else training)
     finally:
         loading.cancel()
 
