@@ -168,6 +168,18 @@ async def test_a_fault_in_an_update_takes_one_engine_out_and_not_the_fleet(kind:
         await check_serves(fleet, engines=2)
 
 
+async def test_an_engine_whose_weights_nobody_knows_makes_no_more_tokens_though_nobody_can_end_it() -> None:
+    async with engines(3) as servers, connected(servers) as fleet:
+        servers[1].engine.faults.add(Fault(FaultKind.WRONG_CHECKSUM, Phase.LOAD))
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        await fleet.update_weights(GOOD)
+        assert await states(fleet) == [State.SERVING, State.DEAD, State.SERVING]
+        check(PROMPTS, await asyncio.wait_for(running, 10.0), PARAMS)
+        assert fleet.counters.continued == len(PROMPTS) // 3, "what it had went on elsewhere"
+        assert servers[1].engine.paused
+
+
 @pytest.mark.parametrize("kind", [FaultKind.REFUSE, FaultKind.HANG, FaultKind.EXIT])
 @pytest.mark.parametrize("phase", [Phase.PAUSE, Phase.RESUME])
 async def test_a_fault_in_a_pause_or_resume_takes_one_engine_out(kind: FaultKind, phase: Phase) -> None:

@@ -14,12 +14,16 @@ from penstock.fleet.lifecycle import State
 from penstock.fleet.member import SERVABLE, Member, why
 from penstock.router.admin_client import RouterState
 from penstock.router.membership import EngineEntry
+from penstock.types import PauseMode
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ROUTER_BACK_S = 30.0
 """How long a call waits for a router that is being restarted, which takes a fraction of a second on an idle machine."""
+
+SILENCING_S = 2.0
+"""How long an engine with torn weights, which somebody else started, has for being paused."""
 
 
 class Admin(Protocol):
@@ -235,8 +239,15 @@ class Roster:
 
     # --- the engines -------------------------------------------------------------------------------------------------
 
-    async def bury(self, member: Member, reason: str) -> None:
-        """The engine failed: it is DEAD, leaves the router's set, and its process ends. The first reason stays."""
+    async def bury(self, member: Member, reason: str, *, torn: bool = False) -> None:
+        """The engine failed: it is DEAD, leaves the router's set, and its process ends. The first reason stays.
+
+        Args:
+            member: it.
+            reason: why.
+            torn: nobody knows what weights it has. Where it is not ours to end, it is at least told to make no more
+                tokens: what it has goes on elsewhere.
+        """
         if member.state in {State.DEAD, State.STOPPED}:
             return
         member.lifecycle.to(State.DEAD, reason)
@@ -248,6 +259,10 @@ class Roster:
         except PenstockError as error:
             # The state holds; the router gets the full set with the next push, and finds the engine gone until then.
             logger.warning("the router was not told that engine %s died: %s", member.name, error)
+        if torn and member.process is None:
+            told = await fan_out((member,), lambda engine: engine.pause(PauseMode.ABORT), deadline_s=SILENCING_S)
+            for error in told.failures.values():
+                logger.warning("engine %s may make tokens of weights that nobody has confirmed: %s", member.name, error)
 
     async def command(self, call: Call[T], *, what: str, deadline_s: float, refusable: bool = False) -> FanOut[T]:
         """Make every live engine do something that changes its state; one that fails is buried at once.

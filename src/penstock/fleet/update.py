@@ -126,7 +126,7 @@ class Updater:
         self.roster.used = max(self.roster.used, version)
 
         async def failed(member: Member, error: PenstockError) -> None:
-            await self.roster.bury(member, f"apply of weight version {version} failed: {error}")
+            await self.roster.bury(member, f"apply of weight version {version} failed: {error}", torn=True)
 
         outcome = await fan_out(
             members, lambda engine: engine.apply_weights(version), deadline_s=self.deadline_s, on_failure=failed
@@ -135,7 +135,7 @@ class Updater:
         odd = odd_ones_out({name: update.checksum for name, update in outcome.results.items()}, layouts)
         for member in members:
             if member.name in odd:
-                await self.roster.bury(member, f"weight version {version}: {odd[member.name]}")
+                await self.roster.bury(member, f"weight version {version}: {odd[member.name]}", torn=True)
         return outcome.results
 
     async def _roll_back(self, members: Sequence[Member], version: int) -> None:
@@ -143,11 +143,11 @@ class Updater:
         before = source(self.roster, self.store.current)
         if before is None:
             for member in members:  # as loaded from disk, or sent natively: the bytes are not here
-                await self.roster.bury(member, f"holds weight version {version}, which was not committed")
+                await self.roster.bury(member, f"holds weight version {version}, which was not committed", torn=True)
             return
 
         async def failed(member: Member, error: PenstockError) -> None:
-            await self.roster.bury(member, f"going back to weight version {before.version} failed: {error}")
+            await self.roster.bury(member, f"going back to weight version {before.version} failed: {error}", torn=True)
 
         await fan_out(members, lambda engine: put(engine, before), deadline_s=2 * self.deadline_s, on_failure=failed)
 
