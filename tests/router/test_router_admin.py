@@ -42,6 +42,17 @@ async def test_the_set_and_its_figures() -> None:
         assert (await r.admin.engines()).gate_closed
 
 
+async def test_a_web_page_cannot_change_anything() -> None:
+    """A page that a developer looks at may post to any port of that machine, without a preflight."""
+    async with rig(answer_name) as r:
+        page = {"Origin": "http://example.org", "Content-Type": "text/plain"}
+        async with aiohttp.ClientSession(headers=page) as browser:
+            async with browser.post(f"{r.url}/router/gate", data='{"closed": true}') as answer:
+                assert (answer.status, answer.headers["X-Penstock-Error"]) == (403, "cross_site")
+            async with browser.get(f"{r.url}/router/engines") as answer:
+                assert (await answer.json())["gate_closed"] is False
+
+
 async def test_epochs() -> None:
     async with rig() as r:
         first = [EngineEntry("a", "http://127.0.0.1:1"), EngineEntry("b", "http://127.0.0.1:2", 3, eligible=False)]

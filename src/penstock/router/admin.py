@@ -63,6 +63,10 @@ class AdminCall:
         method = "GET" if self._request.method == b"HEAD" else self._request.method.decode()
         path = self._request.target.partition(b"?")[0].decode()
         relay = self._dispatcher.relay
+        if method != "GET" and self._request.origin:
+            # A browser sends a page's plain POST to loopback without asking anybody; nobody else says Origin.
+            self.refuse(RefusalError(403, "cross_site", f"{method} {path} is not for web pages; leave Origin out"))
+            return
         try:
             if relay is None:
                 self._answer(execute(self._dispatcher, method, path, self._body))

@@ -82,6 +82,7 @@ _REQUEST_FIELDS = FieldLines(
         b"x-expected-tokens": _whole_number("X-Expected-Tokens"),
         b"x-adapter": _text("X-Adapter", _MAX_ADAPTER),
         b"x-prefix-hashes": bytes,
+        b"origin": bytes,
     },
     _HOP_BY_HOP,
 )
@@ -116,6 +117,8 @@ class RequestHead:
     """`X-Adapter`: the adapter that has to be loaded."""
     prefix_hashes: bytes | None = None
     """`X-Prefix-Hashes` as it came."""
+    origin: bytes = b""
+    """`Origin`: the web page that a browser sends this for."""
     forward: bytes
     """The head to send to an engine."""
     as_it_came: bool = True
@@ -157,6 +160,8 @@ def parse_request(head: bytes) -> RequestHead:
         request.session_id = cast("str", seen[b"x-session-id"]) or None
     if b"authorization" in seen:
         request.authorization = cast("bytes", seen[b"authorization"])
+    if b"origin" in seen:
+        request.origin = cast("bytes", seen[b"origin"])
     if not _HINTS.isdisjoint(seen):
         _hints(request, seen)
     if not http_1_1 or b"host" not in seen or b"expect" in seen or not _HOP_BY_HOP.isdisjoint(seen):
