@@ -87,19 +87,7 @@ async def assemble(
     """
     if not members or len(members) < fleet.min_engines:
         raise UserError(f"there are {len(members)} engines, the fleet needs at least {fleet.min_engines}")
-    _agree("weight version", {m.name: m.weight_version for m in members})
-    _agree("paused", {m.name: m.info.paused for m in members})
-    paused = members[0].info.paused
-    roster = Roster(
-        router.admin, version=members[0].weight_version, epoch=-1 if epoch is None else epoch, closed=paused
-    )
-    for member in members:
-        roster.admit(member)
-        if paused:
-            member.lifecycle.to(State.PAUSED, "was paused when it was found")
-    if epoch is None:
-        await roster.gate(closed=paused)
-        await roster.push()
+    roster = await _announced(router, members, epoch)
     store = SharedMemoryStore()
     owned.callback(store.close)
     data = DataClient(
@@ -118,7 +106,7 @@ async def assemble(
         control_timeout_s=control_timeout_s,
         request_timeout_s=request_timeout_s,
         recovery_timeout_s=engines.config.start_timeout_s if engines is not None else 0.0,
-        paused=paused,
+        paused=members[0].info.paused,
     )
     supervisor = Supervisor(roster, admit=operations.admit, fleet=fleet, engines=engines)
     owned.push_async_callback(supervisor.stop)
@@ -143,6 +131,24 @@ async def assemble(
         owned=owned.pop_all(),
         endpoint=Endpoint(router.url, roster, operations, elastic),
     )
+
+
+async def _announced(router: OpenRouter, members: Sequence[Member], epoch: int | None) -> Roster:
+    """The engines as one fleet, in the state that they all are in; the router knows them, and is gated as they are."""
+    _agree("weight version", {m.name: m.weight_version for m in members})
+    _agree("paused", {m.name: m.info.paused for m in members})
+    paused = members[0].info.paused
+    roster = Roster(
+        router.admin, version=members[0].weight_version, epoch=-1 if epoch is None else epoch, closed=paused
+    )
+    for member in members:
+        roster.admit(member)
+        if paused:
+            member.lifecycle.to(State.PAUSED, "was paused when it was found")
+    if epoch is None:
+        await roster.gate(closed=paused)
+        await roster.push()
+    return roster
 
 
 def _agree(what: str, values: dict[str, object]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from penstock.config import EngineConfig, FleetConfig, RouterConfig
+from penstock.engine.concurrent import in_thread
 from penstock.errors import EngineStartError
 from penstock.fleet.control_wire import error_of
 from penstock.fleet.daemon import API_KEY_ENV, Plan
@@ -52,7 +53,7 @@ async def start_detached(
     read_fd, write_fd = os.pipe()
     with os.fdopen(read_fd, "rb") as output:
         try:
-            await asyncio.to_thread(_spawn, plan, env, log, write_fd)
+            await in_thread(lambda: _spawn(plan, env, log, write_fd))
         finally:
             os.close(write_fd)
         lines = asyncio.StreamReader()
