@@ -89,6 +89,18 @@ async def test_a_second_process_finds_a_fleet_by_its_routers_url() -> None:
         await check_serves(first, engines=2)
 
 
+async def test_a_second_hand_on_the_same_engines_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    async with engines(2) as servers, connected(servers) as first:
+        await first.update_weights(GOOD)
+        async with Fleet.connect(first.url) as second:
+            await second.update_weights(GOOD)
+            assert caplog.messages == []
+            await first.pause_generation()
+            await first.update_weights(GOOD, version=3)
+            assert "somebody else has told this fleet's router its engines" in caplog.text
+            await first.resume_generation()
+
+
 async def test_engines_that_do_not_agree_are_not_made_a_fleet() -> None:
     async with engines(2) as servers:
         async with connected(servers[:1]) as one:

@@ -56,6 +56,7 @@ class Roster:
         self.admin = admin
         self._closed = closed
         self._epoch = epoch
+        self._announced = False
         self._restored = 0
         self._telling = asyncio.Lock()
         self._news = asyncio.Event()
@@ -220,9 +221,15 @@ class Roster:
         ]
         try:
             await self.admin.set_engines(self._epoch, entries)
-        except StateError:  # another process spoke to this router since; the last word is ours
+        except StateError:  # somebody else spoke to this router since; the last word is ours
+            if self._announced:
+                logger.warning(
+                    "somebody else has told this fleet's router its engines: two that update the same engines give "
+                    "one version number to different weights; have one process hold the fleet, and others adopt it"
+                )
             self._epoch = (await self.admin.engines()).epoch + 1
             await self.admin.set_engines(self._epoch, entries)
+        self._announced = True
 
     async def _tell(self, call: Callable[[], Awaitable[None]]) -> None:
         """Make a call to the router; where it is gone and comes back, `restore` has said it instead."""
