@@ -1,8 +1,9 @@
-"""Real vLLM CPU engines that die under load and in an update: back by themselves, with the weights of the moment."""
+"""Real vLLM engines that die under load and in an update: back by themselves, with the weights of the moment."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from dataclasses import replace
@@ -35,7 +36,8 @@ async def fleet(nano_path, tmp_path_factory):
         "control_timeout_s": 20.0,
         "log_dir": logs,
     }
-    async with Fleet.launch(nano_path, engines=2, profile="cpu", max_model_len=512, **options) as fleet:
+    given = json.loads(os.environ.get("PENSTOCK_TEST_ENGINE", '{"profile": "cpu"}'))  # see tests/conftest.py
+    async with Fleet.launch(nano_path, engines=2, dtype="float32", max_model_len=512, **given, **options) as fleet:
         yield fleet
 
 
