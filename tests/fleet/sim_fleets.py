@@ -69,6 +69,13 @@ def children(kind: str) -> list[psutil.Process]:
     return [p for p in psutil.Process().children(recursive=True) if f"penstock.{kind}" in p.cmdline()]
 
 
+def router_process(url: str) -> psutil.Process:
+    """The process of the router at `url`."""
+    port = int(url.rpartition(":")[2])
+    (process,) = [p for p in children("router") if port in {c.laddr.port for c in p.net_connections() if not c.raddr}]
+    return process
+
+
 def engine_process(url: str) -> psutil.Process:
     """The process of the engine at `url`."""
     port = url.rpartition(":")[2]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sim_fleets import SIM, check, check_serves, children, engine_process, in_flight
+from sim_fleets import SIM, check, check_serves, engine_process, in_flight, router_process
 
 from penstock import Fleet, GenerateOutput, SamplingParams
 from penstock.errors import EngineStartError, StateError, UserError
@@ -129,8 +129,7 @@ async def test_a_router_that_dies_meanwhile_does_not_end_a_drain(fleet: Fleet) -
     await fleet._roster.until(lambda: fleet._roster.members[0].state is State.DRAINING, deadline_s=5.0)
     await asyncio.sleep(0.2)  # the router is asked every 50 ms
     assert not leaving.done()
-    (router,) = children("router")
-    router.kill()
+    router_process(fleet.url).kill()
     await asyncio.sleep(0.2)
     await fleet.resume_generation()
     await asyncio.wait_for(leaving, 20.0)

@@ -22,8 +22,10 @@ from penstock.errors import ConfigError, EngineDeadError, EngineHTTPError, Engin
 from penstock.fleet.lifecycle import State
 
 LAUNCHER = """
-import asyncio, sys
+import asyncio, signal, sys
 import penstock
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a script starts in the background
 
 async def main():
     async with penstock.Fleet.launch("sim-model", engines=2, profile="sim") as fleet:

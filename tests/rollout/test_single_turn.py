@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import given
@@ -100,13 +102,13 @@ async def test_the_engine_is_asked_for_tokens_alone_once_for_each_group(
     client: HTTPEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths: list[str] = []
-    call = client.data.http.call
+    request = client.data.http._request
 
-    async def spy(method: str, path: str, *args: object, **kwargs: object) -> object:
-        paths.append(path)
-        return await call(method, path, *args, **kwargs)  # pyright: ignore[reportArgumentType]
+    async def spy(method: str, url: str, **options: Any) -> object:
+        paths.append(urlsplit(url).path)
+        return await request(method, url, **options)
 
-    monkeypatch.setattr(client.data.http, "call", spy)
+    monkeypatch.setattr(client.data.http, "_request", spy)
     await generator_of(client).generate(GeneratorInput(tasks(3), num_samples=8))
     assert paths == ["/inference/v1/generate"] * 3
 

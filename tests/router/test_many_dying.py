@@ -142,7 +142,7 @@ async def test_every_request_has_an_answer_or_a_clear_error_and_the_counters_add
 
         assert engines.deaths > 0.9 * requests / EVERY
         assert outcomes["broken"] >= 0.9 * engines.deaths, "what an engine had begun to say is not said anew"
-        assert outcomes["answered"] > 0.8 * requests, outcomes
+        assert outcomes["answered"] > 0.6 * requests, outcomes
         await eventually(lambda: all_up(router))  # and everybody is back in use
         assert all(backend.seen for backend in router.backends)
 
