@@ -144,9 +144,9 @@ async def test_what_is_kept_or_waited_for_is_byte_identical(live, kind, mode):
 async def test_n_samples_go_on_behind_an_abort_each_from_its_own_tokens(live):
     params = SamplingParams(max_tokens=TOKENS, seed=3)
     samples = await disturbed(live, lambda: live.engine.sample(PROMPT, 6, params), PauseMode.ABORT)
-    assert {sample.finish_reason for sample in samples} <= {"stop", "length"}
-    assert any(len(sample.token_ids) == TOKENS for sample in samples)
-    for sample in samples:
+    assert len(samples) == 6
+    for sample in samples:  # some may end by themselves: which ones depends on where the seam is
+        assert sample.finish_reason == ("length" if len(sample.token_ids) == TOKENS else "stop")
         assert live.history.worst_difference(PROMPT, sample) < 1e-4
         ids = sample.token_ids[:-1] if sample.finish_reason == "stop" else sample.token_ids
         assert sample.text == await live.engine.data.detokenize(ids)

@@ -95,6 +95,12 @@ class Backend:
 
     async def stop(self) -> None:
         if self._server is not None:
+            # What is accepted while asyncio's server closes gets no transport, and stays open until it is collected
+            # (Python 3.11): a request on it would wait for that. So no more is accepted, and what was gets here first.
+            for listening in self._server.sockets:
+                asyncio.get_running_loop().remove_reader(listening.fileno())
+            for _ in range(3):
+                await asyncio.sleep(0)
             self._server.close()
             for writer in list(self._writers):
                 writer.transport.abort()
