@@ -13,11 +13,13 @@ from typing import Any
 
 import orjson
 
+from penstock.engine.vllm_plugin.sources import SOURCES
 from penstock.engine.vllm_plugin.spec import WeightSpec, check_bytes, expected_weights
 from penstock.engine.vllm_plugin.version_spans import VersionSpans
 from penstock.engine.wire import version_number
 from penstock.errors import StateError, WeightsError
 from penstock.weights.manifest import WeightManifest
+from penstock.weights.shared_memory import TRANSPORT as SHARED_MEMORY
 
 MAX_BODY = 64 * 2**20
 """A manifest of a 100k-tensor model is about 10 MB."""
@@ -91,7 +93,7 @@ class PenstockMiddleware:
             "dp": parallel.data_parallel_size,
             "vocab_size": config.model_config.get_vocab_size(),
             "max_model_len": config.model_config.max_model_len,
-            "transports": ["shared_memory"],
+            "transports": sorted(SOURCES),
         }
 
     async def _prepare(self, engine: Any, body: Any) -> dict[str, Any]:
@@ -100,7 +102,12 @@ class PenstockMiddleware:
         if self._spec is None:
             self._spec = await asyncio.to_thread(expected_weights, engine.vllm_config.model_config)
         self._spec.check(manifest)
-        await asyncio.to_thread(check_bytes, manifest)
+        if manifest.transport == SHARED_MEMORY:
+            await asyncio.to_thread(check_bytes, manifest)
+        else:
+            for problem in await engine.collective_rpc("penstock_prepare", args=(manifest.to_json(),)):
+                if problem is not None:
+                    raise WeightsError(problem)
         self._prepared = manifest
         return {"ok": True}
 

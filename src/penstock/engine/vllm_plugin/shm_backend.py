@@ -1,7 +1,7 @@
 """vLLM weight-transfer backend over shared memory: maps the trainer's bytes and loads them by vLLM's layerwise reload.
 
-vLLM's native calls drive it (`/start_weight_update`, `/update_weights`, `/finish_weight_update`), and so does our one
-call, `/penstock/weights/apply`.
+vLLM's native calls drive it: `/start_weight_update`, `/update_weights`, `/finish_weight_update`. Our one call,
+`/penstock/weights/apply`, does the same without it (`reload.py`).
 """
 # pyright: basic, reportMissingImports=false
 
@@ -16,9 +16,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from penstock.engine.vllm_plugin import cpu
+from penstock.engine.vllm_plugin import reload
 from penstock.weights.manifest import WeightManifest
 from penstock.weights.pack import read
 from penstock.weights.shared_memory import open_mapping
@@ -47,8 +46,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
 
     def start_weight_update(self) -> None:
         """Put the layers into loading state. From here to `finish_weight_update` the model cannot run."""
-        cpu.before_reload(self.model)
-        initialize_layerwise_reload(self.model)
+        reload.begin(self.model)
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
         """Load every tensor of the manifest."""
@@ -59,8 +57,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
 
     def finish_weight_update(self) -> None:
         """Take the layers out of loading state, with the loaded weights in force."""
-        finalize_layerwise_reload(self.model, self.model_config)
-        cpu.after_reload(self.model)
+        reload.finish(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Nothing is held between updates."""

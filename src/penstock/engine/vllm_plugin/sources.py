@@ -1,0 +1,69 @@
+"""Where a worker gets the tensors of a version from: one source for each transport."""
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from penstock.errors import WeightsError
+from penstock.weights.manifest import TensorEntry, WeightManifest
+from penstock.weights.pack import read
+from penstock.weights.shared_memory import open_mapping
+
+Place = Callable[[TensorEntry], torch.Tensor | None]
+"""Where a tensor lies in the model's own memory, contiguous, of the entry's dtype and shape; None: nowhere as such."""
+
+
+class Source(Protocol):
+    """One transport, on one worker; it lives as long as the worker."""
+
+    def prepare(self, manifest: WeightManifest) -> None:
+        """Do what can be done while the engine generates (map, open, check); called between two of its steps.
+
+        Raises:
+            WeightsError: these weights cannot be loaded; nothing has changed.
+        """
+        ...
+
+    def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        """Every tensor once, whole, in the manifest's order, on any device; each is valid until the next is asked for.
+
+        A source that can write to memory it is given asks `place` first, and yields what it got there.
+
+        Raises:
+            WeightsError: the bytes did not come, or are not those that were sent. The model may be torn.
+        """
+        ...
+
+
+class SharedMemorySource:
+    """Maps the file of `weights.shared_memory`; its bytes were checked before, by the API process."""
+
+    def __init__(self, worker: Any) -> None:
+        del worker
+
+    def prepare(self, manifest: WeightManifest) -> None:
+        """Nothing is left to do."""
+
+    def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        """Views of the mapping."""
+        del place
+        mapping = open_mapping(manifest.location["path"], manifest.extent)
+        for entry, (_, tensor) in zip(manifest.tensors, read(memoryview(mapping), manifest.tensors), strict=True):
+            yield entry, tensor
+
+
+SOURCES = {"shared_memory": "penstock.engine.vllm_plugin.sources:SharedMemorySource"}
+"""Transport to the class of its source, made with vLLM's Worker; imported when it is first used."""
+
+
+def make_source(transport: str, worker: Any) -> Source:
+    """The source of a transport. WeightsError: there is none of that name."""
+    if transport not in SOURCES:
+        raise WeightsError(f"this engine has no transport {transport!r}; it has {', '.join(sorted(SOURCES))}")
+    module, name = SOURCES[transport].split(":")
+    return getattr(importlib.import_module(module), name)(worker)
