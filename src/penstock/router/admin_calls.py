@@ -48,10 +48,13 @@ class _EngineBody(_Strict):
     eligible: bool = True
     draining: bool = False
     adapters: list[str] | None = None
+    dp_rank: int | None = None
 
     def entry(self) -> EngineEntry:
         adapters = None if self.adapters is None else tuple(self.adapters)
-        return EngineEntry(self.name, self.url, self.weight_version, self.eligible, self.draining, adapters)
+        return EngineEntry(
+            self.name, self.url, self.weight_version, self.eligible, self.draining, adapters, self.dp_rank
+        )
 
 
 class _EnginesBody(_Strict):

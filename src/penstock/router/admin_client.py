@@ -36,6 +36,8 @@ class EngineLoad:
     """It is draining, nothing is in flight there, and no session lives there any more: it may go."""
     adapters: tuple[str, ...] | None = None
     """As announced by the fleet."""
+    dp_rank: int | None = None
+    """As announced by the fleet: a data-parallel rank of the server at `url`."""
     gate_closed: bool = False
     """Its own gate; the one for all is in `RouterState`."""
     outstanding_tokens: int = 0

@@ -86,7 +86,7 @@ class Candidates:
     def set(self, entries: Sequence[EngineEntry]) -> tuple[list[str], list[str]]:
         """Take over a full set.
 
-        An engine with another URL than before is another engine, even under its old name.
+        An engine with another URL or rank than before is another engine, even under its old name.
 
         Returns:
             Names of engines that left, and of those whose weights have changed.
@@ -96,7 +96,7 @@ class Candidates:
         updated: list[str] = []
         for entry in entries:
             known = before.get(entry.name)
-            if known is not None and known.entry.url == entry.url:
+            if known is not None and known.entry.place == entry.place:
                 del before[entry.name]
                 if known.entry.weight_version != entry.weight_version:
                     updated.append(entry.name)

@@ -88,7 +88,7 @@ class Dispatcher:
         stayed: set[str] = set()
         for entry in self.membership.engines:
             known = before.get(entry.name)
-            if known is not None and known.entry.url == entry.url:
+            if known is not None and known.entry.place == entry.place:
                 del before[entry.name]
                 stayed.add(entry.name)
                 known.announce(entry)

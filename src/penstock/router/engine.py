@@ -16,6 +16,8 @@ from penstock.router.refusal import RefusalError
 if TYPE_CHECKING:
     from penstock.router.exchange import Exchange
 
+RANK_HEADER = b"X-data-parallel-rank"
+"""VLLM's: the data-parallel rank that is to have the request."""
 IDLE_S = 4.0
 """An idle connection is closed after this time: before vLLM's server does, which takes 5 s."""
 CONNECT_TIMEOUT_S = 5.0
@@ -35,6 +37,9 @@ class Engine:
     def __init__(self, entry: EngineEntry) -> None:
         self.entry = entry
         self.address = entry.address()
+        rank = entry.dp_rank
+        self.rank_line = b"" if rank is None else b"%s: %d\r\n" % (RANK_HEADER, rank)
+        """What every request to it says besides, made once; its rank is part of what engine it is."""
         self.down = False
         """The breaker is open: a connection was refused or a health check failed, and since then neither a probe
         succeeded nor a membership was announced."""

@@ -37,6 +37,7 @@ class EngineConnection(asyncio.BufferedProtocol):
         "_buffer",
         "_pass_on",
         "_payload",
+        "_rank_line",
         "_read_buffer",
         "_read_paused",
         "_reusable",
@@ -65,6 +66,7 @@ class EngineConnection(asyncio.BufferedProtocol):
         """The client's `transport.write`, while an answer is passed on."""
         self._reusable = False
         self._read_buffer = engine.read_buffer
+        self._rank_line = engine.rank_line
         self._read_paused = False
 
     # --- callbacks of the event loop ---------------------------------------------------------------------------------
@@ -143,6 +145,8 @@ class EngineConnection(asyncio.BufferedProtocol):
     def send(self, exchange: Exchange, pieces: Sequence[bytes | memoryview]) -> None:
         """Start an exchange with its head and what has come of its body."""
         self.exchange = exchange
+        if self._rank_line:
+            pieces = _with_line(pieces, self._rank_line)
         if len(pieces) == 1:
             self.transport.write(pieces[0])
         else:
@@ -246,6 +250,13 @@ class EngineConnection(asyncio.BufferedProtocol):
         self.reused = True
         self.engine.release(self, reusable=self._reusable and exchange.body_done)
         exchange.answered()
+
+
+def _with_line(pieces: Sequence[bytes | memoryview], line: bytes) -> list[bytes | memoryview]:
+    """A request whose first header line is `line`: vLLM takes the first of a name, so no client chooses."""
+    first = bytes(pieces[0])
+    end = first.index(b"\r\n") + 2
+    return [first[:end] + line + first[end:], *pieces[1:]]
 
 
 def _nowhere(data: bytes) -> None:

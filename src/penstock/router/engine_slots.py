@@ -17,7 +17,7 @@ class EngineSlots:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._urls: dict[str, str] = {}
+        self._places: dict[str, tuple[str, int | None]] = {}
         self._last = 0
         self.homes: dict[str, int] = {}
         """Names of the set to the numbers that sessions know them by. A number is given once: sessions of an engine
@@ -41,21 +41,25 @@ class EngineSlots:
         Raises:
             UserError: there are not enough slots; nothing has changed.
         """
-        urls = {entry.name: entry.url for entry in entries}
+        places = {entry.name: entry.place for entry in entries}
         # One that leaves just now keeps its slot even where nothing is in flight: a worker may be placing a request.
-        slots = {name: slot for name, slot in self.slots.items() if name in urls or name in self._urls or busy(slot)}
-        new = [name for name in urls if name not in slots]
+        slots = {
+            name: slot for name, slot in self.slots.items() if name in places or name in self._places or busy(slot)
+        }
+        new = [name for name in places if name not in slots]
         free = sorted(set(range(self._count)).difference(slots.values()))
         if len(new) > len(free):
-            raise UserError(f"several router processes share figures of at most {self._count} engines, got {len(urls)}")
+            raise UserError(
+                f"several router processes share figures of at most {self._count} engines, got {len(places)}"
+            )
         slots.update(zip(new, free, strict=False))
         homes: dict[str, int] = {}
-        for name, url in urls.items():
-            if self._urls.get(name) == url:
+        for name, place in places.items():
+            if self._places.get(name) == place:
                 homes[name] = self.homes[name]
             else:
                 self._last += 1
                 homes[name] = self._last
         self.lost = [name for name in slots if self.homes.get(name) != homes.get(name)]
-        self.homes, self.slots, self._urls = homes, slots, urls
+        self.homes, self.slots, self._places = homes, slots, places
         return free[: len(new)]

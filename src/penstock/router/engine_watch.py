@@ -13,7 +13,7 @@ from penstock.router.probe import is_alive
 _DEADLINE_S = 2.0
 _MAX_ANSWER = 8 << 20
 """Bytes."""
-_USAGE = re.compile(rb"^vllm:kv_cache_usage_perc(?:\{[^\n]*\})? ([0-9.eE+-]+)\r?$", re.MULTILINE)
+_USAGE = re.compile(rb"^vllm:kv_cache_usage_perc(\{[^\n]*\})? ([0-9.eE+-]+)\r?$", re.MULTILINE)
 _CACHE = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\} ", re.MULTILINE)
 _SIZE = re.compile(rb'(?:^|,)(num_gpu_blocks|block_size|kv_cache_size_tokens)="(\d{1,15})"')
 
@@ -38,24 +38,29 @@ class Reading(NamedTuple):
 _UNWELL = Reading(well=False, figures=None)
 
 
-def parse_figures(text: bytes | bytearray) -> KVFigures | None:
+def parse_figures(text: bytes | bytearray, dp_rank: int | None = None) -> KVFigures | None:
     """The figures in vLLM's Prometheus text; None where it has none.
 
     vLLM 0.32 says how many tokens fit on a rank (exact for models with several kinds of attention); before that, and
     where it does not, it is the blocks of all ranks together times their size.
+
+    Args:
+        text: of one server.
+        dp_rank: the figures of this data-parallel rank alone; None: of all together.
     """
-    usages = [float(usage) for usage in _USAGE.findall(text)]
-    if not usages:
-        return None
+    ranks = [(labels, float(usage)) for labels, usage in _USAGE.findall(text)]
     cache = _CACHE.search(text)
     sizes = {name: int(size) for name, size in _SIZE.findall(cache[1])} if cache else {}
+    usages = [usage for labels, usage in ranks if dp_rank is None or b'engine="%d"' % dp_rank in labels]
+    if not usages:
+        return None
     capacity = sizes.get(b"kv_cache_size_tokens", 0) * len(usages)
-    capacity = capacity or sizes.get(b"num_gpu_blocks", 0) * sizes.get(b"block_size", 0)
+    capacity = capacity or sizes.get(b"num_gpu_blocks", 0) * sizes.get(b"block_size", 0) * len(usages) // len(ranks)
     return KVFigures(sum(usages) / len(usages), capacity)
 
 
-async def read(host: str, port: int) -> Reading:
-    """Ask one engine, both questions on one connection.
+async def read(host: str, port: int, dp_rank: int | None = None) -> Reading:
+    """Ask one engine, both questions on one connection; of its cache, that of `dp_rank` where that is one.
 
     Raises:
         OSError: it refused, broke off, or did not answer in time (TimeoutError).
@@ -70,7 +75,7 @@ async def read(host: str, port: int) -> Reading:
                 answer += piece
         finally:
             writer.transport.abort()
-    return Reading(is_alive(answer), parse_figures(answer))
+    return Reading(is_alive(answer), parse_figures(answer, dp_rank))
 
 
 class EngineWatch:
@@ -122,7 +127,7 @@ class EngineWatch:
 
     async def _ask(self, engine: Engine) -> None:
         try:
-            reading = await read(*engine.address)
+            reading = await read(*engine.address, engine.entry.dp_rank)
         except TimeoutError:
             return
         except OSError:

@@ -19,7 +19,7 @@ class EngineEntry:
 
     Raises:
         UserError: for a name that is not 1 to 128 printable characters without spaces, a URL that is not
-            `http://host:port`, a negative weight version, or adapters that are not 1 to 256 bytes of text each.
+            `http://host:port`, a negative weight version or rank, or adapters that are not 1 to 256 bytes of text each.
     """
 
     name: str
@@ -31,16 +31,26 @@ class EngineEntry:
     """It is to leave: only later turns of sessions that live there go there, until they finish or their TTL passes."""
     adapters: tuple[str, ...] | None = None
     """LoRA adapters that it has loaded; None: any, or not known."""
+    dp_rank: int | None = None
+    """It is this data-parallel rank of the server at `url`, which is told so in a header of every request; None: the
+    server is one engine, and shares requests out among its ranks itself."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise UserError(f"engine name {self.name!r} must be 1 to 128 printable ASCII characters without spaces")
         if self.weight_version < 0:
             raise UserError(f"engine {self.name}: weight_version must not be negative, got {self.weight_version}")
+        if self.dp_rank is not None and self.dp_rank < 0:
+            raise UserError(f"engine {self.name}: dp_rank must not be negative, got {self.dp_rank}")
         for adapter in self.adapters or ():
             if not 1 <= len(adapter.encode()) <= _MAX_ADAPTER:
                 raise UserError(f"engine {self.name}: an adapter's name has 1 to {_MAX_ADAPTER} bytes, got {adapter!r}")
         self.address()
+
+    @property
+    def place(self) -> tuple[str, int | None]:
+        """What makes it another engine, even under its old name: its URL, and its rank there."""
+        return self.url, self.dp_rank
 
     def address(self) -> tuple[str, int]:
         """Host and port of `url`."""
@@ -65,13 +75,16 @@ class Membership:
     engines: tuple[EngineEntry, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("name", "url"):
-            seen: set[str] = set()
-            for entry in self.engines:
-                value: str = getattr(entry, field)
-                if value in seen:
-                    raise UserError(f"two engines have the {field} {value!r}; give each its own")
-                seen.add(value)
+        names: set[str] = set()
+        ranks: dict[str, set[int | None]] = {}
+        for entry in self.engines:
+            if entry.name in names:
+                raise UserError(f"two engines have the name {entry.name!r}; give each its own")
+            names.add(entry.name)
+            taken = ranks.setdefault(entry.url, set())
+            if entry.dp_rank in taken or (taken and None in {entry.dp_rank, *taken}):
+                raise UserError(f"two engines have the url {entry.url!r}; give each its own, or its own rank there")
+            taken.add(entry.dp_rank)
 
     def replaced_by(self, epoch: int, engines: Sequence[EngineEntry]) -> Membership:
         """The set in force after `epoch` was announced; the present one again where nothing changes.

@@ -46,6 +46,7 @@ def _engine(dispatcher: Dispatcher, engine: Engine, view: EngineView) -> dict[st
         "draining": entry.draining,
         "drained": entry.draining and not view.outstanding and not sessions,
         "adapters": entry.adapters,
+        "dp_rank": entry.dp_rank,
         "down": engine.down,
         "breaker_openings": engine.openings,
         "gate_closed": entry.name in dispatcher.gate.engines,
