@@ -282,7 +282,7 @@ class VirtualEngines:
         for lifecycle in tuple(self._nodes):
             await self.end(lifecycle)
 
-    def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:  # noqa: ARG002 - as Engines has it
+    async def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:  # noqa: ARG002 - as Engines has it
         return ()
 
 

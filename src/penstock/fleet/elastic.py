@@ -78,7 +78,7 @@ class Elastic:
         lives = [Lifecycle(f"e{next(self._numbers)}") for _ in range(count)]
         try:
             for life in lives:
-                self._placed[life] = self._place(engines)
+                self._placed[life] = await self._place(engines)
             started = [asyncio.create_task(self._add(engines, life, self._placed[life])) for life in lives]
             try:
                 await asyncio.wait(started)
@@ -137,7 +137,7 @@ class Elastic:
         member, engines = self.find(engine), self._starting()
         self._check_there(member)
         try:
-            self._place(engines)
+            await self._place(engines)
         except UserError:  # no GPU is free
             logger.info("engine %s leaves before another takes its GPUs", member.name)
             await self._remove(member, 0, timeout_s)
@@ -204,7 +204,7 @@ class Elastic:
             raise StateError("the engines of this fleet were started by someone else, and so are new ones")
         return self._engines
 
-    def _place(self, engines: Engines) -> tuple[str, ...]:
-        return engines.place(
+    async def _place(self, engines: Engines) -> tuple[str, ...]:
+        return await engines.place(
             [*(m.gpus for m in self._roster.members if m.state is not State.STOPPED), *self._placed.values()]
         )

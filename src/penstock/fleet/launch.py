@@ -21,9 +21,10 @@ from penstock.fleet.assemble import assemble
 from penstock.fleet.detach import start_detached
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.gpus import assign, visible_gpus
+from penstock.fleet.launched_engines import LaunchedEngines
 from penstock.fleet.lifecycle import Lifecycle
 from penstock.fleet.link import Link
-from penstock.fleet.local_engines import LocalEngines
+from penstock.fleet.local_engines import LocalLauncher
 from penstock.fleet.opening import Opening
 from penstock.fleet.routers import check_router, open_router
 from penstock.fleet.settings import refuse_unknown, section
@@ -98,10 +99,10 @@ class _Plan:
         async with AsyncExitStack() as owned:
             logs = _LogFolder(self.fleet.log_dir, owned)
             router = await open_router(self.router, log_dir=logs.path, api_key=self.api_key, owned=owned)
-            engines = logs.engines = LocalEngines(
+            engines = logs.engines = LaunchedEngines(
                 self.engine,
+                LocalLauncher(self.api_key, logs.path),
                 api_key=self.api_key,
-                log_dir=logs.path,
                 parallel_starts=self.parallel_starts or self.fleet.engines,
                 stop_timeout_s=self.fleet.stop_timeout_s,
             )
@@ -125,7 +126,7 @@ class _LogFolder:
     """Where logs go. A folder of our own is removed at the end, unless an engine died or did not start."""
 
     def __init__(self, given: Path | None, owned: AsyncExitStack) -> None:
-        self.engines: LocalEngines | None = None
+        self.engines: LaunchedEngines | None = None
         if given is not None:
             self.path = given
             given.mkdir(parents=True, exist_ok=True)

@@ -105,13 +105,13 @@ def why(members: Iterable[Member]) -> str:
 
 
 class Engines(Protocol):
-    """Starts engines, and ends them; `local_engines.LocalEngines` is the real one."""
+    """Starts engines, and ends them; `launched_engines.LaunchedEngines` is the real one."""
 
     config: EngineConfig
 
     async def start(self, lifecycle: Lifecycle, gpus: Sequence[str]) -> Member: ...  # noqa: D102
     async def end(self, lifecycle: Lifecycle) -> None: ...  # noqa: D102
-    def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]: ...  # noqa: D102
+    async def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
