@@ -76,29 +76,49 @@ async def test_engines_of_others_run_on_after_teardown() -> None:
             await check_serves(again, engines=2)
 
 
-async def test_a_second_process_finds_a_fleet_by_its_routers_url() -> None:
+async def test_who_connects_second_adopts_what_the_first_holds() -> None:
     async with engines(2) as servers, connected(servers) as first:
         await first.update_weights(GOOD)
         async with Fleet.connect(first.url + "/") as second:
+            assert second.endpoint is None, "it is not the holder"
             assert second.weight_version == 1
             assert [s.url for s in await second.engines()] == [server.url for server in servers]
             await second.pause_generation()
             async with Fleet.connect(first.url) as third:
-                assert await states(third) == [State.PAUSED] * 2, "read from the engines"
+                assert await states(third) == [State.PAUSED] * 2
                 await third.resume_generation()
+            await second.update_weights(GOOD)
+            assert (first.weight_version, (await first.update_weights(GOOD)).version) == (2, 3), "one count for all"
         await check_serves(first, engines=2)
 
 
-async def test_a_second_hand_on_the_same_engines_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_router_whose_fleet_is_held_gets_no_second_one() -> None:
+    async with engines(2) as servers, connected(servers[:1]) as first:
+        with pytest.raises(StateError, match=rf"the fleet behind {first.url} is held already"):
+            await Fleet.connect([servers[1].url], url=first.url)
+        await check_serves(first, engines=1)
+
+
+async def test_when_its_holder_has_ended_the_next_one_holds_a_fleet() -> None:
     async with engines(2) as servers, connected(servers) as first:
         await first.update_weights(GOOD)
+        await first.teardown()
         async with Fleet.connect(first.url) as second:
-            await second.update_weights(GOOD)
-            assert caplog.messages == []
-            await first.pause_generation()
-            await first.update_weights(GOOD, version=3)
-            assert "somebody else has told this fleet's router its engines" in caplog.text
-            await first.resume_generation()
+            assert second.endpoint is not None
+            assert (await second.update_weights(GOOD)).version == 2, "read from the engines"
+            await check_serves(second, engines=2)
+
+
+async def test_a_second_hand_on_another_machine_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    async with engines(2) as servers, connected(servers) as first:
+        await first.update_weights(GOOD)
+        assert caplog.messages == []
+        admin = RouterAdmin(first.url)
+        await admin.set_engines(99, [EngineEntry("e1", servers[1].url)])
+        await admin.close()
+        await first.update_weights(GOOD)
+        assert "somebody else has told this fleet's router its engines" in caplog.text
+        await check_serves(first, engines=2)
 
 
 async def test_engines_that_do_not_agree_are_not_made_a_fleet() -> None:

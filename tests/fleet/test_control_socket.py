@@ -287,8 +287,8 @@ async def test_a_socket_of_a_fleet_that_was_killed_is_in_nobodys_way(fleet: Flee
 
 async def test_bad_calls_are_answered(fleet: Fleet) -> None:
     assert fleet.endpoint is not None
-    async with fleet.endpoint:
-        link = Link.to(fleet.url)
+    assert fleet.endpoint._path is not None
+    async with Link(fleet.endpoint._path) as link:
         with pytest.raises(UserError, match="there is no call 'dance'; known: pause, "):
             await link.call("dance")
         with pytest.raises(UserError, match="malformed arguments: KeyError"):
@@ -302,11 +302,30 @@ async def test_bad_calls_are_answered(fleet: Fleet) -> None:
             await link.call("update", manifest=manifest)
         with pytest.raises(UserError, match="seen must be an integer"):
             await link._request("GET", "/fleet?seen=x", None, 5.0)
-        await link.close()
         http = HttpTransport(fleet.url)
         with pytest.raises(PenstockError):
             await http.post("/fleet/stop", {}, timeout_s=5.0)  # the router has no such thing
         await http.close()
+
+
+async def test_what_a_script_launched_is_adopted_and_stopped_by_others_without_its_doing(tmp_path: Path) -> None:
+    async with Fleet.launch("sim-model", engines=2, log_dir=tmp_path, **OPTIONS) as fleet:
+        await fleet.update_weights([("w", torch.ones(1000))])
+        trainer = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", TRAINER, fleet.url, stdout=asyncio.subprocess.PIPE
+        )
+        out, _ = await asyncio.wait_for(trainer.communicate(), 60.0)
+        assert (out, fleet.weight_version) == (b"3 3\n", 3), "one master, one count"
+        assert (await fleet.update_weights([("w", torch.zeros(1000))])).version == 4
+        await check_serves(fleet, engines=2)
+        engines = {s.url.rpartition(":")[2] for s in await fleet.engines()}
+        async with Link.to(fleet.url) as link:
+            assert not (await link.state()).detached
+            await asyncio.wait_for(link.stop(), 20.0)
+        assert not [p for p in psutil.Process().children() if engines & set(p.cmdline())], "it has ended by itself"
+        assert list(folder().iterdir()) == []
+        with pytest.raises(StateError, match="the fleet was told to stop, by `penstock fleet stop`"):
+            await fleet.sample([1], 1)
 
 
 async def test_a_folder_that_others_can_enter_is_refused() -> None:
@@ -314,3 +333,5 @@ async def test_a_folder_that_others_can_enter_is_refused() -> None:
     with pytest.raises(UserError, match="that nobody else can enter"):
         socket_of("http://127.0.0.1:8000")
     assert socket_of("http://example.org:8000") is None
+    with pytest.raises(UserError, match="that nobody else can enter"):
+        await Fleet.launch("sim-model", profile="sim")

@@ -112,14 +112,11 @@ async def _serve(config: RunConfig, api_key: str | None, *, detach: bool) -> Non
         if fleet.endpoint is None:  # another process holds it
             typer.echo(f"ready: {what} at {fleet.url}/v1\n{usage}")
             return
-        async with fleet.endpoint as endpoint:
-            typer.echo(f"ready: {what} at {fleet.url}/v1\n{usage}")
-            # A signal is the way in which serving ends, and so is `penstock fleet stop`.
-            with suppress(asyncio.CancelledError):
-                await endpoint.stopping.wait()
-            console.print("stopping")
-            await fleet.teardown()
-            endpoint.stopped()
+        typer.echo(f"ready: {what} at {fleet.url}/v1\n{usage}")
+        # A signal is the way in which serving ends, and so is `penstock fleet stop`.
+        with suppress(asyncio.CancelledError):
+            await fleet.endpoint.stopping.wait()
+        console.print("stopping")
 
 
 class _ConsoleHandler(logging.Handler):

@@ -19,10 +19,10 @@ from penstock.fleet.fleet import Fleet
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.link import Link, LinkGoneError
 from penstock.fleet.member import Member
-from penstock.fleet.opening import Opening
+from penstock.fleet.opening import Opening, reachable
 from penstock.fleet.routers import OpenRouter, check_router, open_router
 from penstock.fleet.settings import refuse_unknown, section
-from penstock.fleet.sockets import socket_of
+from penstock.fleet.sockets import refuse_second, socket_of
 from penstock.router.admin_client import RouterAdmin, RouterState
 
 NOT_FOUND = 404
@@ -99,6 +99,7 @@ class _Plan:
         return fleet
 
     async def to_engines(self, urls: Sequence[str]) -> Fleet:
+        refuse_second(self.router.url)
         async with AsyncExitStack() as owned:
             logs = self.fleet.log_dir
             if logs is None:
@@ -131,7 +132,7 @@ class _Plan:
         unexpected = [error for error in failures if not isinstance(error, PenstockError)]
         if unexpected or (failures and len(members) < self.fleet.min_engines):
             raise (unexpected or failures)[0]
-        return await assemble(
+        fleet = await assemble(
             router,
             members,
             owned,
@@ -141,6 +142,7 @@ class _Plan:
             request_timeout_s=self.request_timeout_s,
             epoch=None if failures else epoch,
         )
+        return await reachable(fleet)
 
 
 async def _router_state(admin: RouterAdmin, url: str) -> RouterState:

@@ -86,13 +86,10 @@ async def hold(plan: Plan, api_key: str | None) -> None:
         if fleet.endpoint is None or socket_of(fleet.url) is None:
             raise UserError(f"a detached fleet needs a router address of this machine, and {fleet.url} names another")
         fleet.endpoint.detached = True
-        async with fleet.endpoint as endpoint:
-            _say({"url": fleet.url})
-            os.dup2(2, 1)  # the starter sees the end of our stdout
-            asked = asyncio.create_task(endpoint.stopping.wait())
-            await asyncio.wait((asked, stopped), return_when=asyncio.FIRST_COMPLETED)
-            await fleet.teardown()
-            endpoint.stopped()
+        _say({"url": fleet.url})
+        os.dup2(2, 1)  # the starter sees the end of our stdout
+        asked = asyncio.create_task(fleet.endpoint.stopping.wait())
+        await asyncio.wait((asked, stopped), return_when=asyncio.FIRST_COMPLETED)
     asked.cancel()
     stopped.cancel()
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from aiohttp import web
@@ -23,7 +23,7 @@ from penstock.fleet.control_wire import FleetState, MemberState, error_to_json, 
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
-from penstock.fleet.sockets import SOCKET_MODE, socket_of
+from penstock.fleet.sockets import SOCKET_MODE, refuse_second, socket_of
 from penstock.types import PauseMode
 from penstock.weights.manifest import WeightManifest
 
@@ -32,6 +32,8 @@ MAX_BODY = 64 * 2**20
 SILENCE_S = 10.0
 """How long a question after changes is left without an answer; the asker learns from the answer that we live."""
 
+STOPPED = "the fleet was told to stop, by `penstock fleet stop` or another program"
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -39,7 +41,7 @@ Call = Callable[[dict[str, Any]], Awaitable[Any]]
 
 
 class Endpoint:
-    """The socket of one fleet. `async with` it, and await `stopping`.
+    """The socket of one fleet, which opens it, and closes it when everything else of it has ended.
 
     Args:
         url: of the fleet's router, whose port names the socket.
@@ -52,9 +54,11 @@ class Endpoint:
         self.detached = False
         """The fleet is nobody's child."""
         self.stopping = asyncio.Event()
-        """Somebody wants the fleet to end. Call `stopped` when it has."""
+        """Somebody wants the fleet to end; it does so by itself."""
         self._url = url
         self._roster = roster
+        self._end: Callable[[], Awaitable[None]] | None = None
+        self._ending: asyncio.Future[None] | None = None
         self._ended = asyncio.Event()
         self._runner: web.AppRunner | None = None
         self._path: Path | None = None
@@ -75,11 +79,22 @@ class Endpoint:
             "stop": self._stop,
         }
 
-    async def __aenter__(self) -> Self:
+    async def open(self, end: Callable[[], Awaitable[None]]) -> None:
+        """Listen. A router address that may be another machine's has no socket.
+
+        Args:
+            end: ends the fleet, this endpoint too; called where somebody wants that.
+
+        Raises:
+            StateError: another process holds the fleet behind this router.
+            UserError: the folder of sockets is not safe.
+        """
+        self._end = end
         path = socket_of(self._url)
         if path is None:
             logger.info("a fleet at %s has no control socket: that may be another machine", self._url)
-            return self
+            return
+        refuse_second(self._url)
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_get("/fleet", self._state_changed)
         app.router.add_post("/fleet/{call}", self._called)
@@ -87,47 +102,45 @@ class Endpoint:
         runner = web.AppRunner(app, handler_cancellation=False, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
-            await _listen(runner, path)
+            await web.UnixSite(runner, str(path)).start()  # in the place of a socket that was left behind
+            os.chmod(path, SOCKET_MODE)  # noqa: PTH101 - in a coroutine; it takes microseconds
         except BaseException:
             await runner.cleanup()
             raise
         self._runner, self._path = runner, path
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def close(self) -> None:
+        """The fleet has ended: whoever asked for it is told, and nobody finds it any more."""
+        self._ended.set()
+        self._roster.announce()  # nobody need wait for a change any more
         if self._runner is not None and self._path is not None:
             with suppress(FileNotFoundError):
                 os.unlink(self._path)  # noqa: PTH108 - in a coroutine; it takes microseconds
             await self._runner.cleanup()
+            self._runner = None
 
-    async def during(self, work: Coroutine[Any, Any, T], end: Callable[[], Awaitable[None]]) -> T:
-        """What `work` returns, reachable meanwhile; then the fleet is ended, by `end`.
+    async def during(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns.
 
         Raises:
             StateError: somebody wanted the fleet to end; `work` was cancelled.
         """
-        async with self:
-            working = asyncio.create_task(work)
-            told = asyncio.create_task(self.stopping.wait())
-            try:
-                await asyncio.wait((working, told), return_when=asyncio.FIRST_COMPLETED)
-                if not working.done():
-                    raise StateError("the fleet was told to stop, by `penstock fleet stop` or another program")
-                return working.result()
-            finally:
-                told.cancel()
-                working.cancel()
-                await asyncio.wait((told, working))
-                await end()
-                self.stopped()
-
-    def stopped(self) -> None:
-        """The fleet has ended: whoever asked for it is told when this endpoint closes."""
-        self._ended.set()
-        self._roster.announce()  # nobody need wait for a change any more
+        working = asyncio.create_task(work)
+        told = asyncio.create_task(self.stopping.wait())
+        try:
+            await asyncio.wait((working, told), return_when=asyncio.FIRST_COMPLETED)
+            if told.done():
+                raise StateError(STOPPED)
+            return working.result()
+        finally:
+            told.cancel()
+            working.cancel()
+            await asyncio.wait((told, working))
 
     async def _stop(self, _: dict[str, Any]) -> None:
         self.stopping.set()
+        if self._end is not None and self._ending is None:
+            self._ending = asyncio.ensure_future(self._end())
         await self._ended.wait()
 
     def _state(self) -> FleetState:
@@ -180,14 +193,3 @@ def _arguments(name: str, body: bytes) -> dict[str, Any]:
 
 def _answer(body: dict[str, Any], status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
-
-
-async def _listen(runner: web.AppRunner, path: Path) -> None:
-    """Listen on `path`, in the place of a socket whose fleet died without taking it away.
-
-    The router holds the port in the socket's name, so no other fleet can be alive behind it.
-    """
-    with suppress(FileNotFoundError):
-        os.unlink(path)  # noqa: PTH108 - in a coroutine; it takes microseconds
-    await web.UnixSite(runner, str(path)).start()
-    os.chmod(path, SOCKET_MODE)  # noqa: PTH101

@@ -14,6 +14,7 @@ from penstock.engine.continuation import Counters
 from penstock.engine.data import DataClient
 from penstock.errors import EngineDeadError, StateError, UserError
 from penstock.fleet.control import fan_out
+from penstock.fleet.endpoint import STOPPED, Endpoint
 from penstock.fleet.lifecycle import State
 from penstock.fleet.member import SERVABLE, EngineStatus, Member, why
 from penstock.fleet.plane import Crew, Orders
@@ -32,7 +33,6 @@ from penstock.types import (
 if TYPE_CHECKING:
     import torch
 
-    from penstock.fleet.endpoint import Endpoint
     from penstock.fleet.opening import Opening
 
 STATS_S = 10.0
@@ -60,7 +60,7 @@ class Fleet(Engine):
         self.url = url
         """The router's address: an OpenAI endpoint for all engines together."""
         self.endpoint = endpoint
-        """Its control socket, closed until it is entered; None where another process holds the fleet."""
+        """Its control socket, by which other processes adopt it; None where another process holds the fleet."""
         self._roster = roster
         self._operations = operations
         self._elastic = elastic
@@ -363,10 +363,11 @@ class Fleet(Engine):
         await asyncio.shield(self._ending)
 
     async def _end(self) -> None:
-        try:
+        async with AsyncExitStack() as last:
+            if self.endpoint is not None:
+                last.push_async_callback(self.endpoint.close)
+            last.push_async_callback(self._owned.aclose)
             await self._operations.close()
-        finally:
-            await self._owned.aclose()
 
     async def _stats(self, index: int | None) -> list[EngineStats]:
         asked = await fan_out(self._members(index), lambda engine: engine.stats(), deadline_s=STATS_S)
@@ -390,4 +391,5 @@ class Fleet(Engine):
 
     def _check_open(self) -> None:
         if self._ending is not None:
-            raise StateError("this fleet was torn down")
+            told = self.endpoint is not None and self.endpoint.stopping.is_set()
+            raise StateError(STOPPED if told else "this fleet was torn down")

@@ -25,9 +25,10 @@ from penstock.fleet.launched_engines import LaunchedEngines
 from penstock.fleet.lifecycle import Lifecycle
 from penstock.fleet.link import Link
 from penstock.fleet.local_engines import LocalLauncher
-from penstock.fleet.opening import Opening
+from penstock.fleet.opening import Opening, reachable
 from penstock.fleet.routers import check_router, open_router
 from penstock.fleet.settings import refuse_unknown, section
+from penstock.fleet.sockets import refuse_second
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ class _Plan:
     """Of each engine; none: it takes what it finds."""
 
     async def start(self) -> Fleet:
+        refuse_second(self.router.url)
         async with AsyncExitStack() as owned:
             logs = _LogFolder(self.fleet.log_dir, owned)
             router = await open_router(self.router, log_dir=logs.path, api_key=self.api_key, owned=owned)
@@ -110,7 +112,7 @@ class _Plan:
             members = await all_or_first_error(
                 engines.start(Lifecycle(f"e{i}"), gpus) for i, gpus in enumerate(self.gpus)
             )
-            return await assemble(
+            fleet = await assemble(
                 router,
                 members,
                 owned,
@@ -120,6 +122,7 @@ class _Plan:
                 request_timeout_s=self.engine.request_timeout_s,
                 engines=engines,
             )
+            return await reachable(fleet)
 
 
 class _LogFolder:

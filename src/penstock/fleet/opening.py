@@ -9,6 +9,17 @@ from penstock.errors import StateError
 from penstock.fleet.fleet import Fleet
 
 
+async def reachable(fleet: Fleet) -> Fleet:
+    """Open the control socket of a fleet that this process holds; where that fails, the fleet ends."""
+    if fleet.endpoint is not None:
+        try:
+            await fleet.endpoint.open(fleet.teardown)
+        except BaseException:
+            await fleet.teardown()
+            raise
+    return fleet
+
+
 class Opening:
     """`async with opening as fleet:`, or `fleet = await opening` with a `teardown` of your own. Once only."""
 

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from penstock.errors import UserError
+from penstock.errors import StateError, UserError
 
 FOLDER_MODE = 0o700
 SOCKET_MODE = 0o600
@@ -44,21 +44,38 @@ def socket_of(url: str) -> Path | None:
     return folder() / f"fleet-{parts.port}.sock" if own and parts.port else None
 
 
+def refuse_second(url: str | None) -> None:
+    """Say before anything starts what would keep a fleet from having the control socket of the router at `url`.
+
+    Raises:
+        UserError: the folder of sockets is not safe.
+        StateError: somebody holds the fleet behind that router.
+    """
+    path = folder() if url is None else socket_of(url)
+    if url is not None and path is not None and alive(path):
+        raise StateError(
+            f"the fleet behind {url} is held already, and two that update the same engines give one version number to "
+            "different weights; Fleet.connect adopts it, `penstock fleet stop` ends it"
+        )
+
+
 def present() -> dict[int, Path]:
     """Router port to control socket, of every fleet that lives; the sockets of those that were killed go away."""
-    found: dict[int, Path] = {}
-    for path in folder().iterdir():
-        match = _NAME.fullmatch(path.name)
-        if match is None:
-            continue
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.setblocking(False)  # noqa: FBT003 - the module's own signature
-            try:
-                probe.connect(str(path))
-            except ConnectionRefusedError:
-                path.unlink(missing_ok=True)
-                continue
-            except OSError:  # its queue is full: somebody lives there
-                pass
-        found[int(match[1])] = path
-    return found
+    named = ((_NAME.fullmatch(path.name), path) for path in folder().iterdir())
+    return {int(match[1]): path for match, path in named if match is not None and alive(path)}
+
+
+def alive(path: Path) -> bool:
+    """Whether somebody listens at a socket; one that was left behind goes away."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # noqa: FBT003 - the module's own signature
+        try:
+            probe.connect(str(path))
+        except FileNotFoundError:
+            return False
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+            return False
+        except OSError:  # its queue is full: somebody lives there
+            pass
+    return True

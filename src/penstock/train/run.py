@@ -107,7 +107,7 @@ async def _run(
                 resume=resume,
             )
             endpoint = fleet.endpoint
-            return await (endpoint.during(training, end=fleet.teardown) if endpoint is not None else training)
+            return await (endpoint.during(training) if endpoint is not None else training)
     finally:
         loading.cancel()
 
