@@ -52,6 +52,11 @@ class EngineConfig(Section):
     fp32_lm_head: bool = False
     """Compute logits in fp32 under a bf16 model."""
     enable_lora: bool = False
+    max_loras: Positive = 1
+    """Adapters in one batch."""
+    max_lora_rank: Positive = 16
+    enable_sleep_mode: bool = False
+    """`sleep` frees device memory; on GPUs only."""
     quantization: str | None = None
     load_format: str = "auto"
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9

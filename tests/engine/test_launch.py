@@ -33,14 +33,15 @@ def test_options_reach_vllm_and_the_key_stays_off_the_command_line(nano_path):
         enable_lora=True,
         fp32_lm_head=True,
         enable_prefix_caching=False,
-        extra_args={"max_num_batched_tokens": 4096, "enable-sleep-mode": True},
+        enable_sleep_mode=True,
+        extra_args={"max_num_batched_tokens": 4096},
     )
     command = server_command(config, port=1234, api_key="secret")
     line = " ".join(command.argv)
     for option in (
         "--tensor-parallel-size 2",
         "--enable-lora",
-        '{"head_dtype": "float32"}',
+        '{"head_dtype":"float32"}',
         "--no-enable-prefix-caching",
         "--max-num-batched-tokens 4096",
         "--enable-sleep-mode",

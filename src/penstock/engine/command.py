@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import orjson
 
 from penstock.config import EngineConfig
+from penstock.engine.layouts import check_layout, read_shape
 from penstock.engine.vllm_plugin import BACKEND
 from penstock.errors import ConfigError
 
@@ -41,12 +42,13 @@ def server_command(
     """The command of one engine server; `gpus` are those it sees, as in CUDA_VISIBLE_DEVICES (none: all).
 
     Raises:
-        ConfigError: the model path does not exist.
+        ConfigError: the model path does not exist, or vLLM cannot run this layout of it (`layouts.check_layout`).
     """
     profile = resolve_profile(config)
     if profile == "sim":
         return _sim_command(config, port=port, api_key=api_key, host=host)
     _check_model(config.model)
+    check_layout(config, profile, read_shape(config.model))
     options = _options(config, port, host)
     # The key is not on the command line, which every user of the machine can read. Without one the variable is empty:
     # a key of our own environment would be asked for by an engine, and nobody here would know of it.
@@ -59,6 +61,7 @@ def server_command(
         env.update(_cpu_env(config))
         options.update(_cpu_options(config))
     options.update({name.removeprefix("--").replace("_", "-"): value for name, value in config.extra_args.items()})
+    options["hf-overrides"] = _hf_overrides(config, options.get("hf-overrides"))
     argv = [sys.executable, "-m", "penstock.engine.vllm_plugin.server", *_arguments(options)]
     return ServerCommand(tuple(argv), env)
 
@@ -85,12 +88,14 @@ def _options(config: EngineConfig, port: int, host: str) -> dict[str, Option]:
         "no-enable-prefix-caching": not config.enable_prefix_caching,
         "enforce-eager": config.enforce_eager,
         "enable-lora": config.enable_lora,
+        "max-loras": config.max_loras if config.enable_lora else None,
+        "max-lora-rank": config.max_lora_rank if config.enable_lora else None,
+        "enable-sleep-mode": config.enable_sleep_mode,
         "quantization": config.quantization,
         "load-format": config.load_format,
         "gpu-memory-utilization": config.gpu_memory_utilization,
         "kv-cache-memory-bytes": config.kv_cache_memory_bytes,
         "seed": config.seed,
-        "hf-overrides": '{"head_dtype": "float32"}' if config.fp32_lm_head else None,
         # An RL loss needs log-softmax(logits / T); vLLM's default ignores the temperature.
         "logprobs-mode": "processed_logprobs",
         "weight-transfer-config": orjson.dumps({"backend": BACKEND}).decode(),
@@ -98,6 +103,19 @@ def _options(config: EngineConfig, port: int, host: str) -> dict[str, Option]:
         "middleware": "penstock.engine.vllm_plugin.middleware.PenstockMiddleware",
         "disable-uvicorn-access-log": True,
     }
+
+
+def _hf_overrides(config: EngineConfig, given: Option) -> Option:
+    """The caller's own overrides of the model's config (JSON), with what `fp32_lm_head` adds to them."""
+    if not config.fp32_lm_head:
+        return given
+    try:
+        overrides: Any = orjson.loads(str(given)) if given is not None else {}
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"extra_args: hf-overrides {given!r} is not valid JSON: {error}") from None
+    if not isinstance(overrides, dict):
+        raise ConfigError(f"extra_args: hf-overrides {given!r} must be a JSON object")
+    return orjson.dumps({**cast("dict[str, Any]", overrides), "head_dtype": "float32"}).decode()
 
 
 def _cpu_options(config: EngineConfig) -> dict[str, Option]:

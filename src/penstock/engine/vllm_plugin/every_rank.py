@@ -1,0 +1,52 @@
+"""A worker method on every worker of an engine, and what every one of them answered."""
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.errors import WeightsError
+
+
+async def on_every_rank(engine: Any, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+    """Call a worker method on every rank of vLLM's `engine` (its AsyncLLM).
+
+    vLLM's own `collective_rpc` calls all of them too, but of several data-parallel replicas it returns only what the
+    first one answered (0.26 to 0.32: `DPLBAsyncMPClient.call_utility_async`), so what went wrong on the others, and
+    what weights they have, stays unknown.
+
+    Returns:
+        Answers of shape `[dp * pp * tp]`: those of the first replica by rank, then those of the second, and so on.
+    """
+    client = engine.engine_core
+    cores = getattr(client, "core_engines", ())  # each the core of one replica
+    if len(cores) < 2:  # noqa: PLR2004
+        return await engine.collective_rpc(method, args=args)
+    one = client._call_utility_async  # noqa: SLF001 - the public call keeps the first answer only
+    calls = (one("collective_rpc", method, None, args, None, engine=core) for core in cores)
+    return [answer for of_replica in await asyncio.gather(*calls) for answer in of_replica]
+
+
+def check_replicas(checksums: Sequence[str], replicas: int) -> None:
+    """Compare the data-parallel replicas of a dense model rank by rank.
+
+    A mixture of experts must not be compared: vLLM spreads its experts over the replicas.
+
+    Args:
+        checksums: of every rank, shape `[replicas * ranks of one]`, as `on_every_rank` orders them.
+        replicas: how many.
+
+    Raises:
+        WeightsError: a replica has other weights than the first; the engine must not serve.
+    """
+    ranks = len(checksums) // replicas
+    for replica in range(1, replicas):
+        for rank in range(ranks):
+            own, first = checksums[replica * ranks + rank], checksums[rank]
+            if own != first:
+                raise WeightsError(
+                    f"data-parallel replica {replica} has on rank {rank} weights of checksum {own}, replica 0 of "
+                    f"{first}: they would answer differently"
+                )

@@ -1,0 +1,156 @@
+"""Layouts that vLLM cannot run are refused before launch, with the reason and the numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import EngineConfig
+from penstock.engine.command import server_command
+from penstock.engine.layouts import ModelShape, check_layout, read_shape
+from penstock.errors import ConfigError
+
+DENSE = {
+    "num_hidden_layers": 2, "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 180,
+}  # fmt: skip
+MOE = {**DENSE, "num_experts": 4, "moe_intermediate_size": 60}
+MIXTRAL = {**DENSE, "num_local_experts": 8}
+DEEPSEEK = {**DENSE, "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "n_routed_experts": 64}
+
+
+def config(tp: int = 1, pp: int = 1, dp: int = 1, *, ep: bool = False, **more: Any) -> EngineConfig:
+    return EngineConfig(
+        model="m",
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        data_parallel_size=dp,
+        enable_expert_parallel=ep,
+        **more,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "model", "reason"),
+    [
+        (config(tp=5), DENSE, "its 12 attention heads cannot be split evenly over tensor_parallel_size 5"),
+        (config(tp=6), DENSE, "its 4 key-value heads can be neither split nor copied evenly to 6 ranks"),
+        (config(tp=12), {**DENSE, "intermediate_size": 184}, "width of 184 cannot be split evenly over"),
+        (config(pp=3), DENSE, "its 2 layers are fewer than pipeline_parallel_size 3: a stage would have none"),
+        (config(tp=2, ep=True), DENSE, "enable_expert_parallel is set, and it has no experts"),
+        (config(tp=4, dp=2, ep=True), MOE, "its 4 experts are fewer than the 8 ranks (TP x DP)"),
+        (config(tp=4, dp=2), MOE, "each expert's width of 60 cannot be split evenly over 8 ranks (TP x DP)"),
+        (config(dp=7), MIXTRAL, "each expert's width of 180 cannot be split evenly over 7 ranks"),
+        (config(tp=5), {"text_config": DENSE, "vision_config": {"num_attention_heads": 5}}, "its 12 attention heads"),
+    ],
+)
+def test_what_no_device_runs_is_refused_with_the_numbers(
+    given: EngineConfig, model: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(reason)) as caught:
+        check_layout(given, "gpu", ModelShape.of(model))
+    tp, pp, dp = given.tensor_parallel_size, given.pipeline_parallel_size, given.data_parallel_size
+    assert str(caught.value).startswith(f"model m cannot be served with TP {tp}, PP {pp}, DP {dp}")
+
+
+@pytest.mark.parametrize(
+    ("given", "model"),
+    [
+        (config(), DENSE),
+        (config(tp=2, pp=2, dp=3), DENSE),
+        (config(tp=12), DENSE),  # every key-value head on three ranks
+        (config(tp=2, dp=2, ep=True), MOE),
+        (config(tp=2, dp=2), MOE),
+        (config(ep=True), MOE),
+        (config(tp=4, dp=2, ep=True), MIXTRAL),
+        (config(tp=8), {**DEEPSEEK, "moe_intermediate_size": 64}),  # latent keys and values are whole on each rank
+        (config(tp=5, pp=9), {}),  # it says nothing of itself
+        (config(tp=5), {"num_attention_heads": [12, 12]}),  # its layers differ: vLLM knows better
+    ],
+)
+def test_what_runs_on_gpus_is_not_refused(given: EngineConfig, model: dict[str, Any]) -> None:
+    check_layout(given, "gpu", ModelShape.of(model))
+
+
+@pytest.mark.parametrize(
+    ("given", "model", "reason"),
+    [
+        (config(pp=2), DENSE, "with more than one stage vLLM's CPU build dies of the first request"),
+        (config(tp=2, ep=True), MOE, "experts would be spread over 2 ranks, and vLLM's CPU build dies"),
+        (config(dp=2, ep=True), MOE, "experts would be spread over 2 ranks, and vLLM's CPU build dies"),
+        (config(dp=2), MOE, "which the 2 data-parallel replicas would share, and vLLM's CPU build dies"),
+        (config(enable_sleep_mode=True), DENSE, "answers that it sleeps but frees no memory"),
+    ],
+)
+def test_what_only_gpus_run_is_refused_on_the_cpu(given: EngineConfig, model: dict[str, Any], reason: str) -> None:
+    shape = ModelShape.of(model)
+    check_layout(given, "gpu", shape)
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        check_layout(given, "cpu", shape)
+
+
+@pytest.mark.parametrize(
+    ("given", "model"), [(config(tp=2), DENSE), (config(dp=2), DENSE), (config(tp=2), MOE), (config(ep=True), MOE)]
+)
+def test_what_the_cpu_runs(given: EngineConfig, model: dict[str, Any]) -> None:
+    check_layout(given, "cpu", ModelShape.of(model))
+
+
+def test_every_reason_is_given_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"12 attention heads.*2 layers are fewer.*no experts"):
+        check_layout(config(tp=5, pp=4, ep=True), "gpu", ModelShape.of(DENSE))
+
+
+@pytest.mark.parametrize(
+    "option", ["tensor-parallel-size", "--data_parallel_size", "api_server_count", "enable-sleep-mode"]
+)
+def test_ranks_cannot_be_smuggled_in(option: str) -> None:
+    with pytest.raises(ConfigError, match=r"extra_args: .* cannot be passed by: "):
+        check_layout(config(extra_args={option: 2}), "gpu", None)
+
+
+def test_a_hub_name_is_checked_as_far_as_no_model_is_needed() -> None:
+    assert read_shape("Qwen/Qwen3-0.6B") is None
+    with pytest.raises(ConfigError, match="with more than one stage"):
+        server_command(
+            EngineConfig(model="Qwen/Qwen3-0.6B", profile="cpu", pipeline_parallel_size=2), port=1, api_key=None
+        )
+
+
+def test_a_launch_is_refused_by_the_models_own_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    with pytest.raises(ConfigError, match="its 12 attention heads"):
+        server_command(EngineConfig(model=str(tmp_path), profile="gpu", tensor_parallel_size=5), port=1, api_key=None)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
+        server_command(EngineConfig(model=str(tmp_path), profile="gpu"), port=1, api_key=None)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="must hold an object, not list"):
+        read_shape(str(tmp_path))
+
+
+def test_options_of_adapters_heads_and_sleep_reach_vllm(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    given = EngineConfig(
+        model=str(tmp_path), profile="gpu", enable_lora=True, max_loras=4, max_lora_rank=32, enable_sleep_mode=True,
+        enable_expert_parallel=True, tensor_parallel_size=2, quantization="fp8", fp32_lm_head=True,
+        extra_args={"hf_overrides": '{"rope_theta": 5}'},
+    )  # fmt: skip
+    line = " ".join(server_command(given, port=1, api_key=None).argv)
+    for option in (
+        "--max-loras 4",
+        "--max-lora-rank 32",
+        "--enable-sleep-mode",
+        "--enable-expert-parallel",
+        "--quantization fp8",
+        '--hf-overrides {"rope_theta":5,"head_dtype":"float32"}',
+    ):
+        assert option in line
+    plain = server_command(EngineConfig(model=str(tmp_path), profile="gpu"), port=1, api_key=None).argv
+    assert not {"--max-loras", "--max-lora-rank", "--enable-sleep-mode", "--hf-overrides"} & set(plain)
+    broken = given.model_copy(update={"extra_args": {"hf-overrides": "rope"}})
+    with pytest.raises(ConfigError, match="hf-overrides 'rope' is not valid JSON"):
+        server_command(broken, port=1, api_key=None)
