@@ -30,6 +30,14 @@ class WeightsError(UserError):
     """Weights do not fit the engine (missing, extra or misshapen tensor, wrong dtype, NaN); refused before a change."""
 
 
+class TransferError(PenstockError):
+    """The bytes of a weight version did not arrive whole; the engine is torn until a version is loaded whole."""
+
+
+class MissingCapabilityError(UserError):
+    """An engine that someone else started cannot do it: the message names it, what it lacks and how it gets it."""
+
+
 class StateError(PenstockError):
     """The call does not fit the present state (paused twice, resumed while not paused, update during an update)."""
 

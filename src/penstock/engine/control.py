@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
+from yarl import URL
+
+from penstock.engine.capabilities import EngineInfo
 from penstock.engine.metrics import engine_stats
+from penstock.engine.plain import NOT_FOUND, plain_info
 from penstock.engine.transport import HttpTransport
 from penstock.errors import EngineError, EngineHTTPError, StateError, WeightsError
 from penstock.types import EngineStats, EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest
 
 BAD_REQUEST = 400
-
-
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """What an engine says of itself at `GET /penstock/info`."""
-
-    engine: str
-    vllm: str
-    weight_version: int
-    paused: bool
-    tp: int
-    pp: int
-    dp: int
-    vocab_size: int
-    max_model_len: int
-    transports: tuple[str, ...]
+INFO = "/penstock/info"
+_TOLD = [field.name for field in fields(EngineInfo) if field.name not in {"capabilities", "instance"}]
+"""What our plugin says there; what it can do is known."""
 
 
 class ControlClient:
@@ -42,15 +33,30 @@ class ControlClient:
         self.url = url
         self.http = HttpTransport(url, api_key=api_key, name=name)
         self._timeout_s = timeout_s
+        self._key = api_key
+        self._core: HttpTransport | None = None
+        self._labelled = 0
+        """The version of the last native update, for an engine that keeps none."""
 
     async def info(self) -> EngineInfo:
-        """Version, sizes and state. EngineError: it answers something else, so it is no engine of ours."""
-        answer: Any = await self.http.get("/penstock/info", timeout_s=self._timeout_s)
+        """Version, sizes, state and what it can do; of a server without our plugin as far as it can be found out.
+
+        Raises:
+            EngineError: it answers something else, so it is no engine of ours.
+            EngineHTTPError: it is no vLLM server at all, or asks for another key.
+        """
         try:
-            known: dict[str, Any] = {field.name: answer[field.name] for field in fields(EngineInfo)}
+            answer: Any = await self.http.get(INFO, timeout_s=self._timeout_s)
+        except EngineHTTPError as error:
+            if error.status != NOT_FOUND:
+                raise
+            return await plain_info(self.http, labelled=self._labelled, timeout_s=self._timeout_s)
+        try:
+            known: dict[str, Any] = {name: answer[name] for name in _TOLD}
             known["transports"] = tuple(known["transports"])
+            await self._past_the_api(answer.get("control_port"))
         except (KeyError, TypeError) as error:
-            raise EngineError(f"GET /penstock/info answered {answer!r}, without {error}", engine=self.name) from error
+            raise EngineError(f"GET {INFO} answered {answer!r}, without {error}", engine=self.name) from error
         return EngineInfo(**known)
 
     async def health(self, timeout_s: float) -> None:
@@ -124,7 +130,9 @@ class ControlClient:
         await self._post("/start_weight_update")
         await self._post("/update_weights", {"update_info": dict(update_info)})
         await self._post("/finish_weight_update", {"weight_version": str(version)})
-        if (await self.info()).weight_version != version:  # vLLM 0.26 takes no label
+        self._labelled = version
+        info = await self.info()
+        if info.weight_version != version and info.capabilities.plugin:  # vLLM 0.26 takes no label
             await self._post("/penstock/weights/label", {"version": version})
 
     async def prepare_weights(self, manifest: WeightManifest) -> None:
@@ -146,7 +154,8 @@ class ControlClient:
         Any error means that the engine must not serve again.
         """
         body = {"version": version, "clear_cache": clear_cache}
-        answer = await self._post("/penstock/weights/apply", body)
+        http = self._core or self.http
+        answer: Any = await http.post("/penstock/weights/apply", body, timeout_s=self._timeout_s)
         confirmed = int(answer["version"])
         if confirmed != version:
             message = f"applied weight version {version} but says it serves {confirmed}"
@@ -161,6 +170,17 @@ class ControlClient:
     async def close(self) -> None:
         """Close the connections."""
         await self.http.close()
+        if self._core is not None:
+            await self._core.close()
+
+    async def _past_the_api(self, port: int | None) -> None:
+        """From now on speak to the engine's core itself, where it listens, about what must not wait behind tokens."""
+        url = None if port is None else str(URL(self.url).with_port(port))
+        if self._core is not None and self._core.url != url:
+            await self._core.close()
+            self._core = None
+        if url is not None and self._core is None:
+            self._core = HttpTransport(url, api_key=self._key, name=self.name)
 
     async def _post(
         self, path: str, body: Mapping[str, Any] | None = None, *, params: Mapping[str, str] | None = None

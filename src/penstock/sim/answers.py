@@ -16,7 +16,10 @@ from penstock.sim.engine import SimEngine
 from penstock.sim.faults import RefusedError
 from penstock.types import SamplingParams
 
-ENGINE: web.AppKey[SimEngine] = web.AppKey("engine", SimEngine)
+RANKS: web.AppKey[tuple[SimEngine, ...]] = web.AppKey("ranks", tuple)
+"""The data-parallel ranks of the server; nearly always one."""
+RANK: web.RequestKey[SimEngine] = web.RequestKey("rank", SimEngine)
+"""The one that a request is for."""
 
 OPEN_PATHS = ("/health", "/ping", "/metrics", "/version")
 """What needs no API key, as with our middleware in vLLM."""
@@ -50,6 +53,11 @@ def error_body(message: str, kind: str, status: int, param: str | None = None) -
 def error_answer(message: str, kind: str, status: int, param: str | None = None) -> web.Response:
     """VLLM's `ErrorResponse` with its status."""
     return json_answer(error_body(message, kind, status, param), status)
+
+
+def engine_of(request: web.Request) -> SimEngine:
+    """The rank that the request is for (`ranks.py`)."""
+    return request.get(RANK, request.app[RANKS][0])
 
 
 @web.middleware

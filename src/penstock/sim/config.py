@@ -53,6 +53,22 @@ class SimConfig:
     tensor_specs: tuple[TensorSpec, ...] | None = None
     """What an update must hold; None: anything."""
     max_loras: int = 16
+    data_parallel_size: int = 1
+    """Ranks, each with a scheduler and a cache of its own, behind one address."""
+
+    plain: bool = False
+    """Speak as vLLM without Penstock's plugin. What its owner gave it is in the rest of this section, which goes
+    without effect where the plugin is."""
+    vllm_version: str = "0.32.0"
+    """Before 0.32 it neither keeps nor tells weight versions."""
+    dev_mode: bool = True
+    """VLLM_SERVER_DEV_MODE=1."""
+    scale_out: bool = True
+    """`--enable-scale-out`: the token endpoint."""
+    enable_sleep_mode: bool = True
+    weight_transfer_backend: str = "nccl"
+    """Of `--weight-transfer-config`; empty: none was given."""
+    logprobs_mode: str = "processed_logprobs"
     faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
@@ -60,11 +76,18 @@ class SimConfig:
         for name in (*positive, "tokens_per_second", "prefill_tokens_per_second", "max_body_bytes"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"sim option {name} must be positive, got {getattr(self, name)}")
+        if self.data_parallel_size < 1:
+            raise ConfigError(f"sim option data_parallel_size must be at least 1, got {self.data_parallel_size}")
         if self.kv_blocks * self.block_size < self.max_model_len:
             raise ConfigError(
                 f"sim options: {self.kv_blocks} KV blocks of {self.block_size} tokens cannot hold one sequence of "
                 f"max_model_len={self.max_model_len}; raise kv_blocks or lower max_model_len"
             )
+
+    @property
+    def keeps_versions(self) -> bool:
+        """It keeps the version of its weights, and tells it of each token."""
+        return not self.plain or tuple(map(int, self.vllm_version.split(".")[:2])) >= (0, 32)
 
     @property
     def model(self) -> Model:

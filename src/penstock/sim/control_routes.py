@@ -11,18 +11,17 @@ from aiohttp.typedefs import Handler
 
 from penstock.errors import EngineDeadError, UserError
 from penstock.sim.adapters import AdapterNotFoundError
-from penstock.sim.answers import ENGINE, InvalidFieldError, error_answer, json_answer, json_body
+from penstock.sim.answers import RANKS, InvalidFieldError, engine_of, error_answer, json_answer, json_body
 from penstock.sim.faults import Phase
 from penstock.sim.figures import prometheus
 from penstock.types import PauseMode
 
-VLLM_VERSION = "0.32.0"
 E = TypeVar("E", bound=StrEnum)
 
 
 async def health(http: web.Request) -> web.Response:
     """`GET /health`: 503 when the engine core is dead."""
-    engine = http.app[ENGINE]
+    engine = engine_of(http)
     try:
         await engine.at(Phase.HEALTH)
     except EngineDeadError:
@@ -32,37 +31,37 @@ async def health(http: web.Request) -> web.Response:
 
 async def metrics(http: web.Request) -> web.Response:
     """`GET /metrics`, Prometheus text."""
-    return web.Response(text=prometheus(http.app[ENGINE]), content_type="text/plain")
+    return web.Response(text=prometheus(http.app[RANKS]), content_type="text/plain")
 
 
-async def version(_: web.Request) -> web.Response:
+async def version(http: web.Request) -> web.Response:
     """`GET /version`."""
-    return json_answer({"version": VLLM_VERSION})
+    return json_answer({"version": engine_of(http).config.vllm_version})
 
 
 async def pause(http: web.Request) -> web.Response:
     """`POST /pause?mode=&clear_cache=`."""
     mode = _choice(http, "mode", PauseMode.ABORT)
-    await http.app[ENGINE].pause(mode, clear_cache=_flag(http, "clear_cache", default=True))
+    await engine_of(http).pause(mode, clear_cache=_flag(http, "clear_cache", default=True))
     return json_answer({"status": "paused"})
 
 
 async def resume(http: web.Request) -> web.Response:
     """`POST /resume`."""
-    await http.app[ENGINE].resume()
+    await engine_of(http).resume()
     return json_answer({"status": "resumed"})
 
 
 async def is_paused(http: web.Request) -> web.Response:
     """`GET /is_paused`."""
-    engine = http.app[ENGINE]
+    engine = engine_of(http)
     engine.check_alive()
     return json_answer({"is_paused": engine.paused})
 
 
 async def abort_requests(http: web.Request) -> web.Response:
     """`POST /abort_requests`: those named, or all."""
-    engine = http.app[ENGINE]
+    engine = engine_of(http)
     engine.check_alive()
     names = (await json_body(http)).get("request_ids")
     return json_answer({"status": "aborted", "aborted": engine.abort(names or None, asked=True)})
@@ -71,7 +70,7 @@ async def abort_requests(http: web.Request) -> web.Response:
 async def reset_prefix_cache(http: web.Request) -> web.Response:
     """`POST /reset_prefix_cache?reset_running_requests=`."""
     running = _flag(http, "reset_running_requests", default=False)
-    return json_answer({"success": http.app[ENGINE].reset_prefix_cache(reset_running_requests=running)})
+    return json_answer({"success": engine_of(http).reset_prefix_cache(reset_running_requests=running)})
 
 
 async def sleep(http: web.Request) -> web.Response:
@@ -80,27 +79,27 @@ async def sleep(http: web.Request) -> web.Response:
     if text not in ("0", "1", "2"):
         raise InvalidFieldError("query.level", f"must be 0, 1 or 2, got {text!r}")
     level = int(text)
-    await http.app[ENGINE].sleep(level, _choice(http, "mode", PauseMode.ABORT))
+    await engine_of(http).sleep(level, _choice(http, "mode", PauseMode.ABORT))
     return json_answer({"status": "sleeping", "level": level})
 
 
 async def wake_up(http: web.Request) -> web.Response:
     """`POST /wake_up?tags=`."""
     tags = http.query.getall("tags", []) or None
-    awake = await http.app[ENGINE].wake_up(tags)
+    awake = await engine_of(http).wake_up(tags)
     return json_answer({"status": "awake" if awake else "sleeping", "tags": tags})
 
 
 async def is_sleeping(http: web.Request) -> web.Response:
     """`GET /is_sleeping`: a paused engine counts as sleeping, as in vLLM."""
-    engine = http.app[ENGINE]
+    engine = engine_of(http)
     return json_answer({"is_sleeping": engine.paused or bool(engine.asleep)})
 
 
 async def collective_rpc(http: web.Request) -> web.Response:
     """`POST /collective_rpc`: the simulated engine has one worker, which gives back what it was called with."""
     body = await json_body(http)
-    http.app[ENGINE].check_alive()
+    engine_of(http).check_alive()
     method = body.get("method")
     if method is None:
         return error_answer("Missing 'method' in request body", "Bad Request", 400)
@@ -111,20 +110,20 @@ async def collective_rpc(http: web.Request) -> web.Response:
 async def init_weight_transfer_engine(http: web.Request) -> web.Response:
     """`POST /init_weight_transfer_engine` with `init_info`."""
     _object(await json_body(http), "init_info")
-    http.app[ENGINE].weights.init_transfer()
+    engine_of(http).weights.init_transfer()
     return json_answer({"message": "Weight transfer initialized"})
 
 
 async def start_weight_update(http: web.Request) -> web.Response:
     """`POST /start_weight_update`."""
-    http.app[ENGINE].weights.start()
+    engine_of(http).weights.start()
     return json_answer({"message": "Weight update started"})
 
 
 async def update_weights(http: web.Request) -> web.Response:
     """`POST /update_weights` with `update_info`."""
     _object(await json_body(http), "update_info")
-    await http.app[ENGINE].weights.update()
+    await engine_of(http).weights.update()
     return json_answer({"message": "Weights updated"})
 
 
@@ -133,7 +132,7 @@ async def finish_weight_update(http: web.Request) -> web.Response:
     label = (await json_body(http, optional=True)).get("weight_version")
     if label is not None and not isinstance(label, str):
         raise InvalidFieldError("weight_version", f"Input should be a valid string, got {label!r}")
-    http.app[ENGINE].weights.finish(label)
+    engine_of(http).weights.finish(label)
     return json_answer({"message": "Weight update finished"})
 
 
@@ -142,13 +141,13 @@ async def update_weight_version(http: web.Request) -> web.Response:
     label = (await json_body(http)).get("new_version")
     if not isinstance(label, str):
         raise InvalidFieldError("new_version", f"Input should be a valid string, got {label!r}")
-    http.app[ENGINE].weights.relabel(label)
+    engine_of(http).weights.relabel(label)
     return json_answer({"success": True, "new_version": label})
 
 
 async def weight_info(http: web.Request) -> web.Response:
     """`GET /weight_info`."""
-    engine = http.app[ENGINE]
+    engine = engine_of(http)
     engine.check_alive()
     return json_answer({"weight_version": engine.weights.label})
 
@@ -157,9 +156,9 @@ async def load_lora_adapter(http: web.Request) -> web.Response:
     """`POST /v1/load_lora_adapter`."""
     body = await json_body(http)
     name, path = str(body.get("lora_name") or ""), str(body.get("lora_path") or "")
-    http.app[ENGINE].check_alive()
+    engine_of(http).check_alive()
     try:
-        http.app[ENGINE].adapters.load(name, path, in_place=bool(body.get("load_inplace")))
+        engine_of(http).adapters.load(name, path, in_place=bool(body.get("load_inplace")))
     except UserError as error:
         return error_answer(str(error), "InvalidUserInput", 400)
     return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
@@ -169,7 +168,7 @@ async def unload_lora_adapter(http: web.Request) -> web.Response:
     """`POST /v1/unload_lora_adapter`."""
     name = str((await json_body(http)).get("lora_name") or "")
     try:
-        http.app[ENGINE].adapters.unload(name)
+        engine_of(http).adapters.unload(name)
     except AdapterNotFoundError:
         raise
     except UserError as error:

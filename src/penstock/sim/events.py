@@ -49,24 +49,26 @@ class Commentator(Protocol):
 
 
 async def send_events(
-    http: web.Request, chunks: AsyncIterator[Mapping[str, Any]], commentator: Commentator, *, progress: bool
+    http: web.Request, chunks: AsyncIterator[Mapping[str, Any]], commentator: Commentator | None, *, progress: bool
 ) -> web.StreamResponse:
     """Answer with a stream of events and `[DONE]`. A dead engine gives an error event and `[DONE]`, as in vLLM.
 
     In comments, as our plugin in vLLM: the spans at the end, and where `progress` is asked for, what the samples have.
+    Plain vLLM has no `commentator`, and makes none.
     """
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await response.prepare(http)
     try:
         async for chunk in chunks:
-            told = _comment({"samples": news}) if progress and (news := commentator.news()) else b""
+            told = _comment({"samples": news}) if progress and commentator and (news := commentator.news()) else b""
             await response.write(told + b"data: " + orjson.dumps(chunk) + b"\n\n")
     except EngineDeadError as error:
         await response.write(b"data: " + orjson.dumps(error_body(str(error), "InternalServerError", 500)) + b"\n\n")
     except CutError:
         break_connection(http)
         return response
-    await response.write(_comment({"versions": commentator.spans()}) + b"data: [DONE]\n\n")
+    last = _comment({"versions": commentator.spans()}) if commentator is not None else b""
+    await response.write(last + b"data: [DONE]\n\n")
     await response.write_eof()
     return response
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,9 +21,13 @@ class Figures:
     """Samples by finish reason."""
 
 
-def prometheus(engine: SimEngine) -> str:
-    """`GET /metrics`: vLLM's series, true values."""
-    labels = f'engine="0",model_name="{engine.config.served_model_name}"'
+def prometheus(ranks: Sequence[SimEngine]) -> str:
+    """`GET /metrics`: vLLM's series, true values, of each data-parallel rank."""
+    return "".join(_of_rank(engine, number) for number, engine in enumerate(ranks))
+
+
+def _of_rank(engine: SimEngine, number: int) -> str:
+    labels = f'engine="{number}",model_name="{engine.config.served_model_name}"'
     cache, scheduler = engine.scheduler.figures, engine.scheduler
     rows: list[tuple[str, str, float]] = [
         ("vllm:num_requests_running", "gauge", len(scheduler.running)),
@@ -35,7 +40,7 @@ def prometheus(engine: SimEngine) -> str:
         ("vllm:generation_tokens_total", "counter", engine.figures.generation_tokens),
     ]
     blocks = f'block_size="{engine.config.block_size}",num_gpu_blocks="{engine.config.kv_blocks}"'
-    lines = ["# TYPE vllm:cache_config_info gauge", f'vllm:cache_config_info{{{blocks},engine="0"}} 1.0']
+    lines = ["# TYPE vllm:cache_config_info gauge", f'vllm:cache_config_info{{{blocks},engine="{number}"}} 1.0']
     for name, kind, value in rows:
         lines += [f"# TYPE {name.removesuffix('_total')} {kind}", f"{name}{{{labels}}} {float(value)}"]
     lines.append("# TYPE vllm:request_success counter")

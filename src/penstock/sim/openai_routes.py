@@ -12,8 +12,8 @@ from aiohttp import web
 from penstock.errors import RequestError
 from penstock.sim import text
 from penstock.sim.answers import (
-    ENGINE,
     InvalidFieldError,
+    engine_of,
     json_answer,
     json_body,
     model_asked_for,
@@ -34,7 +34,7 @@ COMPLETIONS_MAX_TOKENS = 16
 
 async def completions(http: web.Request) -> web.StreamResponse:
     """`POST /v1/completions`."""
-    engine = http.app[ENGINE]
+    engine = engine_of(http)
     body = await json_body(http)
     name, lora = model_asked_for(engine, body)
     with_logprobs = body.get("logprobs") is not None
@@ -47,7 +47,7 @@ async def completions(http: web.Request) -> web.StreamResponse:
 
 async def chat_completions(http: web.Request) -> web.StreamResponse:
     """`POST /v1/chat/completions`."""
-    engine = http.app[ENGINE]
+    engine = engine_of(http)
     body = await json_body(http)
     name, lora = model_asked_for(engine, body)
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
@@ -64,23 +64,23 @@ async def chat_completions(http: web.Request) -> web.StreamResponse:
 
 async def models(http: web.Request) -> web.Response:
     """`GET /v1/models`."""
-    config = http.app[ENGINE].config
+    config = engine_of(http).config
     now = int(time.time())
     base = {"object": "model", "created": now, "owned_by": "vllm"}
     served = config.served_model_name
     data: list[dict[str, Any]] = [
         {"id": served, **base, "root": served, "parent": None, "max_model_len": config.max_model_len, "permission": []}
     ]
-    for name, path in http.app[ENGINE].adapters.loaded.items():
+    for name, path in engine_of(http).adapters.loaded.items():
         data.append({"id": name, **base, "root": path, "parent": served, "max_model_len": None, "permission": []})
     return json_answer({"object": "list", "data": data})
 
 
 async def tokenize(http: web.Request) -> web.Response:
     """`POST /tokenize`, of a prompt or of messages."""
-    config = http.app[ENGINE].config
+    config = engine_of(http).config
     body = await json_body(http)
-    model_asked_for(http.app[ENGINE], body)
+    model_asked_for(engine_of(http), body)
     prompt = body.get("prompt")
     if prompt is None:
         prompt = text.chat_prompt(_messages(body))
@@ -93,7 +93,7 @@ async def tokenize(http: web.Request) -> web.Response:
 
 async def detokenize(http: web.Request) -> web.Response:
     """`POST /detokenize`."""
-    config = http.app[ENGINE].config
+    config = engine_of(http).config
     body = await json_body(http)
     ids: Any = body.get("tokens")
     if not isinstance(ids, list) or any(type(i) is not int or i < 0 for i in cast("list[Any]", ids)):
@@ -112,9 +112,9 @@ async def _serve(
     lora: str | None,
     max_tokens: int | None,
 ) -> web.StreamResponse:
-    engine = http.app[ENGINE]
+    engine = engine_of(http)
     requests: list[SimRequest] = []
-    parts = parts_of(shape.body.get("vllm_xargs"))
+    parts = [] if engine.config.plain else parts_of(shape.body.get("vllm_xargs"))
     try:
         for ids, request_id in prompts:
             submitted = await engine.submit(
@@ -124,7 +124,8 @@ async def _serve(
         teller = Teller(requests, whole_only=_constrained(shape.body))
         if shape.body.get("stream"):
             progress = http.headers.get(PROGRESS_HEADER) == "stream"
-            return await send_events(http, _chunks(engine, shape, requests), teller, progress=progress)
+            told = None if engine.config.plain else teller
+            return await send_events(http, _chunks(engine, shape, requests), told, progress=progress)
         return await answer(http, engine, requests, teller, lambda: shape.answer(requests, _usage(requests)))
     except CutError:
         break_connection(http)

@@ -5,28 +5,28 @@ from __future__ import annotations
 from aiohttp import web
 
 from penstock.errors import StateError, WeightsError
-from penstock.sim.answers import ENGINE, json_answer, json_body
-from penstock.sim.control_routes import VLLM_VERSION
+from penstock.sim.answers import engine_of, json_answer, json_body
 from penstock.sim.faults import Fault, Phase
 from penstock.weights.manifest import WeightManifest
 
 
 async def info(http: web.Request) -> web.Response:
     """`GET /penstock/info`."""
-    engine = http.app[ENGINE]
+    engine = engine_of(http)
     engine.check_alive()
-    sizes = {"tp": 1, "pp": 1, "dp": 1}
-    limits = {"vocab_size": engine.config.vocab_size, "max_model_len": engine.config.max_model_len}
+    config = engine.config
+    sizes = {"tp": 1, "pp": 1, "dp": config.data_parallel_size}
+    limits = {"vocab_size": config.vocab_size, "max_model_len": config.max_model_len}
     state = {"weight_version": engine.weights.version, "paused": engine.paused}
     transports = {"transports": ["shared_memory"]}
-    return json_answer({"engine": "sim", "vllm": VLLM_VERSION, **state, **sizes, **limits, **transports})
+    return json_answer({"engine": "sim", "vllm": config.vllm_version, **state, **sizes, **limits, **transports})
 
 
 async def prepare(http: web.Request) -> web.Response:
     """`POST /penstock/weights/prepare`: 400 and nothing changed where the offer does not fit."""
     body = await json_body(http)
     try:
-        await http.app[ENGINE].weights.prepare(WeightManifest.from_json(body.get("manifest", {})))
+        await engine_of(http).weights.prepare(WeightManifest.from_json(body.get("manifest", {})))
     except WeightsError as error:
         return json_answer({"error": str(error)}, 400)
     return json_answer({"ok": True})
@@ -39,7 +39,7 @@ async def apply(http: web.Request) -> web.Response:
     if type(version) is not int:
         return json_answer({"error": f"version must be an integer, got {version!r}"}, 400)
     try:
-        done = await http.app[ENGINE].weights.apply(version, clear_cache=bool(body.get("clear_cache", True)))
+        done = await engine_of(http).weights.apply(version, clear_cache=bool(body.get("clear_cache", True)))
     except StateError as error:
         return json_answer({"error": str(error)}, 409)
     return json_answer(done)
@@ -47,7 +47,7 @@ async def apply(http: web.Request) -> web.Response:
 
 async def set_fault(http: web.Request) -> web.Response:
     """`POST /sim/fault`: one fault, as `Fault.of` reads it, or `{"clear": true}`."""
-    engine = http.app[ENGINE]
+    engine = engine_of(http)
     body = await json_body(http)
     if body.get("clear"):
         engine.faults.clear()

@@ -10,12 +10,13 @@ from typing import Self
 from aiohttp import web
 
 from penstock.errors import EngineStartError
-from penstock.sim import control_routes, openai_routes, penstock_routes, token_routes
-from penstock.sim.answers import ENGINE, errors_as_vllm, require_key
+from penstock.sim import control_routes, openai_routes, penstock_routes, plain_routes, token_routes
+from penstock.sim.answers import RANKS, errors_as_vllm, require_key
 from penstock.sim.clock import Clock
 from penstock.sim.config import SimConfig
 from penstock.sim.engine import SimEngine
 from penstock.sim.faults import FaultKind
+from penstock.sim.ranks import on_all, on_one
 
 CORE_DEATH_EXIT_S = 0.3
 """How long vLLM's API server outlives its engine core (facts: port closed at 0.3 s)."""
@@ -39,7 +40,10 @@ class SimServer:
         self, config: SimConfig | None = None, *, clock: Clock | None = None, own_process: bool = False
     ) -> None:
         self.config = config or SimConfig()
-        self.engine = SimEngine(self.config, clock=clock, on_death=self._on_death)
+        self.ranks = tuple(
+            SimEngine(self.config, clock=clock, on_death=self._on_death) for _ in range(self.config.data_parallel_size)
+        )
+        self.engine = self.ranks[0]
         self.gone = asyncio.Event()
         """Set when the engine died and the port is closed."""
         self._own_process = own_process
@@ -56,7 +60,7 @@ class SimServer:
         """Serve. Raises EngineStartError where the port is taken."""
         # Cancelling a handler when its client has gone aborts the request, as vLLM does.
         runner = web.AppRunner(
-            _app(self.engine),
+            _app(self.config, self.ranks),
             handler_cancellation=True,
             keepalive_timeout=KEEP_ALIVE_S,
             access_log=None,
@@ -78,7 +82,8 @@ class SimServer:
             self._closing.cancel()
         if self._runner is not None:
             self._break_connections()
-            self.engine.close()
+            for rank in self.ranks:
+                rank.close()
             await self._runner.cleanup()
             self._runner = None
 
@@ -117,23 +122,29 @@ class SimServer:
                     connection.transport.abort()
 
 
-def _app(engine: SimEngine) -> web.Application:
-    middlewares = [require_key(engine.config.api_key), errors_as_vllm]
-    app = web.Application(client_max_size=engine.config.max_body_bytes, middlewares=middlewares)
-    app[ENGINE] = engine
+def _app(config: SimConfig, ranks: tuple[SimEngine, ...]) -> web.Application:
+    middlewares = [require_key(config.api_key), errors_as_vllm]
+    app = web.Application(client_max_size=config.max_body_bytes, middlewares=middlewares)
+    app[RANKS] = ranks
     get, post = app.router.add_get, app.router.add_post
-    post("/inference/v1/generate", token_routes.generate)
-    post("/v1/completions", openai_routes.completions)
-    post("/v1/chat/completions", openai_routes.chat_completions)
+    open_to_tokens = config.scale_out or not config.plain
+    post("/inference/v1/generate", on_one(token_routes.generate) if open_to_tokens else plain_routes.no_tokens)
+    post("/v1/completions", on_one(openai_routes.completions))
+    post("/v1/chat/completions", on_one(openai_routes.chat_completions))
     get("/v1/models", openai_routes.models)
     post("/tokenize", openai_routes.tokenize)
     post("/detokenize", openai_routes.detokenize)
     for path, handler in control_routes.GET.items():
-        get(path, handler)
+        if plain_routes.has(config, path):
+            get(path, handler)
     for path, handler in control_routes.POST.items():
-        post(path, handler)
-    get("/penstock/info", penstock_routes.info)
-    post("/penstock/weights/prepare", penstock_routes.prepare)
-    post("/penstock/weights/apply", penstock_routes.apply)
-    post("/sim/fault", penstock_routes.set_fault)
+        if plain_routes.has(config, path):
+            post(path, on_all(handler))
+    if not config.plain:
+        get("/penstock/info", penstock_routes.info)
+        post("/penstock/weights/prepare", on_all(penstock_routes.prepare))
+        post("/penstock/weights/apply", on_all(penstock_routes.apply))
+    elif config.dev_mode:
+        get("/server_info", plain_routes.server_info)
+    post("/sim/fault", on_all(penstock_routes.set_fault))
     return app

@@ -122,12 +122,13 @@ async def answer(
         EngineDeadError: the engine died before a line was sent.
         CutError: a fault breaks the connection.
     """
-    wanted = http.headers.get(PROGRESS_HEADER, "")
+    wanted = "" if engine.config.plain else http.headers.get(PROGRESS_HEADER, "")
     if not wanted.isdigit():
         async for _ in deltas_of(engine, requests):
             pass
         response = json_answer(whole())
-        response.headers.update(teller.header())
+        if not engine.config.plain:
+            response.headers.update(teller.header())
         return response
     response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
     chunk = int(wanted)

@@ -10,8 +10,8 @@ from uuid import uuid4
 from aiohttp import web
 
 from penstock.sim.answers import (
-    ENGINE,
     InvalidFieldError,
+    engine_of,
     json_body,
     model_asked_for,
     sampling_of,
@@ -31,7 +31,7 @@ _UNUSED = (
 
 async def generate(http: web.Request) -> web.StreamResponse:
     """VLLM's ServingTokens."""
-    engine = http.app[ENGINE]
+    engine = engine_of(http)
     body = await json_body(http)
     name, lora = model_asked_for(engine, body)
     token_ids = checked_ids(body.get("token_ids"), "token_ids")
@@ -49,14 +49,16 @@ async def generate(http: web.Request) -> web.StreamResponse:
         request_id=f"generate-tokens-{request_id}",
         lora=lora,
         max_tokens=room if given.get("max_tokens") is None else None,
-        parts=parts_of(given.get("extra_args")),
+        parts=[] if engine.config.plain else parts_of(given.get("extra_args")),
     )
     try:
         teller = Teller([request])
         if body.get("stream"):
             progress = http.headers.get(PROGRESS_HEADER) == "stream"
-            return await send_events(http, _chunks(engine, request, body), teller, progress=progress)
-        return await answer(http, engine, [request], teller, lambda: _answer(request, name, body))
+            told = None if engine.config.plain else teller
+            return await send_events(http, _chunks(engine, request, body), told, progress=progress)
+        keeps = engine.config.keeps_versions
+        return await answer(http, engine, [request], teller, lambda: _answer(request, name, body, keeps_versions=keeps))
     except CutError:
         break_connection(http)
         return web.Response()
@@ -85,8 +87,12 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
     }
 
 
-def _answer(request: SimRequest, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
+def _answer(request: SimRequest, model: str, body: Mapping[str, Any], *, keeps_versions: bool) -> dict[str, Any]:
     made = sum(len(s.output) for s in request.sequences)
+    choices = [_choice(s, 0, len(s.output)) for s in request.sequences]
+    if keeps_versions:
+        for choice, sequence in zip(choices, request.sequences, strict=True):
+            choice["weight_versions"] = _weight_versions(sequence)
     return {
         "request_id": request.id,
         "model": model,
@@ -96,7 +102,7 @@ def _answer(request: SimRequest, model: str, body: Mapping[str, Any]) -> dict[st
         "prompt_token_ids": request.prompt_ids if body.get("return_token_ids") else None,
         **dict.fromkeys(_UNUSED),
         "output_mode": "tokens",
-        "choices": [_choice(s, 0, len(s.output)) | {"weight_versions": _weight_versions(s)} for s in request.sequences],
+        "choices": choices,
     }
 
 
@@ -108,7 +114,8 @@ async def _chunks(engine: SimEngine, request: SimRequest, body: Mapping[str, Any
         if not delta.finished:
             choice |= {"finish_reason": None, "stop_reason": None}
         # The spans come once, at the end, and cover the whole output.
-        choice["weight_versions"] = _weight_versions(sequence) if delta.finished else None
+        if engine.config.keeps_versions:
+            choice["weight_versions"] = _weight_versions(sequence) if delta.finished else None
         chunk: dict[str, Any] = {"request_id": request.id, "usage": None, "output_mode": "tokens", "choices": [choice]}
         if first:
             chunk["prompt_token_ids"], first = request.prompt_ids, False

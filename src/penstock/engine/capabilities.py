@@ -1,0 +1,118 @@
+"""What an engine can do and what it is, as it was found when it joined; and the error that says what it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from penstock.errors import MissingCapabilityError
+
+DEV_MODE = "start it with the environment variable VLLM_SERVER_DEV_MODE=1"
+
+Capability = Literal[
+    "plugin", "tokens", "pause", "abort", "caches", "sleep", "rpc", "lora", "weight_transfer", "sampled_logprobs"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine offers. The defaults are those of an engine that Penstock launches."""
+
+    plugin: bool = True
+    """Penstock's plugin: `update_weights` while it generates, progress while it answers, taking up a request."""
+    tokens: bool = True
+    """The token endpoint, `POST /inference/v1/generate`."""
+    pause: bool = True
+    abort: bool = True
+    caches: bool = True
+    """`/reset_prefix_cache`."""
+    sleep: bool = True
+    rpc: bool = True
+    """`/collective_rpc`."""
+    lora: bool = True
+    """Adapters can be loaded and unloaded while it runs."""
+    weight_transfer: str | None = "penstock_shm"
+    """The backend of vLLM's native weight transfer; None: it has none."""
+    spans: bool = True
+    """It says of each token of the token endpoint which weights made it. False (plain vLLM 0.26): the client labels an
+    answer with the fleet's version where that was the same all the time, and has it made again where it was not."""
+    sampled_logprobs: bool = True
+    """Logprobs are of what was sampled from: after temperature and the like."""
+
+
+PENSTOCK = Capabilities()
+"""Of an engine with our plugin."""
+
+_BY_PENSTOCK = (
+    "launch it by Penstock, or install penstock beside vLLM and start it with --middleware "
+    "penstock.engine.vllm_plugin.middleware.PenstockMiddleware --worker-extension-cls "
+    'penstock.engine.vllm_plugin.worker.WorkerExtension --weight-transfer-config \'{"backend": "penstock_shm"}\'; '
+    "plain vLLM takes weights by update_named_weights"
+)
+_WITH_LORA = "start it with --enable-lora and the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+_WITH_TRANSFER = f'{DEV_MODE} and the option --weight-transfer-config \'{{"backend": "nccl"}}\' (or another backend)'
+_WITH_LOGPROBS = (
+    f"{DEV_MODE}, so that it says how it is set, and the option --logprobs-mode processed_logprobs; or ask for "
+    "logprobs=False"
+)
+
+LACKING: Mapping[Capability, tuple[str, str]] = MappingProxyType(
+    {
+        "plugin": ("Penstock's plugin", _BY_PENSTOCK),
+        "tokens": ("the token endpoint", "start it with --enable-scale-out"),
+        "pause": ("/pause and /resume", DEV_MODE),
+        "abort": ("/abort_requests", f"{DEV_MODE}, and vLLM 0.32 or newer"),
+        "caches": ("/reset_prefix_cache", DEV_MODE),
+        "sleep": ("sleep mode", f"{DEV_MODE} and the option --enable-sleep-mode"),
+        "rpc": ("/collective_rpc", DEV_MODE),
+        "lora": ("adapters that come and go", _WITH_LORA),
+        "weight_transfer": ("native weight transfer", _WITH_TRANSFER),
+        "sampled_logprobs": ("logprobs of what it samples from (it may ignore the temperature)", _WITH_LOGPROBS),
+    }
+)
+"""What each one is called, and how an engine is started so that it has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine is: of one with our plugin from `GET /penstock/info`, of plain vLLM found out (`plain.py`)."""
+
+    engine: str
+    """`vllm`, or `sim`."""
+    vllm: str
+    """Its version."""
+    weight_version: int
+    paused: bool
+    tp: int
+    pp: int
+    dp: int
+    """Data-parallel ranks behind its address; each can be asked for in a request's header."""
+    vocab_size: int
+    """Token ids are less than this; 0: it does not say."""
+    max_model_len: int
+    transports: tuple[str, ...]
+    capabilities: Capabilities = PENSTOCK
+    instance: str = ""
+    """Another one after each start of plain vLLM; empty where it does not say."""
+
+
+def require(engines: Iterable[tuple[str, Capabilities]], needed: Capability, operation: str) -> None:
+    """Refuse an operation that some engine cannot do, before anything is changed anywhere.
+
+    Args:
+        engines: name and capabilities of each that would have to do it.
+        needed: what it needs.
+        operation: named in the error.
+
+    Raises:
+        MissingCapabilityError: it names those engines, what they lack, and how they get it.
+    """
+    lacking = [name for name, has in engines if not getattr(has, needed)]
+    if lacking:
+        what, how = LACKING[needed]
+        raise MissingCapabilityError(
+            f"{operation}: engine{'s' if len(lacking) > 1 else ''} {', '.join(lacking)} "
+            f"{'lack' if len(lacking) > 1 else 'lacks'} {what}; {how}. Nothing was changed"
+        )

@@ -1,0 +1,123 @@
+"""What a server without our plugin is found to be, and what an operation that it cannot do says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from penstock.engine.capabilities import LACKING, PENSTOCK, Capabilities, EngineInfo, require
+from penstock.engine.control import ControlClient
+from penstock.errors import EngineError, EngineHTTPError, MissingCapabilityError, UserError
+from penstock.sim.config import SimConfig
+from penstock.sim.server import SimServer
+
+PLAIN = Capabilities(plugin=False, weight_transfer="nccl", lora=True)
+
+
+async def found(**config: Any) -> EngineInfo:
+    async with SimServer(SimConfig(max_model_len=512, **config)) as server:
+        control = ControlClient("e0", server.url)
+        try:
+            return await control.info()
+        finally:
+            await control.close()
+
+
+async def test_with_the_plugin_nothing_is_lacking() -> None:
+    info = await found(data_parallel_size=2)
+    assert (info.capabilities, info.dp, info.vocab_size, info.engine) == (PENSTOCK, 2, 1024, "sim")
+
+
+async def test_plain_vllm_as_the_docs_start_it() -> None:
+    info = await found(plain=True, data_parallel_size=3)
+    assert info.capabilities == PLAIN
+    assert (info.engine, info.vllm, info.dp, info.max_model_len, info.vocab_size) == ("vllm", "0.32.0", 3, 512, 0)
+    assert (info.weight_version, info.paused) == (0, False)
+    assert info.instance
+    assert info.transports == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        ({"scale_out": False}, {"tokens": False}),
+        ({"weight_transfer_backend": ""}, {"weight_transfer": None}),
+        ({"weight_transfer_backend": "ipc"}, {"weight_transfer": "ipc"}),
+        ({"enable_sleep_mode": False}, {"sleep": False}),
+        ({"logprobs_mode": "raw_logprobs"}, {"sampled_logprobs": False}),
+        ({"vllm_version": "0.26.0"}, {"spans": False, "abort": False}),
+        (
+            {"dev_mode": False},
+            {
+                **dict.fromkeys(("pause", "abort", "caches", "sleep", "rpc", "spans", "sampled_logprobs"), False),
+                "weight_transfer": None,
+            },
+        ),
+    ],
+    ids="-".join,
+)
+async def test_what_its_owner_left_out_is_found(config: dict[str, Any], changes: dict[str, Any]) -> None:
+    assert (await found(plain=True, **config)).capabilities == replace(PLAIN, **changes)
+
+
+async def test_versions_and_pauses_of_plain_vllm_are_read() -> None:
+    async with SimServer(SimConfig(plain=True)) as server:
+        control = ControlClient("e0", server.url)
+        server.engine.weights.relabel("7")
+        await server.engine.pause()
+        info = await control.info()
+        assert (info.weight_version, info.paused) == (7, True)
+        server.engine.weights.relabel("final")
+        with pytest.raises(EngineError, match="e0: labels its weights 'final', and a version is a whole number"):
+            await control.info()
+        await control.close()
+
+
+async def test_a_native_update_of_a_server_that_keeps_no_version_is_remembered() -> None:
+    for version in ("0.26.0", "0.32.0"):
+        async with SimServer(SimConfig(plain=True, vllm_version=version)) as server:
+            control = ControlClient("e0", server.url)
+            await control.init_weight_transfer({"master_address": "127.0.0.1"})
+            await server.engine.pause()
+            await control.native_update({"names": []}, version=4)
+            assert (await control.info()).weight_version == 4, version
+            await control.close()
+
+
+async def test_something_else_is_said_to_be_something_else() -> None:
+    async def other(_: web.Request) -> web.Response:
+        return web.json_response({"hello": "world"})
+
+    app = web.Application()
+    app.router.add_get("/v1/models", other)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    control = ControlClient("e0", f"http://127.0.0.1:{runner.addresses[0][1]}")
+    try:
+        with pytest.raises(EngineHTTPError, match="e0: is neither an engine of Penstock nor a vLLM server"):
+            await control.info()
+    finally:
+        await control.close()
+        await runner.cleanup()
+
+
+def test_what_is_required_and_lacking_is_named() -> None:
+    lacking = replace(PLAIN, sleep=False)
+    require([("a", PENSTOCK), ("b", PLAIN)], "sleep", "sleep")
+    with pytest.raises(MissingCapabilityError) as one:
+        require([("a", PENSTOCK), ("b", lacking)], "sleep", "sleep")
+    assert str(one.value).startswith("sleep: engine b lacks sleep mode; start it with the environment variable VLLM_")
+    assert "--enable-sleep-mode. Nothing was changed" in str(one.value)
+    assert isinstance(one.value, UserError)
+    with pytest.raises(MissingCapabilityError, match="update_weights: engines b, c lack Penstock's plugin; launch"):
+        require([("b", PLAIN), ("c", PLAIN)], "plugin", "update_weights")
+
+
+def test_every_capability_can_be_explained() -> None:
+    explained = {name for name in PENSTOCK.__dataclass_fields__ if name != "spans"}  # it is made up for, not refused
+    assert explained == set(LACKING)

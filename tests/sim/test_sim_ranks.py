@@ -1,0 +1,61 @@
+"""Several data-parallel ranks behind one simulated server, and a server without our plugin."""
+
+from __future__ import annotations
+
+from sim_http import PROMPT, sim_client
+
+from penstock.router.engine_watch import parse_figures
+from penstock.sim.config import SimConfig
+
+BODY = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "logprobs": 0}}
+
+
+async def test_the_header_chooses_a_rank_and_nothing_else_does() -> None:
+    async with sim_client(SimConfig(data_parallel_size=2)) as client:
+        for rank in ("1", "1", "0", "1"):
+            await client.post("/inference/v1/generate", BODY, headers={"X-data-parallel-rank": rank})
+        made = [rank.figures.generation_tokens for rank in client.server.ranks]
+        assert made == [4, 12]
+        status, answer = await client.call(
+            "POST", "/inference/v1/generate", BODY, headers={"x-data-parallel-rank": "2"}
+        )
+        assert (status, answer["error"]["message"]) == (400, "data_parallel_rank 2 is out of range [0, 2).")
+        await client.post("/inference/v1/generate", BODY, headers={"X-data-parallel-rank": "first"})
+        assert sum(rank.figures.generation_tokens for rank in client.server.ranks) == 20
+        text = await client.get("/metrics")
+        assert parse_figures(text, 1) is not None
+        assert parse_figures(text, 2) is None
+
+
+async def test_control_calls_reach_every_rank() -> None:
+    async with sim_client(SimConfig(data_parallel_size=3)) as client:
+        await client.post("/pause?mode=keep")
+        assert [rank.paused for rank in client.server.ranks] == [True] * 3
+        await client.post("/init_weight_transfer_engine", {"init_info": {}})
+        await client.post("/start_weight_update")
+        await client.post("/update_weights", {"update_info": {}})
+        await client.post("/finish_weight_update", {"weight_version": "5"})
+        await client.post("/resume")
+        assert [(rank.paused, rank.weights.version) for rank in client.server.ranks] == [(False, 5)] * 3
+
+
+async def test_without_the_plugin_it_neither_tells_nor_takes_up() -> None:
+    async with sim_client(SimConfig(plain=True)) as client:
+        assert (await client.call("GET", "/penstock/info"))[0] == 404
+        resumed = {"sampling_params": {**BODY["sampling_params"], "extra_args": {"penstock_resume": "[]"}}}  # type: ignore[dict-item]
+        url = client.server.url + "/inference/v1/generate"
+        async with client.session.post(url, json={**BODY, **resumed}, headers={"X-Penstock-Progress": "1"}) as answer:
+            assert answer.content_type == "application/json"
+            assert "X-Penstock-Weight-Versions" not in answer.headers
+            assert (await answer.json())["choices"][0]["weight_versions"] == [
+                {"version": "default", "start": 0, "end": 4}
+            ]
+        stream = {**BODY, "stream": True}
+        async with client.session.post(url, json=stream, headers={"X-Penstock-Progress": "stream"}) as answer:
+            assert b": penstock" not in await answer.read()
+
+
+async def test_vllm_0_26_says_nothing_of_versions() -> None:
+    async with sim_client(SimConfig(plain=True, vllm_version="0.26.0")) as client:
+        assert "weight_versions" not in (await client.generate(3))["choices"][0]
+        assert (await client.call("GET", "/weight_info"))[0] == 404
