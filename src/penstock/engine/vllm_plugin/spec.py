@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from penstock.errors import WeightsError
+from penstock.weights.checkpoint_names import checkpoint_tensors
 from penstock.weights.manifest import WeightManifest
 from penstock.weights.pack import all_finite, dtype_name, view
 from penstock.weights.shared_memory import open_mapping
@@ -89,7 +90,7 @@ def _config_tensors(model_config: Any) -> list[tuple[str, str, tuple[int, ...]]]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config.hf_config)
     dtype = dtype_name(model_config.dtype)
-    return [(name, dtype, tuple(p.shape)) for name, p in model.named_parameters()]
+    return [(name, dtype, tuple(tensor.shape)) for name, tensor in checkpoint_tensors(model).items()]
 
 
 _SAFETENSORS_DTYPES = {
