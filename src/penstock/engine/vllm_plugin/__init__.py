@@ -1,6 +1,6 @@
 """The only code that runs inside vLLM, hung in by vLLM's own extension points.
 
-- `register` (entry point `vllm.general_plugins`): our weight-transfer backend.
+- `register` (entry point `vllm.general_plugins`): our weight-transfer backend, and a wake-up that stays paused.
 - `worker.WorkerExtension` (`--worker-extension-cls`): loads and checksums weights on a worker.
 - `middleware.PenstockMiddleware` (`--middleware`): our routes on the API server.
 - `server`: starts vLLM's API server as a child that ends with its launcher.
@@ -17,7 +17,7 @@ BACKEND = "penstock_shm"
 
 
 def register() -> None:
-    """Register the backend; vLLM calls this in every process it starts, maybe more than once."""
+    """Register the backend and extend the core; vLLM calls this in every process it starts, maybe more than once."""
     from vllm.distributed.weight_transfer.factory import (  # noqa: PLC0415 - only inside vLLM
         WeightTransferEngineFactory,
     )
@@ -26,3 +26,8 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "penstock.engine.vllm_plugin.shm_backend", "SharedMemoryWeightTransferEngine"
         )
+    from penstock.engine.vllm_plugin import core_round  # noqa: PLC0415 - only inside vLLM
+    from penstock.engine.vllm_plugin.pausing import extend_core  # noqa: PLC0415 - only inside vLLM
+
+    extend_core()
+    core_round.install()

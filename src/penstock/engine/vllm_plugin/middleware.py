@@ -13,11 +13,12 @@ from typing import Any
 
 import orjson
 
+from penstock.engine.vllm_plugin.every_rank import check_replicas, on_every_rank
 from penstock.engine.vllm_plugin.sources import SOURCES
 from penstock.engine.vllm_plugin.spec import WeightSpec, check_bytes, expected_weights
 from penstock.engine.vllm_plugin.version_spans import VersionSpans
 from penstock.engine.wire import version_number
-from penstock.errors import StateError, WeightsError
+from penstock.errors import StateError, TransferError, WeightsError
 from penstock.weights.manifest import WeightManifest
 from penstock.weights.shared_memory import TRANSPORT as SHARED_MEMORY
 
@@ -43,8 +44,6 @@ class PenstockMiddleware:
         self.app = app
         self._key = os.environ.get("VLLM_API_KEY", "")
         self._spec: WeightSpec | None = None
-        self._prepared: WeightManifest | None = None
-        self._version = 0
         self._updating = asyncio.Lock()
         self._spans = VersionSpans()
 
@@ -58,6 +57,7 @@ class PenstockMiddleware:
             return
         route = {
             ("GET", "/penstock/info"): self._info,
+            ("POST", "/penstock/weights/group"): self._group,
             ("POST", "/penstock/weights/prepare"): self._prepare,
             ("POST", "/penstock/weights/apply"): self._apply,
             ("POST", "/penstock/weights/label"): self._label,
@@ -70,6 +70,8 @@ class PenstockMiddleware:
             status, answer = 200, await route(scope["app"].state.engine_client, body)
         except (WeightsError, orjson.JSONDecodeError) as error:
             status, answer = 400, {"error": str(error)}
+        except TransferError as error:
+            status, answer = 409, {"error": str(error), "torn": True}
         except StateError as error:
             status, answer = 409, {"error": str(error)}
         await _answer(send, status, answer)
@@ -83,6 +85,7 @@ class PenstockMiddleware:
     async def _info(self, engine: Any, _body: Any) -> dict[str, Any]:
         config = engine.vllm_config
         parallel = config.parallel_config
+        self._spans.install(engine)
         return {
             "engine": "vllm",
             "vllm": _vllm_version(),
@@ -94,60 +97,69 @@ class PenstockMiddleware:
             "vocab_size": config.model_config.get_vocab_size(),
             "max_model_len": config.model_config.max_model_len,
             "transports": sorted(SOURCES),
+            "control_port": await self._control_port(engine),
         }
 
+    async def _control_port(self, engine: Any) -> int | None:
+        """Where the engine's one core listens; several cores have to be paused together, from here."""
+        if engine.vllm_config.parallel_config.data_parallel_size > 1:
+            return None
+        return await engine.engine_core.call_utility_async("penstock_control_port")
+
+    async def _group(self, engine: Any, body: Any) -> dict[str, Any]:
+        """Let every worker begin to join a group, while the engine generates."""
+        if not isinstance(body, dict):
+            raise WeightsError("the body must be a JSON object that describes a group")
+        _raise_first(await on_every_rank(engine, "penstock_join_group", (body,)))
+        return {"ok": True}
+
     async def _prepare(self, engine: Any, body: Any) -> dict[str, Any]:
-        """Check a version in a thread of this process: the engine's core generates on, undisturbed."""
+        """Check a version in a thread of this process, then on the workers: the engine generates on."""
         manifest = WeightManifest.from_json(_field(body, "manifest"))
+        self._spans.install(engine)
         if self._spec is None:
             self._spec = await asyncio.to_thread(expected_weights, engine.vllm_config.model_config)
         self._spec.check(manifest)
         if manifest.transport == SHARED_MEMORY:
             await asyncio.to_thread(check_bytes, manifest)
-        else:
-            for problem in await engine.collective_rpc("penstock_prepare", args=(manifest.to_json(),)):
-                if problem is not None:
-                    raise WeightsError(problem)
-        self._prepared = manifest
+        _raise_first(await on_every_rank(engine, "penstock_prepare", (manifest.to_json(),)))
         return {"ok": True}
 
     async def _apply(self, engine: Any, body: Any) -> dict[str, Any]:
-        version = int(_field(body, "version"))
-        manifest = self._prepared
-        if manifest is None or manifest.version != version:
-            held = "none" if manifest is None else manifest.version
-            raise StateError(f"weight version {version} is not prepared here (prepared: {held})")
+        """A round over several cores, paused and resumed together; of one core, `core_round.py` does it there."""
+        version, clear_cache = int(_field(body, "version")), bool(_field(body, "clear_cache"))
         async with self._updating:
-            return await self._load(engine, manifest, clear_cache=bool(_field(body, "clear_cache")))
+            held = await on_every_rank(engine, "penstock_prepared")
+            if any(prepared != version for prepared in held):
+                raise StateError(f"weight version {version} is not prepared here (prepared: {held})")
+            return await self._load(engine, version, clear_cache=clear_cache)
 
     async def _label(self, engine: Any, body: Any) -> dict[str, Any]:
         """Tokens from here on are of this version; the engine must be paused, its weights loaded."""
-        self._version = int(_field(body, "version"))
+        version = int(_field(body, "version"))
         if hasattr(engine, "update_weight_version"):  # vLLM 0.32 labels every token itself
-            await engine.update_weight_version(str(self._version))
+            await engine.update_weight_version(str(version))
         else:
             await self._spans.settle(engine)
-        self._spans.set_version(self._version)
-        return {"version": self._version}
+        self._spans.set_version(version)
+        await self._spans.pausing.weights_are_in(engine)
+        return {"version": version}
 
-    async def _load(self, engine: Any, manifest: WeightManifest, *, clear_cache: bool) -> dict[str, Any]:
-        was_paused = await engine.is_paused()
+    async def _load(self, engine: Any, version: int, *, clear_cache: bool) -> dict[str, Any]:
         begin = time.perf_counter()
-        if was_paused:
-            if clear_cache:
-                await engine.reset_prefix_cache(reset_running_requests=True)
-        else:
-            # The engine core's call, not AsyncLLM.pause_generation: that one adds a sleep of 20 ms, "not required for
-            # correctness" by its own comment (vLLM 0.26 to 0.32), which would be a third of the whole bubble.
-            await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+        # Also where it is paused already: of several cores, each has to see the same order of calls.
+        await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+        await engine.engine_core.call_utility_async("penstock_weights_are_out")
         in_flight = len(engine.output_processor.request_states)
         paused = time.perf_counter()
-        checksums = await engine.collective_rpc("penstock_load", args=(manifest.to_json(),))
-        await self._label(engine, {"version": manifest.version})
-        self._prepared = None
+        ranks = await on_every_rank(engine, "penstock_load", (version,))
+        if problem := next((rank["error"] for rank in ranks if "error" in rank), None):
+            raise TransferError(problem)
+        checksums = [rank["checksum"] for rank in ranks]
+        if engine.vllm_config.model_config.get_num_experts() == 0:
+            check_replicas(checksums, engine.vllm_config.parallel_config.data_parallel_size)
         loaded = time.perf_counter()
-        if not was_paused:
-            await engine.resume_generation()
+        await self._label(engine, {"version": version})
         end = time.perf_counter()
         return {
             "version": await self._current_version(engine),
@@ -165,7 +177,12 @@ class PenstockMiddleware:
         """The core's own label where it has one (0.32), else ours."""
         if hasattr(engine, "get_weight_version"):
             return version_number(await engine.get_weight_version())
-        return self._version
+        return self._spans.version
+
+
+def _raise_first(problems: list[str | None]) -> None:
+    if problem := next((problem for problem in problems if problem is not None), None):
+        raise WeightsError(problem)
 
 
 def _vllm_version() -> str:

@@ -1,27 +1,56 @@
-"""Puts the tensors of a version into the model of a worker, by vLLM's layerwise reload."""
+"""Puts the tensors of a version into the model of a worker: in place where that is proved, else by vLLM's reload."""
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from penstock.engine.vllm_plugin import cpu
+from penstock.engine.vllm_plugin.direct_load import DirectPlan, make_plan
 from penstock.engine.vllm_plugin.sources import Source
 from penstock.weights.manifest import WeightManifest
 
 
-def load(worker: Any, manifest: WeightManifest, source: Source) -> None:
-    """Load every tensor of the manifest; the engine must be paused.
+class Loader:
+    """Loads versions into one worker's model; it remembers the plan for tensors of the same names and shapes."""
 
-    Raises:
-        WeightsError: of the source. The model is torn then, and must not run.
-    """
-    model = worker.model_runner.get_model()
-    begin(model)
-    model.load_weights((e.name, tensor.to(worker.device)) for e, tensor in source.tensors(manifest, lambda _: None))
-    finish(model, worker.model_config)
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._plan: DirectPlan | None = None
+        self._planned: tuple[Any, ...] | None = None
+
+    def prepare(self, manifest: WeightManifest) -> None:
+        """Make the plan, if it is not made; the weights in force stay as they are, but no step may run meanwhile.
+
+        On CPUs there is none: their kernels keep packed copies of the weights.
+        """
+        planned = tuple((e.name, e.dtype, e.shape) for e in manifest.tensors)
+        if self._worker.device.type != "cuda" or planned == self._planned:
+            return
+        model = self._worker.model_runner.get_model()
+        self._plan = make_plan(model, self._worker.model_config, manifest.tensors, self._worker.device)
+        self._planned = planned
+
+    def load(self, manifest: WeightManifest, source: Source) -> None:
+        """Put every tensor of a prepared manifest in force; the engine must be paused.
+
+        Raises:
+            TransferError: of the source. The model is torn then, and must not run.
+        """
+        plan, model = self._plan, self._worker.model_runner.get_model()
+        if plan is None:
+            begin(model)
+            tensors = source.tensors(manifest, lambda _: None)
+            model.load_weights((entry.name, tensor.to(self._worker.device)) for entry, tensor in tensors)
+            finish(model, self._worker.model_config)
+            return
+        with torch.no_grad():
+            for entry, tensor in source.tensors(manifest, plan.place):
+                plan.put(entry.name, tensor)
+        torch.accelerator.synchronize()
 
 
 def begin(model: Any) -> None:

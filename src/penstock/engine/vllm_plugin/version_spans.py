@@ -16,7 +16,9 @@ import functools
 from typing import Any
 
 from penstock.engine.vllm_plugin import resume
+from penstock.engine.vllm_plugin.core_round import VERSION_MARK
 from penstock.engine.vllm_plugin.in_flight import CURRENT, InFlight, Made
+from penstock.engine.vllm_plugin.pausing import ROUTES, Pausing
 from penstock.engine.vllm_plugin.telling import serve
 from penstock.engine.wire import PROGRESS_HEADER
 
@@ -32,6 +34,7 @@ class VersionSpans:
     def __init__(self) -> None:
         self._version = 0
         self._installed = False
+        self.pausing = Pausing()
         self._model: Any = None
         self._in_flight: set[InFlight] = set()
 
@@ -43,14 +46,19 @@ class VersionSpans:
         processor, core = engine.output_processor, engine.engine_core
         self._model = engine.vllm_config.model_config
         processor.add_request = functools.partial(self._add, processor, processor.add_request)
+        processor.process_outputs = functools.partial(self._process, processor.process_outputs)
         core.add_request_async = functools.partial(self._add_to_core, processor, core.add_request_async)
 
     async def pass_on(self, app: Any, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Serve a request of vLLM's own, and tell what it makes (`telling.py`)."""
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in ABORTS:
+        posted = scope["path"] if scope["type"] == "http" and scope["method"] == "POST" else None
+        if posted in ABORTS:
             for request in self._in_flight:
                 request.asked = True
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in GENERATION:
+        elif posted in ROUTES:
+            self.pausing.install(scope["app"].state.engine_client)
+            self.pausing.read(scope.get("query_string", b""))
+        if posted not in GENERATION:
             await app(scope, receive, send)
             return
         self.install(scope["app"].state.engine_client)
@@ -73,6 +81,16 @@ class VersionSpans:
             await asyncio.sleep(0)  # lets the output handler, in this same loop, go on
         for _ in range(2 + len(engine.output_processor.request_states) // OUTPUTS_PER_TICK):
             await asyncio.sleep(0)
+
+    @property
+    def version(self) -> int:
+        """The last that was set."""
+        return self._version
+
+    def _process(self, process_outputs: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(outputs) == 1 and outputs[0].request_id.startswith(VERSION_MARK):
+            self.set_version(int(outputs[0].request_id.removeprefix(VERSION_MARK)))
+        return process_outputs(outputs, *args, **kwargs)
 
     def set_version(self, version: int) -> None:
         """Tokens counted from here on are of this version, where vLLM does not say."""

@@ -1,19 +1,23 @@
 """What the control plane asks of a worker beyond vLLM's own methods; mixed into its Worker by vLLM."""
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportUninitializedInstanceVariable=false
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from penstock.engine.vllm_plugin.checksum import weights_checksum
-from penstock.engine.vllm_plugin.reload import load
+from penstock.engine.vllm_plugin.reload import Loader
 from penstock.engine.vllm_plugin.sources import Source, make_source
-from penstock.errors import WeightsError
+from penstock.errors import PenstockError
 from penstock.weights.manifest import WeightManifest
 
 
 class WorkerExtension:
-    """Methods for `collective_rpc`; `self` is vLLM's Worker, so what is kept here has names of its own."""
+    """Methods for `collective_rpc`; `self` is vLLM's Worker, so what is kept here has names of its own.
+
+    What goes wrong is returned and not raised: what a worker raises arrives elsewhere as an Exception of no type.
+    """
 
     def penstock_source(self, transport: str) -> Source:
         """The source of a transport; one for the worker's whole life."""
@@ -23,22 +27,39 @@ class WorkerExtension:
         return sources[transport]
 
     def penstock_prepare(self, manifest: dict[str, Any]) -> str | None:
-        """Let the transport do what it can while the engine generates (see `Source.prepare`); why it cannot, if so.
-
-        Returned, since what a worker raises arrives elsewhere as an Exception of no type.
-        """
+        """Do what can be done while the engine generates (see `Source.prepare`). Why it cannot be loaded, if so."""
         try:
             version = WeightManifest.from_json(manifest)
             self.penstock_source(version.transport).prepare(version)
-        except WeightsError as error:
+            self.__dict__.setdefault("_penstock_loader", Loader(self)).prepare(version)
+        except PenstockError as error:
             return str(error)
+        self._penstock_manifest = version
         return None
 
-    def penstock_load(self, manifest: dict[str, Any]) -> str:
-        """Load one version in place; the engine must be paused. Returns `penstock_checksum`."""
-        version = WeightManifest.from_json(manifest)
-        load(self, version, self.penstock_source(version.transport))
-        return self.penstock_checksum()
+    def penstock_prepared(self) -> int | None:
+        """The version that `penstock_load` would load."""
+        manifest: WeightManifest | None = getattr(self, "_penstock_manifest", None)
+        return None if manifest is None else manifest.version
+
+    def penstock_load(self, version: int) -> dict[str, Any]:
+        """Load the prepared version in place; the engine must be paused.
+
+        Returns:
+            `{"checksum", "seconds": {"load", "checksum"}}`, or `{"error"}`, and then the model must not run.
+        """
+        manifest: WeightManifest | None = self._penstock_manifest
+        if manifest is None or manifest.version != version:
+            return {"error": f"weight version {version} is not prepared here"}
+        began = time.perf_counter()
+        try:
+            self._penstock_loader.load(manifest, self.penstock_source(manifest.transport))
+        except PenstockError as error:
+            return {"error": str(error)}
+        self._penstock_manifest = None
+        loaded = time.perf_counter()
+        checksum = self.penstock_checksum()
+        return {"checksum": checksum, "seconds": {"load": loaded - began, "checksum": time.perf_counter() - loaded}}
 
     def penstock_checksum(self) -> str:
         """Checksum of the weights in force on this worker."""

@@ -1,0 +1,144 @@
+"""A worker's view of tensors that lie in a trainer's memory on the same GPU (`weights/cuda_ipc.py`)."""
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from penstock.engine.vllm_plugin.sources import Place
+from penstock.errors import WeightsError
+from penstock.weights import cuda_driver
+from penstock.weights.device_sum import device_sums
+from penstock.weights.lease import borrow
+from penstock.weights.manifest import TensorEntry, WeightManifest
+
+
+class IpcSource:
+    """Maps the trainer's allocations in `prepare`, and keeps them mapped while the trainer shows the same ones."""
+
+    def __init__(self, worker: Any) -> None:
+        self._device = torch.device(worker.device)
+        self._mapped: Mapped | None = None
+
+    def prepare(self, manifest: WeightManifest) -> None:
+        """Map what is not mapped yet, and compare the sum of every tensor with the sender's."""
+        part = self._part(manifest)
+        mapped = self._map(part)
+        with mapped.lock:
+            sums = device_sums(self._views(manifest, mapped, part))
+        for entry, found in zip(manifest.tensors, sums, strict=True):
+            if found != entry.crc32:
+                raise WeightsError(
+                    f"tensor {entry.name!r} has the sum {found:x}, its manifest says {entry.crc32:x}: the trainer must "
+                    "not change its tensors before the update has ended"
+                )
+
+    def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        """Views of the trainer's memory."""
+        del place
+        part = self._part(manifest)
+        mapped = self._map(part)
+        with mapped.lock:  # should the trainer end now, its memory stays mapped until the last view was asked for
+            yield from zip(manifest.tensors, self._views(manifest, mapped, part), strict=True)
+
+    def _part(self, manifest: WeightManifest) -> dict[str, Any]:
+        """What the manifest says of this worker's GPU."""
+        if self._device.type != "cuda":
+            raise WeightsError(f"the transport cuda_ipc needs an engine on a GPU; this one runs on {self._device}")
+        uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+        if uuid not in manifest.location:
+            raise WeightsError(
+                f"the trainer shows its weights on the GPUs {', '.join(sorted(manifest.location))}, and this engine "
+                f"runs on {uuid}: give CudaIpcStore all devices of the engines, or use another transport"
+            )
+        try:
+            part = json.loads(manifest.location[uuid])
+            given = len(part["places"])
+            part = {
+                "lease": str(part["lease"]),
+                "blocks": [base64.b64decode(block, validate=True) for block in part["blocks"]],
+                "places": [(int(block), int(offset)) for block, offset in part["places"]],
+            }
+        except (KeyError, TypeError, ValueError, binascii.Error) as error:
+            raise WeightsError(f"malformed weight manifest: {error!r} in the location of {uuid}") from error
+        if given != len(manifest.tensors):
+            raise WeightsError(f"malformed weight manifest: {given} places for {len(manifest.tensors)} tensors")
+        return part
+
+    def _map(self, part: dict[str, Any]) -> Mapped:
+        if self._mapped is None or not self._mapped.is_of(part["lease"], part["blocks"]):
+            if self._mapped is not None:
+                self._mapped.close()
+            self._mapped = Mapped(part["lease"], part["blocks"], self._device)
+        return self._mapped
+
+    def _views(self, manifest: WeightManifest, mapped: Mapped, part: dict[str, Any]) -> Iterator[torch.Tensor]:
+        for entry, (block, offset) in zip(manifest.tensors, part["places"], strict=True):
+            yield mapped.view(entry, block, offset)
+
+
+class Mapped:
+    """Allocations of another process, on one device, for as long as it lends them.
+
+    Hold `lock` while using views: when the lease ends, another thread unmaps them.
+    """
+
+    def __init__(self, lease: str, handles: list[bytes], device: torch.device) -> None:
+        self.lock = threading.Lock()
+        self._of = (lease, handles)
+        self._device = device
+        self._blocks: list[tuple[int, int]] = []
+        """Start and bytes of each."""
+        self._closed = False
+        try:
+            with torch.cuda.device(device):
+                torch.cuda.synchronize()  # binds the device's context to this thread
+                for handle in handles:
+                    start = cuda_driver.open_handle(handle)
+                    self._blocks.append((start, 0))
+                    self._blocks[-1] = (start, cuda_driver.block_of(start)[1])
+            borrow(lease, self.close)
+        except WeightsError:
+            self.close()
+            raise
+
+    def is_of(self, lease: str, handles: list[bytes]) -> bool:
+        """Whether these are mapped here, still."""
+        return not self._closed and self._of == (lease, handles)
+
+    def view(self, entry: TensorEntry, block: int, offset: int) -> torch.Tensor:
+        """The tensor that lies there."""
+        dtype = getattr(torch, entry.dtype)
+        if entry.nbytes == 0:
+            return torch.empty(entry.shape, dtype=dtype, device=self._device)
+        if self._closed:
+            raise WeightsError("the process that published these weights has ended, or closed its store")
+        if not 0 <= block < len(self._blocks) or not 0 <= offset <= self._blocks[block][1] - entry.nbytes:
+            raise WeightsError(f"tensor {entry.name!r} does not lie in the memory that was shared")
+        memory = _Memory(self._blocks[block][0] + offset, entry.nbytes)
+        return torch.as_tensor(memory, device=self._device).view(dtype).view(entry.shape)
+
+    def close(self) -> None:
+        """Unmap them, once the device has read what it was to read; closing twice is harmless."""
+        with self.lock:
+            if self._closed:
+                return
+            self._closed = True
+            with torch.cuda.device(self._device):
+                torch.cuda.synchronize()
+                for start, _ in self._blocks:
+                    cuda_driver.close_handle(start)
+
+
+class _Memory:
+    """Device memory as torch takes it without a copy: Numba's array interface."""
+
+    def __init__(self, pointer: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 2}
