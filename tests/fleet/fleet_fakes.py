@@ -159,15 +159,16 @@ class FakeRouter:
         self.closed = False
         self.epoch = -1
         self.set: tuple[EngineEntry, ...] = ()
+        self.cut: tuple[str, ...] = ()
         self.gone = False
 
-    async def set_engines(self, epoch: int, engines: Sequence[EngineEntry]) -> None:
+    async def set_engines(self, epoch: int, engines: Sequence[EngineEntry], cut: Sequence[str] = ()) -> None:
         if self.gone:
             raise EngineDeadError("router is gone")
         if epoch <= self.epoch:
             raise StateError(f"epoch {epoch} is not newer than {self.epoch}")
         self.journal.append(("router", "set"))
-        self.epoch, self.set = epoch, tuple(engines)
+        self.epoch, self.set, self.cut = epoch, tuple(engines), tuple(cut)
 
     async def gate(self, closed: bool) -> None:  # noqa: FBT001
         if self.gone:

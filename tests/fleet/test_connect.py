@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from sim_fleets import check, check_serves, in_flight
 
 from penstock import Fleet, SamplingParams
+from penstock.config import EngineConfig
+from penstock.engine.process import EngineProcess
 from penstock.errors import (
     ConfigError,
     DeadlineError,
@@ -208,7 +213,6 @@ async def test_an_engine_whose_weights_nobody_knows_makes_no_more_tokens_though_
         await fleet.update_weights(GOOD)
         assert await states(fleet) == [State.SERVING, State.DEAD, State.SERVING]
         check(PROMPTS, await asyncio.wait_for(running, 10.0), PARAMS)
-        assert fleet.counters.continued == len(PROMPTS) // 3, "what it had went on elsewhere"
         assert servers[1].engine.paused
 
 
@@ -240,6 +244,40 @@ async def test_an_engine_that_dies_by_itself_is_noticed_and_with_none_left_an_up
             await fleet.get_num_unfinished_requests()
         with pytest.raises(EngineDeadError, match="no engine is left, and none is coming back"):
             await asyncio.wait_for(held, 5.0)
+
+
+@pytest.mark.parametrize("through", ["router", "holder"])
+async def test_a_stopped_engine_that_nobody_can_end_keeps_no_request(through: str, tmp_path: Path) -> None:
+    config = EngineConfig(model="sim-model", profile="sim", max_model_len=512, extra_args={"tokens-per-second": 500})
+    async with AsyncExitStack() as stack:
+        processes: list[EngineProcess] = []
+        for i in range(2):
+            processes.append(await EngineProcess.launch(config, name=f"e{i}", log_dir=tmp_path))
+            stack.push_async_callback(processes[i].stop, 0.0)
+        opening = Fleet.connect([p.url for p in processes], hang_timeout_s=0.6, health_interval_s=0.1)
+        holder = await stack.enter_async_context(opening)
+        fleet = holder if through == "holder" else await stack.enter_async_context(Fleet.connect(holder.url))
+        batch = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+        stream = fleet.completion_stream({"model": "sim-model", "prompt": "x", "max_tokens": 100, "n": 2})
+        await anext(stream)
+        await in_flight(fleet, lambda requests: requests > len(PROMPTS))
+        os.killpg(processes[1].pid, signal.SIGSTOP)
+        check(PROMPTS, await asyncio.wait_for(batch, 5.0), PARAMS)
+        async with asyncio.timeout(5.0):
+            ends = [c["finish_reason"] async for chunk in stream for c in chunk["choices"] if c["finish_reason"]]
+        assert ends == ["length"] * 2
+        assert await states(fleet) == [State.SERVING, State.DEAD]
+        assert "health checks without an answer" in (await fleet.engines())[1].reason
+        await check_serves(fleet, engines=1)
+
+
+async def test_what_an_engine_of_others_has_not_ended_when_it_is_removed_goes_on_elsewhere() -> None:
+    async with engines(2) as servers, connected(servers) as fleet:
+        servers[0].engine.faults.add(Fault(FaultKind.SLOW, factor=1000.0))
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        await fleet.remove("e0", timeout_s=0.1)
+        check(PROMPTS, await asyncio.wait_for(running, 5.0), PARAMS)
 
 
 async def test_an_engine_that_hangs_is_left_out_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,9 +151,9 @@ class VirtualRouter:
         """Requests that went to an engine whose weights are not those that the fleet announced."""
         self._network = network
 
-    async def set_engines(self, epoch: int, engines: Sequence[EngineEntry]) -> None:
+    async def set_engines(self, epoch: int, engines: Sequence[EngineEntry], cut: Sequence[str] = ()) -> None:
         await asyncio.sleep(LATENCY_S)
-        self.dispatcher.set_engines(epoch, engines)
+        self.dispatcher.set_engines(epoch, engines, cut)
 
     async def gate(self, closed: bool) -> None:  # noqa: FBT001 - the router's own signature
         await asyncio.sleep(LATENCY_S)

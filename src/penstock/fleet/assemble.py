@@ -90,15 +90,7 @@ async def assemble(
     roster = await _announced(router, members, epoch)
     store = SharedMemoryStore()
     owned.callback(store.close)
-    data = DataClient(
-        router.url,
-        api_key=api_key,
-        request_timeout_s=request_timeout_s,
-        vocab_size=min(m.info.vocab_size for m in members),
-        stream_chunk_tokens=fleet.stream_chunk_tokens,
-    )
-    data.http.back = roster.router_back
-    owned.push_async_callback(data.close)
+    data = _data_client(router, roster, owned, api_key, request_timeout_s, fleet.stream_chunk_tokens)
     operations = Operations(
         roster,
         store,
@@ -108,12 +100,7 @@ async def assemble(
         recovery_timeout_s=engines.config.start_timeout_s if engines is not None else 0.0,
         paused=members[0].info.paused,
     )
-    supervisor = Supervisor(roster, admit=operations.admit, fleet=fleet, engines=engines)
-    owned.push_async_callback(supervisor.stop)
-    for member in members:
-        supervisor.watch(member)
-    if router.guard is not None:
-        router.guard.watch(roster, fleet)
+    supervisor = _supervisor(router, roster, operations, owned, fleet, engines)
     elastic = Elastic(
         roster,
         operations,
@@ -131,6 +118,45 @@ async def assemble(
         owned=owned.pop_all(),
         endpoint=Endpoint(router.url, roster, operations, elastic),
     )
+
+
+def _data_client(
+    router: OpenRouter,
+    roster: Roster,
+    owned: AsyncExitStack,
+    api_key: str | None,
+    request_timeout_s: float,
+    chunk_tokens: int,
+) -> DataClient:
+    """Who sends requests to the router."""
+    data = DataClient(
+        router.url,
+        api_key=api_key,
+        request_timeout_s=request_timeout_s,
+        vocab_size=min(m.info.vocab_size for m in roster.members),
+        stream_chunk_tokens=chunk_tokens,
+    )
+    data.http.back = roster.router_back
+    owned.push_async_callback(data.close)
+    return data
+
+
+def _supervisor(
+    router: OpenRouter,
+    roster: Roster,
+    operations: Operations,
+    owned: AsyncExitStack,
+    fleet: FleetConfig,
+    engines: Engines | None,
+) -> Supervisor:
+    """Who watches engines and router from now on."""
+    supervisor = Supervisor(roster, admit=operations.admit, fleet=fleet, engines=engines)
+    owned.push_async_callback(supervisor.stop)
+    for member in roster.members:
+        supervisor.watch(member)
+    if router.guard is not None:
+        router.guard.watch(roster, fleet)
+    return supervisor
 
 
 async def _announced(router: OpenRouter, members: Sequence[Member], epoch: int | None) -> Roster:

@@ -29,7 +29,7 @@ SILENCING_S = 2.0
 class Admin(Protocol):
     """The router's side of control; `router.admin_client.RouterAdmin` is the real one."""
 
-    async def set_engines(self, epoch: int, engines: Sequence[EngineEntry]) -> None: ...  # noqa: D102
+    async def set_engines(self, epoch: int, engines: Sequence[EngineEntry], cut: Sequence[str] = ()) -> None: ...  # noqa: D102
     async def gate(self, closed: bool) -> None: ...  # noqa: D102, FBT001 - the router's own signature
     async def engines(self) -> RouterState: ...  # noqa: D102
 
@@ -219,8 +219,10 @@ class Roster:
             EngineEntry(m.name, m.url, m.weight_version, eligible=not m.leaving, draining=m.state is State.DRAINING)
             for m in self.live()
         ]
+        # A stopped process keeps its connections, and nobody may be able to end it: the router breaks them off.
+        cut = [m.name for m in self.members if m.state in {State.DEAD, State.STOPPED}]
         try:
-            await self.admin.set_engines(self._epoch, entries)
+            await self.admin.set_engines(self._epoch, entries, cut)
         except StateError:  # somebody else spoke to this router since; the last word is ours
             if self._announced:
                 logger.warning(
@@ -228,7 +230,7 @@ class Roster:
                     "one version number to different weights; have one process hold the fleet, and others adopt it"
                 )
             self._epoch = (await self.admin.engines()).epoch + 1
-            await self.admin.set_engines(self._epoch, entries)
+            await self.admin.set_engines(self._epoch, entries, cut)
         self._announced = True
 
     async def _tell(self, call: Callable[[], Awaitable[None]]) -> None:
@@ -253,7 +255,7 @@ class Roster:
             member: it.
             reason: why.
             torn: nobody knows what weights it has. Where it is not ours to end, it is at least told to make no more
-                tokens: what it has goes on elsewhere.
+                tokens, for those who do not come by this router.
         """
         if member.state in {State.DEAD, State.STOPPED}:
             return

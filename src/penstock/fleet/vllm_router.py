@@ -166,12 +166,12 @@ class VllmRouterAdmin:
         self._membership = Membership()
         self._said = False
 
-    async def set_engines(self, epoch: int, engines: Sequence[EngineEntry]) -> None:
+    async def set_engines(self, epoch: int, engines: Sequence[EngineEntry], cut: Sequence[str] = ()) -> None:  # noqa: ARG002 - as RouterAdmin has it
         """Make its workers those of `engines` that are eligible; others are removed, whoever added them.
 
         One that drains is removed too: vllm-router would send it new sessions as well. Its requests in flight go on.
         It knows no epochs, so an older one is refused here (`StateError`): of this fleet's own messages the newest is
-        in force. Those that may not serve leave before others come.
+        in force. Those that may not serve leave before others come. It breaks off nothing, so `cut` has no effect.
         """
         announced = self._membership.replaced_by(epoch, engines)
         wanted = {entry.url for entry in announced.engines if entry.eligible and not entry.draining}

@@ -60,6 +60,7 @@ class _EngineBody(_Strict):
 class _EnginesBody(_Strict):
     epoch: int = Field(ge=0)
     engines: list[_EngineBody]
+    cut: list[str] = []
 
 
 class _GateBody(_Strict):
@@ -112,7 +113,7 @@ def announced(present: Membership, body: bytes) -> Membership:
 
 def _set_engines(dispatcher: Dispatcher, body: _EnginesBody) -> dict[str, Any]:
     membership = _replaced(dispatcher.membership, body)
-    dispatcher.set_engines(membership.epoch, membership.engines)
+    dispatcher.set_engines(membership.epoch, membership.engines, body.cut)
     return {"epoch": membership.epoch, "engines": len(membership.engines)}
 
 

@@ -97,9 +97,17 @@ class RouterAdmin:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._session: aiohttp.ClientSession | None = None
 
-    async def set_engines(self, epoch: int, engines: Sequence[EngineEntry]) -> None:
-        """Announce the full set; sending the same set again under the same epoch is harmless."""
-        await self._call("PUT", "/router/engines", {"epoch": epoch, "engines": [asdict(e) for e in engines]})
+    async def set_engines(self, epoch: int, engines: Sequence[EngineEntry], cut: Sequence[str] = ()) -> None:
+        """Announce the full set; sending the same set again under the same epoch is harmless.
+
+        Args:
+            epoch: greater than any before.
+            engines: the set.
+            cut: names of engines that are not in it any more. What is in flight there is broken off, to go on
+                elsewhere; of others that have left, it may come to its end.
+        """
+        body = {"epoch": epoch, "engines": [asdict(e) for e in engines], "cut": list(cut)}
+        await self._call("PUT", "/router/engines", body)
 
     async def gate(self, closed: bool, *, adapter: str | None = None, engine: str | None = None) -> None:  # noqa: FBT001 - the one thing that the call says
         """Close a gate (new requests wait) or open it; returns once that is in force.

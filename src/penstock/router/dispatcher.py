@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.config import RouterConfig
@@ -76,8 +76,13 @@ class Dispatcher:
 
     # --- control -----------------------------------------------------------------------------------------------------
 
-    def set_engines(self, epoch: int, entries: Sequence[EngineEntry]) -> None:
+    def set_engines(self, epoch: int, entries: Sequence[EngineEntry], cut: Container[str] = ()) -> None:
         """Take over a full set; it is in force when this returns.
+
+        Args:
+            epoch: greater than that of the set in force, or equal for the same set.
+            entries: the engines.
+            cut: names of engines that have left and are not to end what is in flight there.
 
         Raises:
             StateError: an epoch that is not newer, with other engines; nothing was changed.
@@ -102,6 +107,9 @@ class Dispatcher:
             self._probes.stop(engine)
             engine.remove()
             self._leaving.add(engine)
+        for engine in self._leaving:
+            if engine.name in cut:
+                engine.cut()
         self._leaving = {engine for engine in self._leaving if engine.outstanding}
         for name in list(self.gate.engines):  # its sessions may have to leave it now
             self.gate.wake(Lane(Kind.ENGINE, name))

@@ -135,6 +135,11 @@ class Engine:
         while (exchange := self._next_waiting()) is not None:
             exchange.not_connected(self)
 
+    def cut(self) -> None:
+        """It has left the set, and nothing is to be hoped of it: what is in flight goes on elsewhere, or breaks off."""
+        for connection in list(self._open):
+            connection.cut()
+
     async def close(self) -> None:
         """Close every connection at once."""
         self.removed = True

@@ -163,6 +163,11 @@ class EngineConnection(asyncio.BufferedProtocol):
         self.exchange = None
         self.transport.abort()
 
+    def cut(self) -> None:
+        """The engine is given up: what is under way ends here as if it had broken the connection itself."""
+        self.transport.abort()
+        self.connection_lost(ConnectionAbortedError("the fleet has given it up"))
+
     # --- the answer --------------------------------------------------------------------------------------------------
 
     def _read_head(self, exchange: Exchange, data: bytes) -> None:

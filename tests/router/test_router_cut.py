@@ -1,0 +1,89 @@
+"""An engine that is given up while requests are in flight there: they go on elsewhere, or their clients learn of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from router_rig import Backend, RawClient, Rig, Seen, eventually, reply, request, rig
+
+from penstock.router.admin_client import RouterAdmin
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nbegun\r\n"
+BY_CLOSE = b"HTTP/1.1 200 OK\r\n\r\nbegun"
+
+
+def opening(first: Callable[[], bytes]) -> Callable:
+    """An engine that answers its first request with so much, and no more, ever."""
+
+    async def answer(backend: Backend, _: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(first() if backend.name == "e0" else reply(b"of e1"))
+        if backend.name == "e0":
+            await reader.read()  # until the router goes
+            raise ConnectionResetError
+
+    return answer
+
+
+async def sent_to_e0(r: Rig) -> RawClient:
+    """A request that is in flight on e0, which alone is in the set."""
+    await r.announce([r.backends[0].entry()])
+    client = await r.client()
+    await client.send(request())
+    await r.backends[0].arrived.wait()
+    return client
+
+
+async def give_up_e0(r: Rig, cut: tuple[str, ...] = ("e0",)) -> None:
+    await r.admin.set_engines(99, [r.backends[1].entry()], cut=cut)
+
+
+@pytest.mark.parametrize("options", [{}, {"process": True, "workers": 2}], ids=["one-process", "two-workers"])
+async def test_a_request_without_an_answer_goes_to_another_engine(options) -> None:
+    silent = opening(lambda: b"")
+    async with rig(silent, silent, **options) as r:
+        client = await sent_to_e0(r)
+        await give_up_e0(r)
+        assert (await client.receive()).body == b"of e1"
+        await asyncio.wait_for(r.backends[0].disconnected.wait(), 5.0)
+
+
+@pytest.mark.parametrize("begun", [CHUNKED, BY_CLOSE], ids=["chunked", "until-close"])
+async def test_an_answer_that_has_begun_is_seen_to_break(begun: bytes) -> None:
+    async with rig(opening(lambda: begun), opening(lambda: begun)) as r:
+        client = await sent_to_e0(r)
+        assert b"begun" in await client.reader.readuntil(b"begun")
+        await give_up_e0(r)
+        if begun is BY_CLOSE:
+            with pytest.raises(ConnectionResetError):  # an orderly close would look like its end
+                await client.rest()
+        else:
+            assert not (await client.rest()).endswith(b"0\r\n\r\n")
+        await eventually(lambda: r.backends[0].open == 0)
+        assert not any(e.outstanding for e in (await r.admin.engines()).engines)
+
+
+async def test_what_is_in_flight_where_nobody_said_so_comes_to_its_end() -> None:
+    release = asyncio.Event()
+
+    async def answer(backend: Backend, _: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
+        await release.wait()
+        writer.write(reply(b"whole"))
+
+    async with rig(answer, answer) as r:
+        client = await sent_to_e0(r)
+        await give_up_e0(r, cut=("e7",))
+        release.set()
+        assert (await client.receive()).body == b"whole"
+
+
+async def test_it_is_given_up_later_than_it_left() -> None:
+    silent = opening(lambda: b"")
+    async with rig(silent, silent) as r:
+        client = await sent_to_e0(r)
+        await give_up_e0(r, cut=())
+        second = RouterAdmin(r.url)
+        await second.set_engines(99, [r.backends[1].entry()], cut=("e0",))
+        await second.close()
+        assert (await client.receive()).body == b"of e1"
