@@ -178,6 +178,14 @@ class FleetConfig(Section):
     stop_timeout_s: Seconds = 10.0
     log_dir: Path | None = None
     """Where engine and router logs go; default: a temporary folder, kept when something failed."""
+    launcher: Literal["local", "ray"] = "local"
+    """`local`: engines are processes of this machine; `ray`: each runs under an actor of Ray, in a placement group of
+    its own."""
+    ray_address: Annotated[str, Field(min_length=1)] | None = None
+    """Of a Ray cluster, as `ray.init` takes it; default: RAY_ADDRESS, else the one this process has joined, else one
+    is started on this machine and ends with the fleet."""
+    ray_cpus: Annotated[float, Field(ge=0)] | None = None
+    """CPUs that Ray sets aside for each engine; default: one for each of its ranks."""
 
 
 class EnvironmentConfig(Section):

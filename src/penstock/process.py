@@ -48,8 +48,18 @@ class ChildProcess:
         self._reaper = asyncio.create_task(self._reap(), name=f"reap-{name}")
 
     @classmethod
-    async def start(cls, argv: Sequence[str], *, name: str, log: Path, env: Mapping[str, str] | None = None) -> Self:
+    async def start(
+        cls,
+        argv: Sequence[str],
+        *,
+        name: str,
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> Self:
         """Start `argv`; stdout and stderr are appended to `log`. `env` is added to our environment.
+
+        `pass_fds` are open in it, under their numbers.
 
         The child must call `penstock.lifeline.watch()` first thing.
         """
@@ -64,7 +74,7 @@ class ChildProcess:
                     stdout=out,
                     stderr=out,
                     env={**os.environ, **(env or {}), lifeline.ENV: str(read_fd)},
-                    pass_fds=(read_fd,),
+                    pass_fds=(read_fd, *pass_fds),
                     start_new_session=True,
                 )
         except BaseException:

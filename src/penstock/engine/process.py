@@ -37,19 +37,26 @@ class EngineProcess:
 
     @classmethod
     async def launch(
-        cls, config: EngineConfig, *, name: str, log_dir: Path, api_key: str | None = None, gpus: Sequence[str] = ()
+        cls,
+        config: EngineConfig,
+        *,
+        name: str,
+        log_dir: Path,
+        api_key: str | None = None,
+        gpus: Sequence[str] = (),
+        host: str = "127.0.0.1",
     ) -> Self:
-        """Start a server on a free port of 127.0.0.1 and return when it is ready; it sees `gpus`, or all if none.
+        """Start a server on a free port of `host` and return when it is ready; it sees `gpus`, or all if none.
 
         Raises:
             ConfigError: the model path is wrong; nothing was started.
             EngineStartError: it ended, or was not ready within `config.start_timeout_s` seconds; it is gone, and the
                 message holds the telling lines of its log.
         """
-        with reserved_port() as port:  # vLLM listens on it seconds after it was chosen
-            command = server_command(config, port=port, api_key=api_key, gpus=gpus)
+        with reserved_port(host) as port:  # vLLM listens on it seconds after it was chosen
+            command = server_command(config, port=port, api_key=api_key, host=host, gpus=gpus)
             child = await ChildProcess.start(command.argv, name=name, log=log_dir / f"{name}.log", env=command.env)
-            engine = cls(name, f"http://127.0.0.1:{port}", child)
+            engine = cls(name, f"http://{f'[{host}]' if ':' in host else host}:{port}", child)
             try:
                 await engine._ready(config, api_key)
             except BaseException:
@@ -129,14 +136,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def reserved_port() -> Generator[int]:
-    """A free TCP port of 127.0.0.1 that the kernel gives to nobody else meanwhile.
+def reserved_port(host: str = "127.0.0.1") -> Generator[int]:
+    """A free TCP port of `host`, an IP address, that the kernel gives to nobody else meanwhile.
 
     A server that sets SO_REUSEADDR, as servers do, can listen on it all the same, because here nobody listens.
     """
-    with socket.socket() as holder:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
+        holder.bind((host, 0))
         yield int(holder.getsockname()[1])
 
 

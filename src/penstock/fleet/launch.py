@@ -26,6 +26,7 @@ from penstock.fleet.lifecycle import Lifecycle
 from penstock.fleet.link import Link
 from penstock.fleet.local_engines import LocalLauncher
 from penstock.fleet.opening import Opening, reachable
+from penstock.fleet.ray_engines import RayLauncher, check_ray
 from penstock.fleet.routers import check_router, open_router
 from penstock.fleet.settings import refuse_unknown, section
 from penstock.fleet.sockets import refuse_second
@@ -52,8 +53,12 @@ def launch(
     engine, of_fleet = section(EngineConfig, given, named), section(FleetConfig, fleet, options)
     if of_fleet.min_engines > of_fleet.engines:
         raise ConfigError(f"min_engines is {of_fleet.min_engines}, more than the {of_fleet.engines} engines")
-    server_command(engine, port=0, api_key=None)  # a wrong model path is said now, not after a router started
-    gpus = assign(engine, of_fleet.engines, visible_gpus() if resolve_profile(engine) == "gpu" else ())
+    gpus: Sequence[tuple[str, ...]] = [()] * of_fleet.engines
+    if of_fleet.launcher == "ray":
+        check_ray()
+    else:
+        server_command(engine, port=0, api_key=None)  # a wrong model path is said now, not after a router started
+        gpus = assign(engine, of_fleet.engines, visible_gpus() if resolve_profile(engine) == "gpu" else ())
     if len({name for names in gpus for name in names}) < sum(len(names) for names in gpus):
         # vLLM measures what its GPU has free while it starts, so those that share one start one after another.
         parallel_starts = 1
@@ -103,7 +108,9 @@ class _Plan:
             router = await open_router(self.router, log_dir=logs.path, api_key=self.api_key, owned=owned)
             engines = logs.engines = LaunchedEngines(
                 self.engine,
-                LocalLauncher(self.api_key, logs.path),
+                RayLauncher(self.fleet, api_key=self.api_key, log_dir=logs.path)
+                if self.fleet.launcher == "ray"
+                else LocalLauncher(self.api_key, logs.path),
                 api_key=self.api_key,
                 parallel_starts=self.parallel_starts or self.fleet.engines,
                 stop_timeout_s=self.fleet.stop_timeout_s,
