@@ -14,11 +14,13 @@ from penstock.types import (
 )
 
 if TYPE_CHECKING:
+    from penstock.facade.vllm_like import AsyncVLLM
     from penstock.fleet.fleet import Fleet
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncVLLM",
     "Fleet",
     "GenerateBatch",
     "GenerateOutput",
@@ -33,9 +35,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`penstock.Fleet` on first use: this package is also imported inside engines, which need no client of a fleet."""
+    """Clients of a fleet on first use: this package is also imported inside engines, which need none."""
     if name == "Fleet":
         from penstock.fleet.fleet import Fleet  # noqa: PLC0415
 
         return Fleet
+    if name == "AsyncVLLM":
+        from penstock.facade.vllm_like import AsyncVLLM  # noqa: PLC0415
+
+        return AsyncVLLM
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""A fleet with the face of vLLM's own blocking classes, after TorchRL's `AsyncVLLM` (R12)."""

@@ -1,0 +1,139 @@
+"""Answers of `/v1/completions` to vLLM's own `RequestOutput`."""
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import EngineError
+from penstock.facade.prompts import Prompt
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+    from vllm.logprobs import Logprob
+
+Decode = Callable[[int], str | None]
+"""A token id to its text, where that is known."""
+ID_PREFIX = "token_id:"
+"""Before an id in the place of a token's text, with `return_tokens_as_token_ids`: texts of two tokens may be equal."""
+
+
+def request_output(answer: Mapping[str, Any], prompt: Prompt, params: Any, lora: Any, decode: Decode) -> RequestOutput:
+    """One prompt's answer as vLLM's offline API has it, finished.
+
+    `weight_versions` of its outputs (vLLM 0.32) are exact; with vLLM 0.26 they are an attribute besides.
+
+    Args:
+        answer: with token ids, in the body and in the place of tokens' texts.
+        prompt: as it was given.
+        params: the `vllm.SamplingParams` of the request.
+        lora: its LoRARequest, or None.
+        decode: makes `Logprob.decoded_token`.
+
+    Raises:
+        EngineError: the answer lacks what was asked for.
+    """
+    from vllm import RequestOutput  # noqa: PLC0415 - takes seconds; whoever sends its SamplingParams has it
+
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    if len(choices) != params.n:
+        raise EngineError(f"asked for {params.n} samples, got {len(choices)}")
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    ids = choices[0].get("prompt_token_ids")
+    if ids is None:
+        ids = prompt.ids
+    return RequestOutput(
+        request_id=str(answer["id"]),
+        prompt=prompt.text,
+        prompt_token_ids=None if ids is None else list(ids),
+        prompt_logprobs=_prompt_logprobs(choices[0], params),
+        outputs=[_completion_output(choice, params, lora, decode) for choice in choices],
+        finished=True,
+        lora_request=lora,
+        num_cached_tokens=details.get("cached_tokens"),
+    )
+
+
+def _completion_output(choice: Mapping[str, Any], params: Any, lora: Any, decode: Decode) -> Any:
+    from vllm.outputs import CompletionOutput  # noqa: PLC0415 - see above
+
+    ids: list[int] | None = choice.get("token_ids")
+    if ids is None:
+        raise EngineError("the answer has no token ids; the engine must follow return_token_ids (vLLM 0.26 or newer)")
+    logprobs = total = None
+    if params.logprobs is not None:
+        logprobs = _sample_logprobs(choice, ids, params.logprobs, decode)
+        total = sum(entry[token].logprob for token, entry in zip(ids, logprobs, strict=True))
+    output = CompletionOutput(
+        index=choice["index"],
+        text=choice["text"] if params.detokenize else "",
+        token_ids=ids,
+        cumulative_logprob=total,
+        logprobs=logprobs,
+        finish_reason=choice["finish_reason"],
+        stop_reason=choice.get("stop_reason"),
+        lora_request=lora,
+    )
+    output.weight_versions = _spans(choice.get("weight_versions") or (), output)  # pyright: ignore[reportAttributeAccessIssue] - vLLM 0.26
+    return output
+
+
+def _spans(given: Sequence[Mapping[str, Any]], output: Any) -> list[Any]:
+    if not any(field.name == "weight_versions" for field in fields(output)):
+        return [dict(span) for span in given]
+    from vllm.outputs import WeightVersionSpan  # noqa: PLC0415 - see above
+
+    return [WeightVersionSpan(span["version"], span["start"], span["end"]) for span in given]
+
+
+def _sample_logprobs(
+    choice: Mapping[str, Any], ids: Sequence[int], most: int, decode: Decode
+) -> list[dict[int, Logprob]]:
+    given = choice.get("logprobs") or {}
+    values = given.get("token_logprobs") or ()
+    tops = given.get("top_logprobs") if most else None
+    if len(values) != len(ids) or (tops is not None and len(tops) != len(ids)):
+        raise EngineError(f"the answer has {len(ids)} tokens but {len(values)} logprobs")
+    return [
+        _position(token, values[i], _by_id(tops[i]) if tops is not None else {}, most, decode)
+        for i, token in enumerate(ids)
+    ]
+
+
+def _position(token: int, value: float, top: Mapping[int, float], most: int, decode: Decode) -> dict[int, Logprob]:
+    """The sampled token first, as in vLLM, then the likeliest.
+
+    Where the sampled token is none of the likeliest, the API does not say its rank: None.
+    """
+    from vllm.logprobs import Logprob  # noqa: PLC0415 - see above
+
+    among = 0 < len(top) <= most or most < 0
+    rank = 1 + sum(other > value for other in top.values()) if among else None
+    entry = {token: Logprob(value, rank, decode(token))}
+    likeliest = sorted(((other, lp) for other, lp in top.items() if other != token), key=lambda pair: -pair[1])
+    for place, (other, lp) in enumerate(likeliest, 1):
+        entry[other] = Logprob(lp, place + (rank is not None and place >= rank), decode(other))
+    return entry
+
+
+def _by_id(top: Mapping[str, float] | None) -> dict[int, float]:
+    try:
+        return {int(name.removeprefix(ID_PREFIX)): value for name, value in (top or {}).items()}
+    except ValueError as error:
+        raise EngineError(f"the likeliest tokens come by their text and not their id: {error}") from error
+
+
+def _prompt_logprobs(choice: Mapping[str, Any], params: Any) -> list[dict[int, Logprob] | None] | None:
+    if params.prompt_logprobs is None:
+        return None
+    from vllm.logprobs import Logprob  # noqa: PLC0415 - see above
+
+    given = choice.get("prompt_logprobs")
+    if given is None:
+        raise EngineError("the engine gives no prompt logprobs; leave out SamplingParams(prompt_logprobs=...)")
+    return [
+        None if position is None else {int(token): Logprob(**entry) for token, entry in position.items()}
+        for position in given
+    ]

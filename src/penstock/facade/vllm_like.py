@@ -1,0 +1,339 @@
+"""`AsyncVLLM`: a fleet used as vLLM's `LLM` is, blocking, in and out in vLLM's own types (R12).
+
+Names and arguments are those of `torchrl.modules.llm.AsyncVLLM` (TorchRL 0.14), so that its users change an import.
+Engines, router and updates are a `Fleet`'s; what is here translates.
+"""
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import weakref
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+from urllib.parse import urlsplit
+
+from penstock.config import EngineConfig
+from penstock.engine.command import resolve_profile
+from penstock.errors import ConfigError, EngineError, RequestError
+from penstock.facade.loop_thread import LoopThread
+from penstock.facade.metadata import model_metadata
+from penstock.facade.options import changed_fields, launch_options
+from penstock.facade.outputs import request_output
+from penstock.facade.prompts import Prompt
+from penstock.facade.requests import Call, Requests
+from penstock.fleet.fleet import Fleet
+from penstock.fleet.lifecycle import State
+from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
+from penstock.types import UpdateReport
+
+if TYPE_CHECKING:
+    import torch
+    from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
+
+T = TypeVar("T")
+
+RPC_S = 60.0
+"""Deadline of `collective_rpc` where none is given."""
+_NO_COMPILATION = '{"mode": 0}'
+_AWAY = frozenset({State.DEAD, State.LAUNCHING, State.SYNCING})
+"""States in which an engine has no request and no cache."""
+
+
+class AsyncVLLM:
+    """Engines on this machine behind one router, for blocking code; get one with `from_pretrained` or `launch`.
+
+    Every method blocks but `generate_async`, and may be called from any thread: an event loop in a thread of its own
+    does the work. Errors are `PenstockError`; a timeout is a `TimeoutError` too. `shutdown` ends the engines, as does
+    the end of the program or of the last reference.
+
+    Attributes:
+        engine_args: what each engine was launched with.
+        num_replicas: engines that were launched.
+        fleet: the fleet itself, whose coroutines belong to the loop of this object: use `call`.
+    """
+
+    def __init__(
+        self, loop: LoopThread, fleet: Fleet, config: EngineConfig, num_replicas: int, api_key: str | None = None
+    ) -> None:
+        self.engine_args = config
+        self.num_replicas = num_replicas
+        self.fleet = fleet
+        self._loop = loop
+        self._tokenizer = _tokenizer(config)
+        self._requests = Requests(fleet, config.served_model_name or config.model, self._tokenizer, api_key)
+        self._decode = functools.lru_cache(maxsize=None)(_decoder(self._tokenizer))
+        self._end = weakref.finalize(self, _end, loop, fleet, self._requests)
+
+    # --- starting and ending -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_name: str | Path,
+        num_devices: int | None = None,
+        num_replicas: int = 1,
+        verbose: bool = True,  # noqa: FBT001, FBT002 - TorchRL's signature
+        compile: bool = True,  # noqa: A002, FBT001, FBT002 - the same
+        enable_fp32_output: bool = False,  # noqa: FBT001, FBT002 - the same
+        *,
+        api_key: str | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Start engines; returns when they serve.
+
+        Args:
+            model_name: checkpoint path or hub name.
+            num_devices: GPUs of each engine, by tensor parallelism.
+            num_replicas: engines.
+            verbose: taken and not looked at: engines write what they do to their logs (`log_dir=...`).
+            compile: off, vLLM's compilation is (its CPU profile never compiles).
+            enable_fp32_output: logits in fp32 under a model of less.
+            api_key: what engines and router ask for from now on.
+            kwargs: fields of vLLM's AsyncEngineArgs, and of `EngineConfig`, `FleetConfig` and `RouterConfig`.
+
+        Raises:
+            ConfigError: an unknown option or a wrong value; nothing was started.
+            EngineStartError: an engine does not start; nothing is left running.
+        """
+        del verbose
+        options = launch_options(kwargs)
+        if num_devices is not None and options.setdefault("tensor_parallel_size", num_devices) != num_devices:
+            raise ConfigError(
+                f"num_devices={num_devices} and tensor_parallel_size={options['tensor_parallel_size']} are two numbers "
+                "for one thing; give one of them"
+            )
+        if enable_fp32_output:
+            options["fp32_lm_head"] = True
+        if not compile:
+            options["extra_args"] = {"compilation-config": _NO_COMPILATION, **options.get("extra_args", {})}
+        return cls._start({**options, "model": str(model_name)}, num_replicas, api_key)
+
+    @classmethod
+    def launch(
+        cls, engine_args: AsyncEngineArgs, num_replicas: int = 1, *, api_key: str | None = None, **options: Any
+    ) -> Self:
+        """Start engines with vLLM's own arguments; returns when they serve. Raises as `from_pretrained`.
+
+        Args:
+            engine_args: what is not as vLLM has it by default is taken over.
+            num_replicas: engines.
+            api_key: what engines and router ask for from now on.
+            options: fields of `EngineConfig`, `FleetConfig` and `RouterConfig`, which go before `engine_args`.
+        """
+        return cls._start({**launch_options(changed_fields(engine_args)), **options}, num_replicas, api_key)
+
+    @classmethod
+    def _start(cls, options: dict[str, Any], num_replicas: int, api_key: str | None) -> Self:
+        model = options.pop("model")
+        opening = Fleet.launch(model, num_replicas, api_key=api_key, **options)
+        of_engine = {name: value for name, value in options.items() if name in EngineConfig.model_fields}
+        config = EngineConfig(model=model, **of_engine)
+        loop = LoopThread("penstock-facade")
+        try:
+
+            async def start() -> Fleet:
+                return await opening
+
+            fleet = loop.run(start())
+        except BaseException:
+            loop.close()
+            raise
+        return cls(loop, fleet, config, num_replicas, api_key)
+
+    def shutdown(self) -> None:
+        """End engines and router; again is harmless. Calls under way fail."""
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    # --- generation --------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Any = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        use_tqdm: bool = True,
+        lora_request: Any = None,
+        prompt_adapter_request: Any = None,
+        guided_options_request: Any = None,
+        timeout_seconds: float | None = None,
+        actor_index: int | None = None,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Complete one prompt or a batch.
+
+        Args:
+            prompts: a string, token ids, a TextPrompt or TokensPrompt, or a list of those.
+            sampling_params: of vLLM; one, or one for each prompt. Default: `SamplingParams()`, 16 tokens. `logprobs`
+                are those of `log_softmax(logits / temperature)`, see `logprobs_mode`.
+            prompt_token_ids: instead of `prompts`, ids `[P]` or ragged `[B][P_i]`.
+            use_tqdm: taken and not looked at.
+            lora_request: vLLM's LoRARequest; engines need `enable_lora=True`. They load it at its first use.
+            prompt_adapter_request: refused; vLLM has none any more.
+            guided_options_request: refused; see `SamplingParams(structured_outputs=...)`.
+            timeout_seconds: for all of it; then everything is cancelled on the engines. None or not positive: no limit
+                but `request_timeout_s`.
+            actor_index: the engine that must serve it; default: the router chooses for each prompt.
+
+        Returns:
+            vLLM's RequestOutput, or for a batch a list of them in its order; `n` samples are its `outputs`.
+
+        Raises:
+            RequestError: prompts or parameters of an unknown form; nothing was sent.
+            GenerationTimeoutError: `timeout_seconds` passed. It is a `TimeoutError`.
+            EngineHTTPError: an engine refused a prompt; the others are cancelled.
+        """
+        del use_tqdm
+        call = _call(
+            prompts, sampling_params, prompt_token_ids, lora_request, timeout_seconds, actor_index,
+            (prompt_adapter_request, guided_options_request),
+        )  # fmt: skip
+        return self._outputs(call, *self._loop.run(self._requests.send(call)))
+
+    async def generate_async(
+        self,
+        prompts: Any = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        lora_request: Any = None,
+        timeout_seconds: float | None = None,
+        actor_index: int | None = None,
+    ) -> RequestOutput | list[RequestOutput]:
+        """`generate` for coroutines of any event loop; its cancellation is one on the engines too."""
+        call = _call(prompts, sampling_params, prompt_token_ids, lora_request, timeout_seconds, actor_index, ())
+        return self._outputs(call, *await asyncio.wrap_future(self._loop.submit(self._requests.send(call))))
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, of transformers. ConfigError: simulated engines have none."""
+        if self._tokenizer is None:
+            raise ConfigError(f"{self.engine_args.model} has no tokenizer here")
+        return self._tokenizer
+
+    # --- figures and control -----------------------------------------------------------------------------------------
+
+    def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
+        """Requests running or waiting on an engine, or for each engine; see `Fleet.get_num_unfinished_requests`."""
+        if actor_index is not None:
+            return self.call(self.fleet.get_num_unfinished_requests(actor_index))
+        return [running + waiting for running, waiting, _ in self.call(self._figures())]
+
+    def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
+        """Fraction of KV blocks in use on an engine, or for each engine."""
+        if actor_index is not None:
+            return self.call(self.fleet.get_cache_usage(actor_index))
+        return [usage for _, _, usage in self.call(self._figures())]
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a worker method on every worker: the results, engine by engine, in each by rank (no Ray futures)."""
+        return self.call(self.fleet.collective_rpc(method, RPC_S if timeout is None else timeout, args, kwargs))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes on every engine. `update_weights` does so by itself."""
+        self.call(self.fleet.reset_prefix_cache())
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine of `fleet` where it belongs, and wait for it: `service.call(service.fleet.drain("e0"))`."""
+        return self._loop.run(work)
+
+    # --- weights, as TorchRL's vLLMUpdaterV2 asks for them -----------------------------------------------------------
+
+    def get_tp_size(self) -> int:
+        """Tensor-parallel ranks of an engine."""
+        return self.fleet.tp_size
+
+    def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """Names, dtypes and shapes of the tensors that `update_weights` wants."""
+        return model_metadata(self.engine_args)
+
+    def get_master_address(self) -> str:
+        """Host of the router. Nobody has to meet there: weights do not go over a process group."""
+        return urlsplit(self.fleet.url).hostname or ""
+
+    def get_master_port(self) -> int:
+        """Port of the router; see `get_master_address`."""
+        return urlsplit(self.fleet.url).port or 0
+
+    def init_weight_update_group(self) -> None:
+        """Nothing has to be set up before `update_weights`; kept so that TorchRL's callers need not know."""
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> UpdateReport:
+        """Put new weights in force on every engine while requests are in flight; see `Fleet.update_weights`."""
+        return self.call(self.fleet.update_weights(weights))
+
+    # --- parts of it -------------------------------------------------------------------------------------------------
+
+    def _outputs(
+        self, call: Call, prompts: Sequence[Prompt], answers: Sequence[Mapping[str, Any]]
+    ) -> RequestOutput | list[RequestOutput]:
+        triples = zip(answers, prompts, call.params, strict=True)
+        outputs = [
+            request_output(answer, prompt, params, call.lora, self._decode) for answer, prompt, params in triples
+        ]
+        return outputs if call.prompts.batch else outputs[0]
+
+    async def _figures(self) -> list[tuple[int, int, float]]:
+        figures: list[tuple[int, int, float]] = []
+        for engine in await self.fleet.engines():
+            if engine.state is State.STOPPED:
+                continue
+            if engine.stats is not None:
+                figures.append((engine.stats.running, engine.stats.waiting, engine.stats.kv_cache_usage))
+            elif engine.state in _AWAY:
+                figures.append((0, 0, 0.0))
+            else:
+                raise EngineError(f"it is {engine.state} and does not say how full it is", engine=engine.name)
+        return figures
+
+
+def _call(
+    prompts: Any, params: Any, ids: Any, lora: Any, timeout_s: float | None, replica: int | None, refused: Sequence[Any]
+) -> Call:
+    if any(given is not None for given in refused):
+        raise RequestError(
+            "prompt_adapter_request and guided_options_request are gone from vLLM; for the latter use "
+            "SamplingParams(structured_outputs=...)"
+        )
+    if params is None:
+        try:
+            from vllm import SamplingParams  # noqa: PLC0415 - takes seconds
+        except ImportError as error:
+            raise ConfigError("AsyncVLLM speaks vLLM's own types: pip install 'penstock[vllm]'") from error
+        params = SamplingParams()
+    return Call.of(prompts, params, ids, lora=lora, timeout_s=timeout_s, replica=replica)
+
+
+def _tokenizer(config: EngineConfig) -> Tokenizer | None:
+    return None if resolve_profile(config) == "sim" else load_tokenizer(config.tokenizer or config.model)
+
+
+def _decoder(tokenizer: Tokenizer | None) -> Callable[[int], str | None]:
+    if tokenizer is None:
+        return lambda _: None
+    return lambda token: tokenizer.decode([token], skip_special_tokens=False)
+
+
+def _end(loop: LoopThread, fleet: Fleet, requests: Requests) -> None:
+    """Also called when the last reference goes, in whichever thread that is."""
+
+    async def end() -> None:
+        try:
+            await requests.close()
+        finally:
+            await fleet.teardown()
+
+    loop.close(end())
