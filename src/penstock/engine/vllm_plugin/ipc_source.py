@@ -63,7 +63,7 @@ class IpcSource:
             given = len(part["places"])
             part = {
                 "lease": str(part["lease"]),
-                "blocks": [base64.b64decode(block, validate=True) for block in part["blocks"]],
+                "blocks": [(base64.b64decode(handle, validate=True), int(size)) for handle, size in part["blocks"]],
                 "places": [(int(block), int(offset)) for block, offset in part["places"]],
             }
         except (KeyError, TypeError, ValueError, binascii.Error) as error:
@@ -90,28 +90,26 @@ class Mapped:
     Hold `lock` while using views: when the lease ends, another thread unmaps them.
     """
 
-    def __init__(self, lease: str, handles: list[bytes], device: torch.device) -> None:
+    def __init__(self, lease: str, blocks: list[tuple[bytes, int]], device: torch.device) -> None:
+        """Map `blocks`, the handle and the bytes of each. WeightsError: they are not lent, or not any more."""
         self.lock = threading.Lock()
-        self._of = (lease, handles)
+        self._of = (lease, blocks)
         self._device = device
-        self._blocks: list[tuple[int, int]] = []
-        """Start and bytes of each."""
+        self._starts: list[int] = []
         self._closed = False
         try:
             with torch.cuda.device(device):
                 torch.cuda.synchronize()  # binds the device's context to this thread
-                for handle in handles:
-                    start = cuda_driver.open_handle(handle)
-                    self._blocks.append((start, 0))
-                    self._blocks[-1] = (start, cuda_driver.block_of(start)[1])
+                for handle, _ in blocks:
+                    self._starts.append(cuda_driver.open_handle(handle))
             borrow(lease, self.close)
         except WeightsError:
             self.close()
             raise
 
-    def is_of(self, lease: str, handles: list[bytes]) -> bool:
+    def is_of(self, lease: str, blocks: list[tuple[bytes, int]]) -> bool:
         """Whether these are mapped here, still."""
-        return not self._closed and self._of == (lease, handles)
+        return not self._closed and self._of == (lease, blocks)
 
     def view(self, entry: TensorEntry, block: int, offset: int) -> torch.Tensor:
         """The tensor that lies there."""
@@ -120,9 +118,9 @@ class Mapped:
             return torch.empty(entry.shape, dtype=dtype, device=self._device)
         if self._closed:
             raise WeightsError("the process that published these weights has ended, or closed its store")
-        if not 0 <= block < len(self._blocks) or not 0 <= offset <= self._blocks[block][1] - entry.nbytes:
-            raise WeightsError(f"tensor {entry.name!r} does not lie in the memory that was shared")
-        memory = _Memory(self._blocks[block][0] + offset, entry.nbytes)
+        if not 0 <= block < len(self._starts) or not 0 <= offset <= self._of[1][block][1] - entry.nbytes:
+            raise WeightsError(f"malformed weight manifest: {entry.name!r} does not lie in the memory that is shared")
+        memory = _Memory(self._starts[block] + offset, entry.nbytes)
         return torch.as_tensor(memory, device=self._device).view(dtype).view(entry.shape)
 
     def close(self) -> None:
@@ -133,7 +131,7 @@ class Mapped:
             self._closed = True
             with torch.cuda.device(self._device):
                 torch.cuda.synchronize()
-                for start, _ in self._blocks:
+                for start in self._starts:
                     cuda_driver.close_handle(start)
 
 

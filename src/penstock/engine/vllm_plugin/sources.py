@@ -57,7 +57,10 @@ class SharedMemorySource:
             yield entry, tensor
 
 
-SOURCES = {"shared_memory": "penstock.engine.vllm_plugin.sources:SharedMemorySource"}
+SOURCES = {
+    "shared_memory": "penstock.engine.vllm_plugin.sources:SharedMemorySource",
+    "cuda_ipc": "penstock.engine.vllm_plugin.ipc_source:IpcSource",
+}
 """Transport to the class of its source, made with vLLM's Worker; imported when it is first used."""
 
 

@@ -1,0 +1,196 @@
+"""The trainer's own CUDA tensors, mapped by engines on the same GPUs: no byte is copied before the engine loads.
+
+A manifest has, for each GPU (by its UUID), the IPC handles of the allocations in which the tensors lie and where in
+them each one begins: numbers and base64, nothing pickled. A trainer that updates its parameters in place shows the same
+allocations every time, so engines map them once.
+
+The tensors are the trainer's: after an update it trains on, in place, and the version that the engines have is then
+nowhere. So there is no `current` version; an engine that joins waits for the next update.
+"""
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnnecessaryComparison=false
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from penstock.errors import StateError, WeightsError
+from penstock.weights import cuda_driver
+from penstock.weights.device_sum import device_sums
+from penstock.weights.lease import Lease
+from penstock.weights.manifest import TensorEntry, WeightManifest
+from penstock.weights.pack import dtype_name, layout
+
+TRANSPORT = "cuda_ipc"
+
+
+class CudaIpcStore:
+    """Shows tensors to the engines of their GPU. The tensors must not change from `publish` to the update's end."""
+
+    def __init__(self, devices: Sequence[torch.device | str] = (), *, copy: bool = False) -> None:
+        """Open a store.
+
+        Args:
+            devices: GPUs that engines run on, all of them; default: that of the first tensor. A tensor that is not on
+                a device, or not contiguous, gets a copy there, in memory that is kept for the next version.
+            copy: copy every tensor, as it comes: for tensors that are gathered one by one and then freed.
+        """
+        self.current: WeightManifest | None = None
+        """Always None, see above."""
+        self._given = tuple(_indexed(torch.device(device)) for device in devices)
+        self._copy = copy
+        self._copies: dict[tuple[torch.device, str], torch.Tensor] = {}
+        self._shown: dict[torch.device, list[torch.Tensor]] = {}
+        """What engines may be reading; kept alive."""
+        self._blocks: list[Any] = []
+        self._lease: Lease | None = None
+        self._closed = False
+
+    def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
+        """Describe where the tensors lie; blocking, until the devices have computed them.
+
+        Args:
+            version: what they will be served under.
+            named_tensors: `(checkpoint name, tensor)`; contiguous on one of the devices, else they are copied.
+
+        Raises:
+            WeightsError: a name twice, no tensor at all, a dtype no engine loads, NaN or infinity, no GPU, or memory
+                that cannot be shared (expandable segments).
+            StateError: the store is closed.
+        """
+        if self._closed:
+            raise StateError("the store of weights is closed: its fleet or engine was torn down")
+        if not torch.cuda.is_available():
+            raise WeightsError("the transport cuda_ipc needs a GPU, and torch sees none here; use shared_memory")
+        with torch.no_grad():
+            names, shown = self._show(named_tensors)
+            first = next(iter(shown.values()))
+            entries = _entries(names, first)
+        parts = {device: _part(device, tensors) for device, tensors in shown.items()}
+        blocks = [part["blocks"] for part in parts.values()]
+        if self._lease is None or blocks != self._blocks:
+            self._end_lease()  # engines unmap what they do not need, so that it can be freed here
+            self._lease, self._blocks = Lease(), blocks
+        self._shown = shown
+        location = {_uuid(d): json.dumps({"lease": self._lease.path, **part}) for d, part in parts.items()}
+        return WeightManifest(version, TRANSPORT, location, entries)
+
+    def adopt(self, manifest: WeightManifest) -> WeightManifest:
+        """Take a version that another process shows. Raises WeightsError where it is of another transport."""
+        if manifest.transport != TRANSPORT:
+            raise WeightsError(f"weights of the transport {manifest.transport!r} cannot be adopted here")
+        return manifest
+
+    def commit(self, manifest: WeightManifest) -> None:
+        """Nothing is kept: the tensors are the trainer's, and change."""
+
+    def close(self) -> None:
+        """Let go of every tensor; engines that mapped them are told, and unmap them. Closing twice is harmless."""
+        self._closed = True
+        self._end_lease()
+        self._shown = {}
+        self._copies = {}
+
+    def _end_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.close()
+
+    def _show(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> tuple[list[str], dict[torch.device, list[torch.Tensor]]]:
+        """Names, and on every device a contiguous tensor for each."""
+        names: list[str] = []
+        shown: dict[torch.device, list[torch.Tensor]] = {device: [] for device in self._given}
+        for name, tensor in named_tensors:
+            source = tensor.detach()
+            if not shown:
+                on_gpu = source.device.type == "cuda"
+                shown[source.device if on_gpu else torch.device("cuda", torch.cuda.current_device())] = []
+            names.append(name)
+            for device, tensors in shown.items():
+                as_it_is = source.device == device and source.is_contiguous() and not self._copy
+                tensors.append(source if as_it_is else self._copied(device, name, source))
+        layout(list(zip(names, next(iter(shown.values()), ()), strict=True)))  # refuses names, dtypes, no tensors
+        return names, shown
+
+    def _copied(self, device: torch.device, name: str, source: torch.Tensor) -> torch.Tensor:
+        kept = self._copies.get((device, name))
+        if kept is None or kept.shape != source.shape or kept.dtype != source.dtype:
+            kept = self._copies[device, name] = torch.empty(source.shape, dtype=source.dtype, device=device)
+        return kept.copy_(source)
+
+
+def merge(manifests: Sequence[WeightManifest]) -> WeightManifest:
+    """One manifest of what several trainer ranks show, each on its own GPU, for engines that span these GPUs.
+
+    Raises:
+        WeightsError: they are not of one version and transport, or do not hold the same tensors.
+    """
+    if not manifests:
+        raise WeightsError("no manifests to merge: give one of every trainer rank")
+    first = manifests[0]
+    for other in manifests:
+        if other.transport != TRANSPORT or (other.version, other.tensors) != (first.version, first.tensors):
+            raise WeightsError("these manifests do not hold the same tensors of one version, shown by cuda_ipc")
+    return replace(first, location={gpu: part for m in manifests for gpu, part in m.location.items()})
+
+
+def _entries(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> tuple[TensorEntry, ...]:
+    finite = torch.stack([_finite(tensor) for tensor in tensors]).tolist()
+    if not all(finite):
+        name = names[finite.index(False)]
+        raise WeightsError(f"tensor {name!r} holds NaN or infinity; the update was not sent")
+    return tuple(
+        TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, checksum)
+        for name, tensor, checksum in zip(names, tensors, device_sums(tensors), strict=True)
+    )
+
+
+def _finite(tensor: torch.Tensor) -> torch.Tensor:
+    """Whether every element is finite, as a bool on the device; without memory of the tensor's size."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    if tensor.element_size() == 1:  # torch has no minimum of float8
+        tensor = tensor.to(torch.float16)
+    low, high = torch.aminmax(tensor)  # NaN makes both NaN
+    return torch.isfinite(low) & torch.isfinite(high)
+
+
+def _part(device: torch.device, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Where the tensors of one device lie.
+
+    Returns:
+        `blocks`, `[handle, bytes]` of each allocation, and `places`, `[block, bytes from its start]` of each tensor.
+    """
+    numbers: dict[int, int] = {}
+    blocks: list[list[str | int]] = []
+    places: list[list[int]] = []
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # another process's stream knows nothing of ours
+        for tensor in tensors:
+            if tensor.numel() == 0:
+                places.append([0, 0])
+                continue
+            start, size = cuda_driver.block_of(tensor.data_ptr())
+            if start not in numbers:
+                numbers[start] = len(blocks)
+                blocks.append([base64.b64encode(cuda_driver.handle_of(start)).decode(), size])
+            places.append([numbers[start], tensor.data_ptr() - start])
+    return {"blocks": blocks, "places": places}
+
+
+def _uuid(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """`cuda` and `cuda:0` are one device, and compare as two."""
+    if device.type != "cuda":
+        raise WeightsError(f"the transport cuda_ipc shows memory of GPUs, not of {device}")
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
