@@ -58,6 +58,7 @@ class SharedMemorySource:
 
 
 SOURCES = {
+    "broadcast": "penstock.engine.vllm_plugin.broadcast_source:BroadcastSource",
     "shared_memory": "penstock.engine.vllm_plugin.sources:SharedMemorySource",
     "cuda_ipc": "penstock.engine.vllm_plugin.ipc_source:IpcSource",
 }

@@ -1,0 +1,65 @@
+"""A worker's part in the group over which a trainer broadcasts weights."""
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportUninitializedInstanceVariable=false
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from penstock.errors import TransferError, WeightsError
+from penstock.weights.collective import Group
+from penstock.weights.group import GroupSpec
+
+
+class BroadcastWorker:
+    """Mixed into vLLM's Worker; the group is one for the worker's whole life, until the next one takes its place."""
+
+    _penstock_group: Group | None
+
+    def penstock_join_group(self, body: dict[str, Any]) -> str | None:
+        """Begin to join a group (`GroupSpec` as JSON), in a thread: the engine's steps go on meanwhile.
+
+        Returns:
+            Why it cannot be joined, if so; whether it was is told to the trainer, through the group's store.
+        """
+        try:
+            spec = GroupSpec.from_json(body)
+        except WeightsError as error:
+            return str(error)
+        rank = spec.rank_offset + _rank_of(self.vllm_config.parallel_config)
+        if rank >= spec.world_size:
+            return f"this worker would be rank {rank} of {spec.world_size}: the engine has more workers than was said"
+        leave_group(self, f"group {spec.epoch} takes its place")
+        device = self.device if spec.backend == "nccl" else torch.device("cpu")
+        self._penstock_group = Group(spec, rank, device)
+        threading.Thread(target=_join, args=(self._penstock_group,), name="penstock-join", daemon=True).start()
+        return None
+
+
+def group_of(worker: Any) -> Group | None:
+    """The group that a worker has joined last, or is joining."""
+    return getattr(worker, "_penstock_group", None)
+
+
+def leave_group(worker: Any, why: str) -> None:
+    """End a worker's part in its group."""
+    group = group_of(worker)
+    if group is not None:
+        group.end(why)
+        worker._penstock_group = None  # noqa: SLF001
+
+
+def _join(group: Group) -> None:
+    with suppress(TransferError):  # kept in `group.cut`, and the trainer finds this rank absent
+        group.join()
+
+
+def _rank_of(parallel: Any) -> int:
+    """Among the workers of the engine: its replicas one after the other, in each its TP and PP ranks.
+
+    Not `data_parallel_rank`, which vLLM resets to 0 in the workers of dense models.
+    """
+    return parallel.data_parallel_index * parallel.world_size + parallel.rank

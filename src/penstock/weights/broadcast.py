@@ -1,0 +1,186 @@
+"""The store of the broadcast transport: the trainer's tensors go to every engine at once, from where they lie.
+
+The trainer and every worker of every engine are one group, formed while the engines generate, kept while the same
+engines are there, and formed anew with those that are left. Nothing is kept of a version that was sent, unless a copy
+in host memory is asked for: engines that join or return take that one.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import StateError, TransferError
+from penstock.weights.buckets import BUCKET_BYTES
+from penstock.weights.group import GroupSpec
+from penstock.weights.manifest import TensorEntry, WeightManifest
+from penstock.weights.ranks import TRAINER_RANK, Layout, rank_offsets, world_size
+from penstock.weights.shared_memory import SharedMemoryStore
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.weights.collective import Group
+
+TRANSPORT = "broadcast"
+
+
+class BroadcastStore:
+    """Sends a version while the engines take it. Blocking; `interrupt` alone may be called beside another call.
+
+    Args:
+        address: where engines find the trainer; it listens there and nowhere else.
+        timeout_s: seconds for forming a group, and for sending one version.
+        host_copy: keep a copy of the committed version in shared memory, for engines that join or return. It costs the
+            trainer the time to copy it, after the engines have gone on.
+        bucket_bytes: what is under way at once, see `buckets`.
+    """
+
+    def __init__(
+        self,
+        *,
+        address: str = "127.0.0.1",
+        timeout_s: float = 60.0,
+        host_copy: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._address = address
+        self._timeout_s = timeout_s
+        self._host_copy = host_copy
+        self._bucket_bytes = bucket_bytes
+        self._copies = SharedMemoryStore()
+        self._offer: tuple[tuple[TensorEntry, ...], Iterable[tuple[str, torch.Tensor]], torch.device] | None = None
+        self._group: Group | None = None
+        self._closed = False
+
+    @property
+    def current(self) -> WeightManifest | None:
+        """The committed version, where a copy of it is in host memory."""
+        return self._copies.current
+
+    def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
+        """Check the tensors and sum them; no byte is copied, so they must not change until `commit` has returned.
+
+        Args:
+            version: what they will be served under.
+            named_tensors: `(checkpoint name, tensor)`, dense. What can be iterated twice alike need not hold all
+                tensors at once, such as a sharded model that gathers one after another; an iterator is listed.
+
+        Raises:
+            WeightsError: a name twice, no tensor at all, a dtype no engine loads, NaN or infinity.
+            StateError: the store is closed.
+        """
+        from penstock.weights.transfer import describe  # noqa: PLC0415 - the core must import without torch
+
+        if self._closed:
+            raise StateError("the store of weights is closed: its fleet was torn down")
+        self._offer = None
+        again = list(named_tensors) if iter(named_tensors) is named_tensors else named_tensors
+        entries, device = describe(again)
+        self._offer = (entries, again, device)
+        location = {"bucket_bytes": str(self._bucket_bytes)}
+        return WeightManifest(version=version, transport=TRANSPORT, location=location, tensors=entries)
+
+    def adopt(self, manifest: WeightManifest) -> WeightManifest:
+        """A version in shared memory that another process published; see `SharedMemoryStore.adopt`."""
+        return self._copies.adopt(manifest)
+
+    def commit(self, manifest: WeightManifest) -> None:
+        """The version is in force. The trainer's tensors are its own again when this returns."""
+        offer, self._offer = self._offer, None
+        if manifest.transport != TRANSPORT:
+            self._copies.commit(manifest)
+        elif offer is not None and self._host_copy:
+            self._copies.commit(self._copies.publish(manifest.version, offer[1]))
+
+    def close(self) -> None:
+        """End the group and free the copies."""
+        self._closed = True
+        self._offer = None
+        self.interrupt("the trainer has closed the fleet")
+        self._group = None
+        self._copies.close()
+
+    # --- sending -----------------------------------------------------------------------------------------------------
+
+    def invite(self, layouts: Sequence[Layout]) -> list[dict[str, Any]]:
+        """Open a new group in the place of the one before it.
+
+        Args:
+            layouts: TP, PP and DP ranks of each engine, shape `[engines]`.
+
+        Returns:
+            What to tell each engine (`GroupSpec`), in their order; then call `form`.
+
+        Raises:
+            TransferError: this host cannot listen on the address.
+        """
+        from penstock.weights.collective import Group, host  # noqa: PLC0415 - the core must import without torch
+
+        if self._offer is None:
+            raise StateError("publish before a group is formed: the tensors' device decides over what it runs")
+        self.interrupt("another group takes its place")
+        device = self._offer[2]
+        store, port = host(self._address, self._timeout_s)
+        spec = GroupSpec(
+            address=self._address,
+            port=port,
+            world_size=world_size(layouts),
+            rank_offset=TRAINER_RANK + 1,
+            epoch=secrets.token_hex(8),
+            backend="nccl" if device.type == "cuda" else "gloo",
+            timeout_s=self._timeout_s,
+        )
+        self._group = Group(spec, TRAINER_RANK, device, store)
+        return [spec.at(offset).to_json() for offset in rank_offsets(layouts)]
+
+    def form(self) -> None:
+        """Form the group with the engines that were invited. TransferError: it could not be; see `absent`."""
+        self._of_now().lead()
+
+    def absent(self, layouts: Sequence[Layout]) -> list[int]:
+        """Which of the invited engines did not come, where `form` failed for that."""
+        ranks = set(self._group.absent) if self._group is not None else set[int]()
+        ends = [*rank_offsets(layouts), world_size(layouts)]
+        return [i for i in range(len(layouts)) if ranks & set(range(ends[i], ends[i + 1]))]
+
+    def formed(self) -> bool:
+        """Whether the group is there and whole, for tensors where the published ones are."""
+        group = self._group
+        if group is None or self._offer is None:
+            return False
+        return group.ready and group.cut is None and group.device == self._offer[2]
+
+    def addressed(self, manifest: WeightManifest) -> WeightManifest:
+        """The manifest for the engines of the present group."""
+        return replace(manifest, location={**manifest.location, "epoch": self._of_now().spec.epoch})
+
+    def send(self) -> None:
+        """Send what was published to the group; returns when all of it has left.
+
+        Raises:
+            TransferError: it was cut, or took longer than the deadline. Who did not get all of it is torn.
+            WeightsError: the tensors are not those that were published.
+        """
+        from penstock.weights.transfer import send  # noqa: PLC0415 - the core must import without torch
+
+        if self._offer is None:
+            raise StateError("nothing was published that could be sent")
+        group = self._of_now()
+        try:
+            send(group, self._offer[0], self._offer[1], bucket_bytes=self._bucket_bytes)
+        except BaseException as error:
+            group.end(f"the trainer could not send: {error}")
+            raise
+
+    def interrupt(self, why: str) -> None:
+        """Cut the group: `form` and `send` return, and every engine that still waits for bytes learns why not."""
+        if self._group is not None:
+            self._group.end(why)
+
+    def _of_now(self) -> Group:
+        if self._group is None:
+            raise TransferError("there is no group; invite the engines first")
+        return self._group

@@ -1,0 +1,181 @@
+"""A version over a group, bucket by bucket: sent by the trainer, received by every worker.
+
+Two buckets are under way: while one is used, the next one travels, and on the trainer's side is gathered.
+"""
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateImportUsage=false, reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.errors import TransferError, WeightsError
+from penstock.weights.buckets import Bucket, cut
+from penstock.weights.device_sum import device_sum, read_sums
+from penstock.weights.manifest import DTYPE_BYTES, TensorEntry
+from penstock.weights.pack import dtype_name
+
+if TYPE_CHECKING:
+    from penstock.weights.collective import Group
+
+Place = Callable[[TensorEntry], torch.Tensor | None]
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+def describe(named_tensors: NamedTensors) -> tuple[tuple[TensorEntry, ...], torch.device]:
+    """Check the tensors and sum their bits on their device, in one pass, without a copy of them.
+
+    Returns:
+        An entry for each, `crc32` its `device_sum`; and the device that they are sent from.
+
+    Raises:
+        WeightsError: no tensor, a name twice, a dtype no engine loads, NaN or infinity.
+    """
+    entries: dict[str, TensorEntry] = {}
+    sums: list[torch.Tensor] = []
+    spans: list[torch.Tensor] = []
+    device = torch.device("cpu")
+    for name, given in named_tensors:
+        tensor = given.detach()
+        if name in entries:
+            raise WeightsError(f"tensor {name!r} is given twice")
+        if dtype_name(tensor.dtype) not in DTYPE_BYTES:
+            raise WeightsError(f"tensor {name!r} has dtype {tensor.dtype}, which no engine loads")
+        if not entries:
+            device = tensor.device
+        entries[name] = TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, 0)
+        sums.append(device_sum(tensor).to(device))
+        spans.append(_span(tensor).to(device))
+    if not entries:
+        raise WeightsError("no tensors given: pass every parameter of the model, as model.named_parameters() does")
+    for name, finite in zip(entries, torch.isfinite(torch.stack(spans)).tolist(), strict=True):
+        if not finite:
+            raise WeightsError(f"tensor {name!r} holds NaN or infinity; the update was not sent")
+    summed = zip(entries.values(), read_sums(sums), strict=True)
+    return tuple(TensorEntry(e.name, e.dtype, e.shape, 0, number) for e, number in summed), device
+
+
+def send(group: Group, entries: Sequence[TensorEntry], named_tensors: NamedTensors, *, bucket_bytes: int) -> None:
+    """Broadcast the tensors that `describe` described, in the same order; returns when all have left.
+
+    Raises:
+        TransferError: the group was cut, or did not take all of it within its deadline.
+        WeightsError: the tensors are not those that were described.
+    """
+    source = iter(named_tensors)
+    before: tuple[list[object], list[torch.Tensor]] = ([], [])
+    with group.within(group.spec.timeout_s):
+        for bucket in cut([entry.nbytes for entry in entries], bucket_bytes):
+            tensors = list(islice(source, bucket.stop - bucket.start))
+            _check_same(entries[bucket.start : bucket.stop], tensors)
+            outgoing = _outgoing(bucket, [tensor for _, tensor in tensors], group.device)
+            works = group.start(outgoing)
+            group.wait(before[0])
+            before = (works, outgoing)
+        group.wait(before[0])
+        group.synchronize()
+
+
+def receive(
+    group: Group, entries: Sequence[TensorEntry], *, bucket_bytes: int, place: Place
+) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    """Every tensor in order, each valid until the next one is asked for; at the end, whether they are those sent.
+
+    Args:
+        group: every rank runs this at the same time as the trainer runs `send`.
+        entries: as the manifest has them.
+        bucket_bytes: as the trainer has it.
+        place: where a tensor is wanted; asked for those that travel alone, over NCCL.
+
+    Raises:
+        TransferError: the group was cut, or what came is not what was sent.
+    """
+    plan = cut([entry.nbytes for entry in entries], bucket_bytes)
+    wanted = place if group.spec.backend == "nccl" else _nowhere  # gloo may write when it is no longer waited for
+    sums: list[torch.Tensor] = []
+    with group.within(group.spec.timeout_s):
+        coming = [_begin(group, bucket, entries, wanted) for bucket in plan[:1]]
+        for index, bucket in enumerate(plan):
+            works, tensors = coming.pop()
+            coming += [_begin(group, following, entries, wanted) for following in plan[index + 1 : index + 2]]
+            group.wait(works)
+            for entry, tensor in zip(entries[bucket.start : bucket.stop], tensors, strict=True):
+                sums.append(device_sum(tensor))
+                yield entry, tensor
+        group.synchronize()
+        found = read_sums(sums)
+    for entry, number in zip(entries, found, strict=True):
+        if number != entry.crc32:
+            raise TransferError(f"tensor {entry.name!r} arrived with the sum {number}, it was sent with {entry.crc32}")
+
+
+def _begin(
+    group: Group, bucket: Bucket, entries: Sequence[TensorEntry], place: Place
+) -> tuple[list[object], list[torch.Tensor]]:
+    """Begin to receive a bucket: what to wait for, and its tensors in order."""
+    packed = torch.empty(bucket.packed_bytes, dtype=torch.uint8, device=group.device)
+    tensors: list[torch.Tensor] = []
+    alone: list[torch.Tensor] = []
+    for entry, offset in zip(entries[bucket.start : bucket.stop], bucket.offsets, strict=True):
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        if offset is not None:
+            tensors.append(packed[offset : offset + entry.nbytes].view(dtype).view(entry.shape))
+            continue
+        target = place(entry)
+        if target is None:
+            target = torch.empty(entry.shape, dtype=dtype, device=group.device)
+        tensors.append(target)
+        alone.append(target)
+    return group.start([*map(_bytes, alone), packed] if bucket.packed_bytes else [*map(_bytes, alone)]), tensors
+
+
+def _outgoing(bucket: Bucket, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """What is sent of a bucket, in the order in which `_begin` receives it."""
+    packed = torch.empty(bucket.packed_bytes, dtype=torch.uint8, device=device)
+    alone: list[torch.Tensor] = []
+    parts: list[torch.Tensor] = []
+    places: list[torch.Tensor] = []
+    for tensor, offset in zip(tensors, bucket.offsets, strict=True):
+        source = _bytes(tensor.detach().to(device).contiguous())
+        if offset is None:
+            alone.append(source)
+        elif source.numel():
+            parts.append(source)
+            places.append(packed[offset : offset + source.numel()])
+    if parts:
+        torch._foreach_copy_(places, parts)  # pyright: ignore[reportPrivateUsage] - hundreds of copies in one kernel
+    return [*alone, packed] if bucket.packed_bytes else alone
+
+
+def _check_same(entries: Sequence[TensorEntry], tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    found = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors]
+    expected = [(entry.name, entry.dtype, entry.shape) for entry in entries]
+    if found != expected:
+        differing = [pair for pair in zip(found, expected, strict=False) if pair[0] != pair[1]]
+        gave, was = differing[0] if differing else (f"{len(found)} tensors", f"{len(expected)}")
+        raise WeightsError(
+            f"the second pass over the tensors gave {gave} where the first gave {was}: give what can be iterated twice "
+            "alike, such as a list"
+        )
+
+
+def _span(tensor: torch.Tensor) -> torch.Tensor:
+    """Greatest less smallest element: finite if and only if every element is."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return torch.zeros((), dtype=torch.float64, device=tensor.device)
+    if tensor.element_size() == 1:  # torch has no minimum of float8
+        tensor = tensor.to(torch.float16)
+    least, most = torch.aminmax(tensor)
+    return most.double() / 2 - least.double() / 2  # halves, since the difference of two finite doubles may overflow
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _nowhere(_: TensorEntry) -> torch.Tensor | None:
+    return None
