@@ -13,6 +13,8 @@ What a seam does change:
 - Grammar-constrained output (`response_format`, structured outputs, a tool choice that is `required` or named) and
   answers with prompt logprobs cannot be taken up in the middle, since the engine's grammar begins at its beginning:
   their samples are made again from the start, and the tokens so lost are counted in `Counters.wasted_tokens`.
+
+Among engines without our plugin (`PlainEngines`) nothing is taken up: see `joining.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any, cast
 import orjson
 
 from penstock.engine import wire
+from penstock.engine.joining import HandedOverError, PlainEngines, take_in
 from penstock.engine.partial import Partials
 from penstock.engine.seam import Seam
 from penstock.engine.transport import HttpTransport, Reply, UnreachableError
@@ -33,6 +36,7 @@ from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineH
 DEAD_STATUS = frozenset({500, 502, 504})
 """What vLLM answers when its engine core has died under a request, and proxies when vLLM itself has."""
 DONE = b"data: [DONE]"
+GENERATE = "/inference/v1/generate"
 RETRY_S = (0.0, 0.25, 0.5, 1.0)
 """Seconds before the request is sent again after its first, second, ... death without a new token. A dying vLLM answers
 500 for up to a second, and it takes a fleet as long to notice. After so many and one more the request is given up: what
@@ -77,6 +81,8 @@ class Continuation:
         timeout_s: seconds for the whole answer, all waiting included.
         chunk_tokens: the engine tells what a sample has each time it has so many tokens more; 0: at the end only.
         counters: to count in.
+        plain: engines without our plugin that may get it.
+        deaths: of engines, under what this request goes on with.
     """
 
     def __init__(
@@ -89,6 +95,8 @@ class Continuation:
         timeout_s: float,
         chunk_tokens: int,
         counters: Counters,
+        plain: PlainEngines | None = None,
+        deaths: int = 0,
     ) -> None:
         self.partials = Partials()
         self._http = http
@@ -99,7 +107,12 @@ class Continuation:
         self._end = asyncio.get_running_loop().time() + timeout_s
         self._chunk_tokens = chunk_tokens
         self._counters = counters
-        self._deaths = self._deaths_in_all = 0
+        self._plain = plain or PlainEngines()
+        self._sent_in = 0
+        self._aborts = 0
+        self._told = False
+        """The engine at work has our plugin."""
+        self._deaths, self._deaths_in_all = 0, deaths
         self._idle_aborts = 0
         self._news = 0
 
@@ -109,6 +122,7 @@ class Continuation:
         Raises:
             DeadlineError, EngineDeadError, EngineHTTPError: as of one call; the deaths of several engines in a row
                 under this request are an error too.
+            HandedOverError: of the token endpoint, where an engine without our plugin may have to go on.
         """
         headers = {**self._headers, wire.PROGRESS_HEADER: str(self._chunk_tokens)}
         while True:
@@ -118,10 +132,12 @@ class Continuation:
                     answer = await self._read(reply)
             except EngineError as error:
                 await self._after(error)
+                self._hand_over()
                 continue
             if not self.partials.cut:
                 return answer
             await self._after_abort()
+            self._hand_over()
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
         """The events of a stream, of an OpenAI body with `stream`; raises as `answer` does.
@@ -149,6 +165,8 @@ class Continuation:
         left = self._end - asyncio.get_running_loop().time()
         if left <= 0:
             raise DeadlineError(f"no answer within {self._timeout_s:g} s", seconds=self._timeout_s)
+        self._told, self._aborts = False, self._plain.aborts
+        self._sent_in = self._plain.stretches.last if self._plain.stretches is not None else 0
         return self._http.stream("POST", self._path, self._data(), timeout_s=left, headers=headers)
 
     def _data(self) -> bytes:
@@ -167,7 +185,9 @@ class Continuation:
 
     async def _read(self, reply: Reply) -> Answer:
         if reply.content_type != wire.LINES_TYPE:
-            return Answer(self._http.decode(await reply.read()), wire.versions_of(reply.headers.get(wire.SPANS_HEADER)))
+            spans = wire.versions_of(reply.headers.get(wire.SPANS_HEADER))
+            body = self._http.decode(await reply.read())
+            return Answer(body, spans) if spans is not None else self._of_plain(body)
         async for line in reply.lines():
             event: dict[str, Any] = self._http.decode(line)
             self._news += self.partials.add(event["samples"])
@@ -180,6 +200,7 @@ class Continuation:
     async def _events(self, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
         async for line in reply.lines():
             if line.startswith(wire.COMMENT):
+                self._told = True
                 told: dict[str, Any] = orjson.loads(line[len(wire.COMMENT) :])
                 self._news += self.partials.add(told.get("samples", ()))
             elif line.startswith(DONE):
@@ -192,9 +213,42 @@ class Continuation:
                     yield self._with_versions(event)
         raise EngineDeadError("its stream broke off", engine=self._http.name)
 
+    def _of_plain(self, body: Any) -> Answer:
+        """The answer of an engine without our plugin, which says of an abort no more than that.
+
+        It has begun at the beginning, whatever it was given to take up.
+        """
+        self._counters.wasted_tokens += sum(sample.forget() for sample in self.partials)
+        choices: list[dict[str, Any]] = body["choices"]
+        usage: Any = body.get("usage")
+        tokens = int(usage["completion_tokens"]) if usage else 0
+        aborted = any(choice["finish_reason"] == "abort" for choice in choices)
+        stretches = self._plain.stretches if self._plain.here() else None
+        version = stretches.version_of(self._sent_in, aborted=aborted) if stretches is not None else None
+        spans: list[Any] | None = None
+        if self._path == GENERATE:
+            spans = [wire.spans_of(choice, version) for choice in choices]
+        elif version is not None and len(choices) == 1:
+            spans = [[[version, 0, tokens]]]
+        unlabelled = spans is not None and None in spans and stretches is not None
+        if unlabelled or (aborted and self._path != GENERATE and not self._asked()):
+            self._counters.wasted_tokens += tokens
+            self.partials.get(0).finish = "abort"  # made again: nobody can say which weights made what, or join text
+        elif aborted:
+            own = [{**choice, "spans": its} for choice, its in zip(choices, spans or (), strict=False)]
+            self._news += take_in(self.partials, own, asked=self._asked())
+        return Answer(body, None if spans is None or None in spans else spans)
+
+    def _asked(self) -> bool:
+        """Somebody has ended all requests since this one was sent."""
+        return self._plain.aborts > self._aborts
+
     def _of_an_abort(self, event: Mapping[str, Any]) -> bool:
         """Whether it ends what is to go on: its text may be the beginning of a stop string, so it comes again."""
         choices: list[dict[str, Any]] = event.get("choices") or []
+        for choice in () if self._told else choices:
+            if choice.get("finish_reason") == "abort" and not self._asked():
+                self.partials.get(choice["index"]).finish = "abort"
         if not choices:
             return self.partials.cut  # usage
         return all(self.partials.get(choice["index"]).cut for choice in choices)
@@ -202,7 +256,8 @@ class Continuation:
     def _with_versions(self, event: dict[str, Any]) -> dict[str, Any]:
         for choice in event.get("choices") or ():
             if choice.get("finish_reason") is not None:
-                choice["weight_versions"] = wire.as_weight_versions(self.partials.get(choice["index"]).versions)
+                versions = self.partials.get(choice["index"]).versions
+                choice["weight_versions"] = wire.as_weight_versions(versions) if self._told else None
         return event
 
     async def _after(self, error: EngineError, *, passed_on: bool = False) -> None:
@@ -234,12 +289,23 @@ class Continuation:
         if self._idle_aborts > 1:
             await asyncio.sleep(IDLE_ABORT_S)
 
+    def _hand_over(self) -> None:
+        """Let what the samples have be joined outside, where an engine may come next that takes nothing up."""
+        if self._path == GENERATE and any(sample.ids for sample in self.partials) and self._plain.here():
+            raise HandedOverError(self.partials, self._deaths_in_all)
+
     def _take_up(self, *, passed_on: bool) -> None:
+        whole_only = bool(self._plain.here()) and (self._path != GENERATE or self._has_stop_strings())
+        if whole_only and passed_on:
+            raise EngineError(
+                "a stream was cut that cannot be taken up: there are engines without Penstock's plugin; ask for it "
+                "without stream, pause with mode keep, or launch all engines by Penstock"
+            )
         for sample in self.partials:
-            if sample.ended:
+            if sample.ended and not whole_only:
                 continue
             sample.finish = None
-            if sample.whole_only:
+            if sample.whole_only or whole_only:
                 if passed_on:
                     raise EngineError(
                         "a stream was cut that cannot be taken up in the middle (grammar-constrained output or prompt "
@@ -247,3 +313,7 @@ class Continuation:
                     )
                 self._counters.wasted_tokens += sample.forget()
             self._counters.requeued_tokens += len(sample.ids)
+
+    def _has_stop_strings(self) -> bool:
+        params: Any = self._body.get("sampling_params")
+        return bool(params and params.get("stop"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -10,8 +11,10 @@ from typing import Any
 
 from penstock.engine import completion, wire
 from penstock.engine.concurrent import all_or_first_error
-from penstock.engine.continuation import Continuation, Counters
+from penstock.engine.continuation import GENERATE, Continuation, Counters
+from penstock.engine.joining import HandedOverError, PlainEngines, joined, rest_of, sample_of
 from penstock.engine.merge import merged
+from penstock.engine.partial import Partial
 from penstock.engine.transport import HttpTransport
 from penstock.errors import RequestError
 from penstock.router.prefix_hash import BLOCK, prefix_hashes
@@ -22,7 +25,9 @@ TOKENIZE_S = 60.0
 STREAM_CHUNK_TOKENS = 64
 _LEAST_HASHED = 2 * BLOCK
 """Tokens: a shorter prompt is computed anew sooner than it is found."""
-GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+Made = tuple[Sample, int | str | None]
+"""A sample without text, and the stop string or token that ended it."""
 
 
 class DataClient:
@@ -44,6 +49,7 @@ class DataClient:
 
     Attributes:
         counters: what it had to do so that nothing was lost.
+        plain: what it knows of engines without our plugin; who makes it for them fills it in.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class DataClient:
         self.request_timeout_s = request_timeout_s
         self.stream_chunk_tokens = stream_chunk_tokens
         self.counters = Counters()
+        self.plain = PlainEngines()
         self._routed = routed
 
     async def generate_batch(self, batch: GenerateBatch) -> GenerateOutput:
@@ -97,7 +104,8 @@ class DataClient:
     async def completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
         """OpenAI `/v1/completions`; each prompt of the body is a request of its own (R7).
 
-        Each choice has its `weight_versions`, `[{"version", "start", "end"}, ...]`, as vLLM's token endpoint has them.
+        Each choice has its `weight_versions`, `[{"version", "start", "end"}, ...]`, as vLLM's token endpoint has them;
+        of an engine without our plugin None, where weights changed meanwhile or the request has several choices.
 
         Raises:
             RequestError: the prompt has none of the four forms, or `stream` is set.
@@ -154,19 +162,56 @@ class DataClient:
         session_id: SessionId | None,
         group_id: str | None = None,
     ) -> list[Sample]:
-        body = wire.generate_body(token_ids, params)
-        hashes = prefix_hashes(token_ids) if self._routed and len(token_ids) >= _LEAST_HASHED else None
-        headers = wire.request_headers(len(token_ids), params, session_id, group_id=group_id, prefix_hashes=hashes)
-        request = self._request(GENERATE, body, headers)
-        answer = await request.answer()
-        samples = wire.samples_of(answer.body, answer.spans, params)
+        self.plain.check(params)
+        end = asyncio.get_running_loop().time() + self.request_timeout_s
+        made = await self._made(token_ids, params, (session_id, group_id), end)
         if not params.detokenize:
-            return samples
-        stops = [request.partials.get(i).stop_reason for i in range(len(samples))]
-        texts = await all_or_first_error(
-            self._text(sample, params, stop) for sample, stop in zip(samples, stops, strict=True)
-        )
-        return [replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)]
+            return [sample for sample, _ in made]
+        texts = await all_or_first_error(self._text(sample, params, stop) for sample, stop in made)
+        return [replace(sample, text=text) for (sample, _), text in zip(made, texts, strict=True)]
+
+    async def _made(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        place: tuple[SessionId | None, str | None],
+        end: float,
+        deaths: int = 0,
+    ) -> list[Made]:
+        """The samples of a prompt, whole by `end` (of the loop's clock). `place`: its session and group."""
+        hashes = prefix_hashes(token_ids) if self._routed and len(token_ids) >= _LEAST_HASHED else None
+        headers = wire.request_headers(len(token_ids), params, place[0], group_id=place[1], prefix_hashes=hashes)
+        left = end - asyncio.get_running_loop().time()
+        request = self._request(GENERATE, wire.generate_body(token_ids, params), headers, timeout_s=left, deaths=deaths)
+        try:
+            answer = await request.answer()
+        except HandedOverError as cut:
+            parts = cut.partials
+            return await all_or_first_error(
+                self._rest(token_ids, params, place, end, (i, parts.get(i), cut.deaths)) for i in range(params.n)
+            )
+        samples = wire.samples_of(answer.body, answer.spans, params)
+        own = {choice["index"]: choice.get("stop_reason") for choice in answer.body["choices"]}
+        return [(sample, request.partials.get(i).stop_reason or own[i]) for i, sample in enumerate(samples)]
+
+    async def _rest(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        place: tuple[SessionId | None, str | None],
+        end: float,
+        cut: tuple[int, Partial, int],
+    ) -> Made:
+        """Sample `cut[0]`, which has `cut[1]`; under its request `cut[2]` engines have died."""
+        index, part, deaths = cut
+        begun = sample_of(part, params)
+        if part.finish is not None:
+            return begun, part.stop_reason
+        if len(part.ids) >= params.max_tokens:  # the engine died before it could say that this was the end
+            return replace(begun, finish_reason="length"), None
+        rest_params = rest_of(params, len(part.ids), index)
+        ((rest, stop),) = await self._made([*token_ids, *part.ids], rest_params, place, end, deaths)
+        return joined(begun, rest), stop
 
     async def _text(self, sample: Sample, params: SamplingParams, stop: int | str | None) -> str:
         ids = sample.token_ids
@@ -202,7 +247,8 @@ class DataClient:
         whole: dict[str, Any] = answer.body
         choices: list[dict[str, Any]] = whole["choices"]
         for choice, its in zip(choices, wire.padded(answer.spans or (), len(choices)), strict=True):
-            choice["weight_versions"] = wire.as_weight_versions([(v, end - start) for v, start, end in its])
+            versions = wire.as_weight_versions([(v, end - start) for v, start, end in its])
+            choice["weight_versions"] = versions if answer.spans is not None else None
         return whole
 
     def _stream(
@@ -210,15 +256,25 @@ class DataClient:
     ) -> AsyncGenerator[dict[str, Any]]:
         return self._request(path, {**body, "stream": True}, _session(session_id)).chunks()
 
-    def _request(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Continuation:
+    def _request(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str],
+        *,
+        timeout_s: float | None = None,
+        deaths: int = 0,
+    ) -> Continuation:
         return Continuation(
             self.http,
             path,
             body,
             headers=headers,
-            timeout_s=self.request_timeout_s,
+            timeout_s=self.request_timeout_s if timeout_s is None else timeout_s,
             chunk_tokens=self.stream_chunk_tokens,
             counters=self.counters,
+            plain=self.plain,
+            deaths=deaths,
         )
 
     def _check_ids(self, ids: Sequence[int], where: str) -> None:

@@ -8,10 +8,12 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.engine.base import Engine
+from penstock.engine.capabilities import Capability, require
 from penstock.engine.continuation import Counters
 from penstock.engine.control import ControlClient, EngineInfo
 from penstock.engine.data import STREAM_CHUNK_TOKENS, DataClient
-from penstock.errors import PenstockError, RequestError, StateError, UpdateError, WeightsError
+from penstock.engine.joining import PlainEngines, Stretches
+from penstock.errors import DeadlineError, PenstockError, RequestError, StateError, UpdateError, WeightsError
 from penstock.types import (
     GenerateBatch,
     GenerateOutput,
@@ -28,7 +30,10 @@ if TYPE_CHECKING:
 
 
 class HTTPEngine(Engine):
-    """A running engine server, launched by us or by someone else. Build it with `connect`."""
+    """A running engine server, launched by us or by someone else. Build it with `connect`.
+
+    Plain vLLM is one too. What it cannot do raises `MissingCapabilityError`, which says how it is to be started.
+    """
 
     def __init__(self, control: ControlClient, data: DataClient, info: EngineInfo) -> None:
         self.control = control
@@ -37,6 +42,9 @@ class HTTPEngine(Engine):
         self._version = info.weight_version
         self._update: asyncio.Task[UpdateReport] | None = None
         self._store = SharedMemoryStore()
+        self._stretches = Stretches(info.weight_version)
+        plain = () if info.capabilities.plugin else ((control.name, info.capabilities),)
+        data.plain = PlainEngines(lambda: plain, self._stretches)
 
     @classmethod
     async def connect(
@@ -61,7 +69,7 @@ class HTTPEngine(Engine):
             api_key=api_key,
             request_timeout_s=request_timeout_s,
             name=name,
-            vocab_size=info.vocab_size,
+            vocab_size=info.vocab_size or None,
             stream_chunk_tokens=stream_chunk_tokens,
             routed=False,
         )
@@ -126,51 +134,70 @@ class HTTPEngine(Engine):
         """What had to be done so that no request was cut short."""
         return self.data.counters
 
-    async def pause_generation(self, mode: PauseMode = PauseMode.KEEP, *, clear_cache: bool = True) -> None:
+    async def pause_generation(
+        self, mode: PauseMode = PauseMode.KEEP, *, clear_cache: bool = True, timeout_s: float | None = None
+    ) -> None:
         """Stop making tokens (R22, R23). Whether it is paused is asked of the engine, which others may pause too."""
+        self._require("pause", "pause_generation")
         if await self.control.is_paused():
             raise StateError("generation is already paused; call resume_generation first")
+        self._stretches.stop()
         # `wait` ends with the longest request in flight, the other modes at once.
-        timeout_s = self.data.request_timeout_s if mode is PauseMode.WAIT else None
-        await self.control.pause(mode, clear_cache=clear_cache, timeout_s=timeout_s)
+        deadline_s = timeout_s or (self.data.request_timeout_s if mode is PauseMode.WAIT else None)
+        try:
+            await self.control.pause(mode, clear_cache=clear_cache, timeout_s=deadline_s)
+        except DeadlineError:
+            if timeout_s is not None:
+                await self.control.resume()
+            raise
 
     async def resume_generation(self) -> None:
         """Go on."""
+        self._require("pause", "resume_generation")
         if not await self.control.is_paused():
             raise StateError("generation is not paused; there is nothing to resume")
         await self.control.resume()
 
     async def abort_generation(self) -> None:
         """End every request in flight with what it has."""
+        self._require("abort", "abort_generation")
+        self.data.plain.aborts += 1
         await self.control.abort()
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes."""
+        self._require("caches", "reset_prefix_cache")
         await self.control.reset_prefix_cache()
 
     async def sleep(self, level: int = 1) -> None:
         """Free memory (R26)."""
         if level not in (1, 2):
             raise RequestError(f"sleep level must be 1 (weights kept in host memory) or 2 (dropped), got {level}")
+        self._require("sleep", "sleep")
         await self.control.sleep(level)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory back."""
+        self._require("sleep", "wake_up")
         await self.control.wake_up(tags)
 
     async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> None:
         """VLLM's native /init_weight_transfer_engine (R18)."""
+        self._require("weight_transfer", "init_weight_update_communicator")
         await self.control.init_weight_transfer(init_info)
 
     async def update_named_weights(self, update_info: Mapping[str, Any], *, version: int) -> None:
         """VLLM's native start, update, finish (R18)."""
+        self._require("weight_transfer", "update_named_weights")
         await self.control.native_update(update_info, version=version)
         self._version = version
+        self._stretches.change(version)
 
     async def update_weights(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, version: int | None = None
     ) -> UpdateReport:
         """Put new weights in force while requests are in flight. Once begun, it ends even if this call is cancelled."""
+        self._require("plugin", "update_weights")
         if self._update is not None and not self._update.done():
             raise StateError("another weight update is under way; wait for it to return")
         target = self._version + 1 if version is None else version
@@ -215,7 +242,11 @@ class HTTPEngine(Engine):
         self, method: str, timeout_s: float = 60.0, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
         """A worker method on every worker (R11)."""
+        self._require("rpc", "collective_rpc")
         return await self.control.collective_rpc(method, timeout_s, args, kwargs)
+
+    def _require(self, needed: Capability, operation: str) -> None:
+        require(((self.control.name, self._info.capabilities),), needed, operation)
 
     async def teardown(self) -> None:
         """Close connections and free the published weights; the server itself is its launcher's to end.

@@ -129,6 +129,20 @@ def versions_of(header: str | None) -> list[Any] | None:
     return orjson.loads(header) if header is not None else None
 
 
+def spans_of(choice: Mapping[str, Any], version: int | None) -> list[list[int]] | None:
+    """`[[version, start, end], ...]` of a choice of vLLM's own answer; None where nobody can say.
+
+    Args:
+        choice: vLLM 0.32 has its versions in it.
+        version: that was in force all the time, where that is known.
+    """
+    native: Any = choice.get("weight_versions")
+    if native is not None:
+        return [[version_number(s["version"]), s["start"], s["end"]] for s in native]
+    length = len(choice["token_ids"] or ())
+    return [[version, 0, length]] if version is not None and length else None if length else []
+
+
 def _sample(choice: Mapping[str, Any], besides: Any, params: SamplingParams) -> Sample:
     ids = tuple(int(i) for i in choice["token_ids"] or ())
     logprobs = None
@@ -155,7 +169,7 @@ def _spans(choice: Mapping[str, Any], besides: Any, length: int) -> tuple[Versio
     else:
         raise EngineError(
             "the answer does not say which weights made its tokens; use vLLM 0.32 or newer, or launch the engine "
-            "through Penstock, whose plugin supplies it"
+            "through Penstock, whose plugin supplies it (of 0.26 without it, only who holds the fleet knows)"
         )
     edges = [0, *(span.end for span in spans)]
     if edges[-1] != length or [span.start for span in spans] != edges[:-1]:
