@@ -1,0 +1,207 @@
+"""Weights from a trainer's GPU into engines: the link itself, vLLM's own transfer, and ours, turn by turn.
+
+python benchmarks/weight_sync.py --model 8b                       trainer and engine on a GPU each, over NCCL
+python benchmarks/weight_sync.py --model 8b --transport cuda_ipc  both on one GPU
+    [--engines 1] [--tp 1] [--rounds 7] [--load 256]
+
+The same engines serve both sides, idle and with requests of 1k to 4k tokens in flight, each a stream of single tokens.
+Seconds are of the slowest engine. vLLM's own side is of vLLM 0.26 (0.32 has another interface for trainers).
+"""
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import _common
+import _dummy_models
+import torch
+from _line_process import LineProcess
+
+from penstock.engine.process import free_port
+from penstock.fleet.fleet import Fleet
+
+SETTLE_S = 3.0
+"""Between two rounds under load, so that each finds the same load."""
+LINK_BAR, ROUND_BAR_S, ROUND_BAR, IPC_BAR_S = 1.5, 0.2, 0.1, 0.06
+
+
+class Load:
+    """`_stream_load.py`, or nothing."""
+
+    def __init__(self, urls: Sequence[str], model: str, requests: int) -> None:
+        argv = [sys.executable, str(Path(__file__).parent / "_stream_load.py")]
+        work = [model, str(requests), "1000", "4000"]
+        self._processes = [LineProcess([*argv, url, *work]) for url in urls if requests]
+        self.requests = requests
+
+    async def _ask(self, command: str) -> list[dict[str, float]]:
+        async with asyncio.timeout(60):
+            return [json.loads(await asyncio.to_thread(process.ask, command)) for process in self._processes]
+
+    async def ready(self) -> None:
+        """Return when every stream has begun."""
+        for _ in range(120):
+            if all(answer["streams"] >= self.requests for answer in await self._ask("gaps")):
+                return
+            await asyncio.sleep(1)
+        raise SystemExit(f"not all of {self.requests} streams have begun after 120 s")
+
+    async def mark(self) -> None:
+        """From here on."""
+        await self._ask("mark")
+
+    async def gaps(self) -> dict[str, float]:
+        """The streams' longest silences since the mark, seconds."""
+        if not self._processes:
+            return {}
+        await asyncio.sleep(SETTLE_S)
+        answers = await self._ask("gaps")
+        return {
+            "stream_gap_median": max(answer["median_gap_s"] for answer in answers),
+            "stream_gap_max": max(answer["max_gap_s"] for answer in answers),
+        }
+
+    def close(self) -> None:
+        """End them."""
+        for process in self._processes:
+            process.close()
+
+
+async def ours(fleet: Fleet, tensors: list[tuple[str, Any]]) -> dict[str, float]:
+    """One update by the fleet, phase by phase."""
+    report = await fleet.update_weights(tensors)
+    slowest = max(report.engines, key=lambda engine: engine.seconds["bubble"])
+    return {
+        **{f"fleet.{name}": seconds for name, seconds in report.seconds.items()},
+        **slowest.seconds,
+        "round": slowest.seconds["bubble"],
+        "start_to_finish": slowest.seconds.get("load.load", slowest.seconds["load"]),
+    }
+
+
+async def measure(args: Any, fleet: Fleet, urls: Sequence[str], tensors: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Rounds of every side, turn by turn: `{"idle" | "load": {side: {phase: [seconds of each round]}}}`."""
+    native, peers = _sides(args, urls, tensors)
+    flat = [tensor for _, tensor in tensors]
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for state in ("idle", "load") if args.load else ("idle",):
+        load = Load(urls, args.path, args.load if state == "load" else 0)
+        await load.ready()
+        await asyncio.sleep(SETTLE_S if state == "load" else 0)
+        for number in range(args.rounds + 1):
+            for side in ("link", "vllm", "penstock") if number % 2 else ("penstock", "vllm", "link"):
+                await load.mark()
+                if side == "penstock":
+                    seconds = await ours(fleet, tensors)
+                elif side == "vllm" and native is not None:
+                    seconds = await asyncio.to_thread(native.update, tensors)
+                elif side == "link":
+                    seconds = {"start_to_finish": _link(peers, flat)}
+                else:
+                    continue
+                seconds |= await load.gaps() if side != "link" else {}
+                if number:  # the first round of each makes groups, plans and caches
+                    for phase, value in seconds.items():
+                        found.setdefault(state, {}).setdefault(side, {}).setdefault(phase, []).append(value)
+                _common.note(f"{state} {side}: " + ", ".join(f"{k} {v:.4f}" for k, v in seconds.items()))
+        load.close()
+    if peers is not None:
+        peers.close()
+    return found
+
+
+def _sides(args: Any, urls: Sequence[str], tensors: list[tuple[str, Any]]) -> tuple[Any, Any]:
+    import _native_sync  # noqa: PLC0415 - needs vLLM 0.26
+    import _raw_broadcast  # noqa: PLC0415
+
+    if args.transport == "cuda_ipc":
+        return _native_sync.NativeIpc(urls), None
+    gpus = range(torch.cuda.device_count() - args.engines * args.tp, torch.cuda.device_count())
+    peers = _raw_broadcast.Peers(free_port(), gpus, [tensor for _, tensor in tensors])
+    return _native_sync.NativeNccl(urls, free_port(), args.tp), peers
+
+
+def _link(peers: Any, tensors: list[Any]) -> float:
+    """The same bytes over the link: to other GPUs, or copied on this one."""
+    if peers is not None:
+        return peers.round(tensors)
+    into = torch.empty(max(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype, device="cuda")
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for tensor in tensors:
+        into[: tensor.numel()].copy_(tensor.view(-1))
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def rows(args: Any, found: dict[str, Any]) -> list[_common.Row]:
+    """The bars, on medians."""
+
+    def median(state: str, side: str, phase: str) -> float:
+        return statistics.median(found[state][side][phase])
+
+    name = f"{args.model} bf16, {args.engines} engine(s), TP {args.tp}, {args.transport}"
+    if args.transport == "cuda_ipc":
+        loading = median("idle", "penstock", "start_to_finish")
+        out = [_common.single(f"{name}, idle, start to finish, s", loading, bar=IPC_BAR_S, want="at most")]
+    else:
+        link = median("idle", "link", "start_to_finish")
+        loading = median("idle", "penstock", "start_to_finish")
+        case = f"{name}, idle, start to finish against the link, s"
+        out = [_common.compare(case, loading, link, bar=LINK_BAR, want="at most")]
+    for state in found:
+        mine, theirs = median(state, "penstock", "round"), median(state, "vllm", "round")
+        case = f"{name}, {state}, pause to resume against vLLM's own, s"
+        out.append(_common.compare(case, mine, theirs, bar=ROUND_BAR if state == "load" else 1.0, want="at most"))
+        if state == "load" and args.transport != "cuda_ipc":
+            out.append(_common.single(f"{name}, load, pause to resume, s", mine, bar=ROUND_BAR_S, want="at most"))
+    return out
+
+
+async def main() -> int:
+    """Launch, measure, print."""
+    options = _common.parser(__doc__ or "")
+    options.add_argument("--model", choices=sorted(_dummy_models.SHAPES), default="0.6b")
+    options.add_argument("--transport", choices=("broadcast", "cuda_ipc"), default="broadcast")
+    options.add_argument("--engines", type=int, default=1)
+    options.add_argument("--tp", type=int, default=1)
+    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--load", type=int, default=256, help="requests in flight at each engine; 0: idle only")
+    options.add_argument("--memory", type=float, default=0.6, help="gpu_memory_utilization of an engine")
+    args = options.parse_args()
+    if args.quick:
+        args.rounds = 2
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM's own IPC pickles its handles
+    with tempfile.TemporaryDirectory() as folder:
+        path = _dummy_models.save(Path(folder), args.model)
+        args.path = str(path)
+        backend = {"backend": "ipc" if args.transport == "cuda_ipc" else "nccl"}
+        launch = Fleet.launch(
+            path, args.engines, profile="gpu", load_format="dummy", enforce_eager=True, tensor_parallel_size=args.tp,
+            max_model_len=8192, max_num_seqs=256, gpu_memory_utilization=args.memory, weight_transport=args.transport,
+            extra_args={"weight-transfer-config": json.dumps(backend), "attention-backend": "FLASH_ATTN"},
+        )  # fmt: skip
+        async with launch as fleet:
+            torch.cuda.set_device(0)
+            tensors = [
+                (name, torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02)
+                for name, shape in _dummy_models.shapes(path)
+            ]
+            found = await measure(args, fleet, [engine.url for engine in await fleet.engines()], tensors)
+    table = rows(args, found)
+    print(json.dumps({**_common.document("weight_sync", table), "seconds": found}, indent=2))
+    return 0 if all(row.ok for row in table) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))
