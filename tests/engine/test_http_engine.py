@@ -63,6 +63,18 @@ async def test_a_pause_that_was_given_up_can_be_resumed() -> None:
             await one.resume_generation()
 
 
+async def test_a_pause_with_a_deadline_of_its_own_is_taken_back() -> None:
+    async with engine() as one:
+        request = asyncio.create_task(one.sample([1], 1, TOKENS))
+        await running(one)
+        with pytest.raises(DeadlineError):
+            await one.pause_generation(PauseMode.WAIT, timeout_s=0.05)
+        assert not await one.control.is_paused()
+        assert not request.done()
+        assert await one.sample([1], 1, SHORT)
+        assert len((await request)[0].token_ids) == TOKENS.max_tokens
+
+
 async def test_a_cancelled_update_ends_all_the_same() -> None:
     async with engine(load_seconds=0.2) as one:
         caller = asyncio.create_task(one.update_weights(WEIGHTS))

@@ -113,6 +113,8 @@ async def test_everything_a_fleet_can_do_can_be_done_by_who_adopted_it() -> None
     async with detached() as fleet:
         running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
         await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        with pytest.raises(DeadlineError, match=r"e0, e1 did not pause within 0\.01 s"):
+            await fleet.pause_generation(PauseMode.WAIT, timeout_s=0.01)
         await fleet.pause_generation(PauseMode.KEEP)
         assert {s.state for s in await fleet.engines()} == {State.PAUSED}
         with pytest.raises(StateError, match="already paused"):
@@ -294,7 +296,7 @@ async def test_bad_calls_are_answered(fleet: Fleet) -> None:
         with pytest.raises(UserError, match="malformed arguments: KeyError"):
             await link.call("pause")
         with pytest.raises(UserError, match="malformed arguments"):
-            await link.call("pause", mode="quickly", clear_cache=True)
+            await link.call("pause", mode="quickly", clear_cache=True, timeout_s=None)
         with pytest.raises(WeightsError, match="malformed weight manifest"):
             await link.call("update", manifest={})
         manifest = {"version": 99, "transport": "shared_memory", "location": {"path": "/etc/passwd"}, "tensors": []}

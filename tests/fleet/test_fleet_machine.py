@@ -31,6 +31,7 @@ from virtual_fleet import Network, Node, VirtualEngines, open_fleet, virtual_tim
 
 from penstock import Fleet, GenerateOutput, PauseMode, SamplingParams
 from penstock.errors import (
+    DeadlineError,
     EngineDeadError,
     EngineHTTPError,
     EngineStartError,
@@ -67,7 +68,7 @@ FAULTS = {
 """A pause that hangs is not among them: one that waits for requests may take as long as a request, and they with it."""
 FAULT = st.sampled_from([(phase, kind) for phase, kinds in FAULTS.items() for kind in kinds])
 REFUSALS: dict[str, tuple[type[PenstockError], ...]] = {
-    "pause": (StateError, EngineDeadError),
+    "pause": (StateError, EngineDeadError, DeadlineError),
     "resume": (StateError, EngineDeadError),
     "abort": (EngineDeadError, EngineHTTPError),
     "update": (StateError, UpdateError),
@@ -114,9 +115,14 @@ class FleetMachine(RuleBasedStateMachine):
     def let_pass(self, ms: int) -> None:
         self.runner.run(asyncio.sleep(ms / 1000))
 
-    @rule(mode=st.sampled_from(PauseMode), clear=st.booleans(), ms=MILLISECONDS)
-    def pause(self, mode: PauseMode, clear: bool, ms: int) -> None:  # noqa: FBT001 - as above
-        self.begin("pause", self.fleet.pause_generation(mode, clear_cache=clear), ms)
+    @rule(
+        mode=st.sampled_from(PauseMode),
+        clear=st.booleans(),
+        timeout_s=st.sampled_from([None, 0.001, 0.02, 0.2]),
+        ms=MILLISECONDS,
+    )
+    def pause(self, mode: PauseMode, clear: bool, timeout_s: float | None, ms: int) -> None:  # noqa: FBT001 - as above
+        self.begin("pause", self.fleet.pause_generation(mode, clear_cache=clear, timeout_s=timeout_s), ms)
 
     @rule(ms=MILLISECONDS)
     def resume(self, ms: int) -> None:

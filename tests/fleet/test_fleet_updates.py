@@ -9,7 +9,7 @@ import torch
 from sim_fleets import check, check_serves, in_flight, made
 
 from penstock import Fleet, PauseMode, SamplingParams
-from penstock.errors import StateError, UserError, WeightsError
+from penstock.errors import DeadlineError, StateError, UserError, WeightsError
 from penstock.fleet.lifecycle import State
 
 PROMPTS = [[1 + i, 2, 3] for i in range(24)]
@@ -75,6 +75,21 @@ async def test_requests_before_and_during_a_pause_wait_and_none_fails(fleet: Fle
     assert len((await chat)["choices"]) == 1
     with pytest.raises(StateError, match="not paused"):
         await fleet.resume_generation()
+
+
+async def test_a_pause_that_waits_longer_than_it_may_leaves_everything_as_it_was(fleet: Fleet) -> None:
+    running = batch(fleet, SamplingParams(max_tokens=400, detokenize=False))
+    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+    begin = asyncio.get_running_loop().time()
+    with pytest.raises(DeadlineError, match=r"e0, e1, e2 did not pause within 0.1 s; every engine goes on as before"):
+        await fleet.pause_generation(PauseMode.WAIT, timeout_s=0.1)
+    assert asyncio.get_running_loop().time() - begin < 0.7, "requests take longer"
+    assert {status.state for status in await fleet.engines()} == {State.SERVING}
+    assert not running.done()
+    await fleet.sample([9], 1, {"max_tokens": 3})
+    check(PROMPTS, await running, SamplingParams(max_tokens=400))
+    await fleet.pause_generation(PauseMode.WAIT, timeout_s=5.0)
+    await fleet.resume_generation()
 
 
 async def test_an_update_of_a_paused_fleet_leaves_it_paused(fleet: Fleet) -> None:

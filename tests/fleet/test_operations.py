@@ -89,6 +89,36 @@ async def test_pause_wait_has_the_deadline_of_a_request() -> None:
     assert bench.state("a") is State.PAUSED
 
 
+@pytest.mark.parametrize("mode", PauseMode)
+async def test_a_pause_that_takes_longer_than_it_may_is_taken_back_and_nobody_dies_of_it(mode: PauseMode) -> None:
+    bench = await Bench("abc").started()
+    bench.engine["b"].faults["pause"] = "hang"
+    with pytest.raises(DeadlineError, match=rf"pause \({mode}\): b did not pause within 0.03 s; every engine goes on"):
+        await bench.operations.pause(mode, clear_cache=True, timeout_s=0.03)
+    assert {bench.state(name) for name in "abc"} == {State.SERVING}
+    assert ("a", "resume") in bench.journal
+    assert ("b", "resume") in bench.journal
+    assert not bench.router.closed
+    bench.check_belief()
+    del bench.engine["b"].faults["pause"]
+    await bench.operations.pause(mode, clear_cache=True, timeout_s=5.0)
+    assert bench.engine["b"].calls["pause"] == (mode, True, 5.0)
+    bench.check_belief()
+
+
+async def test_who_cannot_go_on_after_a_pause_that_was_taken_back_is_dead() -> None:
+    bench = await Bench("abc").started()
+    bench.engine["a"].faults["pause"] = "die"
+    bench.engine["b"].faults |= {"pause": "hang", "resume": "refuse"}
+    with pytest.raises(DeadlineError, match="b did not pause"):
+        await bench.operations.pause(PauseMode.WAIT, clear_cache=True, timeout_s=0.03)
+    assert bench.router.serves() == {"c": 0}
+    assert not bench.router.closed
+    bench.check_belief()
+    with pytest.raises(UserError, match="timeout_s of a pause must be positive, got 0"):
+        await bench.operations.pause(PauseMode.WAIT, clear_cache=True, timeout_s=0.0)
+
+
 async def test_pausing_twice_and_resuming_when_not_paused() -> None:
     bench = await Bench("ab").started()
     with pytest.raises(StateError, match="not paused"):

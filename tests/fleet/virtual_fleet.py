@@ -54,7 +54,7 @@ class Node:
     def __init__(self, network: Network, name: str, url: str, config: SimConfig) -> None:
         self.name, self.url = name, url
         self.engine = SimEngine(config, on_death=self._died)
-        self.app = _app(self.engine)
+        self.app = _app(config, (self.engine,))
         self.app.freeze()
         self.listening = True
         self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()

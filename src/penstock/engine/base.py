@@ -122,15 +122,21 @@ class Engine(ABC):
     # --- pause, resume, memory ---------------------------------------------------------------------------------------
 
     @abstractmethod
-    async def pause_generation(self, mode: PauseMode = PauseMode.KEEP, *, clear_cache: bool = True) -> None:
+    async def pause_generation(
+        self, mode: PauseMode = PauseMode.KEEP, *, clear_cache: bool = True, timeout_s: float | None = None
+    ) -> None:
         """Stop making tokens; returns when none is being made (R22, R23). New requests wait.
 
         Args:
             mode: what happens to requests in flight.
             clear_cache: recompute KV at resume, so that no cached block outlives its weights (G5).
+            timeout_s: seconds after which the pause is given up, and generation goes on as before. Default: the
+                deadline of a request for the mode `wait`, which takes as long as the longest one in flight, and of a
+                control call for the others.
 
         Raises:
             StateError: already paused.
+            DeadlineError: not within `timeout_s`.
         """
 
     @abstractmethod

@@ -151,9 +151,9 @@ class RemoteOrders:
         self._update: asyncio.Task[UpdateReport] | None = None
         self._closed = False
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+    async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None) -> None:
         """See `Operations`, as of all methods."""
-        await self._call("pause", mode=mode.value, clear_cache=clear_cache)
+        await self._call("pause", mode=mode.value, clear_cache=clear_cache, timeout_s=timeout_s)
 
     async def resume(self) -> None:  # noqa: D102
         await self._call("resume")

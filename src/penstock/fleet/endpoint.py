@@ -63,7 +63,9 @@ class Endpoint:
         self._runner: web.AppRunner | None = None
         self._path: Path | None = None
         self._calls: dict[str, Call] = {
-            "pause": lambda args: operations.pause(PauseMode(args["mode"]), clear_cache=bool(args["clear_cache"])),
+            "pause": lambda args: operations.pause(
+                PauseMode(args["mode"]), clear_cache=bool(args["clear_cache"]), timeout_s=args["timeout_s"]
+            ),
             "resume": lambda _: operations.resume(),
             "abort": lambda _: operations.abort(),
             "reset_prefix_cache": lambda _: operations.reset_prefix_cache(),

@@ -229,9 +229,11 @@ class Fleet(Engine):
 
     # --- pause, resume, memory ---------------------------------------------------------------------------------------
 
-    async def pause_generation(self, mode: PauseMode = PauseMode.KEEP, *, clear_cache: bool = True) -> None:
+    async def pause_generation(
+        self, mode: PauseMode = PauseMode.KEEP, *, clear_cache: bool = True, timeout_s: float | None = None
+    ) -> None:
         """Close the gate and pause every engine; see `Engine.pause_generation`. New requests wait in the router."""
-        await self._operations.pause(PauseMode(mode), clear_cache=clear_cache)
+        await self._operations.pause(PauseMode(mode), clear_cache=clear_cache, timeout_s=timeout_s)
 
     async def resume_generation(self) -> None:
         """Resume every engine, then open the gate; see `Engine.resume_generation`."""

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mappi
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.errors import StateError, UserError
+from penstock.errors import DeadlineError, StateError, UserError
 from penstock.fleet.control import Call, fan_out
 from penstock.fleet.lifecycle import State
 from penstock.fleet.member import EngineControl, Member
@@ -74,14 +74,30 @@ class Operations:
         self._turn = asyncio.Lock()
         self._running: asyncio.Task[Any] | None = None
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Close the gate, then pause every engine; StateError if paused."""
+    async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None) -> None:
+        """Close the gate, then pause every engine; StateError if paused.
+
+        Args:
+            mode: what happens to requests in flight.
+            clear_cache: recompute KV at resume.
+            timeout_s: if an engine has not paused by then, all go on as before, and that is a DeadlineError. Default:
+                the deadline of a request for a pause that waits, else that of a control call; an engine that has not
+                paused by then is dead.
+        """
+        if timeout_s is not None and timeout_s <= 0:
+            raise UserError(f"timeout_s of a pause must be positive, got {timeout_s:g}")
 
         async def run() -> None:
             if self.paused:
                 raise StateError("generation is already paused; resume_generation first")
             async with self._gate_closed():
-                await self._pause_engines(mode, clear_cache=clear_cache)
+                if late := await self._pause_engines(mode, clear_cache=clear_cache, timeout_s=timeout_s):
+                    await self._roster.command(_resume, what="resume after the pause", deadline_s=self._control_s)
+                    raise DeadlineError(
+                        f"pause ({mode}): {', '.join(late)} did not pause within {timeout_s:g} s; every engine goes on "
+                        "as before. A pause that waits takes as long as the longest request in flight",
+                        seconds=timeout_s or 0.0,
+                    )
                 self._move_all(State.PAUSED, f"pause_generation ({mode})")
                 self.paused = True
 
@@ -316,14 +332,20 @@ class Operations:
     def _enough_or_none_to_come(self) -> bool:
         return len(self._roster.live()) >= self._min_engines or not any(m.coming for m in self._roster.members)
 
-    async def _pause_engines(self, mode: PauseMode, *, clear_cache: bool) -> None:
+    async def _pause_engines(
+        self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None
+    ) -> tuple[str, ...]:
+        """The names of those that did not pause within `timeout_s`; without one, who is late is dead."""
         # `wait` ends with the longest request in flight, the other modes at once.
-        deadline_s = self._request_s if mode is PauseMode.WAIT else self._control_s
-        await self._roster.command(
+        deadline_s = timeout_s or (self._request_s if mode is PauseMode.WAIT else self._control_s)
+        outcome = await self._roster.command(
             lambda engine: engine.pause(mode, clear_cache=clear_cache, timeout_s=deadline_s),
             what=f"pause ({mode})",
             deadline_s=deadline_s,
+            may_be_late=timeout_s is not None,
         )
+        late = (name for name, error in outcome.failures.items() if isinstance(error, DeadlineError))
+        return tuple(late) if timeout_s is not None else ()
 
     async def _tell(self, call: Call[None], what: str) -> None:
         await self._roster.command(call, what=what, deadline_s=self._control_s, refusable=True)

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 class Orders(Protocol):
     """What is done with every engine; `operations.Operations` here, `adopt.RemoteOrders` from elsewhere."""
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None: ...  # noqa: D102 - as in Operations
+    async def pause(  # noqa: D102 - as in Operations, all of them
+        self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None
+    ) -> None: ...
     async def resume(self) -> None: ...  # noqa: D102
     async def abort(self) -> None: ...  # noqa: D102
     async def reset_prefix_cache(self) -> None: ...  # noqa: D102
