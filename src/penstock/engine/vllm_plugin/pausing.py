@@ -70,7 +70,10 @@ class Holds:
             awake = self._core.wake_up(tags)
         finally:
             del self._core.resume_scheduler
-        self.asleep = frozenset() if tags is None else self.asleep - set(tags)
+        still = frozenset[str]() if tags is None else self.asleep - set(tags)
+        back, self.asleep = self.asleep - still, still
+        if self.without_weights and "weights" in back and self._core.vllm_config.lora_config is not None:
+            self._core.collective_rpc("penstock_forget_adapters")
         self.go_on()
         return awake
 
@@ -100,7 +103,9 @@ def extend_core() -> None:
     """Make the methods of `Holds` callable on the core, as `penstock_pause` and so on; again is harmless."""
     from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - only inside vLLM
 
-    for method in (Holds.pause, Holds.resume, Holds.sleep, Holds.wake_up, Holds.weights_are_in):
+    for method in (
+        Holds.pause, Holds.resume, Holds.sleep, Holds.wake_up, Holds.weights_are_out, Holds.weights_are_in,
+    ):  # fmt: skip
         setattr(EngineCore, f"penstock_{method.__name__}", _on_holds(method))
 
 

@@ -1,0 +1,139 @@
+"""Engines of several ranks, on the CPU: every rank has the new weights, and all answer as the model itself does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from nano_models import History, changed, save_moe
+from penstock import Fleet
+from penstock.config import EngineConfig
+from penstock.engine.command import server_command
+from penstock.engine.http import HTTPEngine
+from penstock.engine.process import EngineProcess
+from penstock.errors import ConfigError
+from penstock.types import Sample, SamplingParams
+from penstock.weights.checkpoint_names import checkpoint_tensors
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]
+
+GREEDY = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, detokenize=False)
+LONG = replace(GREEDY, max_tokens=400)
+
+
+@asynccontextmanager
+async def launched(logs: Path, **engines: EngineConfig) -> AsyncIterator[list[EngineProcess]]:
+    """Engine processes of these names, started side by side."""
+    async with AsyncExitStack() as owned:
+        started = await asyncio.gather(
+            *(EngineProcess.launch(config, name=name, log_dir=logs) for name, config in engines.items()),
+            return_exceptions=True,
+        )
+        for process in started:
+            if isinstance(process, EngineProcess):
+                owned.push_async_callback(process.stop)
+        failures = [error for error in started if isinstance(error, BaseException)]
+        assert not failures, failures
+        yield [process for process in started if isinstance(process, EngineProcess)]
+
+
+def config(model: Path, tp: int = 1, dp: int = 1) -> EngineConfig:
+    return EngineConfig(
+        model=str(model), profile="cpu", max_model_len=512, tensor_parallel_size=tp, data_parallel_size=dp
+    )
+
+
+@pytest.mark.slow
+async def test_engines_of_differing_sizes_serve_the_same_experts_after_an_update_in_flight(tmp_path: Path) -> None:
+    """TP 2 and TP 1 in one fleet, on a mixture of experts: each rank holds its share of every expert."""
+    path = save_moe(tmp_path / "moe")
+    history = History({0: AutoModelForCausalLM.from_pretrained(path, dtype="float32")})
+    model = changed(history.latest, 1, scale=0.1)
+    async with launched(tmp_path, wide=config(path, tp=2), narrow=config(path)) as processes:
+        urls = [process.url for process in processes]
+        async with Fleet.connect(urls) as fleet:
+            assert [(m.tp, m.pp, m.dp) for m in (member.info for member in fleet._roster.members)] == [
+                (2, 1, 1),
+                (1, 1, 1),
+            ]
+            prompts = [[5, 6, 7 + i] for i in range(8)]
+            before = await fleet.collective_rpc("penstock_checksum")
+            running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=LONG))
+            await asyncio.sleep(1.0)
+            report = await fleet.update_weights(checkpoint_tensors(model).items())
+            history.models[report.version] = model
+            assert report.failures == {}
+            wide, narrow = (engine.checksum for engine in report.engines)
+            assert len(wide.split("-")) == 2, "one checksum for each rank"
+            assert len(narrow.split("-")) == 1
+            after = await fleet.collective_rpc("penstock_checksum")
+            assert not set(before) & set(after), "a rank has the weights it had before"
+            assert sorted(after) == sorted([*wide.split("-"), narrow])
+            out = await running
+            assert any(len(spans) > 1 for spans in out.response_spans), "the update missed every request"
+            crossed = zip(prompts, out.response_ids, out.response_logprobs, out.response_spans, strict=True)
+            _agree(history, [(p, i, lp, s) for p, i, lp, s in crossed])
+        for url in urls:
+            engine = await HTTPEngine.connect(url)
+            try:
+                answers = [(p, (await engine.sample(p, 1, GREEDY))[0]) for p in prompts[:3]]
+                for prompt, sample in answers:
+                    assert sample.versions() == (1,) * 60
+                    assert history.worst_difference(prompt, sample) < 1e-4
+            finally:
+                await engine.teardown()
+
+
+@pytest.mark.slow
+async def test_every_data_parallel_replica_takes_an_update(nano_path: Path, tmp_path: Path) -> None:
+    history = History({0: AutoModelForCausalLM.from_pretrained(nano_path, dtype="float32")})
+    model = changed(history.latest, 2)
+    async with launched(tmp_path, replicas=config(nano_path, dp=2)) as (process,):
+        engine = await HTTPEngine.connect(process.url, name="replicas")
+        try:
+            assert engine.dp_size == 2
+            prompts = [[5, 6, 7 + i] for i in range(8)]
+            running = [asyncio.create_task(engine.sample(prompt, 1, LONG)) for prompt in prompts]
+            await asyncio.sleep(1.0)
+            report = await engine.update_weights(model.named_parameters())
+            history.models[report.version] = model
+            first, second = report.engines[0].checksum.split("-")
+            assert first == second, "replicas of one engine hold the same weights"
+            crossed = [(await task)[0] for task in running]
+            assert any(len(sample.spans) > 1 for sample in crossed), "the update missed every request"
+            for prompt, sample in zip(prompts, crossed, strict=True):
+                assert history.worst_difference(prompt, sample) < 1e-4
+            # More at once than one replica is given: whichever answers, it is the new model.
+            later = await asyncio.gather(*(engine.sample(prompt, 1, GREEDY) for prompt in prompts))
+            for prompt, (sample,) in zip(prompts, later, strict=True):
+                assert sample.versions() == (1,) * 60
+                assert history.worst_difference(prompt, sample) < 1e-4
+        finally:
+            await engine.teardown()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 3}, r"attention heads \(4\) must be divisible by tensor parallel size \(3\)"),
+        ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "Number of experts in the model must be greater"),
+    ],
+)
+def test_what_is_refused_before_launch_vllm_refuses_too(nano_path: Path, options: dict, message: str) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    with pytest.raises(ConfigError, match="cannot be served with TP"):
+        server_command(EngineConfig(model=str(nano_path), profile="gpu", **options), port=1, api_key=None)
+    with pytest.raises(ValueError, match=message):
+        EngineArgs(model=str(nano_path), distributed_executor_backend="mp", **options).create_engine_config()
+
+
+def _agree(history: History, answers: list[tuple[list[int], tuple[int, ...], tuple[float, ...], tuple]]) -> None:
+    for prompt, ids, logprobs, spans in answers:
+        assert history.worst_difference(prompt, Sample(ids, "length", logprobs, spans)) < 1e-4
