@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from nano_models import save_dense, save_moe
-from penstock.engine.vllm_plugin.direct_load import DirectPlan, Piece, _Proof, make_plan
+from penstock.engine.vllm_plugin.direct_load import DirectPlan, NotDirectError, Piece, _Proof, make_plan
 from penstock.weights.manifest import TensorEntry
 
 CPU = torch.device("cpu")
@@ -75,7 +75,7 @@ def examine(folder: Path, port: int) -> dict[str, Any]:
             found["in_place"] = sum(plan.place(entry) is not None for entry in entries)
             try:
                 _Proof(model, entries, swapped(plan), CPU).run(config.model_config)
-            except Exception as error:
+            except NotDirectError as error:
                 found["swapped"] = str(error)
             sent = {entry.name: torch.randn(entry.shape) for entry in entries}
     unchanged = all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())

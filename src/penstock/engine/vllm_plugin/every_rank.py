@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,19 +14,34 @@ from penstock.errors import WeightsError
 async def on_every_rank(engine: Any, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
     """Call a worker method on every rank of vLLM's `engine` (its AsyncLLM).
 
-    vLLM's own `collective_rpc` calls all of them too, but of several data-parallel replicas it returns only what the
-    first one answered (0.26 to 0.32: `DPLBAsyncMPClient.call_utility_async`), so what went wrong on the others, and
-    what weights they have, stays unknown.
-
     Returns:
         Answers of shape `[dp * pp * tp]`: those of the first replica by rank, then those of the second, and so on.
     """
+    hear_all(engine)
+    return await engine.collective_rpc(method, args=args)
+
+
+def hear_all(engine: Any) -> None:
+    """Make the engine's `collective_rpc` return what every rank answered; again is harmless.
+
+    VLLM's own calls all of them too, but of several data-parallel replicas it returns only what the first one answered
+    (0.26 to 0.32: `DPLBAsyncMPClient.call_utility_async`), so what went wrong on the others, and what weights they
+    have, stays unknown.
+    """
     client = engine.engine_core
-    cores = getattr(client, "core_engines", ())  # each the core of one replica
-    if len(cores) < 2:  # noqa: PLR2004
-        return await engine.collective_rpc(method, args=args)
+    if len(getattr(client, "core_engines", ())) > 1:  # each the core of one replica
+        client.collective_rpc_async = functools.partial(_of_all_cores, client)
+
+
+async def _of_all_cores(
+    client: Any,
+    method: Any,
+    timeout: float | None = None,  # noqa: ASYNC109 - as vLLM's
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> list[Any]:
     one = client._call_utility_async  # noqa: SLF001 - the public call keeps the first answer only
-    calls = (one("collective_rpc", method, None, args, None, engine=core) for core in cores)
+    calls = (one("collective_rpc", method, timeout, args, kwargs, engine=core) for core in client.core_engines)
     return [answer for of_replica in await asyncio.gather(*calls) for answer in of_replica]
 
 

@@ -156,7 +156,7 @@ class PenstockMiddleware:
         if problem := next((rank["error"] for rank in ranks if "error" in rank), None):
             raise TransferError(problem)
         checksums = [rank["checksum"] for rank in ranks]
-        if engine.vllm_config.model_config.get_num_experts() == 0:
+        if not engine.vllm_config.model_config.is_moe:
             check_replicas(checksums, engine.vllm_config.parallel_config.data_parallel_size)
         loaded = time.perf_counter()
         await self._label(engine, {"version": version})

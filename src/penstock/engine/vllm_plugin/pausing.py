@@ -23,6 +23,8 @@ from contextvars import ContextVar
 from typing import Any
 from urllib.parse import parse_qs
 
+from penstock.engine.vllm_plugin.every_rank import hear_all
+
 ROUTES = frozenset({"/pause", "/resume", "/sleep", "/wake_up", "/finish_weight_update", "/collective_rpc"})
 MEMORY_TAGS = frozenset({"weights", "kv_cache"})
 DROPS_WEIGHTS = 2
@@ -131,6 +133,7 @@ class Pausing:
         if self._core is not None:
             return
         self._core = core = engine.engine_core
+        hear_all(engine)
         engine.pause_generation = functools.partial(self._pause, engine.renderer)
         engine.resume_generation = functools.partial(core.call_utility_async, "penstock_resume")
         core.sleep_async = self._sleep

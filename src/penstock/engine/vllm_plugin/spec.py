@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 
 from penstock.errors import WeightsError
 from penstock.weights.checkpoint_names import checkpoint_tensors
-from penstock.weights.manifest import WeightManifest
+from penstock.weights.manifest import TensorEntry, WeightManifest
 from penstock.weights.pack import all_finite, dtype_name, view
 from penstock.weights.shared_memory import open_mapping
 
@@ -46,12 +46,16 @@ class WeightSpec:
 
 def check_bytes(manifest: WeightManifest) -> None:
     """Map the bytes and raise WeightsError where a checksum differs or a value is not finite."""
+    mapping = open_mapping(manifest.location.get("path", ""), manifest.extent)
+    check_tensors(memoryview(mapping), manifest.tensors)
+
+
+def check_tensors(buffer: memoryview, entries: Iterable[TensorEntry]) -> None:
+    """Raise WeightsError where the checksum of a tensor in `buffer` differs, or a value is not finite."""
     # One thread for tensors of a few kilobytes: on a machine of many cores torch's pool costs more than it brings, most
     # of all with several engines beside each other. The setting holds for the calling thread.
     torch.set_num_threads(1)
-    mapping = open_mapping(manifest.location.get("path", ""), manifest.extent)
-    buffer = memoryview(mapping)
-    for entry in manifest.tensors:
+    for entry in entries:
         crc = zlib.crc32(buffer[entry.offset : entry.offset + entry.nbytes])
         if crc != entry.crc32:
             raise WeightsError(f"tensor {entry.name!r} has crc32 {crc:08x}, its manifest says {entry.crc32:08x}")
