@@ -36,6 +36,9 @@ def serve(
     router: Annotated[
         str, typer.Option(metavar="KIND", help="penstock, or vllm-router in the place of our router.")
     ] = "penstock",
+    launcher: Annotated[
+        str, typer.Option(metavar="KIND", help="local, or ray: engines under Ray actors, on any node of a cluster.")
+    ] = "local",
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -60,6 +63,7 @@ def serve(
     - `penstock serve Qwen/Qwen3-8B --engines 4 tensor_parallel_size=2 router.policy=round-robin`
     - `penstock serve any-name --sim --port 0` (to try a client against)
     - `penstock serve Qwen/Qwen3-8B --engines 4 --detach` (it outlives the shell)
+    - `penstock serve Qwen/Qwen3-8B --engines 4 --launcher ray fleet.ray_address=auto` (on the nodes of a Ray cluster)
 
     Keys and their meaning: docs/configuration.md; `extra_args.NAME=VALUE` passes any other option on to vLLM.
     """
@@ -68,21 +72,30 @@ def serve(
     profiles = [name for name, chosen in (("cpu", cpu), ("gpu", gpu), ("sim", sim)) if chosen]
     if len(profiles) > 1:
         raise UserError(f"--{profiles[0]} and --{profiles[1]} exclude each other; give one of them")
-    config = _config(model, options or [], engines=engines, router=router, host=host, port=port, profiles=profiles)
+    fleet = {"engines": engines, "launcher": launcher}
+    config = _config(model, options or [], fleet=fleet, router=router, host=host, port=port, profiles=profiles)
     if config.router.url is None:
         refuse_open_host(config.router.host, api_key)
         check_port(config.router.host, config.router.port)
-    check_engine(config.engine)
+    if config.fleet.launcher == "local":  # another node has what it has
+        check_engine(config.engine)
     run_until_signal(_serve(config, api_key or None, detach=detach))
 
 
 def _config(
-    model: str, options: list[str], *, engines: int, router: str, host: str, port: int, profiles: list[str]
+    model: str,
+    options: list[str],
+    *,
+    fleet: dict[str, Any],
+    router: str,
+    host: str,
+    port: int,
+    profiles: list[str],
 ) -> RunConfig:
     """The flags and the `key=value` options as one validated tree; a key without a section is the engine's."""
     from penstock.config import load_config  # noqa: PLC0415
 
-    flags: dict[str, Any] = {"engine.model": model, "fleet.engines": engines}
+    flags: dict[str, Any] = {"engine.model": model} | {f"fleet.{name}": value for name, value in fleet.items()}
     flags |= {"router.kind": router, "router.host": host, "router.port": port}
     if profiles:
         flags["engine.profile"] = profiles[0]
