@@ -11,8 +11,9 @@ import pytest
 
 from penstock.config import RouterConfig
 from penstock.errors import StateError
+from penstock.router.hints import Hints
 from penstock.router.membership import EngineEntry
-from penstock.router.placement import Hints, Placement, PlacementOptions
+from penstock.router.placement import Placement, PlacementOptions
 from penstock.router.policies.base import Defer
 from penstock.router.policies.registry import POLICIES
 from penstock.router.prefix_hash import prefix_hashes

@@ -18,9 +18,10 @@ import pytest
 from penstock.errors import UserError
 from penstock.router.doorbell import Doorbell, make_bells
 from penstock.router.engine_slots import EngineSlots
+from penstock.router.hints import Hints
 from penstock.router.loads import Load
 from penstock.router.membership import EngineEntry
-from penstock.router.placement import Hints, Placement, PlacementOptions
+from penstock.router.placement import Placement, PlacementOptions
 from penstock.router.shared_loads import SharedLoads
 from penstock.router.shared_sessions import SharedSessions
 from penstock.router.shared_state import WAYS, Layout, SharedState

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from penstock.config import EngineConfig
 from penstock.engine.command import resolve_profile
 from penstock.errors import ConfigError, EngineError, RequestError
+from penstock.facade.balancer import LoadBalancer
 from penstock.facade.loop_thread import LoopThread
 from penstock.facade.metadata import model_metadata
 from penstock.facade.options import changed_fields, launch_options
@@ -27,6 +28,7 @@ from penstock.facade.requests import Call, Requests
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.lifecycle import State
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
+from penstock.router.admin_client import RouterAdmin
 from penstock.types import UpdateReport
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ T = TypeVar("T")
 RPC_S = 60.0
 """Deadline of `collective_rpc` where none is given."""
 _NO_COMPILATION = '{"mode": 0}'
-_AWAY = frozenset({State.DEAD, State.LAUNCHING, State.SYNCING})
+_AWAY = frozenset({State.DEAD, State.LAUNCHING, State.SYNCING, State.STOPPED})
 """States in which an engine has no request and no cache."""
 
 
@@ -62,6 +64,7 @@ class AsyncVLLM:
         self.num_replicas = num_replicas
         self.fleet = fleet
         self._loop = loop
+        self._api_key = api_key
         self._tokenizer = _tokenizer(config)
         self._requests = Requests(fleet, config.served_model_name or config.model, self._tokenizer, api_key)
         self._decode = functools.lru_cache(maxsize=None)(_decoder(self._tokenizer))
@@ -224,13 +227,17 @@ class AsyncVLLM:
         """Requests running or waiting on an engine, or for each engine; see `Fleet.get_num_unfinished_requests`."""
         if actor_index is not None:
             return self.call(self.fleet.get_num_unfinished_requests(actor_index))
-        return [running + waiting for running, waiting, _ in self.call(self._figures())]
+        return [requests for requests, _ in self.figures()]
 
     def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
         """Fraction of KV blocks in use on an engine, or for each engine."""
         if actor_index is not None:
             return self.call(self.fleet.get_cache_usage(actor_index))
-        return [usage for _, _, usage in self.call(self._figures())]
+        return [usage for _, usage in self.figures()]
+
+    def figures(self) -> list[tuple[int, float]]:
+        """Unfinished requests and share of KV blocks in use of each engine, by index; one that is away has none."""
+        return self.call(self._figures())
 
     def collective_rpc(
         self,
@@ -249,6 +256,37 @@ class AsyncVLLM:
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine of `fleet` where it belongs, and wait for it: `service.call(service.fleet.drain("e0"))`."""
         return self._loop.run(work)
+
+    # --- placement ---------------------------------------------------------------------------------------------------
+
+    def create_load_balancer(self, strategy: str | Sequence[str] | None = None, **kwargs: Any) -> LoadBalancer:
+        """Have requests placed by other policies from now on; see `LoadBalancer`, whose arguments these are.
+
+        Before the first one, those of `RouterConfig` hold: `bounded-sticky`, or what `policy=...` said at the launch.
+        """
+        return LoadBalancer(self, strategy, **kwargs)
+
+    def ask_router(self, ask: Callable[[RouterAdmin], Coroutine[Any, Any, T]]) -> T:
+        """The answer of the router's control side."""
+
+        async def answer() -> T:
+            admin = RouterAdmin(self.fleet.url, self._api_key)
+            try:
+                return await ask(admin)
+            finally:
+                await admin.close()
+
+        return self.call(answer())
+
+    def engine_names(self) -> list[str]:
+        """In the order of their indices."""
+        return [engine.name for engine in self.call(self.fleet.engines())]
+
+    def token_ids(self, prompt: str | Sequence[int]) -> Sequence[int] | None:
+        """Of a prompt; None for text where no tokenizer is here (simulated engines)."""
+        if not isinstance(prompt, str):
+            return prompt
+        return None if self._tokenizer is None else self._tokenizer.encode(prompt)
 
     # --- weights, as TorchRL's vLLMUpdaterV2 asks for them -----------------------------------------------------------
 
@@ -286,15 +324,13 @@ class AsyncVLLM:
         ]
         return outputs if call.prompts.batch else outputs[0]
 
-    async def _figures(self) -> list[tuple[int, int, float]]:
-        figures: list[tuple[int, int, float]] = []
+    async def _figures(self) -> list[tuple[int, float]]:
+        figures: list[tuple[int, float]] = []
         for engine in await self.fleet.engines():
-            if engine.state is State.STOPPED:
-                continue
             if engine.stats is not None:
-                figures.append((engine.stats.running, engine.stats.waiting, engine.stats.kv_cache_usage))
+                figures.append((engine.stats.running + engine.stats.waiting, engine.stats.kv_cache_usage))
             elif engine.state in _AWAY:
-                figures.append((0, 0, 0.0))
+                figures.append((0, 0.0))
             else:
                 raise EngineError(f"it is {engine.state} and does not say how full it is", engine=engine.name)
         return figures

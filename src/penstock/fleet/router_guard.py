@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
 
 from penstock.config import FleetConfig
 from penstock.engine.concurrent import cancelled
@@ -32,11 +32,12 @@ class RouterGuard:
 
     Args:
         router: it runs.
-        relaunch: starts another one on the same address.
+        relaunch: starts another one on the same address, with the policy that the old one said last it had.
     """
 
-    def __init__(self, router: RouterHandle, relaunch: Callable[[], Awaitable[RouterHandle]]) -> None:
+    def __init__(self, router: RouterHandle, relaunch: Callable[[Mapping[str, Any]], Awaitable[RouterHandle]]) -> None:
         self._router = router
+        self._policy: Mapping[str, Any] = {}
         self._relaunch = relaunch
         self._watch: asyncio.Task[None] | None = None
 
@@ -74,7 +75,7 @@ class RouterGuard:
                 await asyncio.sleep(fleet.health_interval_s)
             try:
                 async with asyncio.timeout(fleet.hang_timeout_s / HUNG_CHECKS):
-                    await roster.admin.engines()
+                    self._policy = (await roster.admin.engines()).policy
                 missed = 0
             except (DeadlineError, TimeoutError):
                 missed += 1
@@ -88,7 +89,7 @@ class RouterGuard:
         while (wait_s := budget.spend()) is not None:
             await asyncio.sleep(wait_s)
             try:
-                self._router = await self._relaunch()
+                self._router = await self._relaunch(self._policy)
             except PenstockError as error:
                 logger.warning("the router did not start: %s", error)
                 continue

@@ -77,7 +77,7 @@ async def open_router(config: RouterConfig, *, log_dir: Path, api_key: str | Non
         router = await _launch(config, log_dir, api_key)
         url = router.url
         again = config.model_copy(update={"port": urlsplit(url).port})
-        guard = RouterGuard(router, lambda: _launch(again, log_dir, api_key))
+        guard = RouterGuard(router, lambda policy: _launch(again.model_copy(update=policy), log_dir, api_key))
         owned.push_async_callback(guard.stop)
     admin = VllmRouterAdmin(url) if config.kind == "vllm-router" else RouterAdmin(url, api_key)
     owned.push_async_callback(admin.close)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from penstock.errors import StateError, UserError
+from penstock.errors import ConfigError, StateError, UserError
+from penstock.router.hints import Hints
 from penstock.router.membership import EngineEntry, Membership
 from penstock.router.prometheus import render
 from penstock.router.refusal import RefusalError
-from penstock.router.report import families, state
+from penstock.router.report import families, policy_in_force, state
 
 if TYPE_CHECKING:
     from penstock.router.dispatcher import Dispatcher
@@ -27,6 +28,8 @@ _METHODS = {
     "/router/health": "GET",
     "/router/engines": "GET or PUT",
     "/router/gate": "POST",
+    "/router/policy": "PUT",
+    "/router/preview": "POST",
     "/router/sessions/finish": "POST",
     "/router/metrics": "GET",
     "/metrics": "GET",
@@ -69,6 +72,17 @@ class _GateBody(_Strict):
     engine: Text | None = None
 
 
+class _PolicyBody(_Strict):
+    policy: Text
+    prefix_length: int | None = Field(default=None, ge=1)
+    overload_threshold: float | None = Field(default=None, ge=1)
+
+
+class _PreviewBody(_Strict):
+    prompt_tokens: int = Field(default=0, ge=0)
+    prefix_hashes: Text | None = None
+
+
 class _SessionBody(_Strict):
     session_id: Text
 
@@ -89,6 +103,13 @@ def execute(dispatcher: Dispatcher, method: str, path: str, body: bytes) -> Answ
             answer = _set_engines(dispatcher, _parse(_EnginesBody, body))
         case ("POST", "/router/gate"):
             answer = _set_gate(dispatcher, _parse(_GateBody, body))
+        case ("PUT", "/router/policy"):
+            answer = _set_policy(dispatcher, _parse(_PolicyBody, body))
+        case ("POST", "/router/preview"):
+            asked = _parse(_PreviewBody, body)
+            hashes = None if asked.prefix_hashes is None else asked.prefix_hashes.encode()
+            hints = Hints(prompt_tokens=asked.prompt_tokens, prefix_hashes=hashes)
+            answer = {"engine": dispatcher.placement.preview(hints)}
         case ("POST", "/router/sessions/finish"):
             answer = {"finished": dispatcher.finish_session(_parse(_SessionBody, body).session_id)}
         case ("GET", "/router/metrics" | "/metrics"):
@@ -134,6 +155,15 @@ def _set_gate(dispatcher: Dispatcher, body: _GateBody) -> dict[str, Any]:
         raise RefusalError(400, "bad_gate", f"no engine {body.engine!r} in the set; known: {known}")
     dispatcher.set_gate(closed=body.closed, adapter=body.adapter, engine=body.engine)
     return body.model_dump(exclude_none=True)
+
+
+def _set_policy(dispatcher: Dispatcher, body: _PolicyBody) -> dict[str, Any]:
+    names = tuple(name.strip() for name in body.policy.split(","))
+    try:
+        dispatcher.set_policy(names, body.model_dump(exclude={"policy"}, exclude_none=True))
+    except ConfigError as error:
+        raise RefusalError(400, "bad_policy", str(error)) from error
+    return policy_in_force(dispatcher)
 
 
 def _parse(model: type[M], body: bytes) -> M:

@@ -78,6 +78,8 @@ class RouterState:
     """Later turns that went to another engine than the one before."""
     placements: Mapping[str, int] = field(default_factory=dict[str, int])
     """Requests placed, by the rule that chose the engine."""
+    policy: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """`policy`, `prefix_length` and `overload_threshold` that are in force; empty where the router does not say."""
     workers: tuple[int, ...] = ()
     """Process ids of those that serve."""
 
@@ -121,6 +123,31 @@ class RouterAdmin:
         which = {"adapter": adapter, "engine": engine}
         body = {"closed": closed, **{name: value for name, value in which.items() if value is not None}}
         await self._call("POST", "/router/gate", body)
+
+    async def set_policy(
+        self,
+        policy: str | Sequence[str],
+        *,
+        prefix_length: int | None = None,
+        overload_threshold: float | None = None,
+    ) -> None:
+        """Have requests placed by another policy, or list of them, from now on; sessions stay where they live.
+
+        Args:
+            policy: see `RouterConfig.policy`.
+            prefix_length: the same; default: as it is.
+            overload_threshold: the same; default: as it is.
+        """
+        names = policy if isinstance(policy, str) else ",".join(policy)
+        options = {"prefix_length": prefix_length, "overload_threshold": overload_threshold}
+        given = {name: value for name, value in options.items() if value is not None}
+        await self._call("PUT", "/router/policy", {"policy": names, **given})
+
+    async def preview(self, *, prompt_tokens: int = 0, prefix_hashes: str | None = None) -> str | None:
+        """Name of the engine that a request with these headers would go to now; None: it would have to wait."""
+        given = {} if prefix_hashes is None else {"prefix_hashes": prefix_hashes}
+        answer = await self._call("POST", "/router/preview", {"prompt_tokens": prompt_tokens, **given})
+        return None if answer["engine"] is None else str(answer["engine"])
 
     async def finish_session(self, session_id: str | int) -> bool:
         """The session has no further turn: what it holds on its engine no longer counts. False: it was not known."""

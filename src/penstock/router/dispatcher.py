@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Container, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from penstock.config import RouterConfig
 from penstock.router.engine import Engine
@@ -121,6 +122,11 @@ class Dispatcher:
         if engine is not None and engine in self.engines:
             self.placement.gate(engine, closed=closed)
         self.gate.set(closed=closed, adapter=adapter, engine=engine)
+
+    def set_policy(self, policies: tuple[str, ...], options: Mapping[str, Any]) -> None:
+        """Place by these policies from now on, with these of `PolicyOptions` changed; ConfigError: there is no such."""
+        self.placement.set_policy(replace(self.placement.options, policies=policies, **options))
+        self.gate.room()
 
     def finish_session(self, session_id: str) -> bool:
         """The session has no further turn; False: it was not known."""

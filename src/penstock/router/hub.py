@@ -233,6 +233,8 @@ class Hub:
                 return _json(await self._set_engines(body))
             case "POST", "/router/gate":
                 return _json(await self._set_gate(body))
+            case "PUT", "/router/policy":
+                return _json(await self._set_policy(body))
             case "GET", "/router/engines":
                 return _json(merge_states(await self._all(_execute("GET", "/router/engines", ""))))
             case "GET", _:
@@ -265,6 +267,12 @@ class Hub:
                 self._gates[key] = body
             else:
                 self._gates.pop(key, None)
+            return answer
+
+    async def _set_policy(self, body: str) -> dict[str, Any]:
+        async with self._changing:
+            answer = (await self._all(_execute("PUT", "/router/policy", body)))[0]
+            self.config = self.config.model_copy(update=answer)  # for workers that are started later
             return answer
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple, Protocol, Self
+from typing import Self
 
 from penstock.config import RouterConfig
 from penstock.errors import StateError
 from penstock.router.candidates import Candidate, Candidates, new_tuple
 from penstock.router.groups import Groups
 from penstock.router.habits import Habits
+from penstock.router.hints import RequestHints
 from penstock.router.loads import LoadBoard, LocalLoads
 from penstock.router.membership import EngineEntry
 from penstock.router.policies.base import Defer, EngineView, PolicyOptions, ReadsPrefixes, RequestView
@@ -26,57 +27,6 @@ from penstock.router.sessions import LocalSessions, SessionRecord, SessionTable
 _SWEEP_S = 1.0
 """Between two looks for sessions that are idle or forgotten."""
 _NO_TURNS = (0, 0)
-
-
-class RequestHints(Protocol):
-    """What a request's headers say, as far as placing it goes. `router.head.RequestHead` is one."""
-
-    @property
-    def session_id(self) -> str | None:
-        """`X-Session-ID`."""
-        ...
-
-    @property
-    def group_id(self) -> str | None:
-        """`X-Group-ID`."""
-        ...
-
-    @property
-    def min_weight_version(self) -> int:
-        """`X-Weight-Version`."""
-        ...
-
-    @property
-    def prompt_tokens(self) -> int:
-        """`X-Prompt-Tokens`; 0: not said."""
-        ...
-
-    @property
-    def expected_tokens(self) -> int:
-        """`X-Expected-Tokens`; 0: not said."""
-        ...
-
-    @property
-    def adapter(self) -> str | None:
-        """`X-Adapter`."""
-        ...
-
-    @property
-    def prefix_hashes(self) -> bytes | None:
-        """`X-Prefix-Hashes` as it came."""
-        ...
-
-
-class Hints(NamedTuple):
-    """`RequestHints` as plain values."""
-
-    session_id: str | None = None
-    group_id: str | None = None
-    min_weight_version: int = 0
-    prompt_tokens: int = 0
-    expected_tokens: int = 0
-    adapter: str | None = None
-    prefix_hashes: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +108,12 @@ class Placement:
         self._added_share = self._habits.added_share
         self._sweep_at = 0.0
 
+    def set_policy(self, options: PlacementOptions) -> None:
+        """Place by other policies from now on; what is known of sessions, loads and prefixes stays."""
+        self._policy = make_policy(options.policies, options)
+        self._reads_prefixes = self._policy.reads_prefixes
+        self.options = options
+
     # --- engines -----------------------------------------------------------------------------------------------------
 
     def set_engines(self, entries: Sequence[EngineEntry]) -> None:
@@ -230,21 +186,7 @@ class Placement:
         if self._reads_prefixes is ReadsPrefixes.ALWAYS or (home is None and self._reads_prefixes):
             boundaries = parse_prefix_hashes(request.prefix_hashes or b"")
         group_id = None if home is not None else request.group_id
-        expected = int(request.expected_tokens * self._added_share)
-        view = new_tuple(
-            RequestView,
-            (
-                session_id,
-                None if home is None else home.view,
-                0 if record is None else record.tokens,
-                record is not None,
-                request.prompt_tokens,
-                expected,
-                self._prefixes.holders(boundaries) if boundaries else (),
-                self._prefix(boundaries) if boundaries else None,
-                () if group_id is None else self._groups.placed(group_id),
-            ),
-        )
+        view = self._view(request, boundaries, group_id, record, home)
         rule, answer = self._policy.ask(snapshot, view)
         if isinstance(answer, Defer):
             self.statistics.waited += 1
@@ -255,6 +197,15 @@ class Placement:
         if group_id is not None:
             self._groups.note(group_id, answer.name)
         return self._settle(request, now, tried, record, home, answer.name, rule)
+
+    def preview(self, request: RequestHints) -> str | None:
+        """Where `place` would put a request without a session now; nothing changes. None: it would have to wait."""
+        snapshot = self._candidates.snapshot(request.min_weight_version, request.adapter, (), self._placed)
+        if snapshot is None:
+            return None
+        boundaries = parse_prefix_hashes(request.prefix_hashes or b"") if self._reads_prefixes else ()
+        answer = self._policy.choose(snapshot, self._view(request, boundaries, request.group_id, None, None))
+        return None if isinstance(answer, Defer) else answer.name
 
     def could_serve(self, request: RequestHints) -> bool:
         """Whether an engine may serve the request if those it was tried on are asked again; where `place` says None."""
@@ -314,6 +265,30 @@ class Placement:
         return ceased
 
     # --- parts of it -------------------------------------------------------------------------------------------------
+
+    def _view(
+        self,
+        request: RequestHints,
+        boundaries: Sequence[tuple[int, bytes]],
+        group_id: str | None,
+        record: SessionRecord | None,
+        home: Candidate | None,
+    ) -> RequestView:
+        """The request as policies see it."""
+        return new_tuple(
+            RequestView,
+            (
+                request.session_id,
+                None if home is None else home.view,
+                0 if record is None else record.tokens,
+                record is not None,
+                request.prompt_tokens,
+                int(request.expected_tokens * self._added_share),
+                self._prefixes.holders(boundaries) if boundaries else (),
+                self._prefix(boundaries) if boundaries else None,
+                () if group_id is None else self._groups.placed(group_id),
+            ),
+        )
 
     def _engine(self, name: str) -> Candidate:
         engine = self._engines.get(name)

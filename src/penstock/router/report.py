@@ -30,8 +30,19 @@ def state(dispatcher: Dispatcher) -> dict[str, Any]:
         "sessions": len(placement.sessions),
         "moved_sessions": placement.statistics.moved,
         "placements": dict(placement.statistics.rules),
+        "policy": policy_in_force(dispatcher),
         "workers": [os.getpid()],
         "engines": [_engine(dispatcher, engine, views[engine.name]) for engine in dispatcher.engines.values()],
+    }
+
+
+def policy_in_force(dispatcher: Dispatcher) -> dict[str, Any]:
+    """By which policies requests are placed, as `RouterConfig` has it."""
+    options = dispatcher.placement.options
+    return {
+        "policy": ",".join(options.policies),
+        "prefix_length": options.prefix_length,
+        "overload_threshold": options.overload_threshold,
     }
 
 

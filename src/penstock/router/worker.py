@@ -35,6 +35,7 @@ _RELAYED = {
     ("PUT", "/router/engines"),
     ("GET", "/router/engines"),
     ("POST", "/router/gate"),
+    ("PUT", "/router/policy"),
     ("GET", "/router/metrics"),
     ("GET", "/metrics"),
 }

@@ -1,0 +1,105 @@
+"""The policy of a running router: changed for every process of it, and asked where a request would go."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+
+import pytest
+from router_rig import Rig, answer_name, eventually, rig
+
+from penstock.errors import UserError
+from penstock.router.admin_client import RouterAdmin
+from penstock.router.prefix_hash import prefix_hashes
+
+
+def hints(ids: list[int]) -> str:
+    return f"X-Prompt-Tokens: {len(ids)}\r\nX-Prefix-Hashes: {prefix_hashes(ids)}\r\n"
+
+
+async def rules(r: Rig) -> dict[str, int]:
+    return dict((await r.settled()).placements)
+
+
+async def test_from_the_next_request_on() -> None:
+    async with rig(answer_name, answer_name, answer_name, engine_metrics_interval_s=0) as r:
+        client = await r.client()
+        await client.ask(headers="X-Session-ID: a\r\n")
+        assert await rules(r) == {"bounded-sticky": 1}
+        await r.admin.set_policy(["prefix-aware", "round-robin"], prefix_length=64, overload_threshold=3)
+        answers = [(await client.ask()).body for _ in range(6)]
+        assert answers[:3] == answers[3:]
+        assert len(set(answers)) == 3
+        for _ in range(5):
+            await client.ask(headers=hints([7] * 200))
+        assert await rules(r) == {"bounded-sticky": 1, "round-robin": 7, "prefix-aware": 4}
+        state = await r.admin.engines()
+        assert state.policy == {
+            "policy": "prefix-aware,round-robin",
+            "prefix_length": 64,
+            "overload_threshold": 3.0,
+        }
+        assert state.sessions == 1  # what was known stays known
+        await r.admin.set_policy("requests")
+        assert (await r.admin.engines()).policy["prefix_length"] == 64
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "says"),
+    [
+        ("fastest", {}, "unknown routing policy 'fastest'"),
+        ("requests,requests", {}, "named twice"),
+        ("requests", {"prefix_length": 0}, "prefix_length"),
+        ("requests", {"overload_threshold": 0.5}, "overload_threshold"),
+    ],
+)
+async def test_a_wrong_one_changes_nothing(policy: str, options: dict[str, float], says: str) -> None:
+    async with rig(answer_name) as r:
+        before = (await r.admin.engines()).policy
+        with pytest.raises(UserError, match=says):
+            await r.admin.set_policy(policy, **options)  # type: ignore[arg-type]
+        assert (await r.admin.engines()).policy == before
+
+
+async def test_a_preview_tells_where_the_next_request_goes_and_changes_nothing() -> None:
+    async with rig(*[answer_name] * 4, policy="prefix-aware", prefix_length=64, engine_metrics_interval_s=0) as r:
+        client = await r.client()
+        prompts = [[i] * 200 for i in range(8)]
+        for ids in prompts:
+            await client.ask(headers=hints(ids))
+        before = await r.settled()
+        for ids in prompts:
+            engines = {
+                await r.admin.preview(prompt_tokens=200, prefix_hashes=prefix_hashes([*ids[:128], *range(9)]))
+                for _ in range(3)
+            }
+            assert engines == {(await client.ask(headers=hints(ids))).body.decode()}
+        after = await r.settled()
+        assert after.requests == before.requests + 8
+        assert sum(after.placements.values()) == sum(before.placements.values()) + 8
+        await r.announce([])
+        assert await r.admin.preview() is None
+
+
+async def test_every_process_follows_and_so_does_its_successor() -> None:
+    async with rig(*[answer_name] * 2, process=True, workers=2, engine_metrics_interval_s=0) as r:
+        await r.admin.set_policy("round-robin")
+        clients = [await r.client() for _ in range(12)]
+        for client in clients:
+            await client.ask()
+        state = await r.settled()
+        assert state.placements == {"round-robin": 12}
+        os.kill(state.workers[0], signal.SIGKILL)
+
+        async def replaced() -> bool:
+            return len(set((await r.admin.engines()).workers) - set(state.workers)) == 1
+
+        await eventually(replaced)
+        for _ in range(12):
+            await (await r.client()).ask()
+        assert Counter(set((await r.settled()).placements)) == Counter(["round-robin"])
+        admins = [RouterAdmin(r.url) for _ in range(8)]  # of either process
+        assert {(await admin.engines()).policy["policy"] for admin in admins} == {"round-robin"}
+        for admin in admins:
+            await admin.close()
