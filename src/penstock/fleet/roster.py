@@ -8,8 +8,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapp
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
-from penstock.engine.capabilities import Capabilities
-from penstock.engine.joining import Stretches
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, PenstockError, StateError
 from penstock.fleet.control import Call, FanOut, fan_out
 from penstock.fleet.lifecycle import State
@@ -51,8 +49,6 @@ class Roster:
         """The greatest version under which a token may have been made: what did not commit has its number for good."""
         self.checksums: Mapping[tuple[int, int, int], str] = {}
         """Of the fleet's weights on an engine of a layout; empty where nobody has said."""
-        self.stretches = Stretches(version)
-        """What was served between closings of the gate; for engines that label no token."""
         self.changes = 0
         """Grows with each change that was announced."""
         self.router_returns = False
@@ -68,14 +64,6 @@ class Roster:
     def live(self) -> tuple[Member, ...]:
         """A snapshot of those whose weights are confirmed: SERVING, PAUSED or DRAINING."""
         return tuple(m for m in self.members if m.state in SERVABLE)
-
-    def plain(self) -> list[tuple[str, Capabilities]]:
-        """Engines without our plugin that get requests, or may soon."""
-        return [
-            (m.name, m.info.capabilities)
-            for m in self.members
-            if not m.info.capabilities.plugin and m.state not in {State.DEAD, State.STOPPED}
-        ]
 
     def hopeless(self) -> bool:
         """Whether no engine is left and none is coming back."""
@@ -160,7 +148,6 @@ class Roster:
     def commit(self, version: int, checksums: Mapping[tuple[int, int, int], str] | None = None) -> None:
         """Every live engine has confirmed `version`: it is the fleet's from now on."""
         self.version = version
-        self.stretches.change(version)
         self.used = max(self.used, version)
         self.checksums = checksums or {}
         for member in self.live():
@@ -191,8 +178,6 @@ class Roster:
 
     async def gate(self, *, closed: bool) -> None:
         """Close or open the router's gate; in force when this returns."""
-        if closed and not self._closed:
-            self.stretches.stop()
         self._closed = closed
         await self._tell(lambda: self.admin.gate(closed))
 
@@ -230,7 +215,10 @@ class Roster:
 
     async def _push(self) -> None:
         self._epoch += 1
-        entries = [entry for member in self.live() for entry in member.entries()]
+        entries = [
+            EngineEntry(m.name, m.url, m.weight_version, eligible=not m.leaving, draining=m.state is State.DRAINING)
+            for m in self.live()
+        ]
         # A stopped process keeps its connections, and nobody may be able to end it: the router breaks them off.
         cut = [m.name for m in self.members if m.state in {State.DEAD, State.STOPPED}]
         try:
@@ -272,8 +260,6 @@ class Roster:
         if member.state in {State.DEAD, State.STOPPED}:
             return
         member.lifecycle.to(State.DEAD, reason)
-        if torn:
-            member.torn = member.info.instance
         if member.process is not None:
             member.process.kill()  # it may be half updated or hung: nobody must reach it past the router either
         self.announce()
