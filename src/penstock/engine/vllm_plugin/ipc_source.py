@@ -23,6 +23,8 @@ from penstock.weights.manifest import TensorEntry, WeightManifest
 class IpcSource:
     """Maps the trainer's allocations in `prepare`, and keeps them mapped while the trainer shows the same ones."""
 
+    partial = False
+
     def __init__(self, worker: Any) -> None:
         self._device = torch.device(worker.device)
         self._mapped: Mapped | None = None

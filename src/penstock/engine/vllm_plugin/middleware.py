@@ -14,13 +14,13 @@ from typing import Any
 import orjson
 
 from penstock.engine.vllm_plugin.every_rank import check_replicas, on_every_rank
+from penstock.engine.vllm_plugin.host_bytes import HostBytes
 from penstock.engine.vllm_plugin.sources import SOURCES
-from penstock.engine.vllm_plugin.spec import WeightSpec, check_bytes, expected_weights
+from penstock.engine.vllm_plugin.spec import WeightSpec, expected_weights
 from penstock.engine.vllm_plugin.version_spans import VersionSpans
 from penstock.engine.wire import version_number
 from penstock.errors import StateError, TransferError, WeightsError
 from penstock.weights.manifest import WeightManifest
-from penstock.weights.shared_memory import TRANSPORT as SHARED_MEMORY
 
 MAX_BODY = 64 * 2**20
 """A manifest of a 100k-tensor model is about 10 MB."""
@@ -44,6 +44,7 @@ class PenstockMiddleware:
         self.app = app
         self._key = os.environ.get("VLLM_API_KEY", "")
         self._spec: WeightSpec | None = None
+        self._bytes = HostBytes()
         self._updating = asyncio.Lock()
         self._spans = VersionSpans()
 
@@ -120,8 +121,7 @@ class PenstockMiddleware:
         if self._spec is None:
             self._spec = await asyncio.to_thread(expected_weights, engine.vllm_config.model_config)
         self._spec.check(manifest)
-        if manifest.transport == SHARED_MEMORY:
-            await asyncio.to_thread(check_bytes, manifest)
+        manifest = await asyncio.to_thread(self._bytes.check, manifest, await self._current_version(engine))
         _raise_first(await on_every_rank(engine, "penstock_prepare", (manifest.to_json(),)))
         return {"ok": True}
 

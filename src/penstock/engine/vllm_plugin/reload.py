@@ -41,6 +41,7 @@ class Loader:
             TransferError: of the source. The model is torn then, and must not run.
         """
         plan, model = self._plan, self._worker.model_runner.get_model()
+        source.partial = plan is not None  # vLLM's reload takes a layer apart until all of it has come
         if plan is None:
             begin(model)
             tensors = source.tensors(manifest, lambda _: None)

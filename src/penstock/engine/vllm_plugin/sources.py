@@ -21,6 +21,9 @@ Place = Callable[[TensorEntry], torch.Tensor | None]
 class Source(Protocol):
     """One transport, on one worker; it lives as long as the worker."""
 
+    partial: bool
+    """Set by who loads: tensors may be left out that are in force as they are."""
+
     def prepare(self, manifest: WeightManifest) -> None:
         """Do what can be done while the engine generates (map, open, check); called between two of its steps.
 
@@ -43,6 +46,8 @@ class Source(Protocol):
 class SharedMemorySource:
     """Maps the file of `weights.shared_memory`; its bytes were checked before, by the API process."""
 
+    partial = False
+
     def __init__(self, worker: Any) -> None:
         del worker
 
@@ -61,6 +66,8 @@ SOURCES = {
     "broadcast": "penstock.engine.vllm_plugin.broadcast_source:BroadcastSource",
     "shared_memory": "penstock.engine.vllm_plugin.sources:SharedMemorySource",
     "cuda_ipc": "penstock.engine.vllm_plugin.ipc_source:IpcSource",
+    "disk": "penstock.engine.vllm_plugin.disk_source:DiskSource",
+    "delta": "penstock.engine.vllm_plugin.delta_source:DeltaSource",
 }
 """Transport to the class of its source, made with vLLM's Worker; imported when it is first used."""
 

@@ -61,6 +61,7 @@ class WorkerExtension(BroadcastWorker, AdapterWorker):
         self._penstock_manifest = None
         loaded = time.perf_counter()
         checksum = self.penstock_checksum()
+        self.penstock_in_force = version, checksum
         return {"checksum": checksum, "seconds": {"load": loaded - began, "checksum": time.perf_counter() - loaded}}
 
     def penstock_checksum(self) -> str:

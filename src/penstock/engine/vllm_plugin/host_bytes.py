@@ -1,0 +1,43 @@
+"""What an engine's API process checks of a version before its workers see it: bytes that lie in the host's memory.
+
+It is done there, in a thread, because it takes seconds for large models and the engine core generates meanwhile.
+"""
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+from penstock.engine.vllm_plugin.spec import check_bytes, check_tensors
+from penstock.weights import delta, disk, shared_memory
+from penstock.weights.manifest import WeightManifest
+
+
+class HostBytes:
+    """Checks versions; of the transport `delta` it keeps the whole of the last one."""
+
+    def __init__(self) -> None:
+        self._base = None
+
+    def check(self, manifest: WeightManifest, in_force: int) -> WeightManifest:
+        """Read every byte that the host can read. Blocking.
+
+        Args:
+            manifest: of any transport.
+            in_force: the version that the engine has.
+
+        Returns:
+            The manifest for the workers.
+
+        Raises:
+            WeightsError: bytes are gone, are not those that were sent, or hold NaN or infinity.
+        """
+        if manifest.transport == shared_memory.TRANSPORT:
+            check_bytes(manifest)
+        elif manifest.transport == disk.TRANSPORT:
+            check_tensors(memoryview(disk.open_version(manifest)), manifest.tensors)
+        elif manifest.transport == delta.TRANSPORT:
+            if self._base is None:
+                from penstock.engine.vllm_plugin.delta_base import DeltaBase  # noqa: PLC0415 - needs zstd
+
+                self._base = DeltaBase()
+            return self._base.bring(manifest, in_force)
+        return manifest

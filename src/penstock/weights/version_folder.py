@@ -1,0 +1,164 @@
+"""A folder in which one process keeps weight versions as files, for readers on any host that has the folder.
+
+A file has its name only once it is whole and on the disk; names are never used again. Who writes holds a lock, so that
+two trainers given one folder do not remove each other's versions.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import re
+import secrets
+import stat
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+from penstock.errors import StateError, WeightsError
+from penstock.weights.manifest import WeightManifest
+
+_FILE = re.compile(r"v\d+-[0-9a-f]{8}\.(safetensors|delta)(\.part)?|current\.json\.part")
+_INDEX = "current.json"
+_LOCK = "lock"
+
+
+class VersionFolder:
+    """The writer's side."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Open the folder, which is made where it is not there. Nothing is locked or changed before `own`."""
+        self.path = Path(path).absolute()
+        self._lock: int | None = None
+        self._closed = False
+
+    @property
+    def owned(self) -> bool:
+        """Whether this object holds the lock."""
+        return self._lock is not None
+
+    def own(self) -> None:
+        """Take the lock, until `close`.
+
+        Raises:
+            StateError: another store has it, or this one is closed.
+            WeightsError: the folder cannot be written to.
+        """
+        if self._closed:
+            raise StateError("the store of weights is closed: its fleet or engine was torn down")
+        if self._lock is not None:
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise WeightsError(f"cannot keep weights in {self.path}: {error.strerror}; give another folder") from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            raise StateError(
+                f"another store keeps its weights in {self.path}; end it, or give another folder"
+            ) from error
+        self._lock = fd
+
+    @contextmanager
+    def new_file(self, version: int, suffix: str, nbytes: int) -> Generator[tuple[str, BinaryIO]]:
+        """A file to be written: its name, and the file itself, open for reading and writing.
+
+        It has the name at the end of the block, durably; after an error nothing is left of it.
+
+        Args:
+            version: for the name.
+            suffix: `safetensors` or `delta`.
+            nbytes: are reserved.
+
+        Raises:
+            WeightsError: there is not so much space, or the disk fails.
+        """
+        name = f"v{version}-{secrets.token_hex(4)}.{suffix}"
+        free = os.statvfs(self.path)
+        if (space := free.f_bavail * free.f_frsize) < nbytes:
+            raise WeightsError(
+                f"weight version {version} needs {nbytes} bytes in {self.path}, {space} are free: free space, or give "
+                "another folder"
+            )
+        try:
+            with self._atomically(name) as file:
+                if nbytes:
+                    os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk would end a process that maps the file
+                yield name, file
+        except OSError as error:
+            raise WeightsError(f"cannot write weight version {version} to {self.path}: {error.strerror}") from error
+
+    def keep(self, names: Collection[str]) -> None:
+        """Remove every version's file but these, and what a process left that died while it wrote."""
+        for file in self.path.iterdir():
+            if _FILE.fullmatch(file.name) and file.name not in names:
+                file.unlink(missing_ok=True)
+
+    def remember(self, manifest: WeightManifest) -> None:
+        """Note which version is the current one."""
+        with self._atomically(_INDEX) as file:
+            file.write(json.dumps(manifest.to_json()).encode())
+
+    def remembered(self) -> WeightManifest | None:
+        """The version noted last, by whatever process; None where there is none, or where the note is no manifest."""
+        try:
+            manifest = WeightManifest.from_json(json.loads((self.path / _INDEX).read_bytes()))
+        except (OSError, ValueError):
+            return None
+        return replace(manifest, location={**manifest.location, "folder": str(self.path)})  # it may have been moved
+
+    def close(self) -> None:
+        """Give the lock back; the files stay. Closing twice is harmless."""
+        self._closed = True
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @contextmanager
+    def _atomically(self, name: str) -> Generator[BinaryIO]:
+        part = self.path / f"{name}.part"
+        try:
+            with part.open("w+b") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            part.rename(self.path / name)
+        finally:
+            part.unlink(missing_ok=True)
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def map_file(folder: str, name: str, nbytes: int) -> mmap.mmap:
+    """Map a version's file read-only, on any host that has the folder.
+
+    Raises:
+        WeightsError: it is not there, or shorter than `nbytes`.
+    """
+    path = Path(folder) / name
+    if not folder or not _FILE.fullmatch(name):
+        raise WeightsError(f"malformed weight manifest: {str(path)!r} is no file of a store of weights")
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise WeightsError(
+            f"cannot open the weights at {path}: {error.strerror}; trainer and engines must see the folder under the "
+            "same path"
+        ) from error
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_size < max(nbytes, 1):
+            raise WeightsError(f"the weights at {path} are {found.st_size} bytes, the manifest needs {nbytes}")
+        return mmap.mmap(fd, found.st_size, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)

@@ -1,0 +1,294 @@
+"""Deltas: what an engine makes of them is the version that was published, bit for bit, or it is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.vllm_plugin.checksum import weights_checksum
+from penstock.engine.vllm_plugin.delta_source import DeltaSource
+from penstock.engine.vllm_plugin.host_bytes import HostBytes
+from penstock.errors import WeightsError
+from penstock.weights import delta_format
+from penstock.weights.delta import Chain, DeltaStore
+from penstock.weights.manifest import WeightManifest
+
+DTYPES = ["float32", "bfloat16", "int64", "uint8", "float8_e4m3fn"]
+
+
+class Model(torch.nn.Module):
+    """As a worker holds one: its parameters are the checkpoint's tensors."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
+
+
+class Engine:
+    """API process and worker of one engine, without the vLLM between them."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.model = Model(tensors)
+        runner = SimpleNamespace(get_model=lambda: self.model)
+        self.worker = SimpleNamespace(model_runner=runner, penstock_in_force=None)
+        self.bytes, self.source = HostBytes(), DeltaSource(self.worker)
+        self.version = 0
+
+    def update(self, manifest: WeightManifest) -> list[str]:
+        """Prepare and load; returns the names of what was brought."""
+        local = self.prepare(manifest)
+        self.source.partial = True
+        brought = []
+        for entry, tensor in self.source.tensors(local, lambda _: None):
+            self.model.get_parameter(entry.name).copy_(tensor)
+            brought.append(entry.name)
+        self.version = manifest.version
+        self.worker.penstock_in_force = manifest.version, weights_checksum(self.model)
+        return brought
+
+    def prepare(self, manifest: WeightManifest) -> WeightManifest:
+        local = self.bytes.check(WeightManifest.from_json(manifest.to_json()), self.version)
+        self.source.prepare(local)
+        return local
+
+    def has(self, tensors: dict[str, torch.Tensor]) -> bool:
+        return all(
+            torch.equal(as_bytes(tensor), as_bytes(self.model.get_parameter(name).data))
+            for name, tensor in tensors.items()
+        )
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def start() -> dict[str, torch.Tensor]:
+    return {"a": torch.randn(50, 40), "b": torch.randn(333).bfloat16(), "c": torch.zeros(7), "none": torch.empty(0, 2)}
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = DeltaStore(tmp_path / "weights", full_every=3)
+    yield store
+    store.close()
+
+
+def published(store: DeltaStore, version: int, tensors: dict[str, torch.Tensor]) -> WeightManifest:
+    manifest = store.publish(version, tensors.items())
+    store.commit(manifest)
+    return manifest
+
+
+def test_only_what_changed_is_sent_and_brought(store):
+    tensors = start()
+    engine = Engine(tensors)
+    assert set(engine.update(published(store, 1, tensors))) == set(tensors)
+    tensors["a"][3, 5] += 1
+    manifest = published(store, 2, tensors)
+    assert Chain.of(manifest).links[0].nbytes < 300
+    assert engine.update(manifest) == ["a"]
+    assert engine.has(tensors)
+    assert engine.update(published(store, 3, tensors)) == []
+    assert engine.has(tensors)
+
+
+def test_a_chain_ends_with_a_whole_version_and_old_files_go(store, tmp_path):
+    tensors = start()
+    engine = Engine(tensors)
+    lengths = []
+    for version in range(1, 11):
+        tensors["c"] += 1
+        manifest = published(store, version, tensors)
+        lengths.append(len(Chain.of(manifest).links))
+        engine.update(manifest)
+        assert engine.has(tensors)
+        there = {file.name for file in (tmp_path / "weights").glob("v*")}
+        assert set(Chain.of(manifest).files) <= there
+        assert len(there) <= 6
+    assert lengths == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+
+
+def test_an_engine_that_joins_or_missed_some_gets_there(store):
+    tensors = start()
+    early = Engine(tensors)
+    early.update(published(store, 1, tensors))
+    for version in (2, 3):
+        tensors["a"] *= 1.01
+        manifest = published(store, version, tensors)
+    late = Engine(start())
+    assert set(late.update(store.current)) == set(tensors)
+    assert early.update(manifest) == ["a"]
+    assert late.has(tensors)
+    assert early.has(tensors)
+
+
+def test_a_version_that_another_engine_refused_is_forgotten(store):
+    tensors = start()
+    engine = Engine(tensors)
+    engine.update(published(store, 1, tensors))
+    refused = {**tensors, "b": tensors["b"] + 1}
+    engine.prepare(store.publish(2, refused.items()))  # and is not applied
+    tensors["a"] += 1
+    assert engine.update(published(store, 2, tensors)) == ["a"]
+    assert engine.has(tensors)
+
+
+def test_an_engine_goes_back_to_the_version_before(store):
+    tensors = start()
+    engine = Engine(tensors)
+    before = published(store, 1, tensors)
+    engine.update(store.publish(2, {**tensors, "c": tensors["c"] + 1}.items()))  # too few engines made it
+    engine.update(before)
+    assert engine.has(tensors)
+
+
+@pytest.mark.parametrize("what", ["weights", "label"])
+def test_all_is_brought_where_the_base_is_not_in_force(store, what):
+    tensors = start()
+    engine = Engine(tensors)
+    engine.update(published(store, 1, tensors))
+    if what == "weights":  # a sleep that drops them leaves the label
+        engine.model.get_parameter("b").zero_()
+    else:  # an update by another transport
+        engine.version = 7
+    tensors["a"] += 1
+    assert set(engine.update(published(store, 8, tensors))) == set(tensors)
+    assert engine.has(tensors)
+
+
+def test_who_cannot_load_a_part_is_given_all(store):
+    tensors = start()
+    engine = Engine(tensors)
+    engine.update(published(store, 1, tensors))
+    local = engine.prepare(published(store, 2, {**tensors, "c": tensors["c"] + 1}))
+    engine.source.partial = False
+    assert len(list(engine.source.tensors(local, lambda _: None))) == len(tensors)
+
+
+def test_a_damaged_or_missing_file_is_refused_and_the_next_version_is_whole_again(store):
+    tensors = start()
+    engine = Engine(tensors)
+    engine.update(published(store, 1, tensors))
+    manifest = published(store, 2, {**tensors, "a": tensors["a"] + 1})
+    file = Path(manifest.location["folder"]) / Chain.of(manifest).files[-1]
+    data = file.read_bytes()
+    file.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    with pytest.raises(WeightsError, match="damaged"):
+        engine.prepare(manifest)
+    with pytest.raises(WeightsError, match="damaged"):
+        store.adopt(manifest)
+    file.unlink()
+    with pytest.raises(WeightsError, match="No such file"):
+        engine.prepare(manifest)
+    file.write_bytes(data)
+    engine.update(store.adopt(manifest))
+    assert engine.has({**tensors, "a": tensors["a"] + 1})
+
+
+def test_deltas_out_of_order_are_refused(store):
+    tensors = start()
+    manifests = [published(store, version, {**tensors, "c": tensors["c"] + version}) for version in (1, 2, 3)]
+    chain = Chain.of(manifests[2])
+    skipped = replace(chain, links=chain.links[1:])
+    with pytest.raises(WeightsError, match="in order"):
+        Engine(tensors).prepare(replace(manifests[2], location=skipped.location()))
+    with pytest.raises(WeightsError, match="do not make version 3"):
+        Chain.of(replace(manifests[2], location=manifests[1].location))
+
+
+def test_a_result_that_was_not_meant_is_refused(store):
+    tensors = start()
+    published(store, 1, tensors)
+    manifest = published(store, 2, {**tensors, "a": tensors["a"] + 1})
+    wrong = tuple(replace(e, crc32=e.crc32 ^ 1) if e.name == "a" else e for e in manifest.tensors)
+    with pytest.raises(WeightsError, match="'a' has crc32"):
+        Engine(tensors).prepare(replace(manifest, tensors=wrong))
+
+
+def test_tensors_of_another_form_begin_a_new_chain_and_nan_is_not_sent(store):
+    tensors = start()
+    published(store, 1, tensors)
+    assert Chain.of(published(store, 2, {**tensors, "c": torch.ones(9)})).links == ()
+    with pytest.raises(WeightsError, match="NaN"):
+        store.publish(3, {**tensors, "c": torch.full((9,), float("nan"))}.items())
+    assert Chain.of(published(store, 3, {**tensors, "c": torch.zeros(9)})).links[0].version == 3
+
+
+def test_the_trainer_starts_again(store, tmp_path):
+    tensors = start()
+    published(store, 1, tensors)
+    tensors["a"] += 1
+    published(store, 2, tensors)
+    store.close()
+    again = DeltaStore(tmp_path / "weights")
+    engine = Engine(start())
+    engine.update(again.current)
+    assert engine.has(tensors)
+    assert Chain.of(published(again, 3, tensors)).links == ()
+    again.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    count=st.integers(1, 300),
+    chunk=st.integers(1, 120),
+    positions=st.sets(st.integers(0, 299)),
+    bits=st.integers(1, 255),
+)
+def test_any_change_survives(tmp_path_factory, dtype, count, chunk, positions, bits):
+    old = torch.arange(count).remainder(100).to(getattr(torch, dtype))
+    new = old.clone()
+    size = old.element_size()
+    for position in positions:
+        if position < count:
+            new.view(torch.uint8)[position * size + position % size] ^= bits
+    entry = delta_format.TensorEntry("w", dtype, (count,), 0, 0)
+    images = [bytearray(as_bytes(tensor).numpy().tobytes()) for tensor in (old, new)]
+    path = tmp_path_factory.mktemp("delta") / "file"
+    kept, delta_format.CHUNK = delta_format.CHUNK, chunk
+    try:
+        with path.open("wb") as file:
+            delta_format.write(file, memoryview(images[0]), memoryview(images[1]), [entry], base=3, to=4)
+        changed = delta_format.apply(memoryview(path.read_bytes()), memoryview(images[0]), [entry], base=3, to=4)
+    finally:
+        delta_format.CHUNK = kept
+    assert images[0] == images[1]
+    assert changed == ({0} if not torch.equal(as_bytes(old), as_bytes(new)) else set())
+
+
+@pytest.mark.parametrize("spoil", ["footer", "chunk", "tensor", "length", "gap"])
+def test_a_malformed_file_is_an_error_of_ours(tmp_path, spoil):
+    old, new = bytearray(4000), bytearray(4000)
+    new[17] = 1
+    entry = delta_format.TensorEntry("w", "uint8", (4000,), 0, 0)
+    with (tmp_path / "file").open("wb") as file:
+        delta_format.write(file, memoryview(old), memoryview(new), [entry], base=1, to=2)
+    data = (tmp_path / "file").read_bytes()
+    length = int.from_bytes(data[-8:], "little")
+    codes, footer = data[: -8 - length], json.loads(data[-8 - length : -8])
+    chunk = footer["chunks"][0]
+    match spoil:
+        case "footer":
+            footer.pop("base")
+        case "chunk":
+            codes = bytes(len(codes))
+        case "tensor":
+            chunk[0] = 5
+        case "length":
+            chunk[2] = 4001
+        case "gap":
+            chunk[2] = 3
+    text = json.dumps(footer).encode()
+    with pytest.raises(WeightsError, match="malformed delta"):
+        delta_format.apply(
+            memoryview(codes + text + len(text).to_bytes(8, "little")), memoryview(old), [entry], base=1, to=2
+        )

@@ -1,0 +1,174 @@
+"""Versions in a folder: whole or not there, found again, removed in time, and of one writer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from penstock.engine.vllm_plugin.disk_source import DiskSource
+from penstock.errors import StateError, WeightsError
+from penstock.weights.disk import DiskStore, open_version
+from penstock.weights.manifest import WeightManifest
+
+TENSORS = {
+    "bytes": torch.arange(5, dtype=torch.uint8),
+    "a": torch.arange(12, dtype=torch.float32).view(3, 4).t(),  # not contiguous
+    "b.half": torch.randn(7, dtype=torch.bfloat16),
+    "scalar": torch.tensor(3.5, dtype=torch.float64),
+    "empty": torch.empty(0, 5),
+    "quantized": torch.tensor([0.5, -448.0]).to(torch.float8_e4m3fn),
+}
+DIES = """
+import os, sys, torch
+from penstock.weights.disk import DiskStore
+store = DiskStore(sys.argv[1])
+def tensors():
+    yield "w", torch.ones(4)
+store.commit(store.publish(1, tensors()))
+import penstock.weights.pack as pack
+pack.write = lambda *_: os.kill(os.getpid(), 9)
+store.publish(2, tensors())
+"""
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = DiskStore(tmp_path / "weights")
+    yield store
+    store.close()
+
+
+def files(store: DiskStore) -> list[str]:
+    return sorted(file.name for file in store._folder.path.glob("v*"))
+
+
+def loaded(manifest: WeightManifest) -> dict[str, torch.Tensor]:
+    source = DiskSource(None)
+    source.prepare(manifest)
+    return {entry.name: tensor.clone() for entry, tensor in source.tensors(manifest, lambda _: None)}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
+def test_what_goes_in_comes_out_and_other_programs_read_it(store):
+    manifest = WeightManifest.from_json(store.publish(3, TENSORS.items()).to_json())
+    assert same(loaded(manifest), TENSORS)
+    assert same(load_file(Path(manifest.location["folder"]) / manifest.location["file"]), TENSORS)
+    assert all(entry.offset % TENSORS[entry.name].element_size() == 0 for entry in manifest.tensors)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["float32", "bfloat16", "uint8"])), min_size=1, max_size=6)
+)
+def test_any_mixture_of_sizes(tmp_path_factory, shapes):
+    store = DiskStore(tmp_path_factory.mktemp("any"))
+    tensors = {f"t{i}": torch.arange(n).to(getattr(torch, dtype)) for i, (n, dtype) in enumerate(shapes)}
+    assert same(loaded(store.publish(1, tensors.items())), tensors)
+    store.close()
+
+
+def test_two_versions_are_kept(store):
+    manifests = []
+    for version in range(1, 5):
+        manifest = store.publish(version, [("w", torch.full((4,), float(version)))])
+        assert len(files(store)) == min(version, 2)  # the current one, and this one
+        store.commit(manifest)
+        manifests.append(manifest)
+    assert files(store) == [m.location["file"] for m in manifests[-2:]]
+    assert loaded(store.current)["w"][0] == 4
+
+
+def test_a_version_that_was_not_committed_leaves_the_current_one(store):
+    store.commit(store.publish(1, [("w", torch.ones(4))]))
+    store.publish(2, [("w", torch.zeros(4))])
+    with pytest.raises(WeightsError, match="NaN"):
+        store.publish(2, [("w", torch.full((4,), float("nan")))])
+    assert files(store) == [store.current.location["file"]]
+    assert loaded(store.current)["w"][0] == 1
+
+
+def test_the_current_version_is_found_again_also_where_the_folder_was_moved_to(store, tmp_path):
+    store.commit(store.publish(7, TENSORS.items()))
+    store.close()
+    (tmp_path / "weights").rename(tmp_path / "moved")
+    again = DiskStore(tmp_path / "moved")
+    assert again.current.version == 7
+    assert same(loaded(again.current), TENSORS)
+    (tmp_path / "moved" / again.current.location["file"]).unlink()
+    assert DiskStore(tmp_path / "moved").current is None
+
+
+def test_a_writer_that_is_killed_leaves_the_version_before_and_no_half_one(tmp_path):
+    done = subprocess.run([sys.executable, "-c", DIES, tmp_path], timeout=60, check=False, capture_output=True)
+    assert done.returncode == -9, done.stderr
+    assert any(tmp_path.glob("*.part"))
+    store = DiskStore(tmp_path)
+    assert store.current.version == 1
+    store.commit(store.publish(2, TENSORS.items()))
+    assert not any(tmp_path.glob("*.part"))
+    store.close()
+
+
+def test_one_writer_for_a_folder(store):
+    store.publish(1, TENSORS.items())
+    other = DiskStore(store._folder.path)
+    with pytest.raises(StateError, match="another store"):
+        other.publish(1, TENSORS.items())
+    store.close()
+    other.publish(1, TENSORS.items())
+    other.close()
+    with pytest.raises(StateError, match="closed"):
+        other.publish(2, TENSORS.items())
+
+
+def test_a_version_of_another_process_is_adopted(store, tmp_path):
+    manifest = store.publish(4, TENSORS.items())
+    fleets = DiskStore(tmp_path / "fleets")
+    fleets.commit(fleets.adopt(manifest))
+    assert same(loaded(fleets.current), TENSORS)
+    longer = replace(manifest, tensors=(*manifest.tensors, replace(manifest.tensors[0], offset=10_000)))
+    for wrong, why in (
+        (replace(manifest, transport="shared_memory"), "shared_memory"),
+        (replace(manifest, location={**manifest.location, "file": "v4-00000000.safetensors"}), "No such file"),
+        (replace(manifest, location={**manifest.location, "file": "../../etc/passwd"}), "no file of a store"),
+        (longer, "bytes"),
+    ):
+        with pytest.raises(WeightsError, match=why):
+            fleets.adopt(wrong)
+    fleets.close()
+
+
+def test_too_little_space_is_seen_before_a_byte_is_written(store, monkeypatch):
+    store.commit(store.publish(1, [("w", torch.ones(4))]))
+    real = os.statvfs
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*real(path)[:4], 1, *real(path)[5:])))
+    with pytest.raises(WeightsError, match="are free"):
+        store.publish(2, [("w", torch.ones(20_000_000))])
+    assert loaded(store.current)["w"][0] == 1
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(WeightsError, match="give another folder"):
+        DiskStore(tmp_path / "file").publish(1, TENSORS.items())
+
+
+def test_a_mapping_outlives_the_file(store):
+    manifest = store.publish(1, [("w", torch.ones(4))])
+    mapping = open_version(manifest)
+    store._folder.keep(())
+    assert len(mapping) >= manifest.extent
