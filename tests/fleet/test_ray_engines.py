@@ -1,0 +1,157 @@
+"""Engines under Ray, on a cluster of several nodes: where they are, what is left of them, nodes that are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from ray_nodes import LOOPBACK, RayNodes, processes
+from sim_fleets import SIM, check, check_serves, in_flight
+
+from penstock import Fleet, SamplingParams
+from penstock.config import EngineConfig
+from penstock.errors import ConfigError, EngineStartError
+from penstock.fleet.lifecycle import State
+from penstock.fleet.ray_engines import bundle_of, capacity
+
+KEY = "a key, without which nothing listens but on 127.0.0.1"
+PROMPTS = [[1 + i, 2, 3] for i in range(16)]
+
+LAUNCHER = """
+import asyncio, sys
+import penstock
+
+async def main():
+    async with penstock.Fleet.launch(
+        "sim-model", engines=1, profile="sim", launcher="ray", ray_address=sys.argv[1], api_key="k"
+    ) as fleet:
+        print("ready", flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+async def nodes() -> AsyncIterator[RayNodes]:
+    """Two nodes of two CPUs besides the head, which has none and is where the fleets of the tests are held."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in LOOPBACK.items():
+            patch.setenv(name, value)
+        cluster = await RayNodes.start()
+        try:
+            await cluster.add("127.0.0.2", 2)
+            await cluster.add("127.0.0.3", 2)
+            yield cluster
+        finally:
+            await cluster.stop()
+
+
+def options(nodes: RayNodes, **more: Any) -> dict[str, Any]:
+    return {**SIM, "launcher": "ray", "ray_address": nodes.address, "api_key": KEY, "start_timeout_s": 60.0, **more}
+
+
+def hosts(statuses: Any) -> dict[str, str]:
+    return {s.name: s.url.split("/")[2].rpartition(":")[0] for s in statuses if s.state is State.SERVING}
+
+
+def left(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [group for group in groups if group["state"] != "REMOVED"]
+
+
+def test_what_an_engine_asks_of_a_node() -> None:
+    config = EngineConfig(model="m", profile="gpu", tensor_parallel_size=2, data_parallel_size=2)
+    assert bundle_of(config, None) == {"CPU": 4.0, "GPU": 4.0}
+    assert bundle_of(config, 0) == {"CPU": 0.0, "GPU": 4.0}
+    assert bundle_of(config.model_copy(update={"profile": "cpu"}), None) == {"CPU": 4.0}
+    eight = {"CPU": 64.0, "GPU": 8.0}
+    assert capacity(bundle_of(config, None), [eight, eight, {"CPU": 64.0}, {"CPU": 3.0, "GPU": 8.0}]) == 4
+    assert capacity({"CPU": 0.0, "GPU": 3.0}, [eight]) == 2, "one engine is not spread over nodes"
+
+
+async def test_a_lost_node_is_engines_lost_and_they_come_back_elsewhere(nodes: RayNodes) -> None:
+    params = SamplingParams(max_tokens=400, detokenize=False)
+    async with Fleet.launch("sim-model", engines=2, **options(nodes, ray_cpus=2)) as fleet:
+        groups = left(await nodes.groups())
+        assert [(g["state"], g["strategy"], g["bundles"]) for g in groups] == [("CREATED", "PACK", [{"CPU": 2.0}])] * 2
+        placed = hosts(await fleet.engines())
+        assert (
+            sorted(placed.values()) == ["127.0.0.2", "127.0.0.3"] == sorted(node for g in groups for node in g["nodes"])
+        )
+
+        with pytest.raises(ConfigError, match="no room for one engine more"):
+            await fleet.add_engines(1)
+        await nodes.add("127.0.0.4", 2)
+        (third,) = await fleet.add_engines(1)
+        await fleet.remove(third)
+        await nodes.until(lambda groups: len(left(groups)) == 2, within_s=20.0)
+
+        await fleet.update_weights([("w", torch.ones(4))])
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=params))
+        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        lost = placed["e0"]
+        await nodes.lose({"127.0.0.2": 1, "127.0.0.3": 2}[lost])
+        out = await asyncio.wait_for(running, 60.0)
+        check(PROMPTS, out, params)
+        assert out.stop_reasons == ["length"] * len(PROMPTS)
+        assert {span.version for spans in out.response_spans for span in spans} == {1}
+        await fleet._roster.until(lambda: all(m.state in {State.SERVING, State.STOPPED} for m in fleet._roster.members))
+        assert hosts(await fleet.engines()) == {"e0": "127.0.0.4", "e1": placed["e1"]}
+        await check_serves(fleet, engines=2)
+    await nodes.until(lambda groups: left(groups) == [], within_s=20.0)
+    assert processes("sim") == []
+
+
+async def test_a_killed_launcher_leaves_no_engine_and_no_placement_group(nodes: RayNodes) -> None:
+    argv = (sys.executable, "-c", LAUNCHER, nodes.address)
+    launcher = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
+    assert launcher.stdout is not None
+    try:
+        assert await asyncio.wait_for(launcher.stdout.readline(), 60.0) == b"ready\n"
+        (engine,) = processes("sim")
+        assert len(left(await nodes.groups())) == 1
+    finally:
+        launcher.kill()
+        await launcher.wait()
+    await nodes.until(lambda groups: left(groups) == [], within_s=30.0)
+    await asyncio.to_thread(psutil.wait_procs, [engine], 20.0)
+    assert not engine.is_running()
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "says"),
+    [
+        ({"api_key": None}, ConfigError, r"placed on another node, 127\.0\.0\.\d, .* no API key"),
+        ({"extra_args": {"no-such-option": 1}}, EngineStartError, "no-such-option"),
+        (
+            {"engines": 2, "tensor_parallel_size": 3},
+            ConfigError,
+            r"2 engines of .*'CPU': 3\.0.* do not fit .*CPU: 2,",
+        ),
+    ],
+    ids=["open to others", "does not start", "too large"],
+)
+async def test_what_cannot_be_is_said_and_nothing_is_left(
+    nodes: RayNodes, more: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        await Fleet.launch("sim-model", **options(nodes, **more))
+    await nodes.until(lambda groups: left(groups) == [], within_s=20.0)
+    assert processes("sim") == []
+
+
+async def test_a_driver_that_dies_is_engines_lost_and_a_new_one_takes_its_place(nodes: RayNodes) -> None:
+    async with Fleet.launch("sim-model", **options(nodes)) as fleet:
+        (driver,) = processes("fleet.ray_driver")
+        os.kill(driver.pid, signal.SIGKILL)
+        await fleet._roster.until(lambda: fleet._roster.members[0].state is State.DEAD, deadline_s=10.0)
+        await fleet._roster.until(lambda: fleet._roster.members[0].state is State.SERVING, deadline_s=60.0)
+        await check_serves(fleet, engines=1)
+        assert len(left(await nodes.groups())) == 1

@@ -1,0 +1,103 @@
+"""A Ray cluster of the fleet's own, on this machine: nothing of it is in reach of others, and nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from ray_nodes import processes
+from sim_fleets import SIM, check_serves
+
+from penstock import Fleet
+
+WITHOUT_RAY = """
+import asyncio, sys
+from importlib.machinery import PathFinder
+
+find_spec = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *more: None if name == "ray" else find_spec(name, *more)
+import penstock
+
+async def main():
+    async with penstock.Fleet.launch("sim-model", profile="sim") as fleet:
+        print(len((await fleet.generate(prompt_token_ids=[[1]], sampling_params={"max_tokens": 3})).response_ids[0]))
+    try:
+        penstock.Fleet.launch("sim-model", profile="sim", launcher="ray")
+    except penstock.errors.ConfigError as error:
+        print(error)
+
+asyncio.run(main())
+"""
+
+LAUNCHER = """
+import asyncio
+import penstock
+
+async def main():
+    async with penstock.Fleet.launch("sim-model", engines=2, profile="sim", launcher="ray") as fleet:
+        print("ready", flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def living() -> set[psutil.Process]:
+    return {p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
+
+
+async def test_a_cluster_of_its_own_listens_on_loopback_and_ends_with_the_fleet() -> None:
+    before = living()
+    async with Fleet.launch("sim-model", engines=2, launcher="ray", **SIM) as fleet:
+        await check_serves(fleet, engines=2)
+        assert len(processes("sim")) == 2
+        ours = living() - before
+        heard = {c.laddr.ip.removeprefix("::ffff:") for p in ours for c in p.net_connections() if c.status == "LISTEN"}
+        assert heard == {"127.0.0.1"}
+        (raylet,) = [p for p in ours if p.name() == "raylet"]
+        (socket,) = [a.partition("=")[2] for a in raylet.cmdline() if a.startswith("--raylet_socket_name")]
+        folder = Path(socket).parents[2]
+        assert folder.name.startswith("ray-")
+    assert not folder.exists()
+    await asyncio.to_thread(psutil.wait_procs, ours, 20.0)
+    assert living() <= before
+
+
+@pytest.fixture
+def short_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Temporary files of child processes go where they are removed; a test's usual folder is too long for sockets."""
+    with tempfile.TemporaryDirectory(prefix="r-", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield
+
+
+@pytest.mark.usefixtures("short_folder")
+async def test_a_killed_launcher_leaves_nothing_of_its_cluster() -> None:
+    launcher = await asyncio.create_subprocess_exec(sys.executable, "-c", LAUNCHER, stdout=asyncio.subprocess.PIPE)
+    assert launcher.stdout is not None
+    try:
+        assert await asyncio.wait_for(launcher.stdout.readline(), 90.0) == b"ready\n"
+        below = psutil.Process(launcher.pid).children(recursive=True)
+        assert {"raylet", "gcs_server"} <= {p.name() for p in below}
+        assert len(processes("sim")) == 2
+    finally:
+        launcher.kill()
+        await launcher.wait()
+    _, left = await asyncio.to_thread(psutil.wait_procs, below, 30.0)
+    assert left == []
+
+
+async def test_no_ray_is_needed_where_it_is_not_asked_for() -> None:
+    python = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", WITHOUT_RAY, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    said, _ = await asyncio.wait_for(python.communicate(), 60.0)
+    assert said.decode().splitlines()[:2] == [
+        "3",
+        "fleet.launcher is ray, which is not installed; pip install 'penstock[ray]'",
+    ]
