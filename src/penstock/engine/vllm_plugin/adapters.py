@@ -1,26 +1,33 @@
-"""LoRA adapters across a sleep that drops weights.
+"""A model under its checkpoint's names while it serves LoRA adapters.
 
-A sleep of level 2 gives the memory of everything that was made while the model was loaded back unsaved, and vLLM (0.26
-to 0.32) keeps of it only the model's buffers. The slots that hold the weights of active adapters are among the rest:
-after waking they hold whatever is there, and vLLM still takes those adapters for active.
+vLLM wraps every layer that an adapter may change: `qkv_proj.weight` becomes `qkv_proj.base_layer.weight`, and the
+model's own `load_weights` does not find it any more (0.26; in 0.32 the wrappers know the names of what they wrap).
 """
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 
 
-class AdapterWorker:
-    """Mixed into vLLM's Worker."""
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Put the wrapped layers in the place of their wrappers, for as long as weights are loaded. No step may run."""
+    from vllm.lora.layers import BaseLayerWithLoRA  # noqa: PLC0415 - slow, and not needed by models without
 
-    def penstock_forget_adapters(self) -> None:
-        """Let every adapter be copied to the device again, from host memory, when it is next asked for."""
-        of_worker: Any = getattr(self.model_runner, "lora_manager", None)
-        if of_worker is None:
-            return
-        manager = of_worker._adapter_manager  # noqa: SLF001 - vLLM has no call that only frees slots
-        for adapter in [adapter for adapter in manager.lora_index_to_id if adapter is not None]:
-            manager.deactivate_adapter(adapter)
-        # It stands for what the device was last told of slots, which is gone too.
-        manager._last_mapping = None  # noqa: SLF001
+    wrappers = [
+        (module, name, child)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if isinstance(child, BaseLayerWithLoRA)
+    ]
+    for module, name, child in wrappers:
+        setattr(module, name, child.base_layer)
+    try:
+        yield
+    finally:
+        for module, name, child in wrappers:
+            setattr(module, name, child)

@@ -74,8 +74,8 @@ class Holds:
             del self._core.resume_scheduler
         still = frozenset[str]() if tags is None else self.asleep - set(tags)
         back, self.asleep = self.asleep - still, still
-        if self.without_weights and "weights" in back and self._core.vllm_config.lora_config is not None:
-            self._core.collective_rpc("penstock_forget_adapters")
+        if self.without_weights and "weights" in back:
+            self._core.collective_rpc("penstock_weights_dropped")
         self.go_on()
         return awake
 

@@ -9,6 +9,7 @@ import torch
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from penstock.engine.vllm_plugin import cpu
+from penstock.engine.vllm_plugin.adapters import without_adapters
 from penstock.engine.vllm_plugin.direct_load import DirectPlan, make_plan
 from penstock.engine.vllm_plugin.sources import Source
 from penstock.weights.manifest import WeightManifest
@@ -31,7 +32,8 @@ class Loader:
         if self._worker.device.type != "cuda" or planned == self._planned:
             return
         model = self._worker.model_runner.get_model()
-        self._plan = make_plan(model, self._worker.model_config, manifest.tensors, self._worker.device)
+        with without_adapters(model):
+            self._plan = make_plan(model, self._worker.model_config, manifest.tensors, self._worker.device)
         self._planned = planned
 
     def load(self, manifest: WeightManifest, source: Source) -> None:
@@ -43,10 +45,11 @@ class Loader:
         plan, model = self._plan, self._worker.model_runner.get_model()
         source.partial = plan is not None  # vLLM's reload takes a layer apart until all of it has come
         if plan is None:
-            begin(model)
-            tensors = source.tensors(manifest, lambda _: None)
-            model.load_weights((entry.name, tensor.to(self._worker.device)) for entry, tensor in tensors)
-            finish(model, self._worker.model_config)
+            with without_adapters(model):
+                begin(model)
+                tensors = source.tensors(manifest, lambda _: None)
+                model.load_weights((entry.name, tensor.to(self._worker.device)) for entry, tensor in tensors)
+                finish(model, self._worker.model_config)
             return
         with torch.no_grad():
             for entry, tensor in source.tensors(manifest, plan.place):

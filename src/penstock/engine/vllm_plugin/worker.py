@@ -6,16 +6,16 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from penstock.engine.vllm_plugin.adapters import AdapterWorker
 from penstock.engine.vllm_plugin.broadcast_worker import BroadcastWorker
 from penstock.engine.vllm_plugin.checksum import weights_checksum
+from penstock.engine.vllm_plugin.dropped import DroppedWeights
 from penstock.engine.vllm_plugin.reload import Loader
 from penstock.engine.vllm_plugin.sources import Source, make_source
 from penstock.errors import PenstockError
 from penstock.weights.manifest import WeightManifest
 
 
-class WorkerExtension(BroadcastWorker, AdapterWorker):
+class WorkerExtension(BroadcastWorker, DroppedWeights):
     """Methods for `collective_rpc`; `self` is vLLM's Worker, so what is kept here has names of its own.
 
     What goes wrong is returned and not raised: what a worker raises arrives elsewhere as an Exception of no type.
