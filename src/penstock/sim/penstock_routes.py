@@ -18,7 +18,7 @@ async def info(http: web.Request) -> web.Response:
     sizes = {"tp": 1, "pp": 1, "dp": config.data_parallel_size}
     limits = {"vocab_size": config.vocab_size, "max_model_len": config.max_model_len}
     state = {"weight_version": engine.weights.version, "paused": engine.paused}
-    transports = {"transports": ["shared_memory"]}
+    transports = {"transports": ["delta", "disk", "shared_memory"]}
     return json_answer({"engine": "sim", "vllm": config.vllm_version, **state, **sizes, **limits, **transports})
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from penstock.errors import WeightsError
 from penstock.types import TensorSpec
+from penstock.weights import delta, disk
 from penstock.weights.manifest import DTYPE_BYTES, TensorEntry, WeightManifest
 
 _HALF_EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00}
@@ -43,6 +44,8 @@ def check_manifest(manifest: WeightManifest, specs: Sequence[TensorSpec] | None)
         _check_specs(manifest.tensors, {spec.name: spec for spec in specs})
     if manifest.transport == "shared_memory" and "path" in manifest.location:
         _check_bytes(Path(manifest.location["path"]), manifest.tensors)
+    elif manifest.transport in {disk.TRANSPORT, delta.TRANSPORT}:
+        _check_files(manifest)
     return checksum(manifest.tensors)
 
 
@@ -78,6 +81,20 @@ def _check_bytes(path: Path, tensors: Sequence[TensorEntry]) -> None:
         return
     except (OSError, ValueError) as error:
         raise WeightsError(f"cannot map the weights at {path}: {error}") from error
+
+
+def _check_files(manifest: WeightManifest) -> None:
+    """Every tensor of a whole file; every delta as it was sent, since it takes torch to see what they make."""
+    if manifest.transport == disk.TRANSPORT:
+        whole, deltas = disk.open_version(manifest), False
+    else:
+        chain = delta.Chain.of(manifest)
+        whole, deltas = chain.open_full(manifest.extent), bool(chain.links)
+        for link in chain.links:
+            chain.open_link(link).close()
+    with whole:
+        for tensor in () if deltas else manifest.tensors:
+            _check_tensor(whole, tensor)
 
 
 def _check_tensor(mapped: mmap.mmap, tensor: TensorEntry) -> None:
