@@ -1,0 +1,72 @@
+"""A real vLLM engine takes versions from a folder, whole and as deltas."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from nano_models import changed
+from penstock.errors import WeightsError
+from penstock.types import SamplingParams
+from penstock.weights.delta import Chain, DeltaStore
+from penstock.weights.disk import DiskStore
+
+pytestmark = pytest.mark.vllm
+PROMPT = [5, 6, 7]
+PARAMS = SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False, seed=2)
+
+
+@pytest.fixture(params=[DiskStore, DeltaStore])
+def store(live, tmp_path, request):
+    kept, live.engine._store = live.engine._store, request.param(tmp_path)
+    yield live.engine._store
+    live.engine._store.close()
+    live.engine._store = kept
+
+
+async def served(live) -> float:
+    (sample,) = await live.engine.sample(PROMPT, 1, PARAMS)
+    assert {span.version for span in sample.spans} == {live.engine.weight_version}
+    return live.history.worst_difference(PROMPT, sample)
+
+
+async def test_versions_are_served_as_they_were_published(live, store):
+    assert store.__class__.__module__.rpartition(".")[2] in (await live.engine.control.info()).transports
+    for seed in (1, 2):
+        await live.update(changed(live.history.latest, seed))
+        assert await served(live) < 1e-4
+    partly = copy.deepcopy(live.history.latest)
+    with torch.no_grad():
+        next(iter(partly.parameters()))[3] += 0.5
+    report = await live.update(partly)
+    assert await served(live) < 1e-4
+    if isinstance(store, DeltaStore):
+        links = Chain.of(store.current).links
+        assert len(links) == 2
+        assert links[-1].nbytes < report.bytes / 10 < links[0].nbytes
+
+
+async def test_a_damaged_file_is_refused_and_the_version_before_is_served_on(live, store, monkeypatch):
+    await live.update(changed(live.history.latest, 3))
+    before, publish = live.engine.weight_version, store.publish
+
+    def damaged(*arguments):
+        manifest = publish(*arguments)
+        newest = max(store._folder.path.glob("v*"), key=lambda file: file.stat().st_mtime_ns)
+        with newest.open("r+b") as file:
+            file.seek(newest.stat().st_size * 2 // 3)
+            byte = file.read(1)[0]
+            file.seek(-1, 1)
+            file.write(bytes([byte ^ 0x10]))
+        return manifest
+
+    monkeypatch.setattr(store, "publish", damaged)
+    with pytest.raises(WeightsError, match="crc32"):
+        await live.update(changed(live.history.latest, 4))
+    assert live.engine.weight_version == before
+    assert await served(live) < 1e-4
+    monkeypatch.undo()
+    await live.update(changed(live.history.latest, 5))
+    assert await served(live) < 1e-4
