@@ -28,7 +28,8 @@ class PauseMode(StrEnum):
     WAIT = "wait"
     """The pause returns when they have finished."""
     ABORT = "abort"
-    """They end at once with the tokens they have and the finish reason `abort`."""
+    """They give up their KV at once, and are computed again from their tokens after `resume`: as `KEEP` with
+    `clear_cache`. An engine without our plugin ends them, and our client sends them again with their tokens."""
 
 
 @dataclass(frozen=True, slots=True)

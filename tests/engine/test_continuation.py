@@ -130,9 +130,23 @@ async def made(server: SimServer, tokens: int, request: asyncio.Task | None = No
             await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("mode", PauseMode)
+async def pause(one: HTTPEngine, how: str) -> None:
+    """Pause; `release`: what is in flight ends, so that its client sends it again."""
+    if how == "release":
+        await one.control.release()
+    else:
+        await one.pause_generation(PauseMode(how))
+
+
+async def cut(one: HTTPEngine) -> None:
+    """Let every request in flight be sent again with what it has."""
+    await one.control.release()
+    await one.resume_generation()
+
+
+@pytest.mark.parametrize("how", [*PauseMode, "release"])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_every_kind_of_request_survives_every_kind_of_pause(shared, kind, mode):
+async def test_every_kind_of_request_survives_every_kind_of_pause(shared, kind, how):
     server, one = shared
     ask = KINDS[kind]
     undisturbed = await ask(one)
@@ -141,23 +155,24 @@ async def test_every_kind_of_request_survives_every_kind_of_pause(shared, kind, 
         request = asyncio.create_task(ask(one))
         for moment in moments:
             await (made(server, moment, request) if moment else asyncio.sleep(0))
-            await one.pause_generation(mode)
+            await pause(one, how)
             with pytest.raises(StateError, match="already paused"):
-                await one.pause_generation(mode)
-            if mode is not PauseMode.WAIT:
+                await one.pause_generation()
+            if how != PauseMode.WAIT:
                 assert not request.done(), "a request ended although generation is paused"
             await one.resume_generation()
         assert await request == undisturbed, f"paused after {moments}"
-        if mode is not PauseMode.ABORT:
+        if how != "release":
             assert one.counters.continued == before, "nothing is sent again"
     assert one.counters.wasted_tokens == 0
 
 
-async def test_an_aborted_request_waits_for_the_resume_and_asks_nobody_meanwhile(shared):
+@pytest.mark.parametrize("how", ["abort", "release"])
+async def test_a_request_that_was_cut_waits_for_the_resume_and_asks_nobody_meanwhile(shared, how):
     server, one = shared
     request = asyncio.create_task(one.sample([5, 6], 2, PARAMS))
     await made(server, 20)
-    await one.pause_generation(PauseMode.ABORT)
+    await pause(one, how)
     await asyncio.sleep(0.1)
     assert await one.get_num_unfinished_requests() == 2
     continued = one.counters.continued
@@ -167,7 +182,8 @@ async def test_an_aborted_request_waits_for_the_resume_and_asks_nobody_meanwhile
     assert [len(sample.token_ids) for sample in await request] == [TOKENS] * 2
 
 
-async def test_updates_behind_aborts_are_in_the_spans(shared):
+@pytest.mark.parametrize("how", ["abort", "release"])
+async def test_updates_behind_aborts_are_in_the_spans(shared, how):
     """The joined sample is true token by token: each of its position, seed and claimed version."""
     server, one = shared
     start = one.weight_version
@@ -176,7 +192,7 @@ async def test_updates_behind_aborts_are_in_the_spans(shared):
     stream = asyncio.create_task(joined(one.completion_stream({**BODY, "prompt": [7, 8], "n": 2})))
     for _ in range(2):
         await made(server, 60)
-        await one.pause_generation(PauseMode.ABORT)
+        await pause(one, how)
         await one.update_weights([("w", torch.ones(2))])
         await one.resume_generation()
     samples = await request
@@ -207,11 +223,12 @@ async def test_an_abort_that_was_asked_for_ends_requests(shared, kind):
     assert await one.sample([5], 1, PARAMS), "new requests are served"
 
 
-async def test_an_abort_asked_for_while_a_cut_request_waits_ends_it_with_what_it_had(shared):
+@pytest.mark.parametrize("how", ["keep", "abort", "release"])
+async def test_an_abort_asked_for_while_a_cut_request_waits_ends_it_with_what_it_had(shared, how):
     server, one = shared
     request = asyncio.create_task(one.sample([5, 6], 1, PARAMS))
     await made(server, 20)
-    await one.pause_generation(PauseMode.ABORT)
+    await pause(one, how)
     await asyncio.sleep(0.05)
     await one.abort_generation()
     (sample,) = await request
@@ -269,10 +286,9 @@ async def test_the_chunk_size_changes_nothing_but_what_a_death_costs(chunk):
         undisturbed = await one.sample([5, 6], 3, PARAMS)
         request = asyncio.create_task(one.sample([5, 6], 3, PARAMS))
         await made(server, 60)
-        await one.pause_generation(PauseMode.ABORT)
-        await one.resume_generation()
+        await cut(one)
         assert await request == undisturbed
-        assert one.counters.requeued_tokens >= 50, "an abort costs nothing, whatever the chunk"
+        assert one.counters.requeued_tokens >= 50, "a cut costs nothing, whatever the chunk"
         server.engine.faults.add(Fault(FaultKind.CUT, Phase.REQUEST, after_tokens=90))
         before = server.engine.figures.generation_tokens
         assert await one.sample([5, 6], 3, PARAMS) == undisturbed
@@ -287,14 +303,12 @@ async def test_what_cannot_be_taken_up_is_made_again_and_counted(shared):
     wasted = one.counters.wasted_tokens
     request = asyncio.create_task(one.chat_completion(body))
     await made(server, 20)
-    await one.pause_generation(PauseMode.ABORT)
-    await one.resume_generation()
+    await cut(one)
     assert whole(await request) == undisturbed
     assert one.counters.wasted_tokens - wasted >= 20
     stream = asyncio.create_task(joined(one.chat_completion_stream(body)))
     await made(server, 20)
-    await one.pause_generation(PauseMode.ABORT)
-    await one.resume_generation()
+    await cut(one)
     with pytest.raises(EngineError, match="cannot be taken up in the middle"):
         await stream
     one.counters.wasted_tokens = wasted
@@ -311,8 +325,7 @@ async def test_stop_strings_lie_across_the_seam(shared):
             make = joined(one.completion_stream(asked)) if stream else one.completion(asked)
             request = asyncio.create_task(make)
             await made(server, moment)
-            await one.pause_generation(PauseMode.ABORT)
-            await one.resume_generation()
+            await cut(one)
             answer = await request
             choice = answer[0] if stream else answer["choices"][0]
             assert choice["text"] == text[:20]

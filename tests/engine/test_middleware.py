@@ -20,9 +20,9 @@ class App:
 
     class state:  # noqa: N801
         class engine_client:  # noqa: N801
-            update_weight_version = None
-            output_processor = SimpleNamespace(add_request=None)
-            engine_core = SimpleNamespace(add_request_async=None)
+            update_weight_version = finish_weight_update = collective_rpc = renderer = object
+            output_processor = SimpleNamespace(add_request=object, process_outputs=object)
+            engine_core = SimpleNamespace(add_request_async=object, call_utility_async=object)
             vllm_config = SimpleNamespace(model_config=None)
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import orjson
 import pytest
 
+from penstock.engine.vllm_plugin.core_round import VERSION_MARK
 from penstock.engine.vllm_plugin.version_spans import VersionSpans
 from penstock.engine.wire import FINAL_ONLY, PROGRESS_HEADER, SPANS_HEADER, generate_body, samples_of, versions_of
 from penstock.errors import EngineError
@@ -52,6 +53,10 @@ class Engine:
         request = SimpleNamespace(request_id=key, external=external, sampling_params=params, prompt_token_ids=[1])
         self.add_request(request, None, None, index, None)
         return self.request_states[key]
+
+    @staticmethod
+    def process_outputs(outputs) -> list[str]:
+        return [output.request_id for output in outputs]
 
     @staticmethod
     def step(state: State, tokens: int, finish: str | None = None) -> None:
@@ -104,6 +109,19 @@ async def test_tokens_are_counted_under_the_version_in_force():
         engine.step(second, 1)
 
     assert header(await serve(spans, engine, during)) == [[[0, 0, 3]], [[0, 0, 1], [4, 1, 3], [5, 3, 4]]]
+
+
+async def test_the_cores_mark_among_its_outputs_is_the_version_from_there_on():
+    spans, engine = VersionSpans(), Engine()
+
+    async def during():
+        sample = engine.sample("generate-tokens-x")
+        engine.step(sample, 3)
+        mark = SimpleNamespace(request_id=f"{VERSION_MARK}4")
+        assert engine.process_outputs([mark]) == [mark.request_id], "vLLM passes over a request that it does not know"
+        engine.step(sample, 2)
+
+    assert header(await serve(spans, engine, during)) == [[[0, 0, 3], [4, 3, 5]]]
 
 
 async def test_prompts_stay_in_order_and_a_sample_without_tokens_has_no_span():

@@ -1,7 +1,8 @@
 """Requests through pauses and updates on one real vLLM CPU engine: text, tool calls, logprobs and versions.
 
+A request that is cut ("release") is sent again by our client with what it has, as behind a death; a pause cuts none.
 `test_continuation.py` has every kind at every moment on the simulated engine, `test_resume.py` every seam in vLLM's
-front end.
+front end, `test_vllm_pausing.py` clients that know nothing of us.
 """
 
 from __future__ import annotations
@@ -93,15 +94,18 @@ def comparable(answer):
     return whole(answer) if isinstance(answer, dict) and "id" in answer else answer
 
 
+RELEASE = "release"
+
+
 async def disturbed(live, ask, mode):
-    """The answer to a request that was paused and resumed while it was under way, twice where there is time."""
+    """The answer to a request that was paused (or cut) and resumed under way, twice where there is time."""
     for _ in range(6):
         request = asyncio.create_task(ask())
         cut = 0
         for _ in range(2):
             await made(live, 20, request)
             under_way = not request.done()
-            await live.engine.pause_generation(mode)
+            await (live.engine.control.release() if mode == RELEASE else live.engine.pause_generation(mode))
             # A pause takes a while to arrive; one that waits finds everything done when it returns.
             cut += under_way if mode is PauseMode.WAIT else not request.done()
             await live.engine.resume_generation()
@@ -121,29 +125,29 @@ async def made(live, tokens, request):
 
 @pytest.mark.skipif(ON_GPU, reason="on GPUs sums depend on the batch in the last bits")
 @pytest.mark.parametrize("kind", KINDS)
-async def test_an_abort_changes_nothing_in_a_greedy_answer(live, kind):
+async def test_a_cut_changes_nothing_in_a_greedy_answer(live, kind):
     def ask():
         return KINDS[kind](live, {"temperature": 0})
 
     undisturbed = comparable(await ask())
     continued = live.engine.counters.continued
-    assert comparable(await disturbed(live, ask, PauseMode.ABORT)) == undisturbed
+    assert comparable(await disturbed(live, ask, RELEASE)) == undisturbed
     assert live.engine.counters.continued > continued
 
 
 @pytest.mark.skipif(ON_GPU, reason="on GPUs sums depend on the batch in the last bits")
-@pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.WAIT])
+@pytest.mark.parametrize("mode", PauseMode)
 @pytest.mark.parametrize("kind", SEEDED)
-async def test_what_is_kept_or_waited_for_is_byte_identical(live, kind, mode):
+async def test_behind_a_pause_an_answer_is_byte_identical(live, kind, mode):
     undisturbed = comparable(await SEEDED[kind](live))
     continued = live.engine.counters.continued
     assert comparable(await disturbed(live, lambda: SEEDED[kind](live), mode)) == undisturbed
     assert live.engine.counters.continued == continued, "nothing is sent again"
 
 
-async def test_n_samples_go_on_behind_an_abort_each_from_its_own_tokens(live):
+async def test_n_samples_go_on_behind_a_cut_each_from_its_own_tokens(live):
     params = SamplingParams(max_tokens=TOKENS, seed=3)
-    samples = await disturbed(live, lambda: live.engine.sample(PROMPT, 6, params), PauseMode.ABORT)
+    samples = await disturbed(live, lambda: live.engine.sample(PROMPT, 6, params), RELEASE)
     assert len(samples) == 6
     for sample in samples:  # some may end by themselves: which ones depends on where the seam is
         assert sample.finish_reason == ("length" if len(sample.token_ids) == TOKENS else "stop")
@@ -163,7 +167,7 @@ async def test_stop_strings_lie_across_the_seam(live):
         lambda: live.engine.completion(asked),
         lambda: joined(live.engine.completion_stream(asked)),
     ):
-        answer = await disturbed(live, ask, PauseMode.ABORT)
+        answer = await disturbed(live, ask, RELEASE)
         choice = answer["choices"][0] if "choices" in answer else answer[0]
         assert choice["text"] == undisturbed["text"]
 
@@ -180,8 +184,9 @@ def sample_of(choice):
     return Sample(tuple(ids), "length", tuple(logprobs), spans)
 
 
-async def test_every_token_has_its_version_on_every_endpoint(live):
-    """Invariant 1 for n samples, completions and chats, whole and as streams, through two updates and an abort."""
+@pytest.mark.parametrize("how", [PauseMode.ABORT, RELEASE])
+async def test_every_token_has_its_version_on_every_endpoint(live, how):
+    """Invariant 1 for n samples, completions and chats, whole and as streams, through two updates and a pause."""
     engine, start = live.engine, live.engine.weight_version
     chat_ids = await engine.data.tokenize(MESSAGES)
     long = {"max_tokens": 400}
@@ -199,7 +204,7 @@ async def test_every_token_has_its_version_on_every_endpoint(live):
             assert not all(task.done() for task in tasks.values())
         await live.update(changed(live.history.latest, seed))
         if seed == 61:
-            await engine.pause_generation(PauseMode.ABORT)
+            await (engine.control.release() if how == RELEASE else engine.pause_generation(how))
             await engine.resume_generation()
     answers = {name: await task for name, task in tasks.items()}
     samples = [(PROMPT, sample) for sample in answers["sample"]]
@@ -236,7 +241,7 @@ async def test_a_tool_call_in_progress_goes_on(live):
             request = asyncio.create_task(engine.chat_completion(asked))
             stream = asyncio.create_task(_collected(engine.chat_completion_stream(asked)))
             await made(live, 2 * moment, request)
-            await engine.pause_generation(PauseMode.ABORT)
+            await engine.control.release()
             await engine.resume_generation()
             choice = (await request)["choices"][0]
             assert choice["message"]["content"] == undisturbed["choices"][0]["message"]["content"]
@@ -261,13 +266,16 @@ async def _collected(chunks):
     return content, names[0], arguments, finish
 
 
-async def test_constrained_output_is_made_again_and_counted(live):
+async def test_constrained_output_that_is_cut_is_made_again_and_counted(live):
     """The grammar of vLLM's core begins at its own prompt's end, so such a sample is not taken up in the middle."""
     # vLLM 0.26 answers 500 where a grammar is at its end and the end of text is ignored.
     asked = completing(live, temperature=0, ignore_eos=False, structured_outputs={"regex": "[ab]{150}"})
     undisturbed = whole(await live.engine.completion(asked))
     wasted = live.engine.counters.wasted_tokens
     answer = await disturbed(live, lambda: live.engine.completion(asked), PauseMode.ABORT)
+    assert whole(answer) == undisturbed
+    assert live.engine.counters.wasted_tokens == wasted, "a pause cuts nothing"
+    answer = await disturbed(live, lambda: live.engine.completion(asked), RELEASE)
     assert whole(answer) == undisturbed
     assert live.engine.counters.wasted_tokens > wasted
 

@@ -150,10 +150,10 @@ def test_apply_keeps_a_paused_engine_paused_and_needs_a_prepare():
         engine = SimEngine(clock=clock)
         with pytest.raises(StateError, match="not prepared"):
             await engine.weights.apply(1)
-        await engine.pause(PauseMode.KEEP)
+        await engine.holds.pause(PauseMode.KEEP, clear_cache=True, release=False)
         await update(engine, 1)
         assert engine.paused
-        await engine.resume()
+        await engine.holds.resume()
         with pytest.raises(StateError, match="not prepared"):
             await engine.weights.apply(1)
         assert (await engine.generate(PROMPT, {"max_tokens": 2}))[0].versions() == (1, 1)

@@ -192,7 +192,7 @@ async def test_abort_by_id_and_reset_prefix_cache(sim):
 
 
 async def test_sleep_and_wake_up(sim):
-    assert await sim.post("/sleep?level=2") == {"status": "sleeping", "level": 2}
+    assert await sim.post("/sleep?level=1") == {"status": "sleeping", "level": 1}
     assert await sim.post("/wake_up?tags=weights") == {"status": "sleeping", "tags": ["weights"]}
     assert await sim.post("/wake_up") == {"status": "awake", "tags": None}
     assert await sim.get("/is_sleeping") == {"is_sleeping": False}

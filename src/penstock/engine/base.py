@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Engine(ABC):
     """One inference engine, or many seen as one. All methods are coroutines but the sizes and `weight_version`.
 
-    No request is cut short: one that a pause aborts, or whose engine dies, goes on after the resume or on another
-    engine from the tokens it had. Only `abort_generation` ends requests early, with the finish reason `abort`.
+    No request is cut short: through pauses and sleeps it waits in the engine, and one whose engine dies goes on on
+    another engine from the tokens it had. Only `abort_generation` ends requests early, with the finish reason `abort`.
 
     Every method raises `DeadlineError` when the other side does not answer in time, `EngineDeadError` when it is gone,
     and `EngineHTTPError` with its status and type when it answers with an error.
@@ -110,7 +110,7 @@ class Engine(ABC):
     ) -> AsyncGenerator[dict[str, Any]]:
         """OpenAI `/v1/completions` as chunks, in OpenAI's form; the last of each choice has its `weight_versions`.
 
-        Through pauses that abort it and deaths of engines a reader sees one stream: nothing twice, nothing missing.
+        Through pauses and deaths of engines a reader sees one stream: nothing twice, nothing missing.
         """
 
     @abstractmethod

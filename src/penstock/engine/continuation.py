@@ -1,14 +1,14 @@
-"""One request that ends when its answer is whole, through aborts and deaths of the engines that work on it.
+"""One request that ends when its answer is whole, through the deaths of engines that work on it.
 
 While it works, the engine tells what each sample has so far: token ids, logprobs, versions (`wire.PROGRESS_HEADER`).
-Where a pause aborts the request, or the engine dies, the same request is sent again with that (`wire.RESUME_ARG`), and
-the engine that gets it goes on where the other stopped, its detokenizer, stop strings, logprobs and usage in the state
-they would have had, had it made those tokens itself (`vllm_plugin/resume.py`). So its answer is the whole answer:
-nothing is joined here, and text, stop strings, `min_tokens`, tool calls and usage are right across the seam.
+Where the engine dies, or releases the request, it is sent again with that (`wire.RESUME_ARG`), and the engine that gets
+it goes on where the other stopped, its detokenizer, stop strings, logprobs and usage in the state they would have had,
+had it made those tokens itself (`vllm_plugin/resume.py`). So its answer is the whole answer: nothing is joined here,
+and text, stop strings, `min_tokens`, tool calls and usage are right across the seam. A pause or a sleep makes no seam.
 
 What a seam does change:
 
-- With a seed, the random numbers begin anew behind it. (A pause that keeps requests sends nothing again: identical.)
+- With a seed, the random numbers begin anew behind it.
 - `presence_penalty` and `frequency_penalty` count tokens from the seam on.
 - Grammar-constrained output (`response_format`, structured outputs, a tool choice that is `required` or named) and
   answers with prompt logprobs cannot be taken up in the middle, since the engine's grammar begins at its beginning:
@@ -52,7 +52,7 @@ class Counters:
     """What a client had to do so that nothing was lost, since it was made."""
 
     continued: int = 0
-    """Requests sent again after a pause had aborted them."""
+    """Requests sent again after an engine had released them, or, without our plugin, a pause had aborted them."""
     deaths: int = 0
     """Requests sent again because their engine died under them."""
     requeued_tokens: int = 0

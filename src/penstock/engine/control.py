@@ -78,6 +78,14 @@ class ControlClient:
         params = {"mode": mode.value, "clear_cache": str(clear_cache).lower()}
         await self.http.post("/pause", timeout_s=timeout_s or self._timeout_s, params=params)
 
+    async def release(self, *, timeout_s: float | None = None) -> None:
+        """Pause, and cut what is in flight so that it goes on elsewhere; for an engine that is not to be resumed.
+
+        A request of our clients is sent again with what it has; another client's ends with the finish reason `abort`.
+        """
+        params = {"mode": PauseMode.ABORT.value, "release": "true"}
+        await self.http.post("/pause", timeout_s=timeout_s or self._timeout_s, params=params)
+
     async def resume(self) -> None:
         """VLLM's /resume."""
         await self._post("/resume")

@@ -29,6 +29,7 @@ class EngineControl(Protocol):
     async def pause(  # noqa: D102
         self, mode: PauseMode, *, clear_cache: bool = True, timeout_s: float | None = None
     ) -> None: ...
+    async def release(self) -> None: ...  # noqa: D102
     async def resume(self) -> None: ...  # noqa: D102
     async def abort(self) -> None: ...  # noqa: D102
     async def reset_prefix_cache(self) -> None: ...  # noqa: D102

@@ -119,7 +119,7 @@ class Operations:
     async def sleep(self, level: int) -> None:
         """Free memory; the gate stays closed until all of it is back, after level 2 also until the next update.
 
-        Requests in flight end with the finish reason `abort`, as vLLM has it.
+        Requests in flight wait in their engines; those without our plugin end them with the finish reason `abort`.
         """
         if level not in (1, DROPS_WEIGHTS):
             raise UserError(f"sleep level must be 1 or 2, got {level}")
@@ -143,7 +143,7 @@ class Operations:
                 await self._tell(lambda engine: engine.wake_up(tags), "wake-up")
                 self._asleep -= set(tags or MEMORY_TAGS)
                 if self.paused and not self._asleep:
-                    # vLLM's wake-up resumes the scheduler. Nothing is in flight: sleeping has aborted it.
+                    # Engines with our plugin have stayed paused; vLLM's own wake-up resumes, with nothing in flight.
                     await self._pause_engines(PauseMode.KEEP, clear_cache=False)
 
         await self._exclusively(run)

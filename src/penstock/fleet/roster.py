@@ -14,7 +14,6 @@ from penstock.fleet.lifecycle import State
 from penstock.fleet.member import SERVABLE, Member, why
 from penstock.router.admin_client import RouterState
 from penstock.router.membership import EngineEntry
-from penstock.types import PauseMode
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -269,7 +268,7 @@ class Roster:
             # The state holds; the router gets the full set with the next push, and finds the engine gone until then.
             logger.warning("the router was not told that engine %s died: %s", member.name, error)
         if torn and member.process is None:
-            told = await fan_out((member,), lambda engine: engine.pause(PauseMode.ABORT), deadline_s=SILENCING_S)
+            told = await fan_out((member,), lambda engine: engine.release(), deadline_s=SILENCING_S)
             for error in told.failures.values():
                 logger.warning("engine %s may make tokens of weights that nobody has confirmed: %s", member.name, error)
 

@@ -40,15 +40,16 @@ async def version(http: web.Request) -> web.Response:
 
 
 async def pause(http: web.Request) -> web.Response:
-    """`POST /pause?mode=&clear_cache=`."""
-    mode = _choice(http, "mode", PauseMode.ABORT)
-    await engine_of(http).pause(mode, clear_cache=_flag(http, "clear_cache", default=True))
+    """`POST /pause?mode=&clear_cache=&release=`."""
+    mode, clear_cache = _choice(http, "mode", PauseMode.ABORT), _flag(http, "clear_cache", default=True)
+    release = _flag(http, "release", default=False)
+    await engine_of(http).holds.pause(mode, clear_cache=clear_cache, release=release)
     return json_answer({"status": "paused"})
 
 
 async def resume(http: web.Request) -> web.Response:
     """`POST /resume`."""
-    await engine_of(http).resume()
+    await engine_of(http).holds.resume()
     return json_answer({"status": "resumed"})
 
 
@@ -79,14 +80,14 @@ async def sleep(http: web.Request) -> web.Response:
     if text not in ("0", "1", "2"):
         raise InvalidFieldError("query.level", f"must be 0, 1 or 2, got {text!r}")
     level = int(text)
-    await engine_of(http).sleep(level, _choice(http, "mode", PauseMode.ABORT))
+    await engine_of(http).holds.sleep(level, _choice(http, "mode", PauseMode.ABORT))
     return json_answer({"status": "sleeping", "level": level})
 
 
 async def wake_up(http: web.Request) -> web.Response:
     """`POST /wake_up?tags=`."""
     tags = http.query.getall("tags", []) or None
-    awake = await engine_of(http).wake_up(tags)
+    awake = await engine_of(http).holds.wake_up(tags)
     return json_answer({"status": "awake" if awake else "sleeping", "tags": tags})
 
 
@@ -132,7 +133,9 @@ async def finish_weight_update(http: web.Request) -> web.Response:
     label = (await json_body(http, optional=True)).get("weight_version")
     if label is not None and not isinstance(label, str):
         raise InvalidFieldError("weight_version", f"Input should be a valid string, got {label!r}")
-    engine_of(http).weights.finish(label)
+    engine = engine_of(http)
+    engine.weights.finish(label)
+    await engine.holds.weights_are_in()
     return json_answer({"message": "Weight update finished"})
 
 

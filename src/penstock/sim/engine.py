@@ -13,6 +13,7 @@ from penstock.sim.clock import Clock, LoopClock
 from penstock.sim.config import SimConfig
 from penstock.sim.faults import Died, FaultKind, FaultPlan, Phase
 from penstock.sim.figures import Figures
+from penstock.sim.pausing import Holds
 from penstock.sim.scheduler import Scheduler, StepPlan
 from penstock.sim.sequence import SimRequest, SimSequence
 from penstock.sim.tokens import Weights
@@ -44,6 +45,7 @@ class SimEngine:
         self.faults = FaultPlan(self.clock, self.config.faults)
         self.adapters = Adapters(self.config)
         self.weights = WeightState(self)
+        self.holds = Holds(self)
         self.scheduler = Scheduler(self.config, lambda s: self.adapters.path(s.request.lora))
         self.figures = Figures()
         self.asleep: frozenset[str] = frozenset()
@@ -176,11 +178,11 @@ class SimEngine:
         if level >= 1:
             self.asleep = frozenset({"weights", "kv_cache"})
 
-    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """Take memory back; when all is there, go on. Returns whether it is."""
+    async def wake_up(self, tags: Sequence[str] | None = None, *, resume: bool = True) -> bool:
+        """Take memory back; when all is there, go on (`resume`). Returns whether it is."""
         self.check_alive()
         self.asleep = frozenset() if tags is None else self.asleep - set(tags)
-        if not self.asleep:
+        if resume and not self.asleep:
             await self.resume()
         return not self.asleep
 

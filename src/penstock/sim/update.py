@@ -68,14 +68,12 @@ class WeightState:
             raise StateError(f"weight version {version} was not prepared ({has}); call prepare first")
         self._prepared = None
         engine, clock = self._engine, self._engine.clock
-        was_paused = engine.paused
         begin = clock.time()
         preempted = await engine.pause(PauseMode.KEEP, clear_cache=clear_cache)
         paused = clock.time()
         checksum = await self._load(version, prepared[1])
         loaded = clock.time()
-        if not was_paused:
-            await engine.resume()
+        await engine.holds.weights_are_in()
         end = clock.time()
         seconds = {"pause": paused - begin, "load": loaded - paused, "resume": end - loaded, "bubble": end - begin}
         return {"version": version, "seconds": seconds, "preempted": preempted, "checksum": checksum}

@@ -1,0 +1,231 @@
+"""Pauses with abort, sleeps and wake-ups of one real vLLM CPU engine, and clients that know nothing of us.
+
+A CPU engine that sleeps frees nothing; what is asked of its scheduler is the same as on a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+
+import aiohttp
+import openai
+import pytest
+
+from nano_models import changed, logprobs_of
+from penstock.types import PauseMode, Sample, SamplingParams, VersionSpan
+
+pytestmark = pytest.mark.vllm
+
+TOKENS = 300
+PROMPT = [5, 6, 7]
+MESSAGES = [{"role": "user", "content": "hi"}]
+SEEDED = {"max_tokens": TOKENS, "seed": 4}
+EXTRA = {"extra_body": {"ignore_eos": True}}
+exact = pytest.mark.skipif("PENSTOCK_TEST_ENGINE" in os.environ, reason="on GPUs sums depend on the batch in last bits")
+
+
+@pytest.fixture
+async def client(live):
+    url = f"{live.engine.control.url}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+async def text_of(stream):
+    """The text of a stream, and how it ended."""
+    text, ends = "", []
+    async for chunk in await stream:
+        for choice in chunk.choices:
+            delta = getattr(choice, "delta", None)
+            text += (delta.content or "") if delta is not None else choice.text
+            ends += [choice.finish_reason] if choice.finish_reason else []
+    return text, ends
+
+
+async def told(answer):
+    """What an answer says, without its name and time."""
+    return [choice.model_dump() for choice in (await answer).choices]
+
+
+async def tokens(live, **sampling):
+    """The token endpoint, by hand."""
+    params = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": 0, **sampling}
+    url = f"{live.engine.control.url}/inference/v1/generate"
+    body = {"token_ids": PROMPT, "sampling_params": params}
+    async with aiohttp.ClientSession() as session, session.post(url, json=body) as answer:
+        return (await answer.json())["choices"], json.loads(answer.headers.get("X-Penstock-Weight-Versions", "null"))
+
+
+def completing(live, client, **more):
+    return client.completions.create(model=str(live.model_path), prompt=PROMPT, logprobs=1, **SEEDED, **EXTRA, **more)
+
+
+def chatting(live, client, **more):
+    return client.chat.completions.create(model=str(live.model_path), messages=MESSAGES, **SEEDED, **EXTRA, **more)
+
+
+KINDS = {
+    "tokens": lambda live, _: tokens(live, n=3, seed=4),
+    "completion": lambda live, client: told(completing(live, client, n=3)),
+    "completion stream": lambda live, client: text_of(completing(live, client, stream=True)),
+    "chat": lambda live, client: told(chatting(live, client, n=2)),
+    "chat stream": lambda live, client: text_of(chatting(live, client, stream=True)),
+}
+
+
+async def count(live):
+    """Tokens that the engine has made."""
+    return (await live.engine.control.stats()).generation_tokens
+
+
+async def made(live, number):
+    """Return when the engine has made so many tokens more."""
+    before = await count(live)
+    async with asyncio.timeout(30):
+        while await count(live) < before + number:
+            pass
+
+
+async def still(live):
+    """No token is made in 0.2 s, in which hundreds could be."""
+    before = await count(live)
+    await asyncio.sleep(0.2)
+    return await count(live) == before
+
+
+@exact
+@pytest.mark.parametrize("how", ["/pause?mode=abort", "/sleep?level=1"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_it_sees_nothing_but_a_delay(live, client, kind, how):
+    undisturbed = await KINDS[kind](live, client)
+    control = live.engine.control.http
+    for _ in range(5):
+        request = asyncio.create_task(KINDS[kind](live, client))
+        await made(live, 40)
+        await control.post(how, timeout_s=20)
+        if request.done():  # the pause took longer than the whole request
+            await control.post("/resume" if "pause" in how else "/wake_up", timeout_s=20)
+            continue
+        assert await still(live)
+        assert not request.done()
+        await control.post("/resume" if "pause" in how else "/wake_up", timeout_s=20)
+        answer = await request
+        assert answer == undisturbed
+        return
+    raise AssertionError("every request was done before it could be paused")
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+async def test_versions_are_exact_through_a_pause_or_a_sleep_with_an_update(live, level):
+    """Level 0: a pause. After level 2 nothing is computed before the update, though the memory is back."""
+    start, engine = live.engine.weight_version, live.engine
+    request = asyncio.create_task(tokens(live, n=4, max_tokens=450))
+    await made(live, 200)
+    if level == 0:
+        await engine.pause_generation(PauseMode.ABORT)
+    else:
+        await engine.sleep(level)
+        await engine.wake_up(["weights"])
+        assert await still(live)
+    if level == 2:
+        await engine.wake_up()
+        assert await still(live), "there are no weights"
+        assert await engine.control.is_paused()
+    await live.update(changed(live.history.latest, 70 + level))
+    if level == 1:
+        assert await still(live), "there is no KV"
+        await engine.wake_up(["kv_cache"])
+    if level == 0:
+        await engine.resume_generation()
+    choices, spans = await asyncio.wait_for(request, 60)
+    assert [choice["finish_reason"] for choice in choices] == ["length"] * 4
+    for choice, parts in zip(choices, spans, strict=True):
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        versions = tuple(VersionSpan(*part) for part in parts)
+        assert [span.version for span in versions] == [start, start + 1]
+        sample = Sample(tuple(choice["token_ids"]), "length", tuple(logprobs), versions)
+        assert live.history.worst_difference(PROMPT, sample) < 1e-4
+        seam = versions[0].end
+        for place, wrong in ((seam, start), (seam - 1, start + 1)):
+            moved = logprobs_of(live.history.models[wrong], PROMPT, sample.token_ids)[place]
+            assert abs(moved - logprobs[place]) > 1e-4, f"a span moved over token {place} went unseen"
+
+
+async def test_who_paused_resumes_and_no_wake_up_or_update_does(live):
+    request = asyncio.create_task(tokens(live))
+    await made(live, 20)
+    await live.engine.pause_generation(PauseMode.ABORT)
+    await live.engine.sleep(1)
+    await live.engine.wake_up()
+    assert await still(live)
+    await live.update(changed(live.history.latest, 81))
+    assert await still(live)
+    await live.engine.sleep(1)
+    await live.engine.resume_generation()
+    assert await still(live), "a resume while the memory is away waits for it"
+    await live.engine.wake_up()
+    ((choice,), _) = await asyncio.wait_for(request, 30)
+    assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", TOKENS)
+
+
+async def test_dropped_weights_that_come_natively_count(live):
+    engine, model = live.engine, changed(live.history.latest, 82)
+    await engine.init_weight_update_communicator({})
+    manifest = engine._store.publish(engine.weight_version + 1, model.named_parameters())
+    request = asyncio.create_task(tokens(live))
+    await made(live, 20)
+    await engine.sleep(2)
+    await engine.wake_up()
+    assert await still(live)
+    await engine.update_named_weights({"manifest": manifest.to_json()}, version=manifest.version)
+    engine._store.commit(manifest)
+    live.history.models[manifest.version] = model
+    ((choice,), (spans,)) = await asyncio.wait_for(request, 30)
+    assert choice["finish_reason"] == "length"
+    assert [version for version, _, _ in spans] == [manifest.version - 1, manifest.version]
+
+
+@pytest.mark.parametrize("ending", ["abort", "release"])
+async def test_it_ends_early_where_that_was_asked_for(live, ending):
+    request = asyncio.create_task(tokens(live, n=2))
+    await made(live, 40)
+    await live.engine.pause_generation(PauseMode.ABORT)
+    try:
+        await getattr(live.engine.control, ending)()
+        choices, _ = await asyncio.wait_for(request, 10)
+    finally:
+        await live.engine.resume_generation()
+    for choice in choices:
+        assert choice["finish_reason"] == "abort"
+        assert 0 < len(choice["token_ids"]) < TOKENS
+    assert await live.engine.sample([5], 1, SamplingParams(max_tokens=2))
+
+
+async def test_a_client_that_hangs_up_during_a_sleep_leaves_nothing_behind(live):
+    request = asyncio.create_task(tokens(live))
+    other = asyncio.create_task(live.engine.sample(PROMPT, 1, SamplingParams(max_tokens=TOKENS, ignore_eos=True)))
+    await made(live, 20)
+    await live.engine.sleep(1)
+    request.cancel()
+    await asyncio.sleep(0.3)
+    await live.engine.wake_up()
+    assert len((await other)[0].token_ids) == TOKENS
+    async with asyncio.timeout(10):
+        while await live.engine.get_num_unfinished_requests():
+            pass
+
+
+async def test_a_pause_with_abort_builds_no_answer_before_its_own(live):
+    """With 128 samples in flight, theirs would come first, in the process that answers."""
+    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    tasks = [asyncio.create_task(live.engine.sample(PROMPT, 8, params)) for _ in range(16)]
+    await made(live, 2000)
+    before = live.engine.counters.requeued_tokens
+    await live.engine.pause_generation(PauseMode.ABORT)
+    assert not any(task.done() for task in tasks)
+    await live.engine.resume_generation()
+    samples = [sample for task in tasks for sample in await task]
+    assert {len(sample.token_ids) for sample in samples} == {TOKENS}
+    assert live.engine.counters.requeued_tokens == before, "nothing is sent again"
