@@ -1,0 +1,155 @@
+"""The facade over a real vLLM CPU engine: its outputs are those of the model, its timeout stops the scheduler."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from nano_models import SHAPE, changed, logprobs_of
+from penstock import AsyncVLLM
+
+pytest.importorskip("vllm")
+
+from vllm import SamplingParams, TokensPrompt
+from vllm.lora.request import LoRARequest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
+
+
+@pytest.fixture(scope="module")
+def service(nano_path):
+    with AsyncVLLM.from_pretrained(nano_path, profile="cpu", max_model_len=512, enable_lora=True) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def model(nano_path):
+    return AutoModelForCausalLM.from_pretrained(nano_path, dtype="float32")
+
+
+@torch.no_grad()
+def distribution(model, ids):
+    """Logprobs of the next token after each of `ids`, `[T, V]`."""
+    return model(torch.tensor([list(ids)])).logits[0].log_softmax(-1)
+
+
+def test_text_ids_and_logprobs_are_the_models(service, model):
+    out = service.generate("12 34", GREEDY)
+    sample = out.outputs[0]
+    assert out.prompt == "12 34"
+    assert list(out.prompt_token_ids) == service.get_tokenizer().encode("12 34")
+    assert sample.text == service.get_tokenizer().decode(sample.token_ids)
+    assert len(sample.token_ids) == 12
+    table = distribution(model, [*out.prompt_token_ids, *sample.token_ids])[len(out.prompt_token_ids) - 1 : -1]
+    for i, (token, entry) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True)):
+        values, order = table[i].topk(3)
+        assert token == order[0]
+        assert list(entry) == order.tolist()
+        assert [lp.rank for lp in entry.values()] == [1, 2, 3]
+        assert [lp.logprob for lp in entry.values()] == pytest.approx(values.tolist(), abs=1e-4)
+        assert entry[token].decoded_token == service.get_tokenizer().decode([token], skip_special_tokens=False)
+    chosen = [entry[token].logprob for token, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
+    assert sample.cumulative_logprob == pytest.approx(sum(chosen))
+    by_ids = service.generate(TokensPrompt(prompt_token_ids=out.prompt_token_ids), GREEDY)
+    assert by_ids.outputs[0].token_ids == sample.token_ids
+
+
+def test_samples_stop_strings_and_a_seed(service):
+    params = SamplingParams(n=4, seed=5, max_tokens=40, logprobs=0)
+    one, two = service.generate(["7", "7"], params)
+    assert [s.token_ids for s in one.outputs] == [s.token_ids for s in two.outputs]
+    assert len({tuple(s.token_ids) for s in one.outputs}) == 4
+    text = service.generate("7", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)).outputs[0].text
+    stop = text[5:7]
+    cut = service.generate("7", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=stop)).outputs[0]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    assert cut.text == text[: text.index(stop)]
+
+
+def test_prompt_logprobs(service, model):
+    ids = [9, 8, 7, 6, 5, 20, 30]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1, detokenize=False)
+    out = service.generate(prompt_token_ids=ids, sampling_params=params)
+    assert out.prompt_logprobs[0] is None
+    told = [entry[token].logprob for token, entry in zip(ids[1:], out.prompt_logprobs[1:], strict=True)]
+    assert told == pytest.approx(logprobs_of(model, ids[:1], ids[1:]), abs=1e-4)
+    assert out.outputs[0].text == ""
+
+
+def test_a_grammar_is_followed(service):
+    from vllm.sampling_params import StructuredOutputsParams
+
+    params = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputsParams(choice=["12", "345"]))
+    outs = service.generate(["1"] * 6, params)
+    assert {out.outputs[0].text for out in outs} <= {"12", "345"}
+
+
+def test_a_timeout_stops_the_engine(service):
+    long = SamplingParams(max_tokens=480, ignore_eos=True)
+    peak = 0
+    over = threading.Event()
+
+    def watch():
+        nonlocal peak
+        while not over.wait(0.02):
+            peak = max(peak, service.get_num_unfinished_requests(0))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with pytest.raises(TimeoutError):
+        service.generate([[5 + i] for i in range(60)], long, timeout_seconds=0.7)
+    over.set()
+    watcher.join()
+    assert peak >= 30
+    end = time.monotonic() + 5
+    while service.get_num_unfinished_requests(0):
+        assert time.monotonic() < end, "requests run on"
+        time.sleep(0.02)
+    assert service.get_cache_usage(0) == 0.0
+
+
+def test_a_lora_adapter(service, nano_path, tmp_path):
+    generator = torch.Generator().manual_seed(3)
+    rank, width, out = 8, SHAPE["hidden_size"], SHAPE["num_attention_heads"] * SHAPE["head_dim"]
+    tensors = {}
+    for layer in range(SHAPE["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(rank, width, generator=generator)
+        tensors[f"{name}.lora_B.weight"] = torch.randn(out, rank, generator=generator)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["q_proj"],
+    }
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(nano_path)}))
+    base = service.generate("12 34", GREEDY)
+    lora = service.generate("12 34", GREEDY, lora_request=LoRARequest("mine", 1, str(tmp_path)))
+    assert lora.outputs[0].logprobs[0] != base.outputs[0].logprobs[0]
+    again = service.generate("12 34", GREEDY)
+    assert again.outputs[0].token_ids == base.outputs[0].token_ids
+
+
+def test_new_weights_as_torchrls_updater_brings_them(service, model):
+    metadata = service.get_model_metadata()
+    other = changed(model, 4)
+    brought = dict(other.named_parameters())
+    assert {name: metadata[name] for name in brought} == {n: (p.dtype, p.shape) for n, p in brought.items()}
+    service.init_weight_update_group()
+    report = service.update_weights(iter(brought.items()))
+    assert report.version == 1
+    out = service.generate("12 34", GREEDY)
+    sample = out.outputs[0]
+    told = [entry[token].logprob for token, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
+    assert told == pytest.approx(logprobs_of(other, out.prompt_token_ids, sample.token_ids), abs=1e-4)
+    assert [(span.version, span.start, span.end) for span in sample.weight_versions] == [("1", 0, 12)]

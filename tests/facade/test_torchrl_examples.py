@@ -1,0 +1,153 @@
+"""The examples of TorchRL's documentation of AsyncVLLM and LoadBalancer (0.14, MIT), with the import changed.
+
+Here no hub and no GPU are to be had, so that besides the import this is changed: the names of models, and which kind
+of engine loads them; where real engines run, each on one device instead of two.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm import RequestOutput
+
+FIRST = """
+from penstock import AsyncVLLM
+from vllm import SamplingParams
+
+# Simple usage - single GPU, single replica
+service = AsyncVLLM.from_pretrained("Qwen/Qwen2.5-3B")
+
+# Advanced usage - multi-GPU tensor parallel with multiple replicas
+service = AsyncVLLM.from_pretrained(
+    "Qwen/Qwen2.5-7B",
+    num_devices=2,  # Use 2 GPUs for tensor parallelism
+    num_replicas=2,  # Create 2 replicas for higher throughput
+    max_model_len=4096
+)
+
+# Generate text
+sampling_params = SamplingParams(temperature=0.7, max_tokens=100)
+result = service.generate("Hello, world!", sampling_params)
+print(result.outputs[0].text)
+
+# Alternative: using AsyncEngineArgs directly for advanced configuration
+from vllm import AsyncEngineArgs
+engine_args = AsyncEngineArgs(
+    model="Qwen/Qwen2.5-3B",
+    tensor_parallel_size=2
+)
+service = AsyncVLLM.launch(engine_args, num_replicas=2)
+"""
+
+FROM_PRETRAINED = """
+from penstock import AsyncVLLM
+from vllm import SamplingParams
+
+service = AsyncVLLM.from_pretrained(
+    "Qwen/Qwen2.5-7B",
+    num_devices=2,
+    num_replicas=2,
+    max_model_len=4096
+)
+result = service.generate("Hello, world!", SamplingParams(max_tokens=50))
+
+# Enable FP32 output for better numerical stability
+service = AsyncVLLM.from_pretrained(
+    "Qwen/Qwen2.5-3B",
+    enable_fp32_output=True
+)
+"""
+
+CREATE_LOAD_BALANCER = """
+from penstock import AsyncVLLM
+
+service = AsyncVLLM.from_pretrained("Qwen/Qwen2.5-3B", num_replicas=3)
+
+# Use smart defaults (prefix-aware -> requests)
+lb = service.create_load_balancer()
+selected_actor_index = lb.select_actor(prompt="Hello world")
+chosen.append(selected_actor_index)
+
+# Simple single strategy
+lb = service.create_load_balancer("requests")
+selected_actor_index = lb.select_actor()
+chosen.append(selected_actor_index)
+
+# Custom strategy hierarchy
+lb = service.create_load_balancer(
+    ["prefix-aware", "kv-cache", "round-robin"],
+    prefix_length=16,
+    overload_threshold=2.0
+)
+selected_actor_index = lb.select_actor(prompt="Hello world")
+chosen.append(selected_actor_index)
+"""
+
+LOAD_BALANCER = """
+from penstock import AsyncVLLM
+from penstock.facade.balancer import LoadBalancer
+
+service = AsyncVLLM.from_pretrained("Qwen/Qwen2.5-3B", num_replicas=3)
+
+# Simple strategy
+lb = LoadBalancer(service, "requests")
+actor_idx = lb.select_actor()
+chosen.append(actor_idx)
+
+# Strategy hierarchy: try prefix-aware first, fall back to requests, then round-robin
+lb = LoadBalancer(service, ["prefix-aware", "requests", "round-robin"])
+actor_idx = lb.select_actor(prompt="Hello world")  # Uses prefix routing
+actor_idx = lb.select_actor()  # Falls back to requests (no prompt)
+chosen.append(actor_idx)
+
+# Custom configuration
+lb = LoadBalancer(
+    service,
+    ["prefix-aware", "kv-cache"],
+    prefix_length=16,
+    overload_threshold=2.0
+)
+"""
+# `chosen.append` is the test's own: it wants to see what was selected.
+EXAMPLES = {"first": FIRST, "from_pretrained": FROM_PRETRAINED, "create": CREATE_LOAD_BALANCER, "class": LOAD_BALANCER}
+
+
+def simulated(code):
+    code = code.replace("launch(engine_args", 'launch(engine_args, profile="sim"')
+    return re.sub(r'(?<!model=)"Qwen/[^"]+"', '"any-name", profile="sim"', code)
+
+
+def real(code, path):
+    code = re.sub(r'"Qwen/[^"]+"', repr(str(path)), code)
+    code = re.sub(r"(num_devices|tensor_parallel_size)=2", r"\1=1", code)
+    return code.replace("max_model_len=4096", "max_model_len=512").replace("num_replicas=3", "num_replicas=2")
+
+
+def run(code, replicas):
+    names = {"chosen": []}
+    exec(compile(code, "example", "exec"), names)  # noqa: S102 - an example of the documentation
+    with names["service"] as service:
+        assert service.engine_args.model
+        if "result" in names:
+            assert isinstance(names["result"], RequestOutput)
+            assert names["result"].outputs[0].text
+        assert all(index in range(replicas) for index in names["chosen"])
+        assert len(service.get_num_unfinished_requests()) == service.num_replicas
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_on_simulated_engines(name, capsys):
+    run(simulated(EXAMPLES[name]), replicas=3)
+    assert name != "first" or capsys.readouterr().out.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_on_real_engines(name, nano_path):
+    run(real(EXAMPLES[name], nano_path), replicas=2)
