@@ -23,7 +23,6 @@ import torch
 from penstock.engine.vllm_plugin.checksum import weights_checksum
 from penstock.engine.vllm_plugin.host_bytes import HostBytes
 from penstock.engine.vllm_plugin.sources import Source, make_source
-from penstock.fleet.stores import Store
 from penstock.weights.delta import DeltaStore
 from penstock.weights.disk import DiskStore
 from penstock.weights.manifest import WeightManifest
@@ -81,7 +80,9 @@ class Engine:
         return self._sources[manifest.transport]
 
 
-def one_round(store: Store, folder: Path, engine: Engine, version: int, tensors: dict[str, torch.Tensor]) -> Round:
+def one_round(
+    store: DiskStore | DeltaStore, folder: Path, engine: Engine, version: int, tensors: dict[str, torch.Tensor]
+) -> Round:
     """Publish, prepare, apply, commit."""
     before = {file.name for file in folder.glob("v*")}
     began = time.perf_counter()
