@@ -75,6 +75,7 @@ def check(history, prompts, out):
 
 DEATHS = {
     "core": (0, lambda pid: os.kill(core_of(pid), signal.SIGKILL)),
+    "core stopped": (0, lambda pid: os.kill(core_of(pid), signal.SIGSTOP)),
     "group in an update": (1, lambda pid: os.killpg(pid, signal.SIGKILL)),
     "stopped in an update": (0, lambda pid: os.killpg(pid, signal.SIGSTOP)),
 }
@@ -89,7 +90,7 @@ async def test_a_death_under_load(fleet, history, death):
     before = len(member.lifecycle.history)
     running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG))
     await until_made(fleet, 200)
-    if death == "core":
+    if death.startswith("core"):
         die(member.process.pid)
     else:
         apply = member.control.apply_weights

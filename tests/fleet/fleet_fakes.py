@@ -43,6 +43,7 @@ class FakeEngine:
         self.prepared: int | None = None
         self.layout = layout
         self.calls: dict[str, Any] = {}
+        self.tokens = 10
         self.busy = asyncio.Event()
         self.busy.set()
 
@@ -66,13 +67,17 @@ class FakeEngine:
         tp, pp, dp = self.layout
         return EngineInfo("fake", "0", self.version, self.paused, tp, pp, dp, 32, 64, ("shared_memory",))
 
+    async def is_paused(self) -> bool:
+        await self.at("question")
+        return self.paused
+
     async def health(self, timeout_s: float) -> None:
         self.calls["health"] = timeout_s
         await self.at("health")
 
     async def stats(self) -> EngineStats:
         await self.at("stats")
-        return EngineStats(running=2, waiting=1, kv_cache_usage=0.25, generation_tokens=10, preemptions=0)
+        return EngineStats(running=2, waiting=1, kv_cache_usage=0.25, generation_tokens=self.tokens, preemptions=0)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = True, timeout_s: float | None = None) -> None:
         self.calls["pause"] = (mode, clear_cache, timeout_s)

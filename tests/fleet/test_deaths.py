@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,12 @@ async def die_in_the_core(member: Member) -> None:
     await fault(member, kind="core_death", phase="tokens")
 
 
+async def stop_in_the_core(member: Member) -> None:
+    """As vLLM does whose core is a process of its own, and is stopped: the server before it is well."""
+    for phase in ("control", "request", "tokens"):
+        await fault(member, kind="hang", phase=phase, times=1 << 30)
+
+
 async def refuse_health(member: Member) -> None:
     await fault(member, kind="refuse", phase="health", times=1000)  # the router asks too
 
@@ -91,7 +98,9 @@ async def serves_the_weights_in_force(fleet: Fleet, member: Member) -> None:
 
 
 @pytest.mark.parametrize(
-    "death", [kill, stop, exit_with_a_status, die_in_the_core, refuse_health], ids=lambda death: death.__name__
+    "death",
+    [kill, stop, exit_with_a_status, die_in_the_core, stop_in_the_core, refuse_health],
+    ids=lambda death: death.__name__,
 )
 async def test_an_engine_that_dies_costs_no_request_and_returns(mortal: Fleet, death: Callable) -> None:
     fleet = mortal
@@ -110,6 +119,27 @@ async def test_an_engine_that_dies_costs_no_request_and_returns(mortal: Fleet, d
     assert len(report.engines) == 3
     assert len({update.checksum for update in report.engines}) == 1
     await check_serves(fleet, engines=3)
+
+
+@pytest.mark.parametrize("through", ["holder", "adopted"])
+async def test_one_death_of_a_core_costs_a_request_one_try_and_the_engine_one_restart(
+    through: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its server lives on for 0.3 s, and answers everything at once with an error."""
+    caplog.set_level("INFO", "penstock.fleet.supervise")
+    options = {"max_restarts": 1, "restart_backoff_s": 0.05, "log_dir": tmp_path}
+    async with AsyncExitStack() as stack:
+        holder = await stack.enter_async_context(Fleet.launch("sim-model", engines=2, **SIM, **options))
+        fleet = holder if through == "holder" else await stack.enter_async_context(Fleet.connect(holder.url))
+        member = holder._roster.members[1]
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        before = len(member.lifecycle.history)
+        await die_in_the_core(member)
+        check(PROMPTS, await asyncio.wait_for(running, 20.0), PARAMS)
+        assert fleet.counters.deaths == len(PROMPTS) // 2, "one for each request that it had"
+        await returned(holder, member, before)
+        assert caplog.text.count("engine e1 is started anew in 0.05 s") == 1
 
 
 async def test_all_die_at_once_and_requests_wait_for_them(mortal: Fleet) -> None:

@@ -49,8 +49,6 @@ CONFIG = SimConfig(tokens_per_second=250, max_model_len=CONTEXT, max_num_seqs=6,
 FLEET = {"health_interval_s": 2.0, "hang_timeout_s": 6.0, "drain_timeout_s": 4.0, "restart_backoff_s": 0.2}
 LIVES = 4
 """A request is given up after this many deaths under it and one more (`continuation.RETRY_S`): so many are dealt."""
-CORE_COSTS = 3
-"""A dying engine core answers 500 for a moment, so that one death can meet a request so often."""
 ENDLESS_S = 7200.0
 """Virtual: what takes longer hangs."""
 NOTICED_S = 10.0
@@ -141,14 +139,14 @@ class FleetMachine(RuleBasedStateMachine):
     def update_that_meets(self, fault: tuple[SimPhase, FaultKind], which: int, ms: int) -> None:
         phase, kind = fault
         node = self.alive(which)
-        if node is not None and self.spend(CORE_COSTS if kind is FaultKind.CORE_DEATH else 1):
+        if node is not None and self.spend():
             node.engine.faults.add(Fault(kind, phase))
         self.begin("update", self.updated(), ms)
 
-    @rule(which=WHICH, how=st.sampled_from(["kill", "core", "hang"]), ms=MILLISECONDS)
+    @rule(which=WHICH, how=st.sampled_from(["kill", "core", "hang", "hang in the core"]), ms=MILLISECONDS)
     def die(self, which: int, how: str, ms: int) -> None:
         node = self.alive(which)
-        if node is None or not self.spend(CORE_COSTS if how == "core" else 1):
+        if node is None or not self.spend():
             return
         self.keep_busy()
         self.runner.run(asyncio.sleep(ms / 1000))  # so that they have come some way
@@ -159,8 +157,10 @@ class FleetMachine(RuleBasedStateMachine):
                     node.kill()
                 case "core":
                     node.engine.die(FaultKind.CORE_DEATH, "struck")
-                case _:
+                case "hang":
                     node.hang()
+                case _:
+                    node.hang_in_the_core()
 
         self.runner.run(strike())
 
@@ -279,11 +279,11 @@ class FleetMachine(RuleBasedStateMachine):
 
         self.runner.run(run())
 
-    def spend(self, lives: int) -> bool:
-        """Whether so many deaths may still be dealt."""
-        if lives > self.lives:
+    def spend(self) -> bool:
+        """Whether one more death may be dealt."""
+        if not self.lives:
             return False
-        self.lives -= lives
+        self.lives -= 1
         return True
 
     def alive(self, which: int) -> Node | None:

@@ -16,6 +16,7 @@ from penstock.engine.control import EngineInfo
 from penstock.errors import DeadlineError, EngineDeadError, EngineStartError, StateError, UpdateError
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import Member
+from penstock.fleet.operations import Operations
 from penstock.fleet.supervise import HUNG_CHECKS, Supervisor
 from penstock.types import PauseMode
 
@@ -174,6 +175,108 @@ async def test_an_engine_may_be_silent_for_as_long_as_the_fleet_says() -> None:
     async with watched(bench, FleetConfig(health_interval_s=0.001, hang_timeout_s=600.0)):
         await until(lambda: "health" in bench.engine["a"].calls)
     assert bench.engine["a"].calls["health"] == 600.0 / HUNG_CHECKS
+
+
+# --- a core that says nothing, behind a server that is well -----------------------------------------------------------
+
+SLOW_HEALTH = {"health_interval_s": 0.01, "hang_timeout_s": 0.15}
+
+
+async def test_a_core_that_hangs_is_noticed_though_its_server_is_well() -> None:
+    bench = await Bench("ab").started()
+    bench.engine["a"].faults["question"] = "hang"
+    async with watched(bench, FleetConfig(**SLOW_HEALTH)):
+        begin = asyncio.get_running_loop().time()
+        reason = await until_dead(bench, "a")
+        assert 0.1 < asyncio.get_running_loop().time() - begin < 1.0
+        assert reason == "its core has answered nothing for 0.15 s, though its server is well"
+        assert bench.state("b") is State.SERVING
+        bench.check_belief()
+
+
+@pytest.mark.parametrize("kind", ["refuse", "garbage"])
+async def test_any_answer_of_a_core_is_a_sign_of_life(kind) -> None:
+    bench = await Bench("ab").started()
+    bench.engine["a"].faults["question"] = kind
+    async with watched(bench, FleetConfig(**SLOW_HEALTH)):
+        await asyncio.sleep(0.4)
+        assert bench.journal.count(("a", "question")) > 5
+        assert bench.state("a") is State.SERVING
+
+
+async def test_a_core_may_be_silent_while_a_call_of_ours_keeps_it_busy() -> None:
+    bench = await Bench("ab").started()
+    bench.operations = Operations(
+        bench.roster, bench.store, min_engines=1, control_timeout_s=5.0, request_timeout_s=5.0
+    )
+    engine = bench.engine["a"]
+    engine.health = lambda _: asyncio.sleep(0)  # its server is not its core
+    async with watched(bench, FleetConfig(**SLOW_HEALTH)):
+        for keep_busy in (
+            lambda: bench.operations.update([], None),
+            lambda: bench.operations.sleep(1),
+            lambda: bench.operations.wake_up(None),
+            lambda: bench.operations.collective_rpc("save", 5.0, (), None),
+        ):
+            asked = bench.journal.count(("a", "question"))
+            engine.busy.clear()
+            await until(lambda before=asked: bench.journal.count(("a", "question")) > before)  # and is not answered
+            busy = asyncio.create_task(keep_busy())
+            await asyncio.sleep(0.4)
+            assert not busy.done()
+            assert bench.state("a") is State.SERVING, "its silence is that of the call"
+            engine.busy.set()
+            await busy
+        engine.faults["question"] = "hang"
+        await until_dead(bench, "a")
+
+
+async def test_a_pause_that_waits_hides_no_core_that_hangs() -> None:
+    bench = await Bench("ab").started()
+    bench.operations._request_s = 3600.0
+    engine = bench.engine["a"]
+    async with watched(bench, FleetConfig(**SLOW_HEALTH)):
+        engine.faults |= {"pause": "hang", "question": "hang"}
+        pausing = asyncio.create_task(bench.operations.pause(PauseMode.WAIT, clear_cache=True))
+        await until_dead(bench, "a")
+        pausing.cancel()
+        await asyncio.gather(pausing, return_exceptions=True)
+
+
+async def test_a_core_that_has_made_no_token_yet_compiles_its_kernels_in_peace() -> None:
+    bench = await Bench("ab").started()
+    engine = bench.engine["a"]
+    engine.tokens = 0
+    engine.faults["question"] = "hang"
+    async with watched(bench, FleetConfig(**SLOW_HEALTH)):
+        await asyncio.sleep(0.5)
+        assert bench.state("a") is State.SERVING
+        engine.tokens = 1
+        assert (await until_dead(bench, "a")).startswith("its core has answered nothing for 0.")
+    bench = await Bench("ab").started()
+    bench.engine["a"].tokens = 0
+    bench.engine["a"].faults["question"] = "hang"
+    async with watched(bench, FleetConfig(**SLOW_HEALTH)):
+        assert await until_dead(bench, "a") == "its core has answered nothing for 1.5 s, though its server is well"
+
+
+# --- deaths that requests have seen ----------------------------------------------------------------------------------
+
+
+async def test_who_has_seen_an_engine_die_waits_until_it_gets_no_more_requests() -> None:
+    bench = await Bench("abc").started()
+    async with restarting(bench) as restarts:  # its own health checks come in an hour
+        bench.engine["b"].faults["health"] = "refuse"
+        bench.engine["c"].faults["health"] = "hang"
+        restarts.engines.gate.clear()
+        begin = asyncio.get_running_loop().time()
+        await asyncio.gather(*(restarts.supervisor.look() for _ in range(100)))
+        assert asyncio.get_running_loop().time() - begin < 2.0
+        assert bench.router.serves() == {"a": 0, "c": 0}
+        assert bench.journal.count(("b", "health")) == 1, "asked once for all"
+        restarts.engines.gate.set()
+        await until_serves(bench, "b", 0)
+        assert len(restarts.engines.starts) == 1, "one death is one restart"
 
 
 # --- what returns ----------------------------------------------------------------------------------------------------

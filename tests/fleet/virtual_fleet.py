@@ -79,6 +79,11 @@ class Node:
         for phase in (Phase.TOKENS, Phase.HEALTH, Phase.REQUEST):
             self.engine.faults.add(Fault(FaultKind.HANG, phase, times=1 << 30))
 
+    def hang_in_the_core(self) -> None:
+        """It makes no token any more, and its server says that it is well."""
+        for phase in (Phase.TOKENS, Phase.CONTROL, Phase.REQUEST):
+            self.engine.faults.add(Fault(FaultKind.HANG, phase, times=1 << 30))
+
     def _died(self, kind: FaultKind) -> None:
         if kind is FaultKind.EXIT:
             self._gone(1)

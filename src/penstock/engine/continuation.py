@@ -279,6 +279,8 @@ class Continuation:
         self._deaths += 1
         self._counters.deaths += 1
         self._take_up(passed_on=passed_on)
+        if self._http.suspect is not None:
+            await self._http.suspect()
         await asyncio.sleep(delay)
 
     async def _after_abort(self, *, passed_on: bool = False) -> None:

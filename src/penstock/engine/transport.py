@@ -71,6 +71,8 @@ class HttpTransport:
         """Waits until the server, which could not be reached, has been started anew; False: it will not be.
 
         A router that has given up waiting for an engine is asked again too: an engine may take longer to start."""
+        self.suspect: Callable[[], Awaitable[None]] | None = None
+        """Called where an engine has died under a request; returns when it gets no other."""
 
     async def post(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,8 @@ from penstock.engine.concurrent import cancelled, in_thread
 from penstock.engine.control import ControlClient
 from penstock.engine.data import STREAM_CHUNK_TOKENS, DataClient
 from penstock.errors import EngineDeadError, PenstockError, StateError, UserError
-from penstock.fleet.control_wire import FleetState, MemberState, report_of
+from penstock.fleet.control import FanOut
+from penstock.fleet.control_wire import FleetState, MemberState, fan_out_of, report_of
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.link import Link
@@ -69,6 +70,7 @@ async def adopt(
             stream_chunk_tokens=stream_chunk_tokens,
         )
         data.http.back = roster.router_back
+        data.http.suspect = orders.look
         owned.push_async_callback(data.close)
         follower = asyncio.create_task(roster.follow(link, state.change), name="follow-fleet")
         owned.push_async_callback(cancelled, follower)
@@ -149,6 +151,7 @@ class RemoteOrders:
         self._roster = roster
         self._store = store
         self._update: asyncio.Task[UpdateReport] | None = None
+        self._looking: asyncio.Task[Any] | None = None
         self._closed = False
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None) -> None:
@@ -169,6 +172,19 @@ class RemoteOrders:
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:  # noqa: D102
         await self._call("wake_up", tags=None if tags is None else list(tags))
+
+    async def collective_rpc(  # noqa: D102
+        self, method: str, timeout_s: float, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> FanOut[list[Any]]:
+        given = {"args": list(args), "kwargs": dict(kwargs or {})}
+        return fan_out_of(await self._call("collective_rpc", method=method, timeout_s=timeout_s, **given))
+
+    async def look(self) -> None:
+        """Have every engine asked whether it is well, where a request has seen one die (`Supervisor.look`)."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._call("look"), name="remote-look")
+        with suppress(PenstockError):  # the holder is gone, which is said elsewhere
+            await asyncio.shield(self._looking)
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:  # noqa: D102
         await self._call("init_weight_transfer", init_info=dict(init_info))
@@ -205,6 +221,9 @@ class RemoteOrders:
     async def close(self) -> None:
         """Let no further call begin, and wait for an update under way: it reads what is ours."""
         self._closed = True
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait((self._looking,))
         if self._update is not None:
             await asyncio.wait((self._update,))
 

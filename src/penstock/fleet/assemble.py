@@ -101,6 +101,7 @@ async def assemble(
         paused=members[0].info.paused,
     )
     supervisor = _supervisor(router, roster, operations, owned, fleet, engines)
+    data.http.suspect = supervisor.look
     elastic = Elastic(
         roster,
         operations,

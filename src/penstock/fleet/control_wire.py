@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from penstock import errors
 from penstock.engine.control import EngineInfo
 from penstock.errors import DeadlineError, EngineError, EngineHTTPError, PenstockError
+from penstock.fleet.control import FanOut
 from penstock.fleet.lifecycle import State
 from penstock.types import UpdateReport
 
@@ -68,6 +69,17 @@ def state_of(data: Mapping[str, Any]) -> FleetState:
 def report_of(data: Mapping[str, Any]) -> UpdateReport:
     """An `UpdateReport` from its `dataclasses.asdict`."""
     return _REPORT.validate_python(data)
+
+
+def fan_out_to_json(outcome: FanOut[Any]) -> dict[str, Any]:
+    """What each engine answered, as it goes over the socket; the answers are JSON already."""
+    failures = {name: error_to_json(error) for name, error in outcome.failures.items()}
+    return {"results": dict(outcome.results), "failures": failures}
+
+
+def fan_out_of(data: Mapping[str, Any]) -> FanOut[Any]:
+    """What `fan_out_to_json` wrote."""
+    return FanOut(data["results"], {name: error_of(error) for name, error in data["failures"].items()})
 
 
 def error_to_json(error: PenstockError) -> dict[str, Any]:

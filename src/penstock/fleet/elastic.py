@@ -91,6 +91,10 @@ class Elastic:
             for life in lives:
                 self._placed.pop(life, None)
 
+    async def look(self) -> None:
+        """Have every engine asked whether it is well; see `Supervisor.look`."""
+        await self._supervisor.look()
+
     async def drain(self, engine: str | int, timeout_s: float | None = None) -> bool:
         """Send an engine no new session, and wait until it has ended what lives there; it stays DRAINING.
 

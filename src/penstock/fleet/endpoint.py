@@ -19,7 +19,7 @@ import orjson
 from aiohttp import web
 
 from penstock.errors import PenstockError, StateError, UserError
-from penstock.fleet.control_wire import FleetState, MemberState, error_to_json, state_to_json
+from penstock.fleet.control_wire import FleetState, MemberState, error_to_json, fan_out_to_json, state_to_json
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
@@ -57,6 +57,7 @@ class Endpoint:
         """Somebody wants the fleet to end; it does so by itself."""
         self._url = url
         self._roster = roster
+        self._operations = operations
         self._end: Callable[[], Awaitable[None]] | None = None
         self._ending: asyncio.Future[None] | None = None
         self._ended = asyncio.Event()
@@ -71,6 +72,8 @@ class Endpoint:
             "reset_prefix_cache": lambda _: operations.reset_prefix_cache(),
             "sleep": lambda args: operations.sleep(int(args["level"])),
             "wake_up": lambda args: operations.wake_up(args["tags"]),
+            "collective_rpc": self._collective_rpc,
+            "look": lambda _: elastic.look(),
             "init_weight_transfer": lambda args: operations.init_weight_transfer(args["init_info"]),
             "native_update": lambda args: operations.native_update(args["update_info"], int(args["version"])),
             "update": lambda args: operations.update_from(WeightManifest.from_json(args["manifest"])),
@@ -138,6 +141,12 @@ class Endpoint:
             told.cancel()
             working.cancel()
             await asyncio.wait((told, working))
+
+    async def _collective_rpc(self, args: dict[str, Any]) -> dict[str, Any]:
+        call = self._operations.collective_rpc
+        return fan_out_to_json(
+            await call(str(args["method"]), float(args["timeout_s"]), list(args["args"]), dict(args["kwargs"]))
+        )
 
     async def _stop(self, _: dict[str, Any]) -> None:
         self.stopping.set()

@@ -340,12 +340,8 @@ class Fleet(Engine):
             FanOutError: it failed on some engines; it holds each one's error, and what the others answered. Of a
                 fleet of one, that engine's own error.
         """
-        outcome = await fan_out(
-            self._members(None),
-            lambda engine: engine.collective_rpc(method, timeout_s, args, kwargs),
-            # Longer than the client's own deadline, so that its message arrives.
-            deadline_s=timeout_s + 2.0,
-        )
+        self._check_open()
+        outcome = await self._operations.collective_rpc(method, timeout_s, args, kwargs)
         outcome.raise_for(f"collective_rpc {method!r}")
         return [result for results in outcome.results.values() for result in results]
 

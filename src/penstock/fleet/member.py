@@ -24,6 +24,7 @@ class EngineControl(Protocol):
     """
 
     async def info(self) -> EngineInfo: ...  # noqa: D102 - as in ControlClient, all of them
+    async def is_paused(self) -> bool: ...  # noqa: D102
     async def health(self, timeout_s: float) -> None: ...  # noqa: D102
     async def stats(self) -> EngineStats: ...  # noqa: D102
     async def pause(  # noqa: D102

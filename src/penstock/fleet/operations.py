@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.errors import DeadlineError, StateError, UserError
-from penstock.fleet.control import Call, fan_out
+from penstock.errors import DeadlineError, EngineDeadError, StateError, UserError
+from penstock.fleet.control import Call, FanOut, fan_out
 from penstock.fleet.lifecycle import State
-from penstock.fleet.member import EngineControl, Member
+from penstock.fleet.member import EngineControl, Member, why
 from penstock.fleet.roster import Roster
 from penstock.fleet.sync import bring_to_version
 from penstock.fleet.update import Store, Updater
@@ -101,7 +101,7 @@ class Operations:
                 self._move_all(State.PAUSED, f"pause_generation ({mode})")
                 self.paused = True
 
-        await self._exclusively(run)
+        await self._exclusively(run, occupies=False)  # one that waits for requests goes on with its steps
 
     async def resume(self) -> None:
         """Resume every engine, then open the gate; StateError if not paused."""
@@ -157,6 +157,24 @@ class Operations:
         await self._exclusively(
             lambda: self._tell(lambda engine: engine.reset_prefix_cache(), "reset of the prefix cache")
         )
+
+    async def collective_rpc(
+        self, method: str, timeout_s: float, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> FanOut[list[Any]]:
+        """Call a worker method on every engine, in no turn: nobody knows what it does, so nobody dies of it.
+
+        Raises:
+            EngineDeadError: no engine is left.
+        """
+        if not (members := self._roster.live()):
+            raise EngineDeadError(f"no engine is left now ({why(self._roster.members)})")
+        with self._roster.occupation.going_on():
+            return await fan_out(
+                members,
+                lambda engine: engine.collective_rpc(method, timeout_s, args, kwargs),
+                # Longer than the client's own deadline, so that its message arrives.
+                deadline_s=timeout_s + 2.0,
+            )
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
         """VLLM's native `/init_weight_transfer_engine`; see `Fleet.init_weight_update_communicator`."""
@@ -375,9 +393,16 @@ class Operations:
             await self._roster.gate(closed=self.paused or bool(self._asleep) or stale)
 
     async def _exclusively(
-        self, operation: Callable[[], Coroutine[Any, Any, T]], after: Callable[[], None] = lambda: None
+        self,
+        operation: Callable[[], Coroutine[Any, Any, T]],
+        after: Callable[[], None] = lambda: None,
+        *,
+        occupies: bool = True,
     ) -> T:
-        """Run `operation` in its turn, and `after` when it is over or never began."""
+        """Run `operation` in its turn, and `after` when it is over or never began.
+
+        `occupies`: an engine that does its part may answer nothing else meanwhile.
+        """
         try:
             await self._turn.acquire()
         except BaseException:
@@ -392,7 +417,8 @@ class Operations:
 
         async def run() -> T:
             self._check_open()
-            return await operation()
+            with self._roster.occupation.going_on() if occupies else nullcontext():
+                return await operation()
 
         self._running = task = asyncio.create_task(run())
         task.add_done_callback(done)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from penstock.fleet.control import FanOut
 from penstock.types import PauseMode, UpdateReport
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ class Orders(Protocol):
     async def reset_prefix_cache(self) -> None: ...  # noqa: D102
     async def sleep(self, level: int) -> None: ...  # noqa: D102
     async def wake_up(self, tags: Sequence[str] | None) -> None: ...  # noqa: D102
+    async def collective_rpc(  # noqa: D102
+        self, method: str, timeout_s: float, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> FanOut[list[Any]]: ...
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None: ...  # noqa: D102
     async def native_update(self, update_info: Mapping[str, Any], version: int) -> None: ...  # noqa: D102
     async def update(  # noqa: D102

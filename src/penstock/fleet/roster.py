@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, PenstockError, StateError
 from penstock.fleet.control import Call, FanOut, fan_out
+from penstock.fleet.core_watch import Occupation
 from penstock.fleet.lifecycle import State
 from penstock.fleet.member import SERVABLE, Member, why
 from penstock.router.admin_client import RouterState
@@ -52,6 +53,8 @@ class Roster:
         """Grows with each change that was announced."""
         self.router_returns = False
         """Somebody starts the router anew when it ends, and calls `restore`."""
+        self.occupation = Occupation()
+        """Calls under way that may keep engines from answering others."""
         self.admin = admin
         self._closed = closed
         self._epoch = epoch

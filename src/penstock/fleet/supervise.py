@@ -11,6 +11,8 @@ from typing import Any
 from penstock.config import FleetConfig
 from penstock.engine.concurrent import cancelled
 from penstock.errors import DeadlineError, PenstockError
+from penstock.fleet.control import fan_out
+from penstock.fleet.core_watch import QUESTIONS, until_silent
 from penstock.fleet.lifecycle import Clock, State
 from penstock.fleet.member import SERVABLE, Engines, Member
 from penstock.fleet.restart import RestartBudget
@@ -21,6 +23,9 @@ logger = logging.getLogger(__name__)
 HUNG_CHECKS = 3
 """So many health checks without an answer in time, one after another, mean that an engine hangs. One is not enough: a
 busy single-process engine on CPU answers late now and then."""
+
+LOOK_S = 0.5
+"""How long an engine has to say that it is well where another has died. Who does not is left to the usual checks."""
 
 WATCHED = SERVABLE | {State.SYNCING}
 
@@ -54,6 +59,7 @@ class Supervisor:
         self._clock = clock
         self._sleep = sleep
         self._guards: dict[Member, asyncio.Task[None]] = {}
+        self._looking: asyncio.Task[None] | None = None
 
     def watch(self, member: Member) -> None:
         """Begin to watch an engine: its process where it is ours, its health in any case. SYNCING, it is admitted."""
@@ -64,8 +70,20 @@ class Supervisor:
         if (guard := self._guards.pop(member, None)) is not None:
             await cancelled(guard)
 
+    async def look(self) -> None:
+        """Ask every engine now whether it is well, where a request has seen one die; returns when that is known.
+
+        A vLLM whose core has died answers requests with errors for up to a second, at once: to a router it is the least
+        busy of all, and each request would meet it several times.
+        """
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look(), name="look-at-engines")
+        await asyncio.shield(self._looking)
+
     async def stop(self) -> None:
         """Stop watching. Raises what broke a watch, if something did."""
+        if self._looking is not None:
+            await cancelled(self._looking)
         guards = tuple(self._guards.values())
         self._guards.clear()
         for guard in guards:
@@ -96,13 +114,13 @@ class Supervisor:
 
     async def _until_dead(self, member: Member) -> None:
         """Return when the engine is DEAD, and gone where its process is ours."""
-        watches: list[Coroutine[Any, Any, None]] = [self._until_unwell(member)]
+        watches: list[Coroutine[Any, Any, None]] = [self._until_unwell(member), self._until_silent(member)]
         if member.state is State.SYNCING:
             watches.append(self._join(member))
         tasks = [asyncio.create_task(watch, name=f"watch-{member.name}") for watch in watches]
         try:
             if member.process is None:
-                await asyncio.gather(*tasks)
+                await self._roster.until(lambda: member.state not in WATCHED)
                 return
             status = await member.process.wait()
             await self._roster.bury(member, f"its process exited with status {status}")
@@ -127,6 +145,23 @@ class Supervisor:
                     await self._roster.bury(member, f"{missed} health checks without an answer in {hang_s:g} s")
             except PenstockError as error:
                 await self._roster.bury(member, f"health check failed: {error}")
+
+    async def _until_silent(self, member: Member) -> None:
+        hang_s = self._fleet.hang_timeout_s
+        interval_s = max(self._fleet.health_interval_s, hang_s / QUESTIONS)
+        while member.state in WATCHED:
+            silent_s = await until_silent(member.control, self._roster.occupation, hang_s=hang_s, interval_s=interval_s)
+            if member.state in SERVABLE:  # what brings one in that is SYNCING has deadlines of its own
+                reason = f"its core has answered nothing for {silent_s:g} s, though its server is well"
+                await self._roster.bury(member, reason)
+
+    async def _look(self) -> None:
+        async def failed(member: Member, error: PenstockError) -> None:
+            if not isinstance(error, DeadlineError):
+                await self._roster.bury(member, f"health check failed: {error}")
+
+        members = self._roster.live()
+        await fan_out(members, lambda engine: engine.health(LOOK_S), deadline_s=LOOK_S, on_failure=failed)
 
     async def _join(self, member: Member) -> None:
         try:

@@ -56,7 +56,7 @@ async def resume(http: web.Request) -> web.Response:
 async def is_paused(http: web.Request) -> web.Response:
     """`GET /is_paused`."""
     engine = engine_of(http)
-    engine.check_alive()
+    await engine.at(Phase.CONTROL)
     return json_answer({"is_paused": engine.paused})
 
 

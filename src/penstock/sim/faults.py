@@ -46,6 +46,8 @@ class Phase(StrEnum):
     REQUEST = "request"
     """At the arrival of a generation request."""
     HEALTH = "health"
+    CONTROL = "control"
+    """At a question that the engine's core answers, and not the server in front of it."""
     PREPARE = "prepare"
     PAUSE = "pause"
     LOAD = "load"
