@@ -28,7 +28,7 @@ def block_of(pointer: int) -> tuple[int, int]:
     start, size = ctypes.c_uint64(), ctypes.c_size_t()
     status = _driver().cuMemGetAddressRange_v2(ctypes.byref(start), ctypes.byref(size), ctypes.c_uint64(pointer))
     if status:
-        raise WeightsError(f"the driver knows no device memory at {pointer:#x}: {_why(status)}")
+        raise _not_shareable(status)
     return start.value, size.value
 
 
@@ -37,11 +37,7 @@ def handle_of(start: int) -> bytes:
     handle = _Handle()
     status = _driver().cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(start))
     if status:
-        raise WeightsError(
-            f"the trainer's device memory cannot be shared ({_why(status)}): memory of expandable segments and of "
-            "cudaMallocAsync has no IPC handles; start the trainer without them in PYTORCH_CUDA_ALLOC_CONF, or use "
-            "another transport"
-        )
+        raise _not_shareable(status)
     return bytes(handle)
 
 
@@ -66,6 +62,14 @@ def close_handle(start: int) -> None:
     status = _driver().cuIpcCloseMemHandle(ctypes.c_uint64(start))
     if status:
         raise WeightsError(f"cannot unmap device memory at {start:#x}: {_why(status)}")
+
+
+def _not_shareable(status: int) -> WeightsError:
+    return WeightsError(
+        f"the trainer's device memory cannot be shared ({_why(status)}): memory of expandable segments and of "
+        "cudaMallocAsync has no IPC handles; start the trainer without them in PYTORCH_CUDA_ALLOC_CONF, or use another "
+        "transport"
+    )
 
 
 def _why(status: int) -> str:

@@ -99,12 +99,12 @@ class Mapped:
         self._device = device
         self._starts: list[int] = []
         self._closed = False
+        borrow(lease, self.close)  # first: it can say that the trainer has ended, the driver cannot
         try:
-            with torch.cuda.device(device):
+            with self.lock, torch.cuda.device(device):
                 torch.cuda.synchronize()  # binds the device's context to this thread
                 for handle, _ in blocks:
                     self._starts.append(cuda_driver.open_handle(handle))
-            borrow(lease, self.close)
         except WeightsError:
             self.close()
             raise
