@@ -171,13 +171,26 @@ async def test_wrong_checksum_and_wrong_label():
         assert verify(PROMPT, bad, params=params), "tokens of version 1 labelled 0"
 
 
-async def test_failure_in_load_leaves_the_engine_unfit():
+async def test_a_failure_in_load_holds_generation_until_a_version_has_come_whole():
     async with sim_client() as sim:
         await sim.post("/sim/fault", {"kind": "refuse", "phase": "load"})
         await prepare(sim)
         assert (await sim.call("POST", "/penstock/weights/apply", {"version": 1}))[0] == 500
         assert await sim.get("/is_paused") == {"is_paused": True}
         await sim.post("/resume")
+        waiting = asyncio.create_task(sim.generate(1))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        await prepare(sim)
+        await sim.post("/penstock/weights/apply", {"version": 1})
+        (choice,) = (await waiting)["choices"]
+        assert choice["weight_versions"] == [{"version": "1", "start": 0, "end": 1}]
+
+
+async def test_generation_on_unfit_weights_ends_the_engine():
+    async with sim_client() as sim:
+        await sim.post("/init_weight_transfer_engine", {"init_info": {}})
+        await sim.post("/start_weight_update")
         status, answer = await sim.call("POST", GENERATE, {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}})
         assert status == 500
         assert "unfit" in answer["error"]["message"]

@@ -51,6 +51,10 @@ class Holds:
         await self._go_on()
         return awake
 
+    def weights_are_out(self) -> None:
+        """Nothing may be computed before weights are in."""
+        self._without_weights = True
+
     async def weights_are_in(self) -> None:
         """New weights are in force, and labelled."""
         self._without_weights = False

@@ -71,6 +71,7 @@ class WeightState:
         begin = clock.time()
         preempted = await engine.pause(PauseMode.KEEP, clear_cache=clear_cache)
         paused = clock.time()
+        engine.holds.weights_are_out()
         checksum = await self._load(version, prepared[1])
         loaded = clock.time()
         await engine.holds.weights_are_in()
