@@ -12,15 +12,16 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.flo
 
 
 def by_definition(tensor: torch.Tensor) -> int:
-    width = tensor.shape[-1] if tensor.dim() > 1 else 1
-    signed = np.frombuffer(tensor.contiguous().view(-1).view(torch.uint8).numpy(), f"i{tensor.element_size()}")
-    rows = [sum(int(bits) for bits in row) for row in signed.reshape(-1, width)]
-    first, second = sum(rows), sum(row * number for number, row in enumerate(rows, 1))
-    return (first * 1_000_003 + second) % 2**63
+    data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    data += bytes(-len(data) % 8192)
+    words = [[int(word) for word in row] for row in np.frombuffer(data, "<i8").reshape(-1, 1024)]
+    rows = sum(sum(row) * (1_000_003 + number) for number, row in enumerate(words, 1))
+    columns = sum(sum(column) * (998_244_353 + number) for number, column in enumerate(zip(*words, strict=True), 1))
+    return (rows + columns) % 2**63
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (5, 3), (2, 3, 4)])
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (5, 3), (2, 3, 4), (8, 1024), (33, 257)])
 def test_is_what_its_definition_says(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape) * 50).to(dtype)
     assert device_sums([tensor]) == [by_definition(tensor)]
@@ -31,12 +32,19 @@ def test_wraps_around_without_an_error() -> None:
     assert device_sums([tensor]) == [by_definition(tensor)]
 
 
-def test_does_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = torch.randn(37, 11)
-    whole = device_sums([tensor])
-    for chunk in (1, 12, 100):
-        monkeypatch.setattr("penstock.weights.device_sum._CHUNK", chunk)
-        assert device_sums([tensor]) == whole
+def test_a_tensor_that_lies_between_words_counts_like_any_other() -> None:
+    memory = torch.randint(0, 255, (30_000,), dtype=torch.uint8)
+    for start in (1, 4, 8):
+        part = memory[start : start + 20_000]
+        assert device_sums([part]) == device_sums([part.clone()])
+
+
+def test_words_that_change_places_in_a_row_or_between_rows_are_seen() -> None:
+    tensor = torch.randint(-(2**62), 2**62, (4, 1024))
+    in_row, between = tensor.clone(), tensor.clone()
+    in_row[0, [3, 9]] = tensor[0, [9, 3]]
+    between[[0, 2], 5] = tensor[[2, 0], 5]
+    assert len(set(device_sums([tensor, in_row, between]))) == 3
 
 
 def test_a_strided_tensor_counts_as_its_contiguous_copy() -> None:

@@ -4,33 +4,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import torch
 
-_WORD = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_FACTOR = 1_000_003
+WORD = 8
+"""Bytes that are summed as one integer. Sums of narrower ones have to be widened, which makes them twenty times slower
+than the memory: 0.1 s for 16 GB on an H200."""
+WIDTH = 1024
+"""Words in a row."""
+_ROW = WORD * WIDTH
+_BY_ROW, _BY_COLUMN = 1_000_003, 998_244_353
 _POSITIVE = 2**63 - 1
-
-_CHUNK = 4 * 2**20
-"""Elements that are widened to int64 at once. torch's `sum(dtype=int64)` widens its whole input first: for the
-embedding of an 8B model that is 5 GB, which a GPU that an engine has filled does not have. 32 MB stay in the cache."""
 
 
 def device_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Checksum of one tensor of any shape and dtype, as an int64 scalar on its device; nothing waits for the device.
 
-    The bits count as signed integers of the element's size. Rows (of the last axis; of one-dimensional tensors each
-    element) are summed, and with them `sum(rows) * 1000003 + sum(rows * (1, 2, ...))` in int64 that wraps around, less
-    its sign. Equal on every kind of device: integer sums do not depend on their order.
+    Its bytes, with zeros after them up to a multiple of 8 KiB, are a matrix of 8-byte integers with 1024 columns. The
+    sum is that of its rows, the first times 1000004, the second times 1000005 and so on, and of its columns times
+    998244354 and so on, in int64 that wraps around, less its sign: two words that change places change it, wherever
+    they are. Equal on every kind of device, since integer sums do not depend on their order.
     """
-    source = tensor.detach().contiguous()
-    if source.numel() == 0:
-        return torch.zeros((), dtype=torch.int64, device=source.device)
-    width = source.shape[-1] if source.dim() > 1 else 1
-    bits = source.view(-1).view(_WORD[source.element_size()]).view(-1, width)
-    rows = torch.cat([part.sum(1, dtype=torch.int64) for part in bits.split(max(1, _CHUNK // width))])
-    numbers = torch.arange(1, len(rows) + 1, dtype=torch.int64, device=rows.device)
-    return (rows.sum() * _FACTOR + (rows * numbers).sum()) & _POSITIVE
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = len(flat) // _ROW * _ROW
+    parts = [_aligned(flat[:whole])] if whole else []
+    if len(flat) > whole:
+        parts.append(torch.nn.functional.pad(flat[whole:], (0, _ROW - (len(flat) - whole))))
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    row = 0
+    for part in parts:
+        words = part.view(torch.int64).view(-1, WIDTH)
+        total = total + (words.sum(1) * _numbers(_BY_ROW + row, len(words), flat.device)).sum()
+        total = total + (words.sum(0) * _numbers(_BY_COLUMN, WIDTH, flat.device)).sum()
+        row += len(words)
+    return total & _POSITIVE
 
 
 def read_sums(sums: Sequence[torch.Tensor]) -> list[int]:
@@ -41,3 +49,12 @@ def read_sums(sums: Sequence[torch.Tensor]) -> list[int]:
 def device_sums(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Checksums of tensors of one device, in [0, 2**63)."""
     return read_sums([device_sum(tensor) for tensor in tensors])
+
+
+def _aligned(flat: torch.Tensor) -> torch.Tensor:
+    return flat if flat.data_ptr() % WORD == 0 and flat.storage_offset() % WORD == 0 else flat.clone()
+
+
+@lru_cache(maxsize=64)
+def _numbers(after: int, count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(after + 1, after + count + 1, dtype=torch.int64, device=device)

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-_WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from penstock.weights.device_sum import device_sum, read_sums
 
 
 def weights_checksum(model: torch.nn.Module) -> str:
     """Digest over every parameter, and over what packed CPU kernels compute.
 
-    For each parameter two sums of its bits as integers, in the second each row (of the last axis) times its number,
-    so that moved rows show; both are computed on the device and only they are copied. Packed CPU kernels hide their
+    Of each parameter the `device_sum` enters: only sums are copied from the device. Packed CPU kernels hide their
     weights (`cpu_linear`), so what enters is their output for a fixed input.
     """
     digest = hashlib.blake2b(digest_size=16)
@@ -23,14 +22,9 @@ def weights_checksum(model: torch.nn.Module) -> str:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
-            if parameter.numel() == 0:
-                continue
-            bits = parameter.detach().contiguous().view(-1).view(_WORD[parameter.element_size()])
-            width = parameter.shape[-1] if parameter.dim() > 1 else 1
-            rows = bits.view(-1, width).sum(1, dtype=torch.int64)
-            sums += [rows.sum(), (rows * torch.arange(1, len(rows) + 1, device=rows.device)).sum()]
-        if sums:
-            digest.update(torch.stack(sums).cpu().numpy().tobytes())
+            if parameter.numel():
+                sums.append(device_sum(parameter))
+        digest.update(repr(read_sums(sums)).encode())
         for name, module in model.named_modules():
             packed = getattr(module, "cpu_linear", None)
             if packed is not None:

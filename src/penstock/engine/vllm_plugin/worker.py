@@ -50,7 +50,7 @@ class WorkerExtension(BroadcastWorker, DroppedWeights):
         Returns:
             `{"checksum", "seconds": {"load", "checksum"}}`, or `{"error"}`, and then the model must not run.
         """
-        manifest: WeightManifest | None = self._penstock_manifest
+        manifest: WeightManifest | None = getattr(self, "_penstock_manifest", None)
         if manifest is None or manifest.version != version:
             return {"error": f"weight version {version} is not prepared here"}
         began = time.perf_counter()
