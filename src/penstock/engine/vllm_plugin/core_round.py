@@ -114,6 +114,8 @@ class _Round:
             self._done.set_result(self._load_and_resume())
         except Exception as error:  # noqa: BLE001 - handed to who asked; the engine stays paused
             self._done.set_exception(error)
+        # Called when a step has ended, this runs where the core is about to wait for its next input.
+        self._core.input_queue.put_nowait((_CALL, lambda: None))
 
     def _load_and_resume(self) -> dict[str, Any]:
         core, holds = self._core, holds_of(self._core)
