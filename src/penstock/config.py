@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from penstock.errors import ConfigError
 
@@ -157,10 +157,35 @@ def refuse_open_host(host: str, api_key: str | bytes | None) -> None:
         )
 
 
+class ServerSpec(Section):
+    """A server that someone else started; as one text its URL, with `#dp=2` behind it where `dp` is 2."""
+
+    url: Annotated[str, Field(pattern=r"^http://[^/\s]+$")]
+    dp: Positive | None = None
+    """So many of its data-parallel ranks are addressed one by one, as engines of their own to the router; 1: it places
+    requests on its ranks itself. Default: all that it says it has."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_text(cls, given: Any) -> Any:
+        fields = {"url": given} if isinstance(given, str) else given
+        if not isinstance(fields, dict):
+            return fields
+        known = cast("dict[str, Any]", fields)
+        url, mark, ranks = str(known.get("url", "")).partition("#")
+        if mark and not (ranks.startswith("dp=") and ranks[3:].isdigit()):
+            raise ValueError("behind # only dp=N can stand, the number of data-parallel ranks")
+        return {**known, "url": url.rstrip("/"), **({"dp": int(ranks[3:])} if mark else {})}
+
+
 class FleetConfig(Section):
     """The engines that serve one base model."""
 
-    engines: Positive = 1
+    engines: Annotated[int, Field(ge=0)] = 1
+    """So many are launched; 0 where there are others to `attach`."""
+    attach: tuple[ServerSpec, ...] = ()
+    """Servers of others that serve the same model, in the same fleet. They are never ended or started anew; one that
+    dies is out, and in again when it answers with confirmed weights."""
     min_engines: Positive = 1
     """An update counts as committed if at least this many engines made it."""
     stream_chunk_tokens: Annotated[int, Field(ge=0)] = 64

@@ -33,7 +33,9 @@ def states(runtime: str, *args: str) -> dict[str, str]:
     return {engine["name"]: engine["state"] for engine in json.loads(done.stdout)["members"]}
 
 
-def test_engines_are_added_drained_removed_and_replaced_without_a_key(server: Server, runtime: str) -> None:
+def test_engines_are_added_drained_removed_and_replaced_without_a_key(
+    server: Server, runtime: str, tmp_path: Path
+) -> None:
     assert states(runtime, "--url", server.url) == {"e0": "serving", "e1": "serving"}
 
     def fleet(*args: str) -> str:
@@ -51,6 +53,11 @@ def test_engines_are_added_drained_removed_and_replaced_without_a_key(server: Se
     assert [line.split()[:2] for line in table.splitlines()[2:]] == [
         ["e0", "stopped"], ["e1", "stopped"], ["e2", "serving"], ["e3", "serving"],
     ]  # fmt: skip
+    with serving(tmp_path / "log", *SERVE[:3], "--port", "0", PENSTOCK_API_KEY="secret") as other:
+        (own,) = json.loads(penstock("fleet", "list", "--json", "--url", other.url).stdout)["members"]
+        assert fleet("add", "--attach", f"{own['url']}#dp=1") == "serving: e4"
+        assert fleet("remove", "e4") == "e4 has left"
+        assert OpenAI(base_url=f"{other.url}/v1", api_key="secret").models.list().data, "it runs on"
     client = OpenAI(base_url=f"{server.url}/v1", api_key="secret")
     assert client.completions.create(model="m", prompt="Hello", max_tokens=5).usage
 

@@ -58,16 +58,37 @@ def list_engines(
 
 
 @fleet.command()
-def add(count: Annotated[int, typer.Argument(metavar="N", help="How many.", min=1)] = 1, *, url: Url = None) -> None:
-    """Start more engines; they serve once they have the fleet's weights.
+def add(
+    count: Annotated[int, typer.Argument(metavar="N", help="How many.", min=1)] = 1,
+    *,
+    attach: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="Start none; take this server, which runs already. #dp=N behind it: its DP ranks one by one.",
+            show_default=False,
+        ),
+    ] = None,
+    url: Url = None,
+) -> None:
+    """Start more engines, or take servers of others; they serve once they have the fleet's weights.
 
     **Examples**
 
     - `penstock fleet add`
     - `penstock fleet add 2 --url http://127.0.0.1:9000`
+    - `penstock fleet add --attach http://10.0.0.5:8000`
     """
-    names, _ = _run(url, lambda link: link.call("add", count=count))
-    typer.echo(f"serving: {', '.join(names)}")
+    if attach:
+        servers = [{"url": address} for address in attach]
+        names, state = _run(url, lambda link: link.call("attach", servers=servers))
+    else:
+        names, state = _run(url, lambda link: link.call("add", count=count))
+    waiting = [m.name for m in state.members if m.name in names and m.state == "syncing"]
+    if serving := [name for name in names if name not in waiting]:
+        typer.echo(f"serving: {', '.join(serving)}")
+    if waiting:
+        typer.echo(f"waiting for weights of version {state.version}: {', '.join(waiting)}")
 
 
 @fleet.command()

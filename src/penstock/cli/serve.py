@@ -30,7 +30,16 @@ def serve(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Options of the engines.", show_default=False)
     ] = None,
     *,
-    engines: Annotated[int, typer.Option(help="How many engines.", min=1)] = 1,
+    engines: Annotated[int, typer.Option(help="How many engines to start; 0: only those of --attach.", min=0)] = 1,
+    attach: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="A server of this model that runs already, besides; #dp=N behind it: its DP ranks one by one. "
+            "May be given again.",
+            show_default=False,
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 8000,
     router: Annotated[
@@ -61,6 +70,7 @@ def serve(
     - `penstock serve Qwen/Qwen3-0.6B --engines 2`
     - `penstock serve ./checkpoint --engines 2 --cpu max_model_len=512`
     - `penstock serve Qwen/Qwen3-8B --engines 4 tensor_parallel_size=2 router.policy=round-robin`
+    - `penstock serve Qwen/Qwen3-8B --attach http://10.0.0.5:8000 --attach 'http://10.0.0.6:8000#dp=2'`
     - `penstock serve any-name --sim --port 0` (to try a client against)
     - `penstock serve Qwen/Qwen3-8B --engines 4 --detach` (it outlives the shell)
     - `penstock serve Qwen/Qwen3-8B --engines 4 --launcher ray fleet.ray_address=auto` (on the nodes of a Ray cluster)
@@ -72,12 +82,12 @@ def serve(
     profiles = [name for name, chosen in (("cpu", cpu), ("gpu", gpu), ("sim", sim)) if chosen]
     if len(profiles) > 1:
         raise UserError(f"--{profiles[0]} and --{profiles[1]} exclude each other; give one of them")
-    fleet = {"engines": engines, "launcher": launcher}
+    fleet = {"engines": engines, "launcher": launcher, "attach": attach or []}
     config = _config(model, options or [], fleet=fleet, router=router, host=host, port=port, profiles=profiles)
     if config.router.url is None:
         refuse_open_host(config.router.host, api_key)
         check_port(config.router.host, config.router.port)
-    if config.fleet.launcher == "local":  # another node has what it has
+    if config.fleet.launcher == "local" and config.fleet.engines:  # another node has what it has
         check_engine(config.engine)
     run_until_signal(_serve(config, api_key or None, detach=detach))
 
@@ -113,7 +123,7 @@ async def _serve(config: RunConfig, api_key: str | None, *, detach: bool) -> Non
     log = logging.getLogger("penstock")
     log.addHandler(_ConsoleHandler(console))
     log.setLevel(logging.INFO)
-    count = config.fleet.engines
+    count = config.fleet.engines + len(config.fleet.attach)
     what = f"{count} engine{'' if count == 1 else 's'} of {config.engine.model}"
     opening = Fleet.launch(config.engine, fleet=config.fleet, router=config.router, api_key=api_key, detach=detach)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())

@@ -116,3 +116,8 @@ def require(engines: Iterable[tuple[str, Capabilities]], needed: Capability, ope
             f"{operation}: engine{'s' if len(lacking) > 1 else ''} {', '.join(lacking)} "
             f"{'lack' if len(lacking) > 1 else 'lacks'} {what}; {how}. Nothing was changed"
         )
+
+
+def smallest_vocabulary(infos: Iterable[EngineInfo]) -> int | None:
+    """Token ids that every engine takes are less than this; None where none of them says."""
+    return min((info.vocab_size for info in infos if info.vocab_size), default=None)

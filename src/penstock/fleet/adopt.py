@@ -9,9 +9,12 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from penstock.config import ServerSpec
+from penstock.engine.capabilities import smallest_vocabulary
 from penstock.engine.concurrent import cancelled, in_thread
 from penstock.engine.control import ControlClient
 from penstock.engine.data import STREAM_CHUNK_TOKENS, DataClient
+from penstock.engine.joining import PlainEngines
 from penstock.errors import EngineDeadError, PenstockError, StateError, UserError
 from penstock.fleet.control import FanOut
 from penstock.fleet.control_wire import FleetState, MemberState, fan_out_of, report_of
@@ -66,11 +69,12 @@ async def adopt(
             url,
             api_key=api_key,
             request_timeout_s=request_timeout_s,
-            vocab_size=min(member.info.vocab_size for member in state.members),
+            vocab_size=smallest_vocabulary(member.info for member in state.members),
             stream_chunk_tokens=stream_chunk_tokens,
         )
         data.http.back = roster.router_back
         data.http.suspect = orders.look
+        data.plain = PlainEngines(roster.plain)
         owned.push_async_callback(data.close)
         follower = asyncio.create_task(roster.follow(link, state.change), name="follow-fleet")
         owned.push_async_callback(cancelled, follower)
@@ -194,6 +198,9 @@ class RemoteOrders:
 
     async def add(self, count: int) -> tuple[str, ...]:  # noqa: D102
         return tuple(await self._call("add", count=count))
+
+    async def attach(self, servers: Sequence[ServerSpec]) -> tuple[str, ...]:  # noqa: D102
+        return tuple(await self._call("attach", servers=[spec.model_dump() for spec in servers]))
 
     async def drain(self, engine: str | int, timeout_s: float | None = None) -> bool:  # noqa: D102
         return bool(await self._call("drain", engine=engine, timeout_s=timeout_s))

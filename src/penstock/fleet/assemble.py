@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from penstock.config import FleetConfig
+from penstock.engine.capabilities import smallest_vocabulary
 from penstock.engine.control import ControlClient
 from penstock.engine.data import DataClient
+from penstock.engine.joining import PlainEngines
 from penstock.errors import DeadlineError, StateError, UserError
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.endpoint import Endpoint
@@ -18,7 +20,8 @@ from penstock.fleet.member import EngineHandle, Engines, Member
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
 from penstock.fleet.routers import OpenRouter
-from penstock.fleet.supervise import Supervisor
+from penstock.fleet.supervise import Attached, Supervisor
+from penstock.fleet.vllm_router import VllmRouterAdmin
 from penstock.weights.shared_memory import SharedMemoryStore
 
 JOIN_S = 15.0
@@ -46,6 +49,7 @@ async def join(
         ) from error
     lifecycle.to(State.SYNCING, f"answers with weight version {info.weight_version}")
     return Member(
+        ranks=info.dp,
         name=lifecycle.engine,
         url=url,
         control=control,
@@ -67,6 +71,7 @@ async def assemble(
     request_timeout_s: float,
     epoch: int | None = None,
     engines: Engines | None = None,
+    attached: Attached | None = None,
 ) -> Fleet:
     """Admit the engines, tell the router, watch them.
 
@@ -80,6 +85,7 @@ async def assemble(
         request_timeout_s: deadline of a generation request.
         epoch: of the set that the router has already, where these are the engines in it; None: it has another or none.
         engines: starts them anew, and more of them; None: someone else started them.
+        attached: joins servers of others, and those again that come back; None: those stay dead.
 
     Raises:
         StateError: the engines serve different weight versions, or some are paused and some not.
@@ -100,7 +106,7 @@ async def assemble(
         recovery_timeout_s=engines.config.start_timeout_s if engines is not None else 0.0,
         paused=members[0].info.paused,
     )
-    supervisor = _supervisor(router, roster, operations, owned, fleet, engines)
+    supervisor = _supervisor(router, roster, operations, owned, fleet, (engines, attached))
     data.http.suspect = supervisor.look
     elastic = Elastic(
         roster,
@@ -109,6 +115,7 @@ async def assemble(
         min_engines=fleet.min_engines,
         drain_timeout_s=fleet.drain_timeout_s,
         engines=engines,
+        attached=attached,
     )
     return Fleet(
         router.url,
@@ -134,10 +141,11 @@ def _data_client(
         router.url,
         api_key=api_key,
         request_timeout_s=request_timeout_s,
-        vocab_size=min(m.info.vocab_size for m in roster.members),
+        vocab_size=smallest_vocabulary(m.info for m in roster.members),
         stream_chunk_tokens=chunk_tokens,
     )
     data.http.back = roster.router_back
+    data.plain = PlainEngines(roster.plain, roster.stretches)
     owned.push_async_callback(data.close)
     return data
 
@@ -148,10 +156,11 @@ def _supervisor(
     operations: Operations,
     owned: AsyncExitStack,
     fleet: FleetConfig,
-    engines: Engines | None,
+    sources: tuple[Engines | None, Attached | None],
 ) -> Supervisor:
     """Who watches engines and router from now on."""
-    supervisor = Supervisor(roster, admit=operations.admit, fleet=fleet, engines=engines)
+    engines, attached = sources
+    supervisor = Supervisor(roster, admit=operations.admit, fleet=fleet, engines=engines, attached=attached)
     owned.push_async_callback(supervisor.stop)
     for member in roster.members:
         supervisor.watch(member)
@@ -166,9 +175,15 @@ async def _announced(router: OpenRouter, members: Sequence[Member], epoch: int |
     _agree("paused", {m.name: m.info.paused for m in members})
     paused = members[0].info.paused
     roster = Roster(
-        router.admin, version=members[0].weight_version, epoch=-1 if epoch is None else epoch, closed=paused
+        router.admin,
+        version=members[0].weight_version,
+        epoch=-1 if epoch is None else epoch,
+        closed=paused,
+        by_rank=not isinstance(router.admin, VllmRouterAdmin),  # its workers are URLs
     )
     for member in members:
+        if not roster.by_rank:
+            member.ranks = 1
         roster.admit(member)
         if paused:
             member.lifecycle.to(State.PAUSED, "was paused when it was found")

@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.config import FleetConfig, RouterConfig
+from penstock.config import FleetConfig, RouterConfig, ServerSpec
 from penstock.errors import ConfigError, EngineHTTPError, PenstockError, UserError
 from penstock.fleet.adopt import adopt
-from penstock.fleet.assemble import assemble, join
+from penstock.fleet.assemble import assemble
+from penstock.fleet.attach import AttachedServers
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.lifecycle import Lifecycle, State
+from penstock.fleet.lifecycle import Lifecycle
 from penstock.fleet.link import Link, LinkGoneError
-from penstock.fleet.member import Member
+from penstock.fleet.member import RANK, Member
 from penstock.fleet.opening import Opening, reachable
 from penstock.fleet.routers import OpenRouter, check_router, open_router
-from penstock.fleet.settings import refuse_unknown, section
+from penstock.fleet.settings import refuse_unknown, section, specs_of
 from penstock.fleet.sockets import refuse_second, socket_of
 from penstock.router.admin_client import RouterAdmin, RouterState
 
@@ -31,7 +32,7 @@ OF_A_CLIENT = frozenset({"stream_chunk_tokens"})
 
 
 def connect(
-    target: str | Sequence[str],
+    target: str | Sequence[str | ServerSpec],
     options: Mapping[str, Any],
     *,
     api_key: str | None = None,
@@ -51,7 +52,10 @@ def connect(
     )
     if not to_router:
         check_router(plan.router, api_key)
-    return Opening(lambda: plan.to_router(target.rstrip("/")) if isinstance(target, str) else plan.to_engines(target))
+    if isinstance(target, str):
+        return Opening(lambda: plan.to_router(target.rstrip("/")))
+    specs = specs_of(target)
+    return Opening(lambda: plan.to_engines(specs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +75,7 @@ class _Plan:
             admin = RouterAdmin(url, self.api_key)
             owned.push_async_callback(admin.close)
             state = await _router_state(admin, url)
-            urls = {engine.name: engine.url for engine in state.engines if engine.eligible}
-            return await self._fleet(OpenRouter(url, admin), urls, owned, epoch=state.epoch)
+            return await self._fleet(OpenRouter(url, admin), _servers(state), owned, epoch=state.epoch)
 
     async def _held(self, url: str) -> Fleet | None:
         """The fleet behind that router where a process of this machine holds it; None where nobody does."""
@@ -98,7 +101,7 @@ class _Plan:
             )
         return fleet
 
-    async def to_engines(self, urls: Sequence[str]) -> Fleet:
+    async def to_engines(self, specs: Sequence[ServerSpec]) -> Fleet:
         refuse_second(self.router.url)
         async with AsyncExitStack() as owned:
             logs = self.fleet.log_dir
@@ -106,29 +109,26 @@ class _Plan:
                 logs = Path(tempfile.mkdtemp(prefix="penstock-"))
                 owned.callback(shutil.rmtree, logs)
             router = await open_router(self.router, log_dir=logs, api_key=self.api_key, owned=owned)
-            named = {f"e{i}": url.rstrip("/") for i, url in enumerate(urls)}
+            named = {f"e{i}": spec for i, spec in enumerate(specs)}
             return await self._fleet(router, named, owned, epoch=None)
 
     async def _fleet(
-        self, router: OpenRouter, engines: Mapping[str, str], owned: AsyncExitStack, *, epoch: int | None
+        self, router: OpenRouter, engines: Mapping[str, ServerSpec], owned: AsyncExitStack, *, epoch: int | None
     ) -> Fleet:
         """Of the engines that answer. One that hangs or is gone is left out, where enough others are there."""
         lives = [Lifecycle(name) for name in engines]
+        attached = AttachedServers(owned, api_key=self.api_key, control_timeout_s=self.control_timeout_s)
         joined = await asyncio.gather(
-            *(
-                join(life, its, owned, api_key=self.api_key, control_timeout_s=self.control_timeout_s)
-                for life, its in zip(lives, engines.values(), strict=True)
-            ),
+            *(attached.join(life, its) for life, its in zip(lives, engines.values(), strict=True)),
             return_exceptions=True,
         )
         members: list[Member] = []
         failures: list[BaseException] = []
-        for life, outcome in zip(lives, joined, strict=True):
+        for outcome in joined:
             if isinstance(outcome, Member):
                 members.append(outcome)
-                continue
-            failures.append(outcome)
-            life.to(State.DEAD, f"does not join: {outcome}")
+            else:
+                failures.append(outcome)
         unexpected = [error for error in failures if not isinstance(error, PenstockError)]
         if unexpected or (failures and len(members) < self.fleet.min_engines):
             raise (unexpected or failures)[0]
@@ -141,8 +141,20 @@ class _Plan:
             control_timeout_s=self.control_timeout_s,
             request_timeout_s=self.request_timeout_s,
             epoch=None if failures else epoch,
+            attached=attached,
         )
         return await reachable(fleet)
+
+
+def _servers(state: RouterState) -> dict[str, ServerSpec]:
+    """The servers of a router's engines, by name; those that it addresses by rank are one."""
+    ranks: dict[str, dict[str, Any]] = {}
+    for engine in state.engines:
+        if engine.eligible:
+            name = engine.name if engine.dp_rank is None else engine.name.removesuffix(f"{RANK}{engine.dp_rank}")
+            its = ranks.setdefault(name, {"url": engine.url, "dp": 0})
+            its["dp"] += 1
+    return {name: ServerSpec(**its) for name, its in ranks.items()}
 
 
 async def _router_state(admin: RouterAdmin, url: str) -> RouterState:

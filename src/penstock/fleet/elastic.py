@@ -7,12 +7,13 @@ import itertools
 import logging
 from collections.abc import Sequence
 
+from penstock.config import ServerSpec
 from penstock.errors import DeadlineError, EngineDeadError, EngineStartError, StateError, UserError
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import SERVABLE, Engines, Member
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
-from penstock.fleet.supervise import Supervisor
+from penstock.fleet.supervise import Attached, Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class Elastic:
         min_engines: so many stay.
         drain_timeout_s: how long an engine may go on with what it has.
         engines: starts new ones; None: someone else started these.
+        attached: joins servers of others; None: there shall be none.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Elastic:
         min_engines: int,
         drain_timeout_s: float,
         engines: Engines | None,
+        attached: Attached | None = None,
     ) -> None:
         self._roster = roster
         self._operations = operations
@@ -48,6 +51,7 @@ class Elastic:
         self._min_engines = min_engines
         self._drain_s = drain_timeout_s
         self._engines = engines
+        self._attached = attached
         self._numbers = itertools.count(len(roster.members))
         self._placed: dict[Lifecycle, tuple[str, ...]] = {}
         """GPUs of those that start and are no members yet."""
@@ -94,6 +98,25 @@ class Elastic:
     async def look(self) -> None:
         """Have every engine asked whether it is well; see `Supervisor.look`."""
         await self._supervisor.look()
+
+    async def attach(self, servers: Sequence[ServerSpec]) -> tuple[str, ...]:
+        """Let servers of others serve in this fleet too; returns their names.
+
+        One that has other weights than the fleet gets them, where it has our plugin and they are here; else it waits
+        for an update, and serves nothing before.
+
+        Raises:
+            UserError: one belongs to this fleet already; nothing was done.
+            PenstockError: of the first that does not answer, or is no engine; the others serve.
+        """
+        if self._attached is None:
+            raise StateError("this fleet takes no servers of others")
+        here = {member.url for member in self._roster.members if member.state is not State.STOPPED}
+        if known := [spec.url for spec in servers if spec.url in here]:
+            raise UserError(f"the server {known[0]} belongs to this fleet already; remove it first")
+        joins = [asyncio.create_task(self._attach(self._attached, spec)) for spec in servers]
+        await asyncio.wait(joins)
+        return tuple(task.result() for task in joins)
 
     async def drain(self, engine: str | int, timeout_s: float | None = None) -> bool:
         """Send an engine no new session, and wait until it has ended what lives there; it stays DRAINING.
@@ -164,6 +187,19 @@ class Elastic:
             logger.warning("engine %s joins with the next weight update: nobody has the present weights", member.name)
         return member.name
 
+    async def _attach(self, attached: Attached, spec: ServerSpec) -> str:
+        member = await attached.join(Lifecycle(f"e{next(self._numbers)}"), spec)
+        if not self._roster.by_rank:
+            member.ranks = 1
+        self._roster.enlist(member)
+        self._supervisor.watch(member)
+        await self._roster.until(lambda: member.waits or member.state is not State.SYNCING)
+        if member.state is State.DEAD:
+            raise EngineStartError(f"it was to join the fleet and died: {member.lifecycle.reason}", engine=member.name)
+        if member.waits:
+            logger.warning("engine %s waits for weight version %d", member.name, self._roster.version)
+        return member.name
+
     async def _until_idle(self, member: Member, timeout_s: float | None, *, sessions: bool) -> bool:
         try:
             async with asyncio.timeout(self._drain_s if timeout_s is None else timeout_s):
@@ -183,10 +219,10 @@ class Elastic:
             if not self._roster.router_returns:
                 raise
             return True  # nobody can say before it is back
-        for load in router.engines:
-            if load.name == member.name:
-                return load.outstanding > 0 or (sessions and load.sessions > 0)
-        return False
+        own = {entry.name for entry in member.entries()}
+        return any(
+            load.outstanding > 0 or (sessions and load.sessions > 0) for load in router.engines if load.name in own
+        )
 
     async def _remove(self, member: Member, least: int, timeout_s: float | None) -> None:
         self._check_there(member)

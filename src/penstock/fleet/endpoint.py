@@ -18,11 +18,13 @@ from typing import Any, TypeVar
 import orjson
 from aiohttp import web
 
+from penstock.config import ServerSpec, validate
 from penstock.errors import PenstockError, StateError, UserError
 from penstock.fleet.control_wire import FleetState, MemberState, error_to_json, fan_out_to_json, state_to_json
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
+from penstock.fleet.settings import specs_of
 from penstock.fleet.sockets import SOCKET_MODE, refuse_second, socket_of
 from penstock.types import PauseMode
 from penstock.weights.manifest import WeightManifest
@@ -78,6 +80,7 @@ class Endpoint:
             "native_update": lambda args: operations.native_update(args["update_info"], int(args["version"])),
             "update": lambda args: operations.update_from(WeightManifest.from_json(args["manifest"])),
             "add": lambda args: elastic.add(int(args["count"])),
+            "attach": lambda args: elastic.attach(specs_of(validate(ServerSpec, s) for s in args["servers"])),
             "drain": lambda args: elastic.drain(args["engine"], args["timeout_s"]),
             "remove": lambda args: elastic.remove(args["engine"], args["timeout_s"]),
             "replace": lambda args: elastic.replace(args["engine"], args["timeout_s"]),

@@ -8,8 +8,9 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from penstock.config import EngineConfig, FleetConfig, RouterConfig
+from penstock.config import EngineConfig, FleetConfig, RouterConfig, ServerSpec
 from penstock.engine.base import Engine
+from penstock.engine.capabilities import require
 from penstock.engine.continuation import Counters
 from penstock.engine.data import DataClient
 from penstock.errors import EngineDeadError, StateError, UserError
@@ -19,6 +20,7 @@ from penstock.fleet.lifecycle import State
 from penstock.fleet.member import SERVABLE, EngineStatus, Member, why
 from penstock.fleet.plane import Crew, Orders
 from penstock.fleet.roster import Roster
+from penstock.fleet.settings import specs_of
 from penstock.types import (
     EngineStats,
     GenerateBatch,
@@ -73,6 +75,7 @@ class Fleet(Engine):
         model: str | Path | EngineConfig,
         engines: int | None = None,
         *,
+        attach: Sequence[str | ServerSpec] = (),
         fleet: FleetConfig | None = None,
         router: RouterConfig | None = None,
         api_key: str | None = None,
@@ -86,7 +89,9 @@ class Fleet(Engine):
 
         Args:
             model: checkpoint path or hub name, or a whole `EngineConfig`.
-            engines: how many; default: `fleet.engines`, 1.
+            engines: how many; default: `fleet.engines`, 1. 0: only those to attach.
+            attach: servers of the same model that someone else started, besides: `http://HOST:PORT`, with `#dp=N`
+                behind it to address so many data-parallel ranks one by one. They run on after `teardown`.
             fleet: see `FleetConfig`.
             router: see `RouterConfig`.
             api_key: what engines and router ask for from now on; default: nothing, they listen on 127.0.0.1 only.
@@ -102,6 +107,8 @@ class Fleet(Engine):
 
         if engines is not None:
             options["engines"] = engines
+        if attach:
+            options["attach"] = tuple(attach)
         return launch(
             model,
             options,
@@ -114,7 +121,7 @@ class Fleet(Engine):
 
     @staticmethod
     def connect(
-        target: str | Sequence[str],
+        target: str | Sequence[str | ServerSpec],
         *,
         api_key: str | None = None,
         control_timeout_s: float = 60.0,
@@ -124,9 +131,10 @@ class Fleet(Engine):
         """Use engines that someone else started; they run on after `teardown`.
 
         Args:
-            target: the URL of a router, whose engines are taken; or a list of engine URLs, for which a router is
-                started. Where `penstock serve` or a detached process of this machine holds the fleet behind that
-                router, it goes on to do so, and does what it is asked for over its control socket.
+            target: the URL of a router, whose engines are taken; or a list of engine URLs, as `attach` of `launch` has
+                them, for which a router is started. Where `penstock serve` or a detached process of this machine holds
+                the fleet behind that router, it goes on to do so, and does what it is asked for over its control
+                socket.
             api_key: what they ask for.
             control_timeout_s: deadline of a control call.
             request_timeout_s: deadline of a generation request.
@@ -241,6 +249,7 @@ class Fleet(Engine):
 
     async def abort_generation(self) -> None:
         """End every request in flight on every engine with what it has."""
+        self._data.plain.aborts += 1
         await self._operations.abort()
 
     async def reset_prefix_cache(self) -> None:
@@ -300,6 +309,20 @@ class Fleet(Engine):
         self._check_open()
         return await self._elastic.add(count)
 
+    async def attach(self, *servers: str | ServerSpec) -> tuple[str, ...]:
+        """Let servers that someone else started serve in this fleet too; returns their names (see `Elastic.attach`).
+
+        Args:
+            servers: `http://HOST:PORT`, with `#dp=N` behind it to address so many data-parallel ranks one by one.
+
+        Raises:
+            ConfigError: a malformed address.
+            UserError: one belongs to this fleet already.
+            EngineDeadError, EngineHTTPError: nobody answers there, or something that is no engine.
+        """
+        self._check_open()
+        return await self._elastic.attach(specs_of(servers))
+
     async def drain(self, engine: str | int, *, timeout_s: float | None = None) -> bool:
         """Send an engine (by name or index) no new request; returns whether it has ended all it had (see `Elastic`).
 
@@ -340,7 +363,8 @@ class Fleet(Engine):
             FanOutError: it failed on some engines; it holds each one's error, and what the others answered. Of a
                 fleet of one, that engine's own error.
         """
-        self._check_open()
+        members = self._members(None)
+        require(((m.name, m.info.capabilities) for m in members), "rpc", "collective_rpc")
         outcome = await self._operations.collective_rpc(method, timeout_s, args, kwargs)
         outcome.raise_for(f"collective_rpc {method!r}")
         return [result for results in outcome.results.values() for result in results]

@@ -18,6 +18,7 @@ from penstock.engine.concurrent import all_or_first_error
 from penstock.errors import ConfigError, EngineError
 from penstock.fleet.adopt import adopt
 from penstock.fleet.assemble import assemble
+from penstock.fleet.attach import AttachedServers
 from penstock.fleet.detach import start_detached
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.gpus import assign, visible_gpus
@@ -28,7 +29,7 @@ from penstock.fleet.local_engines import LocalLauncher
 from penstock.fleet.opening import Opening, reachable
 from penstock.fleet.ray_engines import RayLauncher, check_ray
 from penstock.fleet.routers import check_router, open_router
-from penstock.fleet.settings import refuse_unknown, section
+from penstock.fleet.settings import refuse_unknown, section, specs_of
 from penstock.fleet.sockets import refuse_second
 
 logger = logging.getLogger(__name__)
@@ -51,12 +52,16 @@ def launch(
     given = model if isinstance(model, EngineConfig) else None
     named = options if given is not None else {**options, "model": str(model)}
     engine, of_fleet = section(EngineConfig, given, named), section(FleetConfig, fleet, options)
-    if of_fleet.min_engines > of_fleet.engines:
-        raise ConfigError(f"min_engines is {of_fleet.min_engines}, more than the {of_fleet.engines} engines")
+    specs_of(of_fleet.attach)
+    count = of_fleet.engines + len(of_fleet.attach)
+    if count == 0:
+        raise ConfigError("engines is 0 and there is nothing to attach; launch one, or give the URLs of others")
+    if of_fleet.min_engines > count:
+        raise ConfigError(f"min_engines is {of_fleet.min_engines}, more than the {count} engines")
     gpus: Sequence[tuple[str, ...]] = [()] * of_fleet.engines
     if of_fleet.launcher == "ray":
         check_ray()
-    else:
+    elif of_fleet.engines:
         server_command(engine, port=0, api_key=None)  # a wrong model path is said now, not after a router started
         gpus = assign(engine, of_fleet.engines, visible_gpus() if resolve_profile(engine) == "gpu" else ())
     if len({name for names in gpus for name in names}) < sum(len(names) for names in gpus):
@@ -64,6 +69,8 @@ def launch(
         parallel_starts = 1
     of_router = section(RouterConfig, router, options)
     check_router(of_router, api_key)
+    if of_router.kind == "vllm-router" and (ranks := [s.url for s in of_fleet.attach if (s.dp or 1) > 1]):
+        raise ConfigError(f"vllm-router addresses no data-parallel ranks; leave dp out of {', '.join(ranks)}")
     if detach:
         return Opening(lambda: _detached(engine, of_fleet, of_router, api_key, parallel_starts))
     plan = _Plan(
@@ -112,22 +119,27 @@ class _Plan:
                 if self.fleet.launcher == "ray"
                 else LocalLauncher(self.api_key, logs.path),
                 api_key=self.api_key,
-                parallel_starts=self.parallel_starts or self.fleet.engines,
+                parallel_starts=self.parallel_starts or max(1, self.fleet.engines),
                 stop_timeout_s=self.fleet.stop_timeout_s,
             )
             owned.push_async_callback(engines.end_all)
+            attached = AttachedServers(owned, api_key=self.api_key, control_timeout_s=self.engine.control_timeout_s)
+            specs, first = self.fleet.attach, self.fleet.engines
+            # Those of others first: what is wrong with them is known in no time.
+            others = await attached.join_all([Lifecycle(f"e{first + i}") for i in range(len(specs))], specs)
             members = await all_or_first_error(
                 engines.start(Lifecycle(f"e{i}"), gpus) for i, gpus in enumerate(self.gpus)
             )
             fleet = await assemble(
                 router,
-                members,
+                [*members, *others],
                 owned,
                 fleet=self.fleet,
                 api_key=self.api_key,
                 control_timeout_s=self.engine.control_timeout_s,
                 request_timeout_s=self.engine.request_timeout_s,
                 engines=engines,
+                attached=attached,
             )
             return await reachable(fleet)
 

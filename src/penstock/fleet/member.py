@@ -6,14 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.config import EngineConfig
+from penstock.config import EngineConfig, ServerSpec
 from penstock.engine.control import EngineInfo
 from penstock.fleet.lifecycle import Lifecycle, State
+from penstock.router.membership import EngineEntry
 from penstock.types import EngineStats, EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest
 
 SERVABLE = frozenset({State.SERVING, State.PAUSED, State.DRAINING})
 """States in which the engine has confirmed its weights and the router knows it."""
+
+
+RANK = ".dp"
+"""Between the name of a server and the number of one of its data-parallel ranks."""
 
 
 class EngineControl(Protocol):
@@ -75,11 +80,36 @@ class Member:
     """Should it die, it is started anew."""
     leaving: bool = False
     """DRAINING, it gets not even later turns of sessions that live there."""
+    ranks: int = 1
+    """Its data-parallel ranks, each an engine of its own to the router; 1: it is one."""
+    spec: ServerSpec | None = None
+    """Someone else started it, and it may come back; None: it was launched, or is gone for good when it dies."""
+    waits: bool = False
+    """SYNCING, it waits for weights that nobody here has."""
+    torn: str | None = None
+    """Its weights are half of one version and half of another, since an update failed, in this instance of it."""
 
     def become(self, new: Member) -> None:
         """Take over where it is and what it is, from a start of the same engine under the same name."""
         self.url, self.control, self.info, self.process = new.url, new.control, new.info, new.process
         self.weight_version = new.weight_version
+        if new.process is not None:
+            self.torn = None  # it has loaded them anew
+
+    def entries(self) -> list[EngineEntry]:
+        """What the router is told of it."""
+        ranks = [None] if self.ranks == 1 else range(self.ranks)
+        return [
+            EngineEntry(
+                self.name if rank is None else f"{self.name}{RANK}{rank}",
+                self.url,
+                self.weight_version,
+                eligible=not self.leaving,
+                draining=self.state is State.DRAINING,
+                dp_rank=rank,
+            )
+            for rank in ranks
+        ]
 
     @property
     def state(self) -> State:

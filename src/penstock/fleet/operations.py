@@ -7,12 +7,13 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mappi
 from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from penstock.engine.capabilities import Capability, require
 from penstock.errors import DeadlineError, EngineDeadError, StateError, UserError
 from penstock.fleet.control import Call, FanOut, fan_out
 from penstock.fleet.lifecycle import State
 from penstock.fleet.member import EngineControl, Member, why
 from penstock.fleet.roster import Roster
-from penstock.fleet.sync import bring_to_version
+from penstock.fleet.sync import MEMORY_TAGS, bring_in
 from penstock.fleet.update import Store, Updater
 from penstock.types import PauseMode, UpdateReport
 from penstock.weights.manifest import WeightManifest
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MEMORY_TAGS = frozenset({"weights", "kv_cache"})
-"""What an engine gives back when it sleeps, and takes again by tag."""
+LOOK_AGAIN_S = 5.0
+"""Between two looks at the weights of an engine without our plugin that has others than the fleet."""
 DROPS_WEIGHTS = 2
 """The sleep level that does not keep the weights."""
 
@@ -90,6 +91,7 @@ class Operations:
         async def run() -> None:
             if self.paused:
                 raise StateError("generation is already paused; resume_generation first")
+            self._require("pause", "pause_generation")
             async with self._gate_closed():
                 if late := await self._pause_engines(mode, clear_cache=clear_cache, timeout_s=timeout_s):
                     await self._roster.command(_resume, what="resume after the pause", deadline_s=self._control_s)
@@ -125,6 +127,7 @@ class Operations:
             raise UserError(f"sleep level must be 1 or 2, got {level}")
 
         async def run() -> None:
+            self._require("sleep", "sleep")
             async with self._gate_closed():
                 await self._tell(lambda engine: engine.sleep(level), "sleep")
                 self._asleep = MEMORY_TAGS
@@ -134,11 +137,16 @@ class Operations:
         await self._exclusively(run)
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
-        """Take memory back, all of it or that of `tags`."""
+        """Take memory back, all of it or that of `tags`; that of the weights first, since vLLM fills it as it wakes."""
         if unknown := set(tags or ()) - MEMORY_TAGS:
             raise UserError(f"unknown memory tags {sorted(unknown)}; known: {', '.join(sorted(MEMORY_TAGS))}")
 
         async def run() -> None:
+            self._require("sleep", "wake_up")
+            if tags and "weights" in self._asleep - set(tags):
+                raise StateError(
+                    "the weights sleep: wake_up(['weights']) before the KV cache, or both at once"
+                )
             async with self._gate_closed():
                 await self._tell(lambda engine: engine.wake_up(tags), "wake-up")
                 self._asleep -= set(tags or MEMORY_TAGS)
@@ -150,12 +158,12 @@ class Operations:
 
     async def abort(self) -> None:
         """End every request in flight with what it has."""
-        await self._exclusively(lambda: self._tell(lambda engine: engine.abort(), "abort"))
+        await self._exclusively(lambda: self._tell(lambda engine: engine.abort(), "abort", needs="abort"))
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes."""
         await self._exclusively(
-            lambda: self._tell(lambda engine: engine.reset_prefix_cache(), "reset of the prefix cache")
+            lambda: self._tell(lambda engine: engine.reset_prefix_cache(), "reset of the prefix cache", needs="caches")
         )
 
     async def collective_rpc(
@@ -180,6 +188,7 @@ class Operations:
         """VLLM's native `/init_weight_transfer_engine`; see `Fleet.init_weight_update_communicator`."""
 
         async def run() -> None:
+            self._require("weight_transfer", "init_weight_update_communicator")
             offsets: dict[EngineControl, int] = {}
             ranks = 0
             for member in self._roster.live():
@@ -211,10 +220,12 @@ class Operations:
             version = self._roster.version
             if await self._exclusively(lambda: self._admit(member)):
                 return
-            returns, member.returns = member.returns, False  # nobody may wait for it: it waits for an update itself
+            # Nobody may wait for it: it waits for an update itself, of ours or, without our plugin, of its owner.
+            returns, member.returns, member.waits = member.returns, False, True
             self._roster.announce()
-            await self._roster.until(lambda: self._roster.version != version)  # noqa: B023 - awaited within the turn
-            member.returns = returns
+            again_s = None if member.info.capabilities.plugin else LOOK_AGAIN_S
+            await self._roster.until(lambda: self._roster.version != version, deadline_s=again_s)  # noqa: B023 - awaited within the turn
+            member.returns, member.waits = returns, False
 
     async def withdraw(self, member: Member, least: int, *, wholly: bool = False) -> None:
         """Let an engine take nothing new: it is DRAINING, if it was not so already; dead, it is not waited for.
@@ -287,6 +298,7 @@ class Operations:
         async def run() -> UpdateReport:
             if "weights" in self._asleep:
                 raise StateError("the engines sleep; wake_up(['weights']) before an update")
+            self._require("plugin", "update_weights")
             number = self._roster.used + 1 if version is None else version
             self._check_version(number)
             return await self._updater.run(publish, version=number)
@@ -308,10 +320,12 @@ class Operations:
             self._check_version(version)
             if not self.paused:
                 raise StateError("pause generation before a native weight update: vLLM dies of one while it generates")
+            self._require("weight_transfer", "update_named_weights")
             await self._roster.command(
                 lambda engine: engine.native_update(update_info, version=version),
                 what=f"native update to weight version {version}",
                 deadline_s=4 * self._control_s,  # four calls in one
+                tears=True,
             )
             self._roster.commit(version)
             await self._roster.push()
@@ -326,26 +340,14 @@ class Operations:
             await asyncio.wait((self._running,))
 
     async def _admit(self, member: Member) -> bool:
-        control = member.control
-        if not await bring_to_version(member, self._roster, self._store.current, deadline_s=self._control_s):
-            return False
-        if self._asleep:
-            await self._ask(member, lambda engine: engine.sleep(1))
-            if back := sorted(MEMORY_TAGS - self._asleep):
-                await self._ask(member, lambda engine: engine.wake_up(back))
-        elif self.paused:
-            await self._ask(member, lambda engine: engine.pause(PauseMode.KEEP, clear_cache=False))
-        if member.control is not control:
-            raise StateError(f"engine {member.name} was started anew while it joined")
-        self._roster.admit(member)
-        if self.paused:
-            member.lifecycle.to(State.PAUSED, "joined a fleet that is paused")
-            self._roster.announce()
-        await self._roster.push()
-        return True
-
-    async def _ask(self, member: Member, call: Call[None]) -> None:
-        (await fan_out((member,), call, deadline_s=self._control_s)).raise_first()
+        return await bring_in(
+            member,
+            self._roster,
+            self._store.current,
+            paused=self.paused,
+            asleep=self._asleep,
+            deadline_s=self._control_s,
+        )
 
     def _enough_or_none_to_come(self) -> bool:
         return len(self._roster.live()) >= self._min_engines or not any(m.coming for m in self._roster.members)
@@ -365,7 +367,9 @@ class Operations:
         late = (name for name, error in outcome.failures.items() if isinstance(error, DeadlineError))
         return tuple(late) if timeout_s is not None else ()
 
-    async def _tell(self, call: Call[None], what: str) -> None:
+    async def _tell(self, call: Call[None], what: str, *, needs: Capability | None = None) -> None:
+        if needs is not None:
+            self._require(needs, what)
         await self._roster.command(call, what=what, deadline_s=self._control_s, refusable=True)
 
     def _move_all(self, state: State, reason: str) -> None:
@@ -377,6 +381,10 @@ class Operations:
     def _check_version(self, version: int) -> None:
         if version <= self._roster.version:
             raise UserError(f"weight version {version} is not greater than {self._roster.version}, which is in force")
+
+    def _require(self, needed: Capability, operation: str) -> None:
+        """Refuse what some live engine cannot do, before any is told to."""
+        require(((m.name, m.info.capabilities) for m in self._roster.live()), needed, operation)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from penstock.config import ServerSpec
 from penstock.fleet.control import FanOut
 from penstock.types import PauseMode, UpdateReport
 
@@ -38,6 +39,7 @@ class Crew(Protocol):
     """What is done with the number of engines; `elastic.Elastic` here, `adopt.RemoteOrders` from elsewhere."""
 
     async def add(self, count: int) -> tuple[str, ...]: ...  # noqa: D102 - as in Elastic
+    async def attach(self, servers: Sequence[ServerSpec]) -> tuple[str, ...]: ...  # noqa: D102
     async def drain(self, engine: str | int, timeout_s: float | None = None) -> bool: ...  # noqa: D102
     async def remove(self, engine: str | int, timeout_s: float | None = None) -> None: ...  # noqa: D102
     async def replace(self, engine: str | int, timeout_s: float | None = None) -> str: ...  # noqa: D102

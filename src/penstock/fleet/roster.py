@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapp
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
+from penstock.engine.capabilities import Capabilities
+from penstock.engine.joining import Stretches
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, PenstockError, StateError
 from penstock.fleet.control import Call, FanOut, fan_out
 from penstock.fleet.core_watch import Occupation
@@ -40,7 +42,11 @@ class Roster:
     The router always gets the full set under a growing epoch, so that it converges whatever was lost before.
     """
 
-    def __init__(self, admin: Admin, *, version: int = 0, epoch: int = -1, closed: bool = False) -> None:
+    def __init__(
+        self, admin: Admin, *, version: int = 0, epoch: int = -1, closed: bool = False, by_rank: bool = True
+    ) -> None:
+        self.by_rank = by_rank
+        """The router can address data-parallel ranks of one server one by one."""
         self.members: tuple[Member, ...] = ()
         """Everyone who ever joined, the dead too: an engine keeps its index."""
         self.version = version
@@ -49,6 +55,8 @@ class Roster:
         """The greatest version under which a token may have been made: what did not commit has its number for good."""
         self.checksums: Mapping[tuple[int, int, int], str] = {}
         """Of the fleet's weights on an engine of a layout; empty where nobody has said."""
+        self.stretches = Stretches(version)
+        """What was served between closings of the gate; for engines that label no token."""
         self.changes = 0
         """Grows with each change that was announced."""
         self.router_returns = False
@@ -66,6 +74,14 @@ class Roster:
     def live(self) -> tuple[Member, ...]:
         """A snapshot of those whose weights are confirmed: SERVING, PAUSED or DRAINING."""
         return tuple(m for m in self.members if m.state in SERVABLE)
+
+    def plain(self) -> list[tuple[str, Capabilities]]:
+        """Engines without our plugin that get requests, or may soon."""
+        return [
+            (m.name, m.info.capabilities)
+            for m in self.members
+            if not m.info.capabilities.plugin and m.state not in {State.DEAD, State.STOPPED}
+        ]
 
     def hopeless(self) -> bool:
         """Whether no engine is left and none is coming back."""
@@ -150,6 +166,7 @@ class Roster:
     def commit(self, version: int, checksums: Mapping[tuple[int, int, int], str] | None = None) -> None:
         """Every live engine has confirmed `version`: it is the fleet's from now on."""
         self.version = version
+        self.stretches.change(version)
         self.used = max(self.used, version)
         self.checksums = checksums or {}
         for member in self.live():
@@ -180,6 +197,8 @@ class Roster:
 
     async def gate(self, *, closed: bool) -> None:
         """Close or open the router's gate; in force when this returns."""
+        if closed and not self._closed:
+            self.stretches.stop()
         self._closed = closed
         await self._tell(lambda: self.admin.gate(closed))
 
@@ -217,10 +236,7 @@ class Roster:
 
     async def _push(self) -> None:
         self._epoch += 1
-        entries = [
-            EngineEntry(m.name, m.url, m.weight_version, eligible=not m.leaving, draining=m.state is State.DRAINING)
-            for m in self.live()
-        ]
+        entries = [entry for member in self.live() for entry in member.entries()]
         # A stopped process keeps its connections, and nobody may be able to end it: the router breaks them off.
         cut = [m.name for m in self.members if m.state in {State.DEAD, State.STOPPED}]
         try:
@@ -262,6 +278,8 @@ class Roster:
         if member.state in {State.DEAD, State.STOPPED}:
             return
         member.lifecycle.to(State.DEAD, reason)
+        if torn:
+            member.torn = member.info.instance
         if member.process is not None:
             member.process.kill()  # it may be half updated or hung: nobody must reach it past the router either
         self.announce()
@@ -276,7 +294,14 @@ class Roster:
                 logger.warning("engine %s may make tokens of weights that nobody has confirmed: %s", member.name, error)
 
     async def command(
-        self, call: Call[T], *, what: str, deadline_s: float, refusable: bool = False, may_be_late: bool = False
+        self,
+        call: Call[T],
+        *,
+        what: str,
+        deadline_s: float,
+        refusable: bool = False,
+        may_be_late: bool = False,
+        tears: bool = False,
     ) -> FanOut[T]:
         """Make every live engine do something that changes its state; one that fails is buried at once.
 
@@ -287,6 +312,7 @@ class Roster:
             refusable: an engine that answers with an HTTP error has changed nothing. It stays if all others refused
                 too, and then the first refusal is raised.
             may_be_late: one that does not answer in time stays as well; what it has done, the caller undoes.
+            tears: nobody knows what weights one that fails has.
 
         Raises:
             EngineDeadError: none is left, or was there, and none is coming back.
@@ -299,7 +325,7 @@ class Roster:
                 may_be_late and isinstance(error, DeadlineError)
             )
             if not spared:
-                await self.bury(member, f"{what} failed: {error}")
+                await self.bury(member, f"{what} failed: {error}", torn=tears)
 
         outcome = await fan_out(members, call, deadline_s=deadline_s, on_failure=failed)
         failed_alive = [m for m in members if m.name in outcome.failures and m.state in SERVABLE]

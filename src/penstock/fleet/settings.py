@@ -1,13 +1,13 @@
-"""Keyword options of `launch` and `connect` to the validated sections that they belong to."""
+"""Keyword options and addresses given to `launch` and `connect`, to the validated sections that they belong to."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from penstock.config import Section, validate
-from penstock.errors import ConfigError
+from penstock.config import Section, ServerSpec, validate
+from penstock.errors import ConfigError, UserError
 
 S = TypeVar("S", bound=Section)
 
@@ -30,3 +30,17 @@ def refuse_unknown(options: Mapping[str, Any], *kinds: type[Section]) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
             raise ConfigError(f"unknown option {name!r}; {hint}")
+
+
+def specs_of(servers: Iterable[str | ServerSpec]) -> tuple[ServerSpec, ...]:
+    """What a caller gave: URLs, with `#dp=N` behind them where so many ranks are to be addressed, or specs.
+
+    Raises:
+        ConfigError: one is malformed.
+        UserError: one is named twice.
+    """
+    specs = tuple(s if isinstance(s, ServerSpec) else validate(ServerSpec, {"url": s}) for s in servers)
+    urls = [spec.url for spec in specs]
+    if twice := next((url for url in urls if urls.count(url) > 1), None):
+        raise UserError(f"the server {twice} is named twice; two engines have the url then")
+    return specs

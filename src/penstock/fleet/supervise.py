@@ -6,14 +6,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, Protocol
 
-from penstock.config import FleetConfig
+from penstock.config import FleetConfig, ServerSpec
 from penstock.engine.concurrent import cancelled
 from penstock.errors import DeadlineError, PenstockError
 from penstock.fleet.control import fan_out
 from penstock.fleet.core_watch import QUESTIONS, until_silent
-from penstock.fleet.lifecycle import Clock, State
+from penstock.fleet.lifecycle import Clock, Lifecycle, State
 from penstock.fleet.member import SERVABLE, Engines, Member
 from penstock.fleet.restart import RestartBudget
 from penstock.fleet.roster import Roster
@@ -30,6 +30,12 @@ LOOK_S = 0.5
 WATCHED = SERVABLE | {State.SYNCING}
 
 
+class Attached(Protocol):
+    """Joins servers of others; `attach.AttachedServers` is the real one."""
+
+    async def join(self, lifecycle: Lifecycle, spec: ServerSpec) -> Member: ...  # noqa: D102
+
+
 class Supervisor:
     """Watches every member that it is given, until `release` or `stop`.
 
@@ -37,7 +43,8 @@ class Supervisor:
         roster: where a death is told.
         admit: brings an engine that is SYNCING to the fleet's weights and lets it serve.
         fleet: intervals and budgets.
-        engines: starts dead engines anew; None: they were started by someone else, and stay dead.
+        engines: starts dead engines anew; None: they were started by someone else.
+        attached: joins those of someone else again that answer; None: they stay dead.
         clock: of the budgets, in seconds.
         sleep: waits before a restart.
     """
@@ -49,6 +56,7 @@ class Supervisor:
         admit: Callable[[Member], Awaitable[None]],
         fleet: FleetConfig,
         engines: Engines | None = None,
+        attached: Attached | None = None,
         clock: Clock = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -56,6 +64,7 @@ class Supervisor:
         self._admit = admit
         self._fleet = fleet
         self._engines = engines
+        self._attached = attached
         self._clock = clock
         self._sleep = sleep
         self._guards: dict[Member, asyncio.Task[None]] = {}
@@ -97,13 +106,18 @@ class Supervisor:
         )
         while True:
             # What dies has to be known as coming back from its first moment on, or someone would give up in between.
-            member.returns = self._engines is not None and budget.left()
+            launched = member.spec is None and self._engines is not None
+            member.returns = launched and budget.left()
             await self._until_dead(member)
-            if self._engines is None or not await self._start_anew(member, self._engines, budget):
+            if member.spec is not None and self._attached is not None:
+                if await self._rejoin(member, member.spec, self._attached, budget):
+                    continue
+                break
+            if not launched or self._engines is None or not await self._start_anew(member, self._engines, budget):
                 break
         member.returns = False
         self._roster.announce()
-        if self._engines is not None:
+        if self._engines is not None or member.spec is not None:
             logger.error(
                 "engine %s stays dead: it died again after %d restarts within %g s (fleet.max_restarts); the last "
                 "reason: %s", member.name, self._fleet.max_restarts, self._fleet.restart_window_s,
@@ -168,6 +182,31 @@ class Supervisor:
             await self._admit(member)
         except PenstockError as error:
             await self._roster.bury(member, f"could not join: {error}")
+
+    async def _rejoin(self, member: Member, spec: ServerSpec, attached: Attached, budget: RestartBudget) -> bool:
+        """Wait until a DEAD engine of someone else answers, as often as the budget goes; True: it is SYNCING."""
+        while (wait_s := budget.spend()) is not None:
+            await self._sleep(wait_s)
+            while not await self._well(member):
+                await self._sleep(self._fleet.health_interval_s)
+            member.lifecycle.to(State.LAUNCHING, "answers again")
+            try:
+                new = await attached.join(member.lifecycle, spec)
+            except PenstockError:
+                continue
+            await member.control.close()
+            member.become(new)
+            member.ranks = new.ranks
+            self._roster.announce()
+            return True
+        return False
+
+    async def _well(self, member: Member) -> bool:
+        try:
+            await member.control.health(self._fleet.hang_timeout_s / HUNG_CHECKS)
+        except PenstockError:
+            return False
+        return True
 
     # --- return ------------------------------------------------------------------------------------------------------
 

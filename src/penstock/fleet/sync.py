@@ -1,13 +1,18 @@
-"""Brings one engine to the weights that the fleet serves: one that joins, returns, or has to go back."""
+"""Brings one engine to the weights and the state of the fleet: one that joins, returns, or has to go back."""
 
 from __future__ import annotations
 
-from penstock.errors import EngineError
-from penstock.fleet.control import fan_out
+from penstock.engine.capabilities import Capability, require
+from penstock.errors import EngineError, StateError
+from penstock.fleet.control import Call, fan_out
+from penstock.fleet.lifecycle import State
 from penstock.fleet.member import EngineControl, Member
 from penstock.fleet.roster import Roster
-from penstock.types import EngineUpdate
+from penstock.types import EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest
+
+MEMORY_TAGS = frozenset({"weights", "kv_cache"})
+"""What an engine gives back when it sleeps, and takes again by tag."""
 
 
 def source(roster: Roster, current: WeightManifest | None) -> WeightManifest | None:
@@ -33,15 +38,19 @@ async def bring_to_version(
         deadline_s: seconds for each of two calls.
 
     Returns:
-        False where the bytes of that version are nowhere: it can join after the next update.
+        False where the bytes of that version are nowhere, or it has no plugin to take them: it can join after the next
+        update, or when its owner has given it that version.
 
     Raises:
         EngineError: it failed, or its weights are not those of its peers.
     """
-    if member.weight_version == roster.version:
+    plugin = member.info.capabilities.plugin
+    if not plugin:
+        await _look_again(member, deadline_s)
+    if member.weight_version == roster.version and member.torn is None:
         return True
     manifest = source(roster, current)
-    if manifest is None:
+    if manifest is None or not plugin:
         return False
     outcome = await fan_out((member,), lambda engine: put(engine, manifest), deadline_s=2 * deadline_s)
     outcome.raise_first()
@@ -52,5 +61,66 @@ async def bring_to_version(
             f"its weights of version {roster.version} have the checksum {checksum}, its peers' {expected}",
             engine=member.name,
         )
-    member.weight_version = roster.version
+    member.weight_version, member.torn = roster.version, None
+    return True
+
+
+async def _look_again(member: Member, deadline_s: float) -> None:
+    """What an engine without our plugin has now: its weights are its owner's, who may have brought or reloaded them."""
+    outcome = await fan_out((member,), lambda engine: engine.info(), deadline_s=deadline_s)
+    outcome.raise_first()
+    info = member.info = outcome.results[member.name]
+    member.weight_version = info.weight_version
+    if info.instance and info.instance != member.torn:
+        member.torn = None
+
+
+async def bring_in(
+    member: Member,
+    roster: Roster,
+    current: WeightManifest | None,
+    *,
+    paused: bool,
+    asleep: frozenset[str],
+    deadline_s: float,
+) -> bool:
+    """Bring an engine that is SYNCING to the fleet's weights and state, and let it serve.
+
+    Args:
+        member: it.
+        roster: of the fleet.
+        current: see `bring_to_version`.
+        paused: the fleet is.
+        asleep: memory tags that the fleet has given back.
+        deadline_s: seconds for each call.
+
+    Returns:
+        False where it has to wait for weights; nothing else was done then.
+
+    Raises:
+        EngineError: it failed. MissingCapabilityError: it cannot be brought into the state that the fleet is in.
+    """
+    control = member.control
+    if not await bring_to_version(member, roster, current, deadline_s=deadline_s):
+        return False
+    needed: Capability | None = "sleep" if asleep else "pause" if paused else None
+    if needed is not None:
+        require(((member.name, member.info.capabilities),), needed, "join a fleet that is paused or sleeps")
+
+    async def ask(call: Call[None]) -> None:
+        (await fan_out((member,), call, deadline_s=deadline_s)).raise_first()
+
+    if asleep:
+        await ask(lambda engine: engine.sleep(1))
+        if back := sorted(MEMORY_TAGS - asleep):
+            await ask(lambda engine: engine.wake_up(back))
+    elif paused:
+        await ask(lambda engine: engine.pause(PauseMode.KEEP, clear_cache=False))
+    if member.control is not control:
+        raise StateError(f"engine {member.name} was started anew while it joined")
+    roster.admit(member)
+    if paused:
+        member.lifecycle.to(State.PAUSED, "joined a fleet that is paused")
+        roster.announce()
+    await roster.push()
     return True

@@ -1,0 +1,71 @@
+"""Servers that someone else started: joined to a fleet, and again where they come back; never ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+from penstock.config import ServerSpec
+from penstock.engine.transport import HttpTransport
+from penstock.errors import EngineHTTPError, PenstockError, UserError
+from penstock.fleet.assemble import JOIN_S, join
+from penstock.fleet.lifecycle import Lifecycle, State
+from penstock.fleet.member import Member
+
+
+class AttachedServers:
+    """Joins servers of others to one fleet.
+
+    Args:
+        owned: what ends with the fleet: the connections to them.
+        api_key: what they ask for; the same as the router's, which passes on what callers send.
+        control_timeout_s: deadline of a control call.
+    """
+
+    def __init__(self, owned: AsyncExitStack, *, api_key: str | None, control_timeout_s: float) -> None:
+        self._owned = owned
+        self._api_key = api_key
+        self._control_s = control_timeout_s
+
+    async def join(self, lifecycle: Lifecycle, spec: ServerSpec) -> Member:
+        """Ask a server what it is; it is SYNCING then.
+
+        Raises:
+            PenstockError: it does not answer, or is no engine; it is DEAD.
+            UserError: it is a router, or has fewer ranks than are to be addressed.
+        """
+        try:
+            member = await join(
+                lifecycle, spec.url, self._owned, api_key=self._api_key, control_timeout_s=self._control_s
+            )
+            await self._refuse_router(spec.url)
+            member.ranks = _ranks(member, spec)
+        except PenstockError as error:
+            lifecycle.to(State.DEAD, f"does not join: {error}")
+            raise
+        member.spec = spec
+        return member
+
+    async def _refuse_router(self, url: str) -> None:
+        """A router passes on what an engine is asked, so it would be taken for one of its own engines."""
+        http = HttpTransport(url, api_key=self._api_key)
+        try:
+            await http.get_text("/router/health", timeout_s=JOIN_S)
+        except EngineHTTPError:
+            return
+        finally:
+            await http.close()
+        raise UserError(f"{url} is a router of Penstock, not an engine; give the addresses of its engines")
+
+    async def join_all(self, lives: Sequence[Lifecycle], specs: Sequence[ServerSpec]) -> list[Member]:
+        """Join several; PenstockError of the first that does not."""
+        return list(await asyncio.gather(*(self.join(*pair) for pair in zip(lives, specs, strict=True))))
+
+
+def _ranks(member: Member, spec: ServerSpec) -> int:
+    info = member.info
+    known = info.capabilities.plugin or bool(info.instance)
+    if spec.dp is not None and known and spec.dp > info.dp:
+        raise UserError(f"engine {member.name} at {spec.url} has {info.dp} data-parallel ranks, not dp={spec.dp}")
+    return info.dp if spec.dp is None else spec.dp

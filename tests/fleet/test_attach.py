@@ -1,0 +1,231 @@
+"""Servers that someone else started, beside launched ones: what they can do is done, and no more is asked of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+from sim_fleets import SIM, check, check_serves, in_flight
+
+from penstock import Fleet, SamplingParams
+from penstock.config import ServerSpec
+from penstock.errors import ConfigError, EngineDeadError, MissingCapabilityError, StateError, UserError
+from penstock.fleet import operations
+from penstock.fleet.lifecycle import State
+from penstock.router.admin_client import RouterAdmin
+from penstock.sim.config import SimConfig
+from penstock.sim.faults import Fault, FaultKind, Phase
+from penstock.sim.server import SimServer
+from penstock.types import PauseMode
+
+PROMPTS = [[1 + i, 2] for i in range(16)]
+PARAMS = SamplingParams(max_tokens=60, detokenize=False)
+GOOD = [("w", torch.ones(2))]
+QUICK: dict[str, Any] = {"health_interval_s": 0.05, "restart_backoff_s": 0.05}
+
+
+def server(**config: Any) -> SimServer:
+    return SimServer(SimConfig(**{"tokens_per_second": 500, "max_model_len": 512, **config}))
+
+
+@asynccontextmanager
+async def plain_fleet(*servers: SimServer) -> AsyncIterator[Fleet]:
+    async with Fleet.connect([one.url for one in servers], control_timeout_s=5.0, **QUICK) as fleet:
+        yield fleet
+
+
+async def states(fleet: Fleet) -> dict[str, State]:
+    return {status.name: status.state for status in await fleet.engines()}
+
+
+async def until(fleet: Fleet, name: str, state: State) -> None:
+    async with asyncio.timeout(10):
+        while (await states(fleet))[name] is not state:  # noqa: ASYNC110 - seen from outside
+            await asyncio.sleep(0.02)
+
+
+async def test_launched_and_attached_with_and_without_plugin_in_one_fleet() -> None:
+    async with server(plain=True, data_parallel_size=2) as plain, server() as ours:
+        attach = [f"{plain.url}/#dp=2", ServerSpec(url=ours.url)]
+        async with Fleet.launch("any", engines=1, attach=attach, **SIM, **QUICK) as fleet:
+            await check_serves(fleet, engines=3)
+            out = await fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS)
+            check(PROMPTS, out, PARAMS)
+            assert all(rank.figures.generation_tokens for rank in (*plain.ranks, *ours.ranks))
+            admin = RouterAdmin(fleet.url)
+            loads = (await admin.engines()).engines
+            await admin.close()
+            assert [(load.name, load.dp_rank) for load in loads] == [
+                ("e0", None), ("e1.dp0", 0), ("e1.dp1", 1), ("e2", None)
+            ]  # fmt: skip
+            assert fleet.dp_size == 4
+            await fleet.pause_generation()
+            assert [rank.paused for rank in (*plain.ranks, *ours.ranks)] == [True] * 3
+            await fleet.resume_generation()
+            with pytest.raises(MissingCapabilityError, match="update_weights: engine e1 lacks Penstock's plugin"):
+                await fleet.update_weights(GOOD)
+            assert fleet.weight_version == 0
+            await check_serves(fleet, engines=3)
+            await fleet.remove("e1")
+            assert (await fleet.update_weights(GOOD)).version == 1
+            await check_serves(fleet, engines=2)
+        assert plain.engine.weights.version == 0
+        assert not plain.gone.is_set()
+        assert len(await plain.engine.generate([1], {"max_tokens": 2})) == 1, "it runs on"
+
+
+@pytest.mark.parametrize("vllm", ["0.32.0", "0.26.0"])
+async def test_native_updates_of_plain_servers_lose_and_mislabel_nothing(vllm: str) -> None:
+    async with server(plain=True, vllm_version=vllm) as a, server(plain=True, vllm_version=vllm) as b, \
+            plain_fleet(a, b) as fleet:  # fmt: skip
+        await fleet.init_weight_update_communicator({"master_address": "127.0.0.1", "rank_offset": 1})
+        with pytest.raises(StateError, match="pause generation before"):
+            await fleet.update_named_weights({"names": []}, version=1)
+        params = SamplingParams(max_tokens=300, detokenize=False)
+        request = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=params))
+        for version, mode in ((1, PauseMode.ABORT), (2, PauseMode.ABORT)):
+            await in_flight(fleet, lambda count: count > 0)
+            await fleet.pause_generation(mode)
+            await fleet.update_named_weights({"names": []}, version=version)
+            await fleet.resume_generation()
+        out = await request
+        check(PROMPTS, out, params)
+        assert {0, 2} <= {span.version for spans in out.response_spans for span in spans}
+        assert fleet.counters.wasted_tokens == 0
+        await check_serves(fleet, engines=2)
+
+
+async def test_what_one_lacks_is_refused_before_any_other_is_asked() -> None:
+    async with server() as ours, server(plain=True, dev_mode=False) as bare, plain_fleet(ours, bare) as fleet:
+        calls = {
+            "pause_generation": fleet.pause_generation(),
+            "abort": fleet.abort_generation(),
+            "reset of the prefix cache": fleet.reset_prefix_cache(),
+            "sleep": fleet.sleep(),
+            "collective_rpc": fleet.collective_rpc("f"),
+            "init_weight_update_communicator": fleet.init_weight_update_communicator({}),
+            "update_weights": fleet.update_weights(GOOD),
+        }
+        for operation, call in calls.items():
+            with pytest.raises(MissingCapabilityError, match=f"^{operation}: engine e1 lacks"):
+                await call
+        assert not ours.engine.paused
+        assert not ours.engine.asleep
+        assert set((await states(fleet)).values()) == {State.SERVING}
+        out = await fleet.completion({"prompt": ["a", "b"], "max_tokens": 3})
+        assert out["usage"]["completion_tokens"] == 6
+        with pytest.raises(MissingCapabilityError, match="generate with logprobs: engine e1 lacks logprobs"):
+            await fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS)
+
+
+async def test_one_that_dies_is_out_and_in_again_with_the_fleets_weights() -> None:
+    async with server() as lasting, server() as dying:
+        port = int(dying.url.rpartition(":")[2])
+        async with plain_fleet(lasting, dying) as fleet:
+            await fleet.update_weights(GOOD)
+            request = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+            await in_flight(fleet, lambda count: count > 0)
+            await dying.stop()
+            check(PROMPTS, await request, PARAMS)
+            await until(fleet, "e1", State.DEAD)
+            await fleet.update_weights(GOOD)
+            async with server(port=port) as back:
+                await until(fleet, "e1", State.SERVING)
+                assert back.engine.weights.version == 2, "its weights were brought to it"
+                await check_serves(fleet, engines=2)
+
+
+async def test_a_plain_one_comes_back_when_it_says_the_fleets_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "LOOK_AGAIN_S", 0.05)
+    async with server(plain=True) as lasting, server(plain=True) as dying:
+        port = int(dying.url.rpartition(":")[2])
+        async with plain_fleet(lasting, dying) as fleet:
+            await dying.stop()
+            await until(fleet, "e1", State.DEAD)
+            async with server(plain=True, port=port) as back:
+                await until(fleet, "e1", State.SERVING)
+                await fleet.init_weight_update_communicator({})
+                await fleet.pause_generation()
+                await fleet.update_named_weights({}, version=1)
+                await fleet.resume_generation()
+                await check_serves(fleet, engines=2)
+                await back.stop()
+                await until(fleet, "e1", State.DEAD)
+            async with server(plain=True, port=port) as again:
+                await until(fleet, "e1", State.SYNCING)
+                await asyncio.sleep(0.3)
+                assert (await states(fleet))["e1"] is State.SYNCING, "version 0 is not the fleet's"
+                await check_serves(fleet, engines=1)
+                again.engine.weights.relabel("1")
+                again.engine.weights.identity = 1
+                await until(fleet, "e1", State.SERVING)
+                await check_serves(fleet, engines=2)
+
+
+async def test_weights_torn_by_an_update_do_not_serve_again_under_their_old_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(operations, "LOOK_AGAIN_S", 0.05)
+    async with server(plain=True) as only, plain_fleet(only) as fleet:
+        await fleet.init_weight_update_communicator({})
+        await fleet.pause_generation()
+        only.engine.faults.add(Fault(FaultKind.REFUSE, Phase.LOAD))
+        with pytest.raises(EngineDeadError):
+            await fleet.update_named_weights({}, version=1)
+        await until(fleet, "e0", State.SYNCING)
+        await asyncio.sleep(0.3)
+        assert fleet.weight_version == 0
+        assert only.engine.weights.version == 0
+        assert (await states(fleet))["e0"] is State.SYNCING, "half of its weights are of no version"
+
+
+async def test_servers_are_attached_to_a_fleet_that_serves() -> None:
+    async with server(data_parallel_size=2) as first, server(plain=True) as second, server() as third:
+        async with plain_fleet(first) as fleet:
+            await fleet.update_weights(GOOD)
+            assert await fleet.attach(third.url) == ("e1",)
+            assert third.engine.weights.version == 1
+            assert await fleet.attach(second.url) == ("e2",)
+            assert (await states(fleet))["e2"] is State.SYNCING, "it waits for version 1"
+            await check_serves(fleet, engines=2)
+            with pytest.raises(UserError, match="belongs to this fleet already; remove it first"):
+                await fleet.attach(third.url)
+            await fleet.remove("e1")
+            assert await fleet.attach(f"{third.url}#dp=1") == ("e3",)
+            async with Fleet.connect(fleet.url) as adopted:
+                await adopted.remove("e3")
+                assert await adopted.attach(ServerSpec(url=third.url)) == ("e4",)
+            await check_serves(fleet, engines=2)
+        async with Fleet.connect([first.url, third.url]) as again:
+            assert again.weight_version == 1, "nobody has ended them"
+
+
+async def test_what_cannot_be_attached() -> None:
+    async with server(data_parallel_size=2) as two:
+        with pytest.raises(UserError, match="has 2 data-parallel ranks, not dp=3"):
+            await Fleet.connect([f"{two.url}#dp=3"])
+        with pytest.raises(UserError, match=f"{two.url} is named twice"):
+            Fleet.launch("any", attach=[two.url, two.url + "#dp=1"], **SIM)
+        async with plain_fleet(two) as fleet:
+            with pytest.raises(UserError, match="is a router of Penstock, not an engine"):
+                await fleet.attach(fleet.url)
+            with pytest.raises(EngineDeadError):
+                await fleet.attach("http://127.0.0.1:9")
+            await check_serves(fleet, engines=1)
+    with pytest.raises(ConfigError, match=r"behind # only dp=N can stand"):
+        Fleet.launch("any", attach=["http://h:1#rank=2"], **SIM)
+    with pytest.raises(ConfigError, match="engines is 0 and there is nothing to attach"):
+        Fleet.launch("any", engines=0, **SIM)
+    with pytest.raises(ConfigError, match="vllm-router addresses no data-parallel ranks"):
+        Fleet.launch("any", attach=["http://h:1#dp=2"], kind="vllm-router", **SIM)
+
+
+async def test_none_but_attached() -> None:
+    async with server(plain=True) as one, Fleet.launch("any", engines=0, attach=[one.url], **SIM) as fleet:
+        await check_serves(fleet, engines=1)
+        assert await fleet.add_engines(1) == ("e1",)
+        await check_serves(fleet, engines=2)
