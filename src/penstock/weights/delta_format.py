@@ -206,4 +206,4 @@ def _elements(entry: TensorEntry) -> int:
 
 
 def _threads() -> int:
-    return min(8, len(os.sched_getaffinity(0)))
+    return max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # the other half has work of its own

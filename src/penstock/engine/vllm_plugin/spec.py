@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,15 +54,21 @@ def check_bytes(manifest: WeightManifest) -> None:
 
 def check_tensors(buffer: memoryview, entries: Iterable[TensorEntry]) -> None:
     """Raise WeightsError where the checksum of a tensor in `buffer` differs, or a value is not finite."""
-    # One thread for tensors of a few kilobytes: on a machine of many cores torch's pool costs more than it brings, most
-    # of all with several engines beside each other. The setting holds for the calling thread.
-    torch.set_num_threads(1)
-    for entry in entries:
+
+    def check(item: tuple[TensorEntry, torch.Tensor]) -> None:
+        entry, tensor = item
         crc = zlib.crc32(buffer[entry.offset : entry.offset + entry.nbytes])
         if crc != entry.crc32:
             raise WeightsError(f"tensor {entry.name!r} has crc32 {crc:08x}, its manifest says {entry.crc32:08x}")
-        if not all_finite(view(buffer, entry)):
+        if not all_finite(tensor):
             raise WeightsError(f"tensor {entry.name!r} holds NaN or infinity")
+
+    # A thread for each tensor and not torch's pool for each: for tensors of a few kilobytes that one costs more than it
+    # brings. Half of the cores, since the engine generates meanwhile.
+    threads = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for _ in pool.map(check, [(entry, view(buffer, entry)) for entry in entries]):
+            pass
 
 
 def expected_weights(model_config: Any) -> WeightSpec:
