@@ -126,17 +126,17 @@ async def test_versions_are_exact_through_a_pause_or_a_sleep_with_an_update(live
     if level == 0:
         await engine.pause_generation(PauseMode.ABORT)
     else:
-        await engine.sleep(level)
-        await engine.wake_up(["weights"])
+        await engine.control.sleep(level)
+        await engine.control.wake_up(["weights"])
         assert await still(live)
     if level == 2:
-        await engine.wake_up()
+        await engine.control.wake_up(None)
         assert await still(live), "there are no weights"
         assert await engine.control.is_paused()
     await live.update(changed(live.history.latest, 70 + level))
     if level == 1:
         assert await still(live), "there is no KV"
-        await engine.wake_up(["kv_cache"])
+        await engine.control.wake_up(["kv_cache"])
     if level == 0:
         await engine.resume_generation()
     choices, spans = await asyncio.wait_for(request, 60)
@@ -157,15 +157,15 @@ async def test_who_paused_resumes_and_no_wake_up_or_update_does(live):
     request = asyncio.create_task(tokens(live))
     await made(live, 20)
     await live.engine.pause_generation(PauseMode.ABORT)
-    await live.engine.sleep(1)
-    await live.engine.wake_up()
+    await live.engine.control.sleep(1)
+    await live.engine.control.wake_up(None)
     assert await still(live)
     await live.update(changed(live.history.latest, 81))
     assert await still(live)
-    await live.engine.sleep(1)
+    await live.engine.control.sleep(1)
     await live.engine.resume_generation()
     assert await still(live), "a resume while the memory is away waits for it"
-    await live.engine.wake_up()
+    await live.engine.control.wake_up(None)
     ((choice,), _) = await asyncio.wait_for(request, 30)
     assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", TOKENS)
 
@@ -176,8 +176,8 @@ async def test_dropped_weights_that_come_natively_count(live):
     manifest = engine._store.publish(engine.weight_version + 1, model.named_parameters())
     request = asyncio.create_task(tokens(live))
     await made(live, 20)
-    await engine.sleep(2)
-    await engine.wake_up()
+    await engine.control.sleep(2)
+    await engine.control.wake_up(None)
     assert await still(live)
     await engine.update_named_weights({"manifest": manifest.to_json()}, version=manifest.version)
     engine._store.commit(manifest)
@@ -207,10 +207,10 @@ async def test_a_client_that_hangs_up_during_a_sleep_leaves_nothing_behind(live)
     request = asyncio.create_task(tokens(live))
     other = asyncio.create_task(live.engine.sample(PROMPT, 1, SamplingParams(max_tokens=TOKENS, ignore_eos=True)))
     await made(live, 20)
-    await live.engine.sleep(1)
+    await live.engine.control.sleep(1)
     request.cancel()
     await asyncio.sleep(0.3)
-    await live.engine.wake_up()
+    await live.engine.control.wake_up(None)
     assert len((await other)[0].token_ids) == TOKENS
     async with asyncio.timeout(10):
         while await live.engine.get_num_unfinished_requests():

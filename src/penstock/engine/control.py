@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from yarl import URL
 
-from penstock.engine.capabilities import EngineInfo
+from penstock.engine.capabilities import PENSTOCK, EngineInfo
 from penstock.engine.metrics import engine_stats
 from penstock.engine.plain import NOT_FOUND, plain_info
 from penstock.engine.transport import HttpTransport
@@ -19,7 +19,7 @@ from penstock.weights.manifest import WeightManifest
 BAD_REQUEST = 400
 INFO = "/penstock/info"
 _TOLD = [field.name for field in fields(EngineInfo) if field.name not in {"capabilities", "instance"}]
-"""What our plugin says there; what it can do is known."""
+"""What our plugin says there, and whether it can sleep; what else it can do is known."""
 
 
 class ControlClient:
@@ -54,6 +54,7 @@ class ControlClient:
         try:
             known: dict[str, Any] = {name: answer[name] for name in _TOLD}
             known["transports"] = tuple(known["transports"])
+            known["capabilities"] = replace(PENSTOCK, sleep=bool(answer.get("sleep", True)))
             await self._past_the_api(answer.get("control_port"))
         except (KeyError, TypeError) as error:
             raise EngineError(f"GET {INFO} answered {answer!r}, without {error}", engine=self.name) from error
