@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from penstock.errors import ConfigError
 
@@ -178,6 +187,10 @@ class ServerSpec(Section):
         return {**known, "url": url.rstrip("/"), **({"dp": int(ranks[3:])} if mark else {})}
 
 
+Transport = Literal["shared_memory", "broadcast", "cuda_ipc", "disk", "delta"]
+"""How the bytes of a weight version come to the engines."""
+
+
 class FleetConfig(Section):
     """The engines that serve one base model."""
 
@@ -201,8 +214,25 @@ class FleetConfig(Section):
     drain_timeout_s: Seconds = 600.0
     """How long an engine that is to leave may go on with what it has."""
     stop_timeout_s: Seconds = 10.0
+    weight_transport: Transport | Literal["auto"] = "auto"
+    """`auto`: by where the trainer's tensors and the engines are (docs/weights.md)."""
+    weight_folder: Annotated[Path | None, Field(validate_default=True)] = None
+    """Of the transports `disk` and `delta`: trainer and engines see it under the same path."""
+    weight_address: str = "127.0.0.1"
+    """Of the transport `broadcast`: where engines reach the trainer, which listens there for them."""
+    weight_host_copy: bool = False
+    """Of the transport `broadcast`: keep a copy in host memory, for engines that join or return between updates."""
     log_dir: Path | None = None
     """Where engine and router logs go; default: a temporary folder, kept when something failed."""
+
+    @field_validator("weight_folder")
+    @classmethod
+    def _files_need_a_folder(cls, folder: Path | None, info: ValidationInfo) -> Path | None:
+        transport = info.data.get("weight_transport")
+        if folder is None and transport in {"disk", "delta"}:
+            raise ValueError(f"the transport {transport!r} needs a folder")
+        return folder
+
     launcher: Literal["local", "ray"] = "local"
     """`local`: engines are processes of this machine; `ray`: each runs under an actor of Ray, in a placement group of
     its own."""

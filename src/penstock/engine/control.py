@@ -11,8 +11,8 @@ from yarl import URL
 from penstock.engine.capabilities import PENSTOCK, EngineInfo
 from penstock.engine.metrics import engine_stats
 from penstock.engine.plain import NOT_FOUND, plain_info
-from penstock.engine.transport import HttpTransport
-from penstock.errors import EngineError, EngineHTTPError, StateError, WeightsError
+from penstock.engine.transport import TORN, HttpTransport
+from penstock.errors import EngineError, EngineHTTPError, StateError, TransferError, WeightsError
 from penstock.types import EngineStats, EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest
 
@@ -144,6 +144,19 @@ class ControlClient:
         if info.weight_version != version and info.capabilities.plugin:  # vLLM 0.26 takes no label
             await self._post("/penstock/weights/label", {"version": version})
 
+    async def join_group(self, group: Mapping[str, Any]) -> None:
+        """Let every worker begin to join a group (`weights.group.GroupSpec` as JSON), while the engine generates.
+
+        Raises:
+            WeightsError: it cannot.
+        """
+        try:
+            await self._post("/penstock/weights/group", group)
+        except EngineHTTPError as error:
+            if error.status in {BAD_REQUEST, NOT_FOUND}:
+                raise WeightsError(str(error)) from error
+            raise
+
     async def prepare_weights(self, manifest: WeightManifest) -> None:
         """Let the engine map and check a version while it generates; nothing changes in what it serves.
 
@@ -160,11 +173,19 @@ class ControlClient:
     async def apply_weights(self, version: int, *, clear_cache: bool = True) -> EngineUpdate:
         """Pause (keep), load the prepared version, label it, resume: one call, so that it queues once.
 
-        Any error means that the engine must not serve again.
+        Any error but the first means that the engine must not serve again.
+
+        Raises:
+            TransferError: the bytes did not all come. It stays paused until a version was prepared and applied whole.
         """
         body = {"version": version, "clear_cache": clear_cache}
         http = self._core or self.http
-        answer: Any = await http.post("/penstock/weights/apply", body, timeout_s=self._timeout_s)
+        try:
+            answer: Any = await http.post("/penstock/weights/apply", body, timeout_s=self._timeout_s)
+        except EngineHTTPError as error:
+            if error.error_type == TORN:
+                raise TransferError(str(error)) from error
+            raise
         confirmed = int(answer["version"])
         if confirmed != version:
             message = f"applied weight version {version} but says it serves {confirmed}"

@@ -24,6 +24,10 @@ ROUTER_ERROR, HELD_TOO_LONG = "X-Penstock-Error", "held_too_long"
 """What our router says where no engine came for as long as it holds a request; none has seen the request."""
 
 
+TORN = "torn"
+"""The error type of an engine whose weights are half of one version and half of another."""
+
+
 class UnreachableError(EngineDeadError):
     """Nobody listens there: nothing was sent."""
 
@@ -207,5 +211,5 @@ class HttpTransport:
                 message = str(described.get("message") or described.get("detail") or message)
                 kind = str(described.get("type") or "")
             elif isinstance(error, str):
-                message = error
+                message, kind = error, TORN if fields.get("torn") is True else kind
         return EngineHTTPError(message, status=status, error_type=kind, engine=self.name)

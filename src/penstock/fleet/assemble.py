@@ -20,9 +20,9 @@ from penstock.fleet.member import EngineHandle, Engines, Member
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
 from penstock.fleet.routers import OpenRouter
+from penstock.fleet.stores import Stores
 from penstock.fleet.supervise import Attached, Supervisor
 from penstock.fleet.vllm_router import VllmRouterAdmin
-from penstock.weights.shared_memory import SharedMemoryStore
 
 JOIN_S = 15.0
 """Deadline of the first question to an engine: one that hangs is not to be waited for as long as for an update."""
@@ -94,7 +94,7 @@ async def assemble(
     if not members or len(members) < fleet.min_engines:
         raise UserError(f"there are {len(members)} engines, the fleet needs at least {fleet.min_engines}")
     roster = await _announced(router, members, epoch)
-    store = SharedMemoryStore()
+    store = Stores(fleet, roster.live, control_timeout_s)
     owned.callback(store.close)
     data = _data_client(router, roster, owned, api_key, request_timeout_s, fleet.stream_chunk_tokens)
     operations = Operations(

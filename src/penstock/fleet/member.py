@@ -46,6 +46,7 @@ class EngineControl(Protocol):
     ) -> list[Any]: ...
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None: ...  # noqa: D102
     async def native_update(self, update_info: Mapping[str, Any], *, version: int) -> None: ...  # noqa: D102
+    async def join_group(self, group: Mapping[str, Any]) -> None: ...  # noqa: D102
     async def prepare_weights(self, manifest: WeightManifest) -> None: ...  # noqa: D102
     async def apply_weights(self, version: int, *, clear_cache: bool = True) -> EngineUpdate: ...  # noqa: D102
     async def close(self) -> None: ...  # noqa: D102

@@ -5,39 +5,27 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field, replace
 
 from penstock.engine.concurrent import in_thread
-from penstock.errors import PenstockError, UpdateError, WeightsError
-from penstock.fleet.control import fan_out
+from penstock.errors import PenstockError, TransferError, UpdateError, WeightsError
+from penstock.fleet.control import Call, fan_out
+from penstock.fleet.delivery import Delivery, Sender
 from penstock.fleet.lifecycle import Clock
 from penstock.fleet.member import SERVABLE, EngineControl, Member, why
 from penstock.fleet.roster import Roster
+from penstock.fleet.stores import Store, Stores
 from penstock.fleet.sync import put, source
 from penstock.types import EngineUpdate, UpdateReport
+from penstock.weights.broadcast import TRANSPORT as BROADCAST
 from penstock.weights.manifest import WeightManifest
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
-
-class Store(Protocol):
-    """Where versions lie; `weights.shared_memory.SharedMemoryStore` is the real one."""
-
-    current: WeightManifest | None
-    """The last committed version; None before the first."""
-
-    def publish(  # noqa: D102
-        self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]
-    ) -> WeightManifest: ...
-    def adopt(self, manifest: WeightManifest) -> WeightManifest: ...  # noqa: D102
-    def commit(self, manifest: WeightManifest) -> None: ...  # noqa: D102
-    def close(self) -> None: ...  # noqa: D102
+SENDINGS = 4
+"""How often one version is sent, at most. Each time but the first an engine has died on the way, or bytes were lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +48,20 @@ class Updater:
     min_engines: int
     deadline_s: float
     clock: Clock = time.monotonic
+    delivery: Delivery = field(init=False)
 
-    async def run(self, publish: Callable[[int], WeightManifest], *, version: int) -> UpdateReport:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "delivery", Delivery(self.roster, self.deadline_s))
+
+    async def run(
+        self, publish: Callable[[int], WeightManifest], *, version: int, clear_cache: bool = True
+    ) -> UpdateReport:
         """One update; engines that are paused stay paused.
 
         Args:
             publish: puts the weights of a version into the store; called in a thread.
             version: of the weights.
+            clear_cache: KV is recomputed under the new weights; False: what is there is kept.
 
         Raises:
             WeightsError: the tensors cannot be sent, or an engine refuses them; nothing was changed.
@@ -77,20 +72,29 @@ class Updater:
         self._need(members, version, "before it began")
         manifest = await in_thread(lambda: publish(version))
         published = self.clock()
+        sender = sender_of(self.store, manifest)
+        if sender is not None:
+            members = await self.delivery.gather(sender, members)
+            self._need(members, version, "when they had joined the group over which it is sent")
+            manifest = sender.addressed(manifest)
         prepared = await self._prepare(members, manifest)
         ready = self.clock()
         self._need(_alive(members), version, "when they had prepared it")
         async with self.gate():
             closed = self.clock()
-            applied = await self._apply(_alive(members), version)
+            applied = await self._apply(_alive(members), manifest, sender, clear_cache=clear_cache)
             committed = [m for m in members if m.name in applied and m.state in SERVABLE]
             if len(committed) < self.min_engines:
                 await self._roll_back(committed, version)
             else:
-                self.store.commit(manifest)
+                if sender is None:
+                    self.store.commit(manifest)
                 self.roster.commit(version, {m.layout: applied[m.name].checksum for m in committed})
             await self.roster.push()
-        opened = self.clock()
+        opened = ended = self.clock()
+        if sender is not None and self.roster.version == version:
+            await in_thread(lambda: self.store.commit(manifest))  # it may copy all of it: not while requests wait
+            ended = self.clock()
         self._need(committed, version, "when it was applied")
         return UpdateReport(
             version=version,
@@ -99,13 +103,15 @@ class Updater:
                 "publish": published - began,
                 "prepare": ready - published,
                 "gate": opened - closed,
-                "total": opened - began,
+                "total": ended - began,
             },
             engines=tuple(_with_prepare(applied[m.name], prepared[m.name]) for m in committed),
             failures=_failures(members),
         )
 
-    async def _prepare(self, members: Sequence[Member], manifest: WeightManifest) -> Mapping[str, float]:
+    async def _prepare(
+        self, members: Sequence[Member], manifest: WeightManifest, *, torn: bool = False
+    ) -> Mapping[str, float]:
         async def seconds(engine: EngineControl) -> float:
             began = self.clock()
             await engine.prepare_weights(manifest)
@@ -113,7 +119,8 @@ class Updater:
 
         async def failed(member: Member, error: PenstockError) -> None:
             if not isinstance(error, WeightsError):
-                await self.roster.bury(member, f"prepare of weight version {manifest.version} failed: {error}")
+                reason = f"prepare of weight version {manifest.version} failed: {error}"
+                await self.roster.bury(member, reason, torn=torn)
 
         outcome = await fan_out(members, seconds, deadline_s=self.deadline_s, on_failure=failed)
         for error in outcome.failures.values():
@@ -121,22 +128,55 @@ class Updater:
                 raise error
         return outcome.results
 
-    async def _apply(self, members: Sequence[Member], version: int) -> Mapping[str, EngineUpdate]:
+    async def _apply(
+        self, members: Sequence[Member], manifest: WeightManifest, sender: Sender | None, *, clear_cache: bool
+    ) -> Mapping[str, EngineUpdate]:
+        version = manifest.version
         # An engine that has applied goes on with the requests it has, before anyone knows whether the update commits.
         self.roster.used = max(self.roster.used, version)
 
         async def failed(member: Member, error: PenstockError) -> None:
             await self.roster.bury(member, f"apply of weight version {version} failed: {error}", torn=True)
 
-        outcome = await fan_out(
-            members, lambda engine: engine.apply_weights(version), deadline_s=self.deadline_s, on_failure=failed
-        )
-        layouts = {m.name: m.layout for m in members if m.name in outcome.results}
-        odd = odd_ones_out({name: update.checksum for name, update in outcome.results.items()}, layouts)
+        async def call(engine: EngineControl) -> EngineUpdate:
+            return await engine.apply_weights(version, clear_cache=clear_cache)
+
+        if sender is not None:
+            results = await self._send(sender, members, manifest, call)
+        else:
+            results = (await fan_out(members, call, deadline_s=self.deadline_s, on_failure=failed)).results
+        layouts = {m.name: m.layout for m in members if m.name in results}
+        odd = odd_ones_out({name: update.checksum for name, update in results.items()}, layouts)
         for member in members:
             if member.name in odd:
                 await self.roster.bury(member, f"weight version {version}: {odd[member.name]}", torn=True)
-        return outcome.results
+        return results
+
+    async def _send(
+        self, sender: Sender, members: Sequence[Member], manifest: WeightManifest, call: Call[EngineUpdate]
+    ) -> Mapping[str, EngineUpdate]:
+        """Send it until nobody is torn who lives: again, whole, to a group without those that died on the way."""
+        results: dict[str, EngineUpdate] = {}
+        waiting, problem = list(members), "it was sent too often"
+        try:
+            for _ in range(SENDINGS):
+                if not self.delivery.holds(sender, waiting):
+                    waiting = await self.delivery.gather(sender, waiting)
+                    await self._prepare(waiting, sender.addressed(manifest), torn=True)
+                    waiting = _alive(waiting)
+                outcome = await self.delivery.send(sender, waiting, call)
+                results |= outcome.results
+                cut = {name: error for name, error in outcome.failures.items() if isinstance(error, TransferError)}
+                waiting = [m for m in _alive(waiting) if m.name in cut]
+                if not waiting:
+                    break
+                problem = str(cut[waiting[0].name])
+        except WeightsError as error:
+            problem = str(error)
+        for member in waiting:
+            reason = f"apply of weight version {manifest.version} failed: {problem}"
+            await self.roster.bury(member, reason, torn=True)
+        return results
 
     async def _roll_back(self, members: Sequence[Member], version: int) -> None:
         """Give engines that took an update which did not commit the weights before it; who cannot is DEAD."""
@@ -159,6 +199,12 @@ class Updater:
             f"weight version {version} was not committed: {len(members)} engines were good {when}, min_engines is "
             f"{self.min_engines}{missing and '; ' + missing}"
         )
+
+
+def sender_of(store: Store, manifest: WeightManifest) -> Sender | None:
+    """Who sends a version while the engines apply it; None where the engines fetch it themselves."""
+    inner = store.of(manifest.transport) if isinstance(store, Stores) else store
+    return inner if isinstance(inner, Sender) and manifest.transport == BROADCAST else None
 
 
 def odd_ones_out(checksums: Mapping[str, str], layouts: Mapping[str, Hashable]) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from penstock.errors import StateError, WeightsError
+from penstock.errors import StateError, TransferError, WeightsError
 from penstock.sim.answers import engine_of, json_answer, json_body
 from penstock.sim.faults import Fault, Phase
 from penstock.weights.manifest import WeightManifest
@@ -18,8 +18,22 @@ async def info(http: web.Request) -> web.Response:
     sizes = {"tp": 1, "pp": 1, "dp": config.data_parallel_size}
     limits = {"vocab_size": config.vocab_size, "max_model_len": config.max_model_len}
     state = {"weight_version": engine.weights.version, "paused": engine.paused}
-    transports = {"transports": ["delta", "disk", "shared_memory"]}
+    transports = {"transports": ["broadcast", "delta", "disk", "shared_memory"]}
     return json_answer({"engine": "sim", "vllm": config.vllm_version, **state, **sizes, **limits, **transports})
+
+
+async def group(http: web.Request) -> web.Response:
+    """`POST /penstock/weights/group`: the engine begins to join; 400 where it cannot."""
+    engine = engine_of(http)
+    engine.check_alive()
+    if engine.config.data_parallel_size > 1:
+        return json_answer({"error": "a simulated engine of several data-parallel ranks takes no broadcast"}, 400)
+    body = await json_body(http)
+    try:
+        engine.weights.group.join(body)
+    except WeightsError as error:
+        return json_answer({"error": str(error)}, 400)
+    return json_answer({"ok": True})
 
 
 async def prepare(http: web.Request) -> web.Response:
@@ -42,6 +56,8 @@ async def apply(http: web.Request) -> web.Response:
         done = await engine_of(http).weights.apply(version, clear_cache=bool(body.get("clear_cache", True)))
     except StateError as error:
         return json_answer({"error": str(error)}, 409)
+    except TransferError as error:
+        return json_answer({"error": str(error), "torn": True}, 409)
     return json_answer(done)
 
 

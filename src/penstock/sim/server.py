@@ -142,6 +142,7 @@ def _app(config: SimConfig, ranks: tuple[SimEngine, ...]) -> web.Application:
             post(path, on_all(handler))
     if not config.plain:
         get("/penstock/info", penstock_routes.info)
+        post("/penstock/weights/group", penstock_routes.group)
         post("/penstock/weights/prepare", on_all(penstock_routes.prepare))
         post("/penstock/weights/apply", on_all(penstock_routes.apply))
     elif config.dev_mode:

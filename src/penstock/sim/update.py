@@ -6,10 +6,13 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import StateError
+from penstock.sim.broadcast import SimGroup
 from penstock.sim.faults import FaultKind, Phase
 from penstock.sim.sequence import version_of
 from penstock.sim.weights import check_manifest
+from penstock.sim.weights import checksum as checksum_of
 from penstock.types import PauseMode
+from penstock.weights.broadcast import TRANSPORT as BROADCAST
 from penstock.weights.manifest import WeightManifest
 
 if TYPE_CHECKING:
@@ -27,6 +30,8 @@ class WeightState:
         self.checksum = "0" * 16
         self.unfit: str | None = None
         """Why generation would kill the engine: an update failed half-way."""
+        self.group = SimGroup()
+        """Over which it receives what is broadcast."""
         self._engine = engine
         self._prepared: tuple[WeightManifest, str] | None = None
         self._initialised = False
@@ -51,6 +56,8 @@ class WeightState:
         await engine.at(Phase.PREPARE)
         await engine.clock.sleep(engine.config.prepare_seconds)
         engine.check_alive()
+        if manifest.transport == BROADCAST:
+            self.group.check(manifest)
         self._prepared = (manifest, check_manifest(manifest, engine.config.tensor_specs))
 
     async def apply(self, version: int, *, clear_cache: bool = True) -> dict[str, Any]:
@@ -61,6 +68,7 @@ class WeightState:
 
         Raises:
             StateError: that version was not prepared; nothing was changed.
+            TransferError: its bytes did not all come. The engine is torn, and paused until a version came whole.
         """
         prepared = self._prepared
         if prepared is None or prepared[0].version != version:
@@ -72,18 +80,20 @@ class WeightState:
         preempted = await engine.pause(PauseMode.KEEP, clear_cache=clear_cache)
         paused = clock.time()
         engine.holds.weights_are_out()
-        checksum = await self._load(version, prepared[1])
+        checksum = await self._load(prepared[0], prepared[1])
         loaded = clock.time()
         await engine.holds.weights_are_in()
         end = clock.time()
         seconds = {"pause": paused - begin, "load": loaded - paused, "resume": end - loaded, "bubble": end - begin}
         return {"version": version, "seconds": seconds, "preempted": preempted, "checksum": checksum}
 
-    async def _load(self, version: int, checksum: str) -> str:
-        engine = self._engine
+    async def _load(self, manifest: WeightManifest, checksum: str) -> str:
+        engine, version = self._engine, manifest.version
         self.unfit = f"loading version {version} did not end"
         await engine.at(Phase.LOAD)
         await engine.clock.sleep(engine.config.load_seconds)
+        if manifest.transport == BROADCAST:
+            checksum = checksum_of(await self.group.receive(manifest))
         engine.check_alive()
         self.unfit = None
         self.identity, self.checksum = version, checksum

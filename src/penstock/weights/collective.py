@@ -249,7 +249,7 @@ def host(address: str, timeout_s: float) -> tuple[TCPStore, int]:
         listener.listen()
     except OSError as error:
         listener.close()
-        raise TransferError(f"cannot listen on {address!r} for engines: {error}; set weights.address") from error
+        raise TransferError(f"cannot listen on {address!r} for engines: {error}; set fleet.weight_address") from error
     port = int(listener.getsockname()[1])
     store = TCPStore(
         address,

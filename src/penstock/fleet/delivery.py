@@ -1,0 +1,166 @@
+"""Weights that travel while the engines take them: the group over which they do, and what is done where it breaks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol, runtime_checkable
+
+from penstock.engine.concurrent import cancelled, in_thread
+from penstock.errors import EngineHTTPError, PenstockError, TransferError, WeightsError
+from penstock.fleet.control import Call, FanOut, OnFailure, fan_out
+from penstock.fleet.member import SERVABLE, EngineControl, Member
+from penstock.fleet.roster import Roster
+from penstock.types import EngineUpdate
+from penstock.weights.manifest import WeightManifest
+from penstock.weights.ranks import Layout
+
+ANSWER_S = 5.0
+"""Who has not said so long after a transfer was cut that it was, hangs; the others wait for it behind the gate."""
+
+
+@runtime_checkable
+class Sender(Protocol):
+    """A store that sends what was published; `weights.broadcast.BroadcastStore` is the real one."""
+
+    def invite(self, layouts: Sequence[Layout]) -> list[dict[str, Any]]: ...  # noqa: D102 - as in BroadcastStore, all
+    def form(self) -> None: ...  # noqa: D102
+    def absent(self, layouts: Sequence[Layout]) -> list[int]: ...  # noqa: D102
+    def formed(self) -> bool: ...  # noqa: D102
+    def addressed(self, manifest: WeightManifest) -> WeightManifest: ...  # noqa: D102
+    def send(self) -> None: ...  # noqa: D102
+    def interrupt(self, why: str) -> None: ...  # noqa: D102
+
+
+class Delivery:
+    """Keeps one group for as long as the same engines are there.
+
+    Args:
+        roster: the engines; a death that it is told of cuts the group at once.
+        deadline_s: seconds that each engine has for each call.
+    """
+
+    def __init__(self, roster: Roster, deadline_s: float) -> None:
+        self._roster = roster
+        self._deadline_s = deadline_s
+        self._joined: tuple[EngineControl, ...] = ()
+
+    def holds(self, sender: Sender, members: Sequence[Member]) -> bool:
+        """Whether the group is whole, and of these engines; one that was started anew is another."""
+        return sender.formed() and self._joined == tuple(member.control for member in members)
+
+    async def gather(self, sender: Sender, members: Sequence[Member]) -> list[Member]:
+        """Form the group of these engines while they generate, unless it is there; who does not come is DEAD.
+
+        Returns:
+            Those who are in it.
+
+        Raises:
+            WeightsError: an engine refuses to join, so it cannot; or nobody can reach the trainer.
+        """
+        left = _alive(members)
+        while left and not self.holds(sender, left):
+            self._joined = ()
+            if await self._form(sender, left):
+                self._joined = tuple(member.control for member in left)
+            left = _alive(left)
+        return left
+
+    async def send(self, sender: Sender, members: Sequence[Member], call: Call[EngineUpdate]) -> FanOut[EngineUpdate]:
+        """Send to the group what was published, while `call` makes every engine take it.
+
+        One that fails is DEAD. One whose transfer was cut is torn and paused, its outcome a `TransferError`.
+
+        Raises:
+            WeightsError: the tensors are not those that were published; all engines are torn.
+        """
+
+        async def failed(member: Member, error: PenstockError) -> None:
+            if isinstance(error, TransferError):
+                sender.interrupt(f"engine {member.name}: {error}")  # the others would wait for it
+            else:
+                await self._roster.bury(member, f"apply of new weights failed: {error}", torn=True)
+
+        waits: set[asyncio.Timeout] = set()
+
+        async def within(engine: EngineControl) -> EngineUpdate:
+            async with asyncio.timeout(None) as wait:
+                waits.add(wait)
+                try:
+                    return await call(engine)
+                finally:
+                    waits.remove(wait)
+
+        def over(sending: asyncio.Task[None]) -> None:
+            if sending.exception() is not None:
+                for wait in waits:
+                    wait.reschedule(asyncio.get_running_loop().time() + ANSWER_S)
+
+        async with self._cut_by_a_death(sender, members):
+            sending = asyncio.create_task(in_thread(sender.send), name="send-weights")
+            sending.add_done_callback(over)
+            try:
+                outcome = await self._asked(members, within, failed)
+            finally:
+                if not sending.done():  # nobody is left who would take it
+                    sender.interrupt("every engine has answered")
+                await asyncio.wait((sending,))
+        if isinstance(error := sending.exception(), WeightsError):
+            raise error
+        return outcome
+
+    async def _form(self, sender: Sender, members: Sequence[Member]) -> bool:
+        """One try; False: somebody has left, or did not come."""
+        layouts = [member.layout for member in members]
+        invited = await in_thread(lambda: sender.invite(layouts))
+        bodies: Mapping[EngineControl, Mapping[str, Any]] = dict(
+            zip((member.control for member in members), invited, strict=True)
+        )
+
+        async def failed(member: Member, error: PenstockError) -> None:
+            if isinstance(error, (WeightsError, EngineHTTPError)):
+                sender.interrupt(f"engine {member.name} does not join: {error}")
+            else:
+                await self._roster.bury(member, f"did not join the group for new weights: {error}")
+
+        async with self._cut_by_a_death(sender, members):
+            forming = asyncio.create_task(in_thread(sender.form), name="form-group")
+            outcome = await self._asked(members, lambda engine: engine.join_group(bodies[engine]), failed)
+            await asyncio.wait((forming,))
+        problem = forming.exception()
+        for name, error in outcome.failures.items():
+            if isinstance(error, (WeightsError, EngineHTTPError)):
+                raise WeightsError(f"engine {name} cannot take weights by broadcast: {error}") from error
+        if problem is None:
+            return True
+        if not isinstance(problem, TransferError):
+            raise problem
+        absent = sender.absent(layouts)
+        for index in absent:
+            await self._roster.bury(members[index], f"did not join the group for new weights: {problem}")
+        if not absent and len(_alive(members)) == len(members):
+            raise WeightsError(f"the group for new weights was not formed: {problem}") from problem
+        return False
+
+    async def _asked(self, members: Sequence[Member], call: Call[Any], failed: OnFailure) -> FanOut[Any]:
+        return await fan_out(members, call, deadline_s=self._deadline_s, on_failure=failed)
+
+    @asynccontextmanager
+    async def _cut_by_a_death(self, sender: Sender, members: Sequence[Member]) -> AsyncGenerator[None]:
+        """While this lasts, the group is cut as soon as one of the engines is known to be gone, however it is known."""
+
+        async def watch() -> None:
+            await self._roster.until(lambda: len(_alive(members)) < len(members))
+            gone = ", ".join(member.name for member in members if member.state not in SERVABLE)
+            sender.interrupt(f"{gone} is gone")
+
+        watching = asyncio.create_task(watch(), name="cut-by-a-death")
+        try:
+            yield
+        finally:
+            await cancelled(watching)
+
+
+def _alive(members: Sequence[Member]) -> list[Member]:
+    return [member for member in members if member.state in SERVABLE]

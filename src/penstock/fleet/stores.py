@@ -1,0 +1,156 @@
+"""Where a fleet's versions lie, and which transport brings one to the engines: named, or chosen by who is where."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+from urllib.parse import urlsplit
+
+from penstock.config import FleetConfig, Transport
+from penstock.errors import ConfigError, WeightsError
+from penstock.fleet.gpus import visible_gpus
+from penstock.fleet.member import Member
+from penstock.weights.broadcast import BroadcastStore
+from penstock.weights.manifest import WeightManifest
+from penstock.weights.shared_memory import SharedMemoryStore
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+SEND_SHARE = 0.5
+"""Of the deadline of a control call, what sending a version may take: whoever is cut off then can still say so."""
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]", "::1"})
+
+
+class Store(Protocol):
+    """Where versions lie; `weights.shared_memory.SharedMemoryStore` is the simplest one."""
+
+    @property
+    def current(self) -> WeightManifest | None:
+        """The last committed version, where its bytes can still be had; None before the first."""
+        ...
+
+    def publish(  # noqa: D102
+        self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> WeightManifest: ...
+    def adopt(self, manifest: WeightManifest) -> WeightManifest: ...  # noqa: D102
+    def commit(self, manifest: WeightManifest) -> None: ...  # noqa: D102
+    def close(self) -> None: ...  # noqa: D102
+
+
+class Stores:
+    """One store for each transport that is used, made when it is first used; itself a store.
+
+    Args:
+        settings: `weight_transport` and what goes with it.
+        members: the engines as they are now.
+        timeout_s: deadline of a control call, in seconds.
+    """
+
+    def __init__(self, settings: FleetConfig, members: Callable[[], Sequence[Member]], timeout_s: float) -> None:
+        if settings.weight_transport in {"disk", "delta"} and settings.weight_folder is None:
+            raise ConfigError(
+                f"fleet.weight_transport {settings.weight_transport!r} needs fleet.weight_folder, which trainer and "
+                "engines see under the same path"
+            )
+        self._settings = settings
+        self._members = members
+        self._timeout_s = timeout_s
+        self._stores: dict[str, Store] = {}
+        self._last: Store | None = None
+
+    @property
+    def current(self) -> WeightManifest | None:
+        """The last committed version, where its bytes can still be had."""
+        return self._last.current if self._last is not None else None
+
+    def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
+        """Choose the transport and publish by it; raises as that store's `publish` does."""
+        if self._settings.weight_transport != "auto":
+            return self.of(self._settings.weight_transport).publish(version, named_tensors)
+        tensors = iter(named_tensors)
+        again = tensors is not named_tensors
+        first = next(tensors, None)
+        if first is None:
+            raise WeightsError("no tensors given: pass every parameter of the model, as model.named_parameters() does")
+        chosen = choose(first[1].device, self._members())
+        logger.debug("weight version %d goes by %s", version, chosen)
+        return self.of(chosen).publish(version, named_tensors if again else itertools.chain([first], tensors))
+
+    def adopt(self, manifest: WeightManifest) -> WeightManifest:
+        """Take over what another process published, by the transport that it chose."""
+        return self.of(manifest.transport).adopt(manifest)
+
+    def commit(self, manifest: WeightManifest) -> None:
+        """The version is in force."""
+        self._last = self.of(manifest.transport)
+        self._last.commit(manifest)
+
+    def close(self) -> None:
+        """Close every store."""
+        for store in self._stores.values():
+            store.close()
+
+    def of(self, transport: str) -> Store:
+        """The store of a transport. WeightsError: there is none of that name."""
+        if transport not in self._stores:
+            self._stores[transport] = self._make(transport)
+        return self._stores[transport]
+
+    def _make(self, transport: str) -> Store:
+        # Stores that need torch, or a folder, are imported by whoever uses them.
+        settings = self._settings
+        if transport == "shared_memory":
+            return SharedMemoryStore()
+        if transport == "broadcast":
+            return BroadcastStore(
+                address=settings.weight_address,
+                timeout_s=SEND_SHARE * self._timeout_s,
+                host_copy=settings.weight_host_copy,
+            )
+        if transport == "cuda_ipc":
+            from penstock.weights.cuda_ipc import CudaIpcStore  # noqa: PLC0415
+
+            return CudaIpcStore(_devices(self._members()))
+        if transport in {"disk", "delta"} and settings.weight_folder is not None:
+            if transport == "disk":
+                from penstock.weights.disk import DiskStore  # noqa: PLC0415
+
+                return DiskStore(settings.weight_folder)
+            from penstock.weights.delta import DeltaStore  # noqa: PLC0415
+
+            return DeltaStore(settings.weight_folder)
+        raise WeightsError(f"this fleet has no transport {transport!r}; set fleet.weight_transport, and its folder")
+
+
+def choose(device: torch.device, members: Sequence[Member]) -> Transport:
+    """The transport for tensors on a device of this process, by where the engines are.
+
+    Bytes in host memory are mapped by engines of this host. Tensors on a GPU that an engine uses too are read there by
+    it; NCCL refuses two ranks on one GPU. To engines with GPUs of their own they go over NVLink or the network.
+    """
+    local = all(_is_local(member) for member in members)
+    if device.type != "cuda":
+        return "shared_memory" if local else "broadcast"
+    of_engines = {gpu for member in members for gpu in member.gpus}
+    if local and all(member.info.engine == "sim" for member in members):
+        return "shared_memory"
+    names = visible_gpus()
+    place = device.index or 0
+    shared = place < len(names) and names[place] in of_engines
+    return "cuda_ipc" if shared else "broadcast"
+
+
+def _devices(members: Sequence[Member]) -> list[str]:
+    """GPUs of the engines as this process numbers them; none where they are not known."""
+    names = visible_gpus()
+    return [f"cuda:{names.index(gpu)}" for gpu in sorted({g for m in members for g in m.gpus}) if gpu in names]
+
+
+def _is_local(member: Member) -> bool:
+    """Whether it runs on this host, as far as its address says."""
+    return (urlsplit(member.url).hostname or "") in LOOPBACK

@@ -1,0 +1,160 @@
+"""Updates by broadcast to simulated engines, over a real group: in flight, and with engines that die or hang in it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sim_fleets import SIM, check, check_serves, in_flight
+
+from penstock import Fleet, SamplingParams
+from penstock.engine.process import EngineProcess
+from penstock.engine.transport import HttpTransport
+from penstock.errors import ConfigError, UpdateError, WeightsError
+from penstock.fleet.lifecycle import State
+from penstock.fleet.stores import Stores
+
+PARAMS = SamplingParams(max_tokens=400, detokenize=False)
+PROMPTS = [[1 + i, 2] for i in range(9)]
+OPTIONS: dict[str, Any] = {
+    **SIM, "weight_transport": "broadcast", "control_timeout_s": 30.0, "hang_timeout_s": 1.5,
+    "restart_backoff_s": 0.05, "restart_window_s": 0.5, "max_restarts": 1000, "weight_host_copy": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+    async with Fleet.launch("sim-model", engines=3, log_dir=tmp_path_factory.mktemp("logs"), **OPTIONS) as fleet:
+        yield fleet
+
+
+def weights(value: float, count: int = 3) -> list[tuple[str, torch.Tensor]]:
+    return [(f"w{i}", torch.full((500_000,), value + i)) for i in range(count)] + [("norm", torch.ones(7))]
+
+
+def broadcast(fleet: Fleet) -> Any:
+    stores = fleet._operations._store  # type: ignore[attr-defined]
+    assert isinstance(stores, Stores)
+    return stores.of("broadcast")
+
+
+async def fault(fleet: Fleet, index: int, **what: Any) -> None:
+    http = HttpTransport(fleet._roster.members[index].url)
+    await http.post("/sim/fault", what, timeout_s=5.0)
+    await http.close()
+
+
+async def updated(fleet: Fleet, tensors: Any) -> Any:
+    """The report of an update among requests, none of which is lost."""
+    running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+    report = await asyncio.wait_for(fleet.update_weights(tensors), 60.0)
+    out = await asyncio.wait_for(running, 60.0)
+    check(PROMPTS, out, PARAMS)
+    return report
+
+
+async def whole_again(fleet: Fleet) -> None:
+    members = fleet._roster.members
+    assert await fleet._roster.until(lambda: all(m.state is State.SERVING for m in members), deadline_s=30.0), members
+    await check_serves(fleet, engines=3)
+    for member in members:
+        info = await member.control.info()
+        assert (info.weight_version, info.paused) == (fleet.weight_version, False)
+
+
+async def test_one_group_carries_every_version(fleet: Fleet) -> None:
+    seen = set()
+    for i in range(3):
+        report = await updated(fleet, iter(weights(float(i))))
+        assert [update.engine for update in report.engines] == ["e0", "e1", "e2"]
+        assert len({update.checksum for update in report.engines}) == 1
+        assert report.bytes == 4 * (3 * 500_000 + 7)
+        seen.add(broadcast(fleet)._group.spec.epoch)
+    assert len(seen) == 1, "nothing about the membership has changed"
+    await whole_again(fleet)
+
+
+@pytest.mark.parametrize("kind", ["exit", "refuse", "hang"])
+async def test_who_fails_in_it_takes_nobody_along(fleet: Fleet, kind: str) -> None:
+    group = broadcast(fleet)._group
+    group.spec = replace(group.spec, timeout_s=2.0)  # what hangs is not noticed before this deadline
+    before = group.spec.epoch
+    await fault(fleet, 1, kind=kind, phase="load")
+    report = await updated(fleet, weights(5.0))
+    assert list(report.failures) == ["e1"]
+    assert [update.engine for update in report.engines] == ["e0", "e2"]
+    assert broadcast(fleet)._group.spec.epoch != before
+    await whole_again(fleet)  # e1 too: from the copy in host memory
+
+
+async def test_killed_in_the_middle_of_the_bytes(fleet: Fleet) -> None:
+    big = [(f"w{i}", torch.full((300_000,), float(i))) for i in range(40)]  # 48 MB: more than sockets hold
+    process = fleet._roster.members[2].process
+    assert isinstance(process, EngineProcess)
+
+    class Killing:
+        """Gathered in two passes; in the second one, an engine is killed on the way."""
+
+        passes = 0
+
+        def __iter__(self) -> Any:
+            self.passes += 1
+            for index, pair in enumerate(big):
+                if self.passes == 2 and index == 20:
+                    os.killpg(process.pid, signal.SIGKILL)
+                yield pair
+
+    tensors = Killing()
+    broadcast(fleet)._bucket_bytes = 2**21
+    report = await updated(fleet, tensors)
+    assert list(report.failures) == ["e2"]
+    assert [update.engine for update in report.engines] == ["e0", "e1"]
+    assert tensors.passes >= 3, "it was sent again, whole"
+    await whole_again(fleet)
+
+
+async def test_a_refused_version_changes_nothing(fleet: Fleet) -> None:
+    version = fleet.weight_version
+    with pytest.raises(WeightsError, match="holds NaN"):
+        await fleet.update_weights([("w", torch.tensor([float("nan")]))])
+    assert fleet.weight_version == version
+    await whole_again(fleet)
+
+
+async def test_tensors_that_are_not_twice_the_same_commit_nowhere(fleet: Fleet) -> None:
+    class Fickle:
+        passes = 0
+
+        def __iter__(self) -> Any:
+            self.passes += 1
+            yield f"w{self.passes}", torch.ones(3)
+
+    version = fleet.weight_version
+    with pytest.raises(UpdateError, match="the second pass over the tensors gave"):
+        await asyncio.wait_for(fleet.update_weights(Fickle()), 30.0)
+    assert fleet.weight_version == version
+    await whole_again(fleet)
+
+
+async def test_transports_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"weight_folder.*'disk' needs"):
+        Fleet.launch("sim-model", profile="sim", weight_transport="disk")
+    with pytest.raises(ConfigError, match="weight_transport"):
+        Fleet.launch("sim-model", profile="sim", weight_transport="pigeon")
+
+
+async def test_an_engine_that_cannot_join_is_named(tmp_path: Path) -> None:
+    options = {**OPTIONS, "extra_args": {"data-parallel-size": 2}, "log_dir": tmp_path}
+    async with Fleet.launch("sim-model", engines=1, **options) as fleet:
+        with pytest.raises(WeightsError, match="engine e0 cannot take weights by broadcast"):
+            await fleet.update_weights([("w", torch.ones(3))])
+        assert fleet.weight_version == 0
+        await check_serves(fleet, engines=1)
