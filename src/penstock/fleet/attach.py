@@ -18,13 +18,12 @@ class AttachedServers:
     """Joins servers of others to one fleet.
 
     Args:
-        owned: what ends with the fleet: the connections to them.
         api_key: what they ask for; the same as the router's, which passes on what callers send.
         control_timeout_s: deadline of a control call.
     """
 
-    def __init__(self, owned: AsyncExitStack, *, api_key: str | None, control_timeout_s: float) -> None:
-        self._owned = owned
+    def __init__(self, *, api_key: str | None, control_timeout_s: float) -> None:
+        self._connections = AsyncExitStack()
         self._api_key = api_key
         self._control_s = control_timeout_s
 
@@ -37,7 +36,7 @@ class AttachedServers:
         """
         try:
             member = await join(
-                lifecycle, spec.url, self._owned, api_key=self._api_key, control_timeout_s=self._control_s
+                lifecycle, spec.url, self._connections, api_key=self._api_key, control_timeout_s=self._control_s
             )
             await self._refuse_router(spec.url)
             member.ranks = _ranks(member, spec)
@@ -46,6 +45,10 @@ class AttachedServers:
             raise
         member.spec = spec
         return member
+
+    async def close(self) -> None:
+        """Close the connections to them; they run on."""
+        await self._connections.aclose()
 
     async def _refuse_router(self, url: str) -> None:
         """A router passes on what an engine is asked, so it would be taken for one of its own engines."""

@@ -117,7 +117,8 @@ class _Plan:
     ) -> Fleet:
         """Of the engines that answer. One that hangs or is gone is left out, where enough others are there."""
         lives = [Lifecycle(name) for name in engines]
-        attached = AttachedServers(owned, api_key=self.api_key, control_timeout_s=self.control_timeout_s)
+        attached = AttachedServers(api_key=self.api_key, control_timeout_s=self.control_timeout_s)
+        owned.push_async_callback(attached.close)
         joined = await asyncio.gather(
             *(attached.join(life, its) for life, its in zip(lives, engines.values(), strict=True)),
             return_exceptions=True,
