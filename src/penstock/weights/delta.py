@@ -111,12 +111,11 @@ class DeltaStore:
         if found is not None and found.transport == TRANSPORT and _is_there(found):
             self.current = found
         self._before: WeightManifest | None = None
-        self._images: list[mmap.mmap | None] = [None, None]
-        """The committed version as its whole file would be, and that which was published last."""
-        self._base: WeightManifest | None = None
-        """The version of the first image."""
-        self._published: WeightManifest | None = None
-        """That of the second."""
+        self._base: _Image | None = None
+        """The version that was committed last."""
+        self._published: _Image | None = None
+        self._spare: mmap.mmap | None = None
+        """Memory for the next one."""
 
     def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
         """Write what changed since the committed version, or all, and describe it.
@@ -138,25 +137,27 @@ class DeltaStore:
         size = len(head) + sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
         self._published = None
         self._folder.keep(_files(self.current))
-        image = self._spare(size)
+        image = self._spare
+        if image is None or len(image) != size:
+            image = self._spare = mmap.mmap(-1, size)
         image[: len(head)] = head
         entries = pack.write(memoryview(image), tensors, offsets)
-        chain = self._chain_to_extend(specs)
-        if chain is None:
+        base = self._base_of(specs)
+        if base is None:
             with self._folder.new_file(version, "safetensors", size) as (name, file):
                 file.write(image)
             chain = Chain(str(self._folder.path), version, name, ())
         else:
-            base, old = self._images[0], self._base
-            if base is None or old is None:
-                raise AssertionError("a chain is extended from an image")
+            chain = Chain.of(base.manifest)
             with self._folder.new_file(version, "delta", 0) as (name, file):
-                delta_format.write(file, memoryview(base), memoryview(image), entries, base=old.version, to=version)
+                old, new = memoryview(base.data), memoryview(image)
+                delta_format.write(file, old, new, entries, base=base.manifest.version, to=version)
             written = map_file(chain.folder, name, 1)
             link = Link(version, name, len(written), zlib.crc32(written))
             chain = replace(chain, links=(*chain.links, link))
-        self._published = WeightManifest(version, TRANSPORT, chain.location(), entries)
-        return self._published
+        manifest = WeightManifest(version, TRANSPORT, chain.location(), entries)
+        self._published = _Image(manifest, image)
+        return manifest
 
     def adopt(self, manifest: WeightManifest) -> WeightManifest:
         """Take a version that another process wrote, to this folder or another; no byte is copied.
@@ -173,34 +174,34 @@ class DeltaStore:
     def commit(self, manifest: WeightManifest) -> None:
         """Make a published version the current one, and the base of the next."""
         self._before, self.current = self.current, manifest
-        if manifest is self._published:
-            self._images.reverse()
-            self._base, self._published = manifest, None
+        if self._published is not None and manifest == self._published.manifest:
+            self._spare = self._base.data if self._base is not None else None
+            self._base, self._published = self._published, None
         if self._folder.owned:
             self._folder.remember(manifest)
             self._folder.keep(_files(self.current) | _files(self._before))
 
     def close(self) -> None:
         """Leave the folder to another store; the versions stay in it."""
-        self.current = self._base = None
-        self._images = [None, None]
+        self.current = self._base = self._published = self._spare = None
         self._folder.close()
 
-    def _chain_to_extend(self, specs: Iterable[TensorSpec]) -> Chain | None:
+    def _base_of(self, specs: Iterable[TensorSpec]) -> _Image | None:
         """None where a whole file has to come: the first one, tensors of another form, or a chain that is full."""
         base = self._base
-        if base is None or base is not self.current:
+        if base is None or base.manifest != self.current:
             return None
-        if [TensorSpec(e.name, e.dtype, e.shape) for e in base.tensors] != list(specs):
+        if [TensorSpec(e.name, e.dtype, e.shape) for e in base.manifest.tensors] != list(specs):
             return None
-        chain = Chain.of(base)
-        return chain if len(chain.links) < self._full_every else None
+        return base if len(Chain.of(base.manifest).links) < self._full_every else None
 
-    def _spare(self, size: int) -> mmap.mmap:
-        spare = self._images[1]
-        if spare is None or len(spare) != size:
-            spare = self._images[1] = mmap.mmap(-1, size)
-        return spare
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    """A version in memory, as its whole file would be."""
+
+    manifest: WeightManifest
+    data: mmap.mmap
 
 
 def _is_there(manifest: WeightManifest) -> bool:
