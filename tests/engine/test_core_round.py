@@ -1,0 +1,149 @@
+"""The order of things in an update that runs inside the engine core, and the HTTP that brings it there."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+
+from penstock.engine.vllm_plugin import core_round
+from penstock.engine.vllm_plugin.core_server import CoreServer
+from penstock.errors import StateError, TransferError
+
+
+class Core:
+    """As much of vLLM's EngineCoreProc as a round asks for; `step` is its loop's way through one input."""
+
+    def __init__(self, *, step_under_way: bool, ranks: list[dict[str, Any]] | None = None) -> None:
+        self.done: list[str] = []
+        self.input_queue: queue.Queue[Any] = queue.Queue()
+        self.output_queue: queue.Queue[Any] = queue.Queue()
+        self.addresses = SimpleNamespace(outputs=["api"])
+        self.scheduler = SimpleNamespace(get_num_unfinished_requests=lambda: 3)
+        self.paused = False
+        self.waiting: Future[None] | None = Future() if step_under_way else None
+        self.ranks = ranks or [{"checksum": "c", "seconds": {"load": 0.1, "checksum": 0.01}}]
+        self.prepared = 4
+
+    def is_scheduler_paused(self) -> bool:
+        return self.paused
+
+    def pause_scheduler(self, mode: str, clear_cache: bool) -> Future[None] | None:  # noqa: FBT001
+        self.paused = True
+        self.done.append(f"pause {mode} {clear_cache}")
+        return self.waiting
+
+    def resume_scheduler(self) -> None:
+        self.paused = False
+        self.done.append("resume")
+
+    def set_weight_version(self, version: str) -> None:
+        self.done.append(f"label {version}")
+
+    def _reset_caches(self) -> None:
+        self.done.append("reset caches")
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.done.append(f"{method}{args or ''}")
+        return [self.prepared] if method == "penstock_prepared" else self.ranks
+
+    def step(self) -> None:
+        kind, call = self.input_queue.get_nowait()
+        assert kind is core_round._CALL
+        call()
+
+
+@pytest.fixture(autouse=True)
+def _without_vllm(monkeypatch):
+    monkeypatch.setattr(core_round, "_mark", lambda core, version: core.done.append(f"mark {version}"))
+
+
+def ask(core: Core, version: int = 4) -> Future[Any]:
+    return core_round._in_core(core, lambda done: core_round._Round(core, version, clear_cache=True, done=done).begin())
+
+
+def test_a_round_pauses_loads_labels_and_resumes_in_this_order():
+    core = Core(step_under_way=False)
+    done = ask(core)
+    core.step()
+    answer = done.result(0)
+    assert core.done == ["penstock_prepared", "pause keep True", "penstock_load(4,)", "label 4", "mark 4", "resume"]
+    assert (answer["version"], answer["checksum"], answer["preempted"]) == (4, "c", 3)
+    assert set(answer["seconds"]) == {"pause", "load", "resume", "bubble", "load.load", "load.checksum"}
+
+
+def test_a_round_that_waited_for_a_step_gives_the_core_an_input_so_that_it_does_not_wait_for_one():
+    core = Core(step_under_way=True)
+    done = ask(core)
+    core.step()
+    assert core.waiting is not None
+    assert not done.done()
+    core.waiting.set_result(None)  # as the core does when it is idle, and then it waits for its next input
+    assert done.result(0)["version"] == 4
+    core.step()
+
+
+def test_a_version_that_is_not_prepared_changes_nothing():
+    core = Core(step_under_way=False)
+    done = ask(core, version=5)
+    core.step()
+    assert isinstance(done.exception(0), StateError)
+    assert core.done == ["penstock_prepared"]
+
+
+def test_a_load_that_was_cut_leaves_the_engine_held_whoever_resumes_until_one_comes_through():
+    core = Core(step_under_way=False, ranks=[{"error": "the trainer is gone"}])
+    done = ask(core)
+    core.step()
+    assert isinstance(done.exception(0), TransferError)
+    core_round.holds_of(core).resume()
+    assert core.paused
+    core.ranks = [{"checksum": "c", "seconds": {"load": 0.1, "checksum": 0.01}}]
+    again = ask(core)
+    while not core.input_queue.empty():
+        core.step()
+    assert again.result(0)["version"] == 4
+    assert not core.paused
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+
+    def route(body: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        match body["what"]:
+            case "torn":
+                done.set_exception(TransferError("half of it"))
+            case "slow":
+                threading.Timer(0.1, done.set_result, ({"late": True},)).start()
+            case _:
+                done.set_result({"ok": True})
+        return done
+
+    return f"http://127.0.0.1:{CoreServer({'/do': route}).port}"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "key", "status", "answer"),
+    [
+        ("/do", {"what": "x"}, "secret", 200, {"ok": True}),
+        ("/do", {"what": "slow"}, "secret", 200, {"late": True}),
+        ("/do", {"what": "torn"}, "secret", 409, {"error": "half of it", "torn": True}),
+        ("/do", {}, "secret", 400, {"error": "malformed body: KeyError('what')"}),
+        ("/do", {"what": "x"}, "wrong", 401, {"error": "Unauthorized"}),
+        ("/no", {}, "secret", 404, {"error": "no such route: POST /no"}),
+        ("/do", {"what": "x" * 2**20}, "secret", 413, {"error": "a body has at most 1048576 bytes, and says how many"}),
+    ],
+)
+async def test_the_server_in_the_core_answers(server, path, body, key, status, answer):
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as session,
+        session.post(server + path, json=body) as response,
+    ):
+        assert (response.status, await response.json()) == (status, answer)
