@@ -29,6 +29,7 @@ from penstock.errors import (
     UserError,
     WeightsError,
 )
+from penstock.fleet import detach as detach_module
 from penstock.fleet import link as link_module
 from penstock.fleet.lifecycle import State
 from penstock.fleet.link import Link
@@ -214,6 +215,17 @@ async def test_a_detached_fleet_that_does_not_start_says_why_and_leaves_nothing(
         )
     assert {log.name for log in tmp_path.iterdir()} >= {"e0.log", "router.log", "fleet.log"}
     assert await asyncio.to_thread(gone, daemons() - before)
+
+
+async def test_a_process_that_does_not_begin_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = tmp_path / "python"
+    stuck.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\necho no module >&2\nexec sleep 600\n")
+    stuck.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stuck))
+    monkeypatch.setattr(detach_module, "SPAWN_S", 0.5)
+    with pytest.raises(EngineStartError, match=r"had not done so within 0.5 s; its log .* says:\nno module"):
+        await asyncio.wait_for(Fleet.launch("m", detach=True, profile="sim", log_dir=tmp_path).__aenter__(), 10.0)
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 async def test_a_start_that_is_given_up_does_not_stay() -> None:

@@ -169,8 +169,10 @@ async def test_a_router_that_dies_is_back_on_its_port_with_its_engines_and_gate(
     await fleet.pause_generation()
     port = fleet.url.rpartition(":")[2]
     (router,) = [p for p in children("router") if p.ppid() == os.getpid() and port in listens(p)]
+    begin = asyncio.get_running_loop().time()
     router.send_signal(number)
     await asyncio.to_thread(psutil.wait_procs, [router], timeout=10.0)
+    assert asyncio.get_running_loop().time() - begin < HANG_S + 3.0, "nothing is waited for besides"
     begin = asyncio.get_running_loop().time()
     await asyncio.wait_for(fleet.update_weights([("w", torch.ones(4))]), 15.0)
     assert asyncio.get_running_loop().time() - begin < 10.0

@@ -119,6 +119,14 @@ async def test_who_cannot_go_on_after_a_pause_that_was_taken_back_is_dead() -> N
         await bench.operations.pause(PauseMode.WAIT, clear_cache=True, timeout_s=0.0)
 
 
+async def test_what_is_in_flight_on_every_rank_of_a_server_that_died_is_broken_off() -> None:
+    bench = await Bench("ab").started()
+    bench.roster.members[0].ranks = 2
+    await bench.roster.bury(bench.roster.members[0], "test")
+    assert bench.router.cut == ("a.dp0", "a.dp1")
+    assert bench.router.serves() == {"b": 0}
+
+
 async def test_pausing_twice_and_resuming_when_not_paused() -> None:
     bench = await Bench("ab").started()
     with pytest.raises(StateError, match="not paused"):

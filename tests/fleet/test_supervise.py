@@ -400,19 +400,24 @@ async def test_an_engine_joins_a_sleeping_fleet_asleep() -> None:
         bench.check_belief()
 
 
-async def test_weights_that_nobody_has_are_waited_for_until_the_next_update() -> None:
+async def test_weights_that_nobody_has_are_waited_for_until_the_next_update(caplog) -> None:
+    caplog.set_level("INFO", "penstock.fleet")
     bench = await Bench("ab").started()
     async with restarting(bench) as restarts:
         await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
         await bench.operations.native_update({}, 5)
+        assert "weight version 5 came by update_named_weights, of which no copy is kept" in caplog.text
         await bench.operations.resume()
         bench.process["a"].kill()
-        await until(lambda: bench.state("a") is State.SYNCING)
+        waits = "waits for the next update_weights: nobody has the fleet's weights of version 5 any more"
+        await until(lambda: bench.roster.members[0].lifecycle.reason.startswith(waits))
+        assert f"engine a stays syncing: {waits}" in caplog.text
         await asyncio.sleep(0.05)
         assert bench.state("a") is State.SYNCING
         assert bench.router.serves() == {"b": 5}
         await bench.operations.update([], None)
         await until_serves(bench, "a", 6)
+        assert bench.roster.members[0].lifecycle.reason == "weight version 6 confirmed"
         await dies_and_returns(bench, restarts, "b", 6)
         bench.check_belief()
 

@@ -23,6 +23,8 @@ from penstock.fleet.sockets import folder
 
 MARGIN_S = 60.0
 """What a start may take besides its engines."""
+SPAWN_S = 60.0
+"""Deadline of the process that leaves the holder behind, which takes a second on an idle machine."""
 
 
 async def start_detached(
@@ -98,7 +100,12 @@ def _ended(log: Path) -> str:
 def _spawn(plan: Plan, env: dict[str, str], log: Path, stdout: int) -> None:
     with log.open("ab") as errors:
         argv = [sys.executable, "-m", "penstock.fleet.daemon"]
-        subprocess.run(argv, input=plan.model_dump_json().encode(), stdout=stdout, stderr=errors, env=env, check=False)
+        given = plan.model_dump_json().encode()
+        try:
+            subprocess.run(argv, input=given, stdout=stdout, stderr=errors, env=env, check=False, timeout=SPAWN_S)
+        except subprocess.TimeoutExpired:
+            what = f"the process that starts a detached fleet had not done so within {SPAWN_S:g} s"
+            raise EngineStartError(f"{what}; its log ({log}) says:\n{log.read_text()[-2000:]}") from None
 
 
 def _log_file(fleet: FleetConfig) -> Path:

@@ -17,8 +17,10 @@ from penstock.fleet.supervise import Attached, Supervisor
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.05
-"""Between two looks at what the router still has under way on an engine; a router tells it only when asked."""
+LOOK_S, LONGEST_LOOK_S = 0.05, 1.0
+"""Between the first two looks at what the router still has under way on an engine, and later ones, at most. A router
+tells it only when asked: of several processes' requests there is nothing but numbers in the memory that they share, and
+a bell for the last one would be a question in the way of every one, for the sake of a rare drain."""
 
 
 class Elastic:
@@ -203,8 +205,10 @@ class Elastic:
     async def _until_idle(self, member: Member, timeout_s: float | None, *, sessions: bool) -> bool:
         try:
             async with asyncio.timeout(self._drain_s if timeout_s is None else timeout_s):
-                while await self._busy(member, sessions=sessions):  # noqa: ASYNC110 - the router sends no event
-                    await asyncio.sleep(LOOK_S)
+                look_s = LOOK_S
+                while await self._busy(member, sessions=sessions):
+                    await self._roster.until(lambda: member.state not in SERVABLE, deadline_s=look_s)
+                    look_s = min(1.5 * look_s, LONGEST_LOOK_S)
         except TimeoutError:
             return False
         return True

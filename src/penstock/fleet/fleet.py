@@ -281,6 +281,9 @@ class Fleet(Engine):
     async def update_named_weights(self, update_info: Mapping[str, Any], *, version: int) -> None:
         """VLLM's native update on every engine.
 
+        No copy of these weights is kept: an engine that returns or is added after it waits for the next
+        `update_weights`, and serves nothing before.
+
         Raises:
             StateError: generation is not paused.
             UserError: `version` is not greater than the present one.

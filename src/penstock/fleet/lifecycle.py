@@ -72,6 +72,7 @@ class Lifecycle:
         self.history: list[Change] = []
         """Every change so far, oldest first."""
         self._state = State.LAUNCHING
+        self._reason = ""
         self._clock = clock
 
     @classmethod
@@ -80,6 +81,7 @@ class Lifecycle:
         life = cls(engine)
         life._state = state
         life.history.append(Change(life._clock(), state, state, reason))
+        life._reason = reason
         return life
 
     @property
@@ -90,7 +92,14 @@ class Lifecycle:
     @property
     def reason(self) -> str:
         """Why it stands there; empty before the first change."""
-        return self.history[-1].reason if self.history else ""
+        return self._reason
+
+    def explain(self, reason: str) -> None:
+        """Say why the engine stays where it stands, in the place of why it came there."""
+        if reason == self._reason:
+            return
+        self._reason = reason
+        logger.warning("engine %s stays %s: %s", self.engine, self._state, reason)
 
     def to(self, new: State, reason: str) -> None:
         """Change the state, and log why.
@@ -104,7 +113,7 @@ class Lifecycle:
             raise StateError(
                 f"engine {self.engine} cannot go from {old} to {new} ({reason}); from {old} leads: {allowed}"
             )
-        self._state = new
+        self._state, self._reason = new, reason
         self.history.append(Change(self._clock(), old, new, reason))
         level = logging.WARNING if new is State.DEAD else logging.INFO
         logger.log(level, "engine %s: %s -> %s: %s", self.engine, old, new, reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +22,7 @@ from penstock.weights.manifest import WeightManifest
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOK_AGAIN_S = 5.0
@@ -222,6 +224,12 @@ class Operations:
                 return
             # Nobody may wait for it: it waits for an update itself, of ours or, without our plugin, of its owner.
             returns, member.returns, member.waits = member.returns, False, True
+            member.lifecycle.explain(
+                f"waits for the next update_weights: nobody has the fleet's weights of version {version} any more "
+                "(update_named_weights keeps no copy)"
+                if member.info.capabilities.plugin
+                else f"waits until its owner gives it weight version {version}"
+            )
             self._roster.announce()
             again_s = None if member.info.capabilities.plugin else LOOK_AGAIN_S
             await self._roster.until(lambda: self._roster.version != version, deadline_s=again_s)  # noqa: B023 - awaited within the turn
@@ -329,6 +337,10 @@ class Operations:
             )
             self._roster.commit(version)
             await self._roster.push()
+            logger.info(
+                "weight version %d came by update_named_weights, of which no copy is kept: an engine that dies now, or "
+                "is added, waits for the next update_weights", version,
+            )  # fmt: skip
 
         await self._exclusively(run)
 

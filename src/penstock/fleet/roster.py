@@ -238,7 +238,8 @@ class Roster:
         self._epoch += 1
         entries = [entry for member in self.live() for entry in member.entries()]
         # A stopped process keeps its connections, and nobody may be able to end it: the router breaks them off.
-        cut = [m.name for m in self.members if m.state in {State.DEAD, State.STOPPED}]
+        left = (m for m in self.members if m.state in {State.DEAD, State.STOPPED})
+        cut = [entry.name for member in left for entry in member.entries()]
         try:
             await self.admin.set_engines(self._epoch, entries, cut)
         except StateError:  # somebody else spoke to this router since; the last word is ours

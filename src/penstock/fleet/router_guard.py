@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from penstock.config import FleetConfig
 from penstock.engine.concurrent import cancelled
-from penstock.errors import DeadlineError, PenstockError
+from penstock.errors import DeadlineError, EngineHTTPError, PenstockError
 from penstock.fleet.restart import RestartBudget
 from penstock.fleet.roster import Roster
 
@@ -25,6 +25,7 @@ class RouterHandle(Protocol):
 
     async def wait(self) -> int: ...  # noqa: D102
     async def stop(self) -> None: ...  # noqa: D102
+    def kill(self) -> None: ...  # noqa: D102
 
 
 class RouterGuard:
@@ -69,21 +70,26 @@ class RouterGuard:
                 return
 
     async def _until_hung(self, roster: Roster, fleet: FleetConfig) -> None:
-        missed = 0
-        while missed < HUNG_CHECKS:
-            if not missed:
+        clock = asyncio.get_running_loop().time
+        answered, missed, late = clock(), 0, False
+        # By number, since a sleep of ours is no silence of the router's, and by time, since a call has a deadline too.
+        while missed < HUNG_CHECKS or clock() - answered < fleet.hang_timeout_s:
+            if not late:
                 await asyncio.sleep(fleet.health_interval_s)
+            late = False
             try:
                 async with asyncio.timeout(fleet.hang_timeout_s / HUNG_CHECKS):
                     self._policy = (await roster.admin.engines()).policy
-                missed = 0
+                answered, missed = clock(), 0
             except (DeadlineError, TimeoutError):
+                missed, late = missed + 1, True
+            except EngineHTTPError:  # of several processes, the one that knows does not answer the one that was asked
                 missed += 1
             except PenstockError:
                 # Refused or broken: if it is gone, its process says so; it may also be busy with its end.
-                missed = 0
+                answered, missed = clock(), 0
         logger.warning("the router has not answered for %g s: it is ended", fleet.hang_timeout_s)
-        await self._router.stop()
+        self._router.kill()  # a stopped process would take no other signal
 
     async def _start_anew(self, roster: Roster, budget: RestartBudget) -> bool:
         while (wait_s := budget.spend()) is not None:

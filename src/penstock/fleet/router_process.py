@@ -73,6 +73,10 @@ class RouterProcess:
         """End it."""
         await self._child.stop(STOP_S)
 
+    def kill(self) -> None:
+        """SIGKILL to its whole process group."""
+        self._child.kill()
+
 
 async def _ready(child: ChildProcess) -> str:
     """Wait for the line that names the URL."""

@@ -114,6 +114,10 @@ class VllmRouterProcess:
         """End it."""
         await self._child.stop(STOP_S)
 
+    def kill(self) -> None:
+        """SIGKILL to its whole process group."""
+        self._child.kill()
+
     async def _ready(self) -> None:
         parts = urlsplit(self.url)
         try:

@@ -1,0 +1,97 @@
+"""When a router hangs: by its answers and the fleet's own time, with a router and a clock's worth of them made up."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from fleet_fakes import FakeProcess, FakeRouter
+
+from penstock.config import FleetConfig
+from penstock.errors import DeadlineError, EngineHTTPError
+from penstock.fleet.roster import Roster
+from penstock.fleet.router_guard import RouterGuard
+
+HANG = FleetConfig(health_interval_s=0.02, hang_timeout_s=0.6)
+
+
+class Answers(FakeRouter):
+    """A router whose answer to the next questions is this error, where there is one."""
+
+    error: Exception | None = None
+    after_s = 0.0
+    """What a question takes that is not answered: the deadline of the call."""
+
+    async def engines(self) -> Any:
+        if self.error is not None:
+            await asyncio.sleep(self.after_s)
+            raise self.error
+        return await super().engines()
+
+
+class RouterChild(FakeProcess):
+    async def stop(self, timeout_s: float = 0.0) -> None:
+        await super().stop(timeout_s)
+
+
+async def until_killed(router: Answers, error: Exception | None) -> tuple[float, list[RouterChild]]:
+    """Seconds from the beginning of `error` to the router's end, at most 1.5, and all that were started."""
+    made = [RouterChild()]
+
+    async def relaunch(*_: object) -> RouterChild:
+        router.error = None
+        made.append(RouterChild())
+        return made[-1]
+
+    guard = RouterGuard(made[0], relaunch)
+    guard.watch(Roster(router), HANG)
+    await asyncio.sleep(0.1)
+    begin = asyncio.get_running_loop().time()
+    router.error = error
+    try:
+        await asyncio.wait([asyncio.ensure_future(made[0].wait())], timeout=1.5)
+        seconds = asyncio.get_running_loop().time() - begin
+        await asyncio.sleep(0.3)
+    finally:
+        await guard.stop()
+    return seconds, made
+
+
+@pytest.mark.parametrize(
+    ("error", "after_s"),
+    [
+        (DeadlineError("no answer", seconds=0.05), 0.05),
+        (DeadlineError("no answer", seconds=60.0), 60.0),
+        (EngineHTTPError("the hub did not answer", status=503), 0.0),
+    ],
+    ids=["shorter-deadline", "longer-deadline", "its-other-process"],
+)
+async def test_a_router_hangs_after_the_time_that_the_fleet_says_whatever_deadline_a_call_has(
+    error: Exception, after_s: float
+) -> None:
+    router = Answers([])
+    router.after_s = after_s
+    seconds, made = await until_killed(router, error)
+    assert 0.55 < seconds < 1.4
+    assert made[0].killed
+    assert len(made) == 2, "and is started anew, once"
+
+
+async def test_one_that_answers_now_and_then_does_not_hang() -> None:
+    router = Answers([])
+    questions = 0
+
+    original = router.engines
+
+    async def engines() -> Any:
+        nonlocal questions
+        questions += 1
+        if questions % 3:
+            await asyncio.sleep(0.3)  # longer than a question may take
+        return await original()
+
+    router.engines = engines  # type: ignore[method-assign]
+    seconds, made = await until_killed(router, None)
+    assert seconds > 1.4
+    assert len(made) == 1
