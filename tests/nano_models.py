@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from penstock.rollout.char_tokenizer import save_char_tokenizer
@@ -48,6 +50,42 @@ def save_moe(folder: Path) -> Path:
     )  # fmt: skip
     _randomise(Qwen3MoeForCausalLM(config)).save_pretrained(folder)
     return folder
+
+
+ADAPTED = {"q_proj": (64, 128), "o_proj": (128, 64)}
+"""Projections of each layer that `save_adapter` changes, with what goes in and comes out."""
+
+
+def save_adapter(folder: Path) -> Path:
+    """A LoRA adapter of rank 8 for `save_dense`, large enough to change every answer."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(3)
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in range(SHAPE["num_hidden_layers"]):
+        for name, (inner, outer) in ADAPTED.items():
+            key = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_"
+            tensors[f"{key}A.weight"] = torch.randn(8, inner, generator=generator) * 0.2
+            tensors[f"{key}B.weight"] = torch.randn(outer, 8, generator=generator) * 0.2
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": list(ADAPTED), "bias": "none",
+        "task_type": "CAUSAL_LM", "base_model_name_or_path": "",
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def merged(model: Any, adapter: Path) -> Any:
+    """A copy with the adapter added to its weights, scaled by alpha / rank."""
+    other = copy.deepcopy(model)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    with torch.no_grad():
+        for number, layer in enumerate(other.model.layers):
+            for name in ADAPTED:
+                key = f"base_model.model.model.layers.{number}.self_attn.{name}.lora_"
+                weight = getattr(layer.self_attn, name).weight
+                weight += 16 / 8 * tensors[f"{key}B.weight"] @ tensors[f"{key}A.weight"]
+    return other
 
 
 def _randomise(model: Any, seed: int = 0) -> Any:

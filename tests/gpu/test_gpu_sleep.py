@@ -18,10 +18,9 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from nano_models import MAX_LEN, History, changed, save_dense
+from nano_models import MAX_LEN, History, changed, save_adapter, save_dense
 from penstock.config import EngineConfig
 from penstock.engine.http import HTTPEngine
 from penstock.engine.process import EngineProcess
@@ -143,25 +142,6 @@ async def adapted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sle
         ):
             assert answer.status == 200, await answer.text()
         yield sleeper
-
-
-def save_adapter(folder: Path) -> Path:
-    """Of rank 8, on two projections of each layer; large enough to change every answer."""
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(3)
-    tensors: dict[str, torch.Tensor] = {}
-    for layer in range(2):
-        for name, (inner, outer) in {"q_proj": (64, 128), "o_proj": (128, 64)}.items():
-            key = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_"
-            tensors[f"{key}A.weight"] = torch.randn(8, inner, generator=generator) * 0.2
-            tensors[f"{key}B.weight"] = torch.randn(outer, 8, generator=generator) * 0.2
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "o_proj"], "bias": "none",
-        "task_type": "CAUSAL_LM", "base_model_name_or_path": "",
-    }  # fmt: skip
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
 
 
 async def answer_of(sleeper: Sleeper, model: str) -> tuple[list[int], list[float]]:
