@@ -3,10 +3,10 @@
     python benchmarks/updates.py [--engines 2] [--concurrent 64 256] [--updates 20]
 
 Four ways take turns on the same engines, in rounds: no updates; `keep` (an update in flight); `abort` (pause with
-abort, update, resume: what was cut goes on from its tokens); and the naive loop: pause with abort, five seconds of
-grace, update, resume, while clients that were cut ask every half second whether they may go on, and begin anew. Before
-each round the same updates on idle engines. A token is wasted when an engine made it and no answer has it. About nine
-minutes in all, the start of the engines included; one and a half with `--quick`.
+abort, update, resume: what was in flight goes on from its tokens); and the naive loop: pause with vLLM's own abort,
+five seconds of grace, update, resume, while clients that were cut ask every half second whether they may go on, and
+begin anew. Before each round the same updates on idle engines. A token is wasted when an engine made it and no answer
+has it. About nine minutes in all, the start of the engines included; one and a half with `--quick`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Side:
     """Tokens made in them, less those thrown away."""
     wasted: int = 0
     requeued: int = 0
-    continued: int = 0
+    """Tokens that a client sent again."""
     failed: int = 0
 
     @property
@@ -99,7 +99,7 @@ class Bench:
         return (await self._update()).bubble
 
     async def abort(self) -> float:
-        """Everything in flight is cut and goes on."""
+        """Everything in flight gives up its KV and goes on: three control calls instead of one."""
         began = time.perf_counter()
         await self.fleet.pause_generation(PauseMode.ABORT)
         await self._update()
@@ -109,7 +109,7 @@ class Bench:
     async def naive(self) -> float:
         """Everything in flight is cut and begins anew."""
         began = time.perf_counter()
-        await all_or_first_error(control.pause(PauseMode.ABORT) for control in self.controls)
+        await all_or_first_error(control.release() for control in self.controls)
         await asyncio.sleep(GRACE_S)
         await self._update()
         await all_or_first_error(control.resume() for control in self.controls)
@@ -145,7 +145,7 @@ class Bench:
     @asynccontextmanager
     async def window(self, side: Side, ask: Callable[[int], Awaitable[int]], concurrent: int) -> AsyncGenerator[None]:
         """Load around what is measured; everything in flight ends before the next side's turn."""
-        whole, thrown, counters = await made(self.fleet), self.thrown_away, self._counters()
+        whole, thrown, requeued = await made(self.fleet), self.thrown_away, self.fleet.counters.requeued_tokens
         async with ClosedLoop(ask, concurrent) as loop:
             await asyncio.sleep(2.0)
             before, thrown_before, began = await made(self.fleet), self.thrown_away, time.perf_counter()
@@ -154,14 +154,9 @@ class Bench:
             side.good += await made(self.fleet) - before - (self.thrown_away - thrown_before)
         side.wasted += await made(self.fleet) - whole - loop.received
         side.failed += len(loop.failed)
-        requeued, continued = self._counters()
-        side.requeued += requeued - counters[0]
-        side.continued += continued - counters[1]
+        side.requeued += self.fleet.counters.requeued_tokens - requeued
         if side.wasted < 0 or self.thrown_away - thrown > side.wasted:
             raise RuntimeError(f"the counts of tokens do not add up: {side}")
-
-    def _counters(self) -> tuple[int, int]:
-        return self.fleet.counters.requeued_tokens, self.fleet.counters.continued
 
     async def round(self, sides: dict[str, Side], concurrent: int, updates: int, naive_updates: int) -> None:
         """Each side once."""
@@ -207,15 +202,9 @@ def rows(sides: dict[str, Side], concurrent: int) -> list[_common.Row]:
                 side.goodput, none.goodput, bar=GOODPUT_BAR, want="at least",
             ),
         ]  # fmt: skip
-    made_rows += [
-        _common.single(f"{what}, keep: tokens requeued", keep.requeued, bar=0, want="at most"),
-        _common.single(
-            f"{what}, abort: tokens requeued for each request that was cut",
-            abort.requeued / max(1, abort.continued), bar=TOKENS, want="at most",
-        ),
-    ]  # fmt: skip
     for name, side in (("keep", keep), ("abort", abort)):
         made_rows += [
+            _common.single(f"{what}, {name}: tokens requeued", side.requeued, bar=0, want="at most"),
             _common.compare(
                 f"{what}: bubble median of {name} by the naive loop's, s",
                 statistics.median(side.bubbles), statistics.median(naive.bubbles), bar=0.1, want="at most",
