@@ -14,6 +14,8 @@ from ray_nodes import processes
 from sim_fleets import SIM, check_serves
 
 from penstock import Fleet
+from penstock.engine.process import reserved_port
+from penstock.errors import ConfigError
 
 WITHOUT_RAY = """
 import asyncio, sys
@@ -90,6 +92,13 @@ async def test_a_killed_launcher_leaves_nothing_of_its_cluster() -> None:
         await launcher.wait()
     _, left = await asyncio.to_thread(psutil.wait_procs, below, 30.0)
     assert left == []
+
+
+async def test_a_cluster_that_is_not_there_is_said_at_once() -> None:
+    with reserved_port() as port, pytest.raises(ConfigError, match=f"no Ray cluster is at 127.0.0.1:{port}"):
+        async with asyncio.timeout(20.0):
+            await Fleet.launch("sim-model", launcher="ray", ray_address=f"127.0.0.1:{port}", **SIM)
+    assert processes("fleet.ray_driver") == []
 
 
 async def test_no_ray_is_needed_where_it_is_not_asked_for() -> None:

@@ -11,19 +11,23 @@ import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from penstock.config import EngineConfig, FleetConfig
-from penstock.errors import ConfigError, EngineError
+from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineError
 from penstock.fleet.ray_actor import ActorPlan
 from penstock.fleet.ray_link import RayLink
 
 logger = logging.getLogger(__name__)
 
-OPEN_S = 120.0
-"""Deadline of joining or starting a cluster; Ray itself tries an unreachable one for about a minute."""
+OPEN_S = 90.0
+"""Deadline of joining or starting a cluster; Ray itself tries one that is not there for many minutes."""
+
+REACH_S = 5.0
+"""Deadline of a first connection to a cluster's address."""
 
 ROOM_S = 5.0
 """So long a cluster may take to say that it has room."""
@@ -165,8 +169,9 @@ class RayLauncher:
     async def release(self, name: str) -> None:
         """Remove the placement group of an engine that has ended."""
         self._placed.discard(name)
-        if self._link is not None and not self._link.ended:
-            await self._link.call("release", deadline_s=MARGIN_S, engine=name)
+        if self._link is not None:
+            with suppress(EngineDeadError):  # then Ray has removed it
+                await self._link.call("release", deadline_s=MARGIN_S, engine=name)
 
     async def close(self) -> None:
         """Leave the cluster, which frees whatever is left; one of our own ends."""
@@ -192,11 +197,14 @@ class RayLauncher:
             try:
                 return await self._join(config, wanted)
             except BaseException:
+                if self._link is not None:
+                    self._link.kill()
                 await self.close()
                 raise
 
     async def _join(self, config: EngineConfig, wanted: int) -> RayLink:
         address = self._fleet.ray_address or os.environ.get("RAY_ADDRESS") or _joined_here() or "local"
+        await _reach(address)
         env = {"RAY_USAGE_STATS_ENABLED": "0"}
         if address == "local":
             self._folder = Path(tempfile.mkdtemp(prefix="ray-"))
@@ -204,7 +212,10 @@ class RayLauncher:
         link = self._link = await RayLink.start(self._log_dir / "ray.log", env)
         cpus = self._fleet.engines * bundle_of(config, self._fleet.ray_cpus)["CPU"]
         folder = str(self._folder) if self._folder is not None else None
-        there = await link.call("open", deadline_s=OPEN_S, address=address, cpus=cpus, folder=folder)
+        try:
+            there = await link.call("open", deadline_s=OPEN_S, address=address, cpus=cpus, folder=folder)
+        except DeadlineError as error:
+            raise _unreachable(address, f"no answer within {OPEN_S:g} s") from error
         self._ip = there["ip"]
         nodes: list[dict[str, float]] = there["nodes"]
         self._profile = "gpu" if any(node.get("GPU") for node in nodes) else "cpu"
@@ -234,6 +245,26 @@ def _check_room(bundle: Mapping[str, float], nodes: Sequence[Mapping[str, float]
             f"{engines} engines of {dict(bundle)} do not fit the Ray cluster, whose nodes have {shown}: ask for fewer "
             "engines or less for each (fleet.ray_cpus, parallel sizes), or add nodes"
         )
+
+
+async def _reach(address: str) -> None:
+    """Raise ConfigError where nobody listens at an address of the form HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        return
+    try:
+        async with asyncio.timeout(REACH_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except (OSError, TimeoutError) as error:
+        raise _unreachable(address, str(error) or f"no answer within {REACH_S:g} s") from error
+    writer.close()
+
+
+def _unreachable(address: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"no Ray cluster is at {address} ({why}); start one with `ray start --head`, or leave fleet.ray_address and "
+        "RAY_ADDRESS out to have one for this fleet alone"
+    )
 
 
 def _joined_here() -> str | None:

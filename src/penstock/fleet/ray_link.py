@@ -87,6 +87,10 @@ class RayLink:
         if not self._ended:
             self._send(next(self._numbers), what, arguments)
 
+    def kill(self) -> None:
+        """End it at once, with a cluster of its own; Ray frees what it owned elsewhere."""
+        self._child.kill()
+
     async def close(self) -> None:
         """Leave the cluster; one of its own ends. Closing twice is harmless."""
         self._writer.close()
