@@ -1,0 +1,136 @@
+"""A real vLLM server without our middleware and worker extension in a fleet, once with two data-parallel ranks.
+
+New weights reach it by vLLM's own calls. VLLM brings no transfer backend that runs on a CPU, so it is started with
+ours, which any vLLM beside an installed Penstock knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from nano_models import History, changed
+from penstock import Fleet, Sample, SamplingParams
+from penstock.engine.process import reserved_port
+from penstock.engine.transport import HttpTransport
+from penstock.errors import MissingCapabilityError, PenstockError
+from penstock.fleet.lifecycle import State
+from penstock.process import ChildProcess
+from penstock.router.admin_client import RouterAdmin
+from penstock.types import PauseMode
+from penstock.weights.shared_memory import SharedMemoryStore
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+LONG = SamplingParams(max_tokens=300, ignore_eos=True, detokenize=False)
+PROMPTS = [[5 + i, 6, 7] for i in range(12)]
+
+
+@asynccontextmanager
+async def plain_vllm(model: Path, log: Path, ranks: int) -> AsyncIterator[str]:
+    """The address of plain vLLM, started as docs/fleet.md says (but for what its CPU build needs)."""
+    env = {
+        "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if ranks > 1 else "0",
+    }  # fmt: skip
+    options = {
+        "model": model, "max-model-len": 512, "dtype": "float32", "block-size": 32,
+        "kv-cache-memory-bytes": 64 << 20, "data-parallel-size": ranks, "logprobs-mode": "processed_logprobs",
+        "weight-transfer-config": '{"backend": "penstock_shm"}', "host": "127.0.0.1",
+    }  # fmt: skip
+    with reserved_port() as port:
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out", "--enforce-eager"]
+        command += ["--no-enable-chunked-prefill", "--port", str(port)]
+        command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+        argv = [sys.executable, "-m", "penstock.fleet.under_lifeline", *command]
+        child = await ChildProcess.start(argv, name="plain", log=log, env=env)
+        http = HttpTransport(f"http://127.0.0.1:{port}")
+        try:
+            async with asyncio.timeout(200):
+                while True:
+                    assert child.returncode is None, child.said()
+                    try:
+                        await http.get_text("/health", timeout_s=5.0)
+                        break
+                    except PenstockError:
+                        await asyncio.sleep(0.5)
+            yield http.url
+        finally:
+            await http.close()
+            await child.stop(10.0)
+
+
+def samples(out) -> list[Sample]:
+    parts = zip(out.response_ids, out.stop_reasons, out.response_logprobs, out.response_spans, strict=True)
+    return [Sample(*part) for part in parts]
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_plain_vllm_serves_in_a_fleet_and_takes_weights_in_flight(
+    nano_path: Path, tmp_path: Path, ranks: int
+) -> None:
+    async with plain_vllm(nano_path, tmp_path / "log", ranks) as url:
+        await _serves_through_updates(url, nano_path, ranks)
+
+
+async def _serves_through_updates(url: str, nano_path: Path, ranks: int) -> None:
+    history = History({0: AutoModelForCausalLM.from_pretrained(nano_path, dtype="float32")})
+    store = SharedMemoryStore()
+    async with Fleet.connect([url], control_timeout_s=60.0, request_timeout_s=200.0) as fleet:
+        assert fleet.dp_size == ranks
+        with pytest.raises(MissingCapabilityError, match="sleep: engine e0 lacks sleep mode; start it with"):
+            await fleet.sleep()
+        with pytest.raises(MissingCapabilityError, match="update_weights: engine e0 lacks Penstock's plugin"):
+            await fleet.update_weights(history.latest.named_parameters())
+        await fleet.init_weight_update_communicator({})
+        batch = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG))
+        group = asyncio.create_task(fleet.sample([40, 41], 3, replace(LONG, seed=5)))
+        for version, mode in ((1, PauseMode.ABORT), (2, PauseMode.KEEP)):
+            await made(fleet, 600)
+            await fleet.pause_generation(mode)
+            model = changed(history.latest, version)
+            manifest = store.publish(version, model.named_parameters())
+            await fleet.update_named_weights({"manifest": manifest.to_json()}, version=version)
+            store.commit(manifest)
+            history.models[version] = model
+            await fleet.resume_generation()
+        out = await batch
+        told = [*zip(PROMPTS, samples(out), strict=True), *(([40, 41], sample) for sample in await group)]
+        assert [len(sample.token_ids) for _, sample in told] == [300] * 15
+        for prompt, sample in told:
+            assert history.worst_difference(prompt, sample) < 1e-4
+        assert {v for _, sample in told for v in sample.versions()} >= {0, 1, 2}
+        assert fleet.counters.continued >= 1
+        assert fleet.counters.wasted_tokens == 0
+        admin = RouterAdmin(fleet.url)
+        engines = (await admin.engines()).engines
+        await admin.close()
+        places = [("e0", None)] if ranks == 1 else [(f"e0.dp{rank}", rank) for rank in range(ranks)]
+        assert [(e.name, e.dp_rank) for e in engines] == places
+        assert {e.weight_version for e in engines} == {2}
+        assert all(e.requests > 0 and e.kv_capacity > 0 for e in engines)
+        assert {status.state for status in await fleet.engines()} == {State.SERVING}
+        chat = await fleet.completion({"prompt": [5, 6], "max_tokens": 4, "ignore_eos": True})
+        assert chat["choices"][0]["weight_versions"] == [{"version": "2", "start": 0, "end": 4}]
+    store.close()
+
+
+async def made(fleet: Fleet, tokens: int) -> None:
+    """Return when the fleet has made so many tokens more."""
+
+    async def total() -> int:
+        return sum(s.stats.generation_tokens for s in await fleet.engines() if s.stats is not None)
+
+    goal = await total() + tokens
+    while await total() < goal:  # noqa: ASYNC110 - engines send no event
+        await asyncio.sleep(0.02)
