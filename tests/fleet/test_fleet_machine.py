@@ -192,7 +192,7 @@ class FleetMachine(RuleBasedStateMachine):
         for _, _, task in self.asked:
             if task.done():
                 task.result()
-        if not self.fleet._operations._turn.locked():
+        if not self.fleet._operations.turns.taken:
             for member in self.fleet._roster.live():
                 engine = self.network.nodes[member.url].engine
                 assert engine.death or engine.paused == self.fleet._operations.paused, f"{member.name}: {member.state}"

@@ -139,7 +139,7 @@ class Elastic:
         member = self.find(engine)
         if member.state not in SERVABLE:
             raise StateError(f"engine {member.name} does not serve, it is {member.state}: {member.lifecycle.reason}")
-        await self._operations.withdraw(member, self._min_engines)
+        await self._withdraw(member, self._min_engines)
         return await self._until_idle(member, timeout_s, sessions=True)
 
     async def remove(self, engine: str | int, timeout_s: float | None = None) -> None:
@@ -230,14 +230,65 @@ class Elastic:
 
     async def _remove(self, member: Member, least: int, timeout_s: float | None) -> None:
         self._check_there(member)
-        await self._operations.withdraw(member, least, wholly=True)
+        await self._withdraw(member, least, wholly=True)
         if not await self._until_idle(member, timeout_s, sessions=False):
             logger.warning("engine %s leaves with requests under way, which go on elsewhere", member.name)
         await self._supervisor.release(member)
-        await self._operations.dismiss(member)
+        await self._dismiss(member)
         if self._engines is not None:
             await self._engines.end(member.lifecycle)
         await member.control.close()
+
+    async def _withdraw(self, member: Member, least: int, *, wholly: bool = False) -> None:
+        """Let an engine take nothing new: it is DRAINING, if it was not so already; dead, it is not waited for.
+
+        Args:
+            member: it.
+            least: so many others must be left.
+            wholly: not even later turns of sessions that live there.
+
+        Raises:
+            UserError: fewer than `least` others would be left. For one that is being started anew others that are
+                count too, since it serves no more than they do.
+        """
+
+        async def run() -> None:
+            if member.state is State.DRAINING:
+                member.leaving = member.leaving or wholly
+                await self._roster.push()
+            returns = member.coming
+            if not returns and member.state not in {State.SERVING, State.PAUSED}:
+                return
+            others = [m for m in self._roster.members if m is not member]
+            left = [m for m in others if m.state in {State.SERVING, State.PAUSED} or (returns and m.coming)]
+            if len(left) < least:
+                raise UserError(
+                    f"without engine {member.name} {len(left)} would be left, and min_engines is {least}; add one "
+                    "first, or replace it"
+                )
+            if returns:  # nobody may wait for it any more; whoever dismisses it ends it
+                member.returns = False
+                self._roster.announce()
+                return
+            member.lifecycle.to(State.DRAINING, "is to leave")
+            member.leaving = wholly
+            self._roster.announce()
+            await self._roster.push()
+
+        await self._operations.turns.take(run)
+
+    async def _dismiss(self, member: Member) -> None:
+        """Take an engine out of the fleet for good: it is STOPPED, and the router does not know it any more."""
+
+        async def run() -> None:
+            if member.state in {State.LAUNCHING, State.SYNCING}:
+                member.lifecycle.to(State.DEAD, "taken out before it served")
+            member.lifecycle.to(State.STOPPED, "taken out of the fleet")
+            member.returns = False
+            self._roster.announce()
+            await self._roster.push()
+
+        await self._operations.turns.take(run)
 
     def _check_there(self, member: Member) -> None:
         if member.state is State.STOPPED:

@@ -10,19 +10,17 @@ from typing import TYPE_CHECKING, Any, Self
 
 from penstock.config import EngineConfig, FleetConfig, RouterConfig, ServerSpec
 from penstock.engine.base import Engine
-from penstock.engine.capabilities import require
 from penstock.engine.continuation import Counters
 from penstock.engine.data import DataClient
-from penstock.errors import EngineDeadError, StateError, UserError
-from penstock.fleet.control import fan_out
+from penstock.errors import StateError
 from penstock.fleet.endpoint import STOPPED, Endpoint
+from penstock.fleet.figures import loads, statuses
 from penstock.fleet.lifecycle import State
-from penstock.fleet.member import SERVABLE, EngineStatus, Member, why
+from penstock.fleet.member import EngineStatus
 from penstock.fleet.plane import Crew, Orders
 from penstock.fleet.roster import Roster
 from penstock.fleet.settings import specs_of
 from penstock.types import (
-    EngineStats,
     GenerateBatch,
     GenerateOutput,
     PauseMode,
@@ -36,9 +34,6 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.fleet.opening import Opening
-
-STATS_S = 10.0
-"""Deadline of reading an engine's metrics."""
 
 
 class Fleet(Engine):
@@ -350,11 +345,13 @@ class Fleet(Engine):
 
     async def get_num_unfinished_requests(self, index: int | None = None) -> int:
         """Requests running or waiting on engine `index` or on all; those that the router holds are not counted."""
-        return sum(stats.running + stats.waiting for stats in await self._stats(index))
+        self._check_open()
+        return sum(stats.running + stats.waiting for stats in await loads(self._roster, index))
 
     async def get_cache_usage(self, index: int | None = None) -> float:
         """Fraction of KV blocks in use on engine `index`, or the mean over the engines."""
-        usages = [stats.kv_cache_usage for stats in await self._stats(index)]
+        self._check_open()
+        usages = [stats.kv_cache_usage for stats in await loads(self._roster, index)]
         return sum(usages) / len(usages)
 
     async def collective_rpc(
@@ -366,8 +363,7 @@ class Fleet(Engine):
             FanOutError: it failed on some engines; it holds each one's error, and what the others answered. Of a
                 fleet of one, that engine's own error.
         """
-        members = self._members(None)
-        require(((m.name, m.info.capabilities) for m in members), "rpc", "collective_rpc")
+        self._check_open()
         outcome = await self._operations.collective_rpc(method, timeout_s, args, kwargs)
         outcome.raise_for(f"collective_rpc {method!r}")
         return [result for results in outcome.results.values() for result in results]
@@ -375,11 +371,7 @@ class Fleet(Engine):
     async def engines(self) -> tuple[EngineStatus, ...]:
         """Every engine that ever joined, the dead too, in order: its state, why, and its load."""
         self._check_open()
-        asked = await fan_out(self._roster.live(), lambda engine: engine.stats(), deadline_s=STATS_S)
-        return tuple(
-            EngineStatus(m.name, m.url, m.state, m.lifecycle.reason, m.weight_version, asked.results.get(m.name))
-            for m in self._roster.members
-        )
+        return await statuses(self._roster)
 
     async def teardown(self) -> None:
         """End what this object launched and close its connections; again is harmless. Requests in flight fail."""
@@ -393,26 +385,6 @@ class Fleet(Engine):
                 last.push_async_callback(self.endpoint.close)
             last.push_async_callback(self._owned.aclose)
             await self._operations.close()
-
-    async def _stats(self, index: int | None) -> list[EngineStats]:
-        asked = await fan_out(self._members(index), lambda engine: engine.stats(), deadline_s=STATS_S)
-        asked.raise_first()
-        return list(asked.results.values())
-
-    def _members(self, index: int | None) -> tuple[Member, ...]:
-        """Engine `index`, or all that are alive."""
-        self._check_open()
-        members = self._roster.members
-        if index is None:
-            if not (live := self._roster.live()):
-                raise EngineDeadError(f"no engine is left now ({why(members)})")
-            return live
-        if not 0 <= index < len(members):
-            raise UserError(f"there is no engine {index}; the fleet has engines 0 to {len(members) - 1}")
-        member = members[index]
-        if member.state not in SERVABLE:
-            raise EngineDeadError(f"it is {member.state}: {member.lifecycle.reason}", engine=member.name)
-        return (member,)
 
     def _check_open(self) -> None:
         if self._ending is not None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.engine.capabilities import Capability, require
@@ -15,6 +14,7 @@ from penstock.fleet.lifecycle import State
 from penstock.fleet.member import EngineControl, Member, why
 from penstock.fleet.roster import Roster
 from penstock.fleet.sync import MEMORY_TAGS, bring_in
+from penstock.fleet.turns import Turns
 from penstock.fleet.update import Store, Updater
 from penstock.types import PauseMode, UpdateReport
 from penstock.weights.manifest import WeightManifest
@@ -39,6 +39,7 @@ class Operations:
 
     Attributes:
         paused: generation is paused by the user.
+        turns: whose turn it is, for what else must not meet an operation.
 
     Args:
         roster: the engines.
@@ -62,6 +63,7 @@ class Operations:
         paused: bool = False,
     ) -> None:
         self.paused = paused
+        self.turns = Turns(roster.occupation)
         self._roster = roster
         self._store = store
         self._min_engines = min_engines
@@ -73,9 +75,6 @@ class Operations:
         self._usable_from = 0
         """Weights older than this version are gone from memory (sleep level 2)."""
         self._updating = False
-        self._closed = False
-        self._turn = asyncio.Lock()
-        self._running: asyncio.Task[Any] | None = None
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None) -> None:
         """Close the gate, then pause every engine; StateError if paused.
@@ -105,7 +104,7 @@ class Operations:
                 self._move_all(State.PAUSED, f"pause_generation ({mode})")
                 self.paused = True
 
-        await self._exclusively(run, occupies=False)  # one that waits for requests goes on with its steps
+        await self.turns.take(run, occupies=False)  # one that waits for requests goes on with its steps
 
     async def resume(self) -> None:
         """Resume every engine, then open the gate; StateError if not paused."""
@@ -118,7 +117,7 @@ class Operations:
                 await self._roster.command(_resume, what="resume", deadline_s=self._control_s)
                 self._move_all(State.SERVING, "resume_generation")
 
-        await self._exclusively(run)
+        await self.turns.take(run)
 
     async def sleep(self, level: int) -> None:
         """Free memory; the gate stays closed until all of it is back, after level 2 also until the next update.
@@ -136,7 +135,7 @@ class Operations:
                 if level == DROPS_WEIGHTS:
                     self._usable_from = self._roster.version + 1
 
-        await self._exclusively(run)
+        await self.turns.take(run)
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
         """Take memory back, all of it or that of `tags`; that of the weights first, since vLLM fills it as it wakes."""
@@ -146,9 +145,7 @@ class Operations:
         async def run() -> None:
             self._require("sleep", "wake_up")
             if tags and "weights" in self._asleep - set(tags):
-                raise StateError(
-                    "the weights sleep: wake_up(['weights']) before the KV cache, or both at once"
-                )
+                raise StateError("the weights sleep: wake_up(['weights']) before the KV cache, or both at once")
             async with self._gate_closed():
                 await self._tell(lambda engine: engine.wake_up(tags), "wake-up")
                 self._asleep -= set(tags or MEMORY_TAGS)
@@ -156,15 +153,15 @@ class Operations:
                     # Engines with our plugin have stayed paused; vLLM's own wake-up resumes, with nothing in flight.
                     await self._pause_engines(PauseMode.KEEP, clear_cache=False)
 
-        await self._exclusively(run)
+        await self.turns.take(run)
 
     async def abort(self) -> None:
         """End every request in flight with what it has."""
-        await self._exclusively(lambda: self._tell(lambda engine: engine.abort(), "abort", needs="abort"))
+        await self.turns.take(lambda: self._tell(lambda engine: engine.abort(), "abort", needs="abort"))
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes."""
-        await self._exclusively(
+        await self.turns.take(
             lambda: self._tell(lambda engine: engine.reset_prefix_cache(), "reset of the prefix cache", needs="caches")
         )
 
@@ -175,7 +172,9 @@ class Operations:
 
         Raises:
             EngineDeadError: no engine is left.
+            MissingCapabilityError: one of them has no such call.
         """
+        self._require("rpc", "collective_rpc")
         if not (members := self._roster.live()):
             raise EngineDeadError(f"no engine is left now ({why(self._roster.members)})")
         with self._roster.occupation.going_on():
@@ -207,7 +206,7 @@ class Operations:
                 lambda engine: engine.init_weight_transfer(info(engine)), "initialisation of weight transfer"
             )
 
-        await self._exclusively(run)
+        await self.turns.take(run)
 
     async def admit(self, member: Member) -> None:
         """Bring an engine that is SYNCING to the fleet's weights and state, and let it serve.
@@ -220,7 +219,7 @@ class Operations:
         """
         while True:
             version = self._roster.version
-            if await self._exclusively(lambda: self._admit(member)):
+            if await self.turns.take(lambda: self._admit(member)):
                 return
             # Nobody may wait for it: it waits for an update itself, of ours or, without our plugin, of its owner.
             returns, member.returns, member.waits = member.returns, False, True
@@ -235,57 +234,6 @@ class Operations:
             await self._roster.until(lambda: self._roster.version != version, deadline_s=again_s)  # noqa: B023 - awaited within the turn
             member.returns, member.waits = returns, False
 
-    async def withdraw(self, member: Member, least: int, *, wholly: bool = False) -> None:
-        """Let an engine take nothing new: it is DRAINING, if it was not so already; dead, it is not waited for.
-
-        Args:
-            member: it.
-            least: so many others must be left.
-            wholly: not even later turns of sessions that live there.
-
-        Raises:
-            UserError: fewer than `least` others would be left. For one that is being started anew others that are
-                count too, since it serves no more than they do.
-        """
-
-        async def run() -> None:
-            if member.state is State.DRAINING:
-                member.leaving = member.leaving or wholly
-                await self._roster.push()
-            returns = member.coming
-            if not returns and member.state not in {State.SERVING, State.PAUSED}:
-                return
-            others = [m for m in self._roster.members if m is not member]
-            left = [m for m in others if m.state in {State.SERVING, State.PAUSED} or (returns and m.coming)]
-            if len(left) < least:
-                raise UserError(
-                    f"without engine {member.name} {len(left)} would be left, and min_engines is {least}; add one "
-                    "first, or replace it"
-                )
-            if returns:  # nobody may wait for it any more; whoever dismisses it ends it
-                member.returns = False
-                self._roster.announce()
-                return
-            member.lifecycle.to(State.DRAINING, "is to leave")
-            member.leaving = wholly
-            self._roster.announce()
-            await self._roster.push()
-
-        await self._exclusively(run)
-
-    async def dismiss(self, member: Member) -> None:
-        """Take an engine out of the fleet for good: it is STOPPED, and the router does not know it any more."""
-
-        async def run() -> None:
-            if member.state in {State.LAUNCHING, State.SYNCING}:
-                member.lifecycle.to(State.DEAD, "taken out before it served")
-            member.lifecycle.to(State.STOPPED, "taken out of the fleet")
-            member.returns = False
-            self._roster.announce()
-            await self._roster.push()
-
-        await self._exclusively(run)
-
     async def update(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None) -> UpdateReport:
         """One weight update; see `Updater.run`. StateError during another one.
 
@@ -298,7 +246,7 @@ class Operations:
         return await self._update(lambda _: self._store.adopt(manifest), manifest.version)
 
     async def _update(self, publish: Callable[[int], WeightManifest], version: int | None) -> UpdateReport:
-        self._check_open()
+        self.turns.check_open()
         if self._updating:
             raise StateError("a weight update is under way; await it before the next one")
         self._updating = True
@@ -319,7 +267,7 @@ class Operations:
         except BaseException:
             over()
             raise
-        return await self._exclusively(run, over)
+        return await self.turns.take(run, over)
 
     async def native_update(self, update_info: Mapping[str, Any], version: int) -> None:
         """VLLM's own start, update, finish on engines that are paused."""
@@ -342,14 +290,11 @@ class Operations:
                 "is added, waits for the next update_weights", version,
             )  # fmt: skip
 
-        await self._exclusively(run)
+        await self.turns.take(run)
 
     async def close(self) -> None:
         """Let no further operation begin, and cut short the one that runs."""
-        self._closed = True
-        if self._running is not None and not self._running.done():
-            self._running.cancel()
-            await asyncio.wait((self._running,))
+        await self.turns.close()
 
     async def _admit(self, member: Member) -> bool:
         return await bring_in(
@@ -398,10 +343,6 @@ class Operations:
         """Refuse what some live engine cannot do, before any is told to."""
         require(((m.name, m.info.capabilities) for m in self._roster.live()), needed, operation)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StateError("this fleet was torn down")
-
     @asynccontextmanager
     async def _gate_closed(self) -> AsyncGenerator[None]:
         """On the way out, however that is, the gate is where the fleet's state wants it."""
@@ -411,43 +352,6 @@ class Operations:
         finally:
             stale = self._roster.version < self._usable_from
             await self._roster.gate(closed=self.paused or bool(self._asleep) or stale)
-
-    async def _exclusively(
-        self,
-        operation: Callable[[], Coroutine[Any, Any, T]],
-        after: Callable[[], None] = lambda: None,
-        *,
-        occupies: bool = True,
-    ) -> T:
-        """Run `operation` in its turn, and `after` when it is over or never began.
-
-        `occupies`: an engine that does its part may answer nothing else meanwhile.
-        """
-        try:
-            await self._turn.acquire()
-        except BaseException:
-            after()
-            raise
-
-        def done(task: asyncio.Task[T]) -> None:
-            self._turn.release()
-            after()
-            if not task.cancelled():
-                task.exception()  # where the caller has gone, nobody else asks; what it did to engines is logged
-
-        async def run() -> T:
-            self._check_open()
-            with self._roster.occupation.going_on() if occupies else nullcontext():
-                return await operation()
-
-        self._running = task = asyncio.create_task(run())
-        task.add_done_callback(done)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if self._closed and task.cancelled():  # it is `close` that cut it short, not whoever waits here
-                raise StateError("this fleet was torn down in the middle of the operation") from None
-            raise
 
 
 async def _resume(engine: EngineControl) -> None:
