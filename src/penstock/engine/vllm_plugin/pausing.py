@@ -152,8 +152,17 @@ class Pausing:
         self.install(engine)
         await self._core.call_utility_async("penstock_weights_are_in")
 
-    async def _pause(self, renderer: Any, *, mode: str = "abort", clear_cache: bool = True) -> None:
+    async def _pause(
+        self,
+        renderer: Any,
+        *,
+        mode: str = "abort",
+        clear_cache: bool = True,
+        wait_for_inflight_requests: bool | None = None,
+    ) -> None:
         """`AsyncLLM.pause_generation`, without its 20 ms of sleep, "not required for correctness" by its comment."""
+        if wait_for_inflight_requests:  # an older name of vLLM 0.26, whose route gives it
+            mode = "wait"
         if clear_cache:
             await renderer.clear_mm_cache_async()
         await self._core.call_utility_async("penstock_pause", _mode(mode), clear_cache)
