@@ -3,7 +3,8 @@
 python benchmarks/_stream_load.py URL MODEL REQUESTS SHORTEST LONGEST
 
 Reads lines on stdin: `mark` forgets the gaps seen so far; `gaps` answers with one line of JSON, `{"streams", "tokens",
-"median_gap_s", "max_gap_s"}`: the longest time that each stream was without a token since the mark; `end` ends it.
+"silent", "median_gap_s", "max_gap_s"}`: how many had no token since the mark, and the longest time that each stream was
+without one; `end` ends it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 
 import aiohttp
 
-TOKENS = 3000
+TOKENS = (800, 2400)
 VOCAB_USED = 1000
 
 
@@ -40,10 +41,12 @@ class Load:
     async def stream(self, session: aiohttp.ClientSession, number: int) -> None:
         """One request after the other."""
         while True:
-            prompt = [2 + self._random.randrange(VOCAB_USED) for _ in range(self._random.randint(*self._lengths))]
+            shortest, longest = self._lengths
+            length = round(shortest * (longest / shortest) ** self._random.random())
+            prompt = [2 + self._random.randrange(VOCAB_USED) for _ in range(length)]
             body = {
-                "model": self._model, "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "stream": True,
-                "temperature": 1.0, "logprobs": 0, "return_token_ids": True,
+                "model": self._model, "prompt": prompt, "max_tokens": self._random.randint(*TOKENS), "ignore_eos": True,
+                "stream": True, "temperature": 1.0, "logprobs": 0, "return_token_ids": True,
             }  # fmt: skip
             async with session.post(self._url, json=body) as response:
                 response.raise_for_status()
@@ -61,7 +64,8 @@ class Load:
         """What was asked with `gaps`; a stream that is still waiting counts with the time it has waited."""
         now = time.perf_counter()
         gaps = [max(self.gap.get(number, 0.0), now - last) for number, last in self.last.items()] or [0.0]
-        figures = {"streams": len(self.last), "tokens": self.tokens}
+        silent = sum(number not in self.gap for number in self.last)
+        figures = {"streams": len(self.last), "tokens": self.tokens, "silent": silent}
         return json.dumps({**figures, "median_gap_s": statistics.median(gaps), "max_gap_s": max(gaps)})
 
 
