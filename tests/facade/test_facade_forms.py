@@ -107,6 +107,8 @@ def test_engine_arguments_become_options(nano_path):
 def test_wrong_options_are_refused():
     with pytest.raises(ConfigError, match="did you mean 'max_model_len'"):
         launch_options({"max_model_length": 3})
+    with pytest.raises(ConfigError, match="num_replicas"):
+        launch_options({"engines": 2})
     with pytest.raises(ConfigError, match="collective_rpc"):
         launch_options({"worker_extension_cls": "a.B"})
     with pytest.raises(ConfigError, match="AsyncEngineArgs"):

@@ -16,6 +16,7 @@ from penstock.errors import ConfigError
 OWN = frozenset(name for section in (EngineConfig, FleetConfig, RouterConfig) for name in section.model_fields)
 """Options of `Fleet.launch`; where vLLM has one of the same name, it means the same."""
 _REFUSED = {
+    "engines": "num_replicas says how many there are",
     "worker_extension_cls": "engines have Penstock's own; reach vLLM's methods with collective_rpc",
     "weight_transfer_config": "update_weights brings its own transport",
     "distributed_executor_backend": "each engine is a process of its own; vLLM picks how its workers run",
@@ -36,11 +37,11 @@ def launch_options(given: Mapping[str, Any]) -> dict[str, Any]:
     extra: dict[str, Any] = {}
     known = None
     for name, value in given.items():
+        if name in _REFUSED:
+            raise ConfigError(f"{name} cannot be chosen: {_REFUSED[name]}")
         if name in OWN:
             options[name] = value
             continue
-        if name in _REFUSED:
-            raise ConfigError(f"{name} cannot be chosen: {_REFUSED[name]}")
         known = known or _engine_arguments()
         if name not in known:
             near = get_close_matches(name, {*known, *OWN}, n=1)

@@ -110,7 +110,7 @@ class AsyncVLLM:
             )
         if enable_fp32_output:
             options["fp32_lm_head"] = True
-        if not compile:
+        if not compile and options.get("profile") != "sim":
             options["extra_args"] = {"compilation-config": _NO_COMPILATION, **options.get("extra_args", {})}
         return cls._start({**options, "model": str(model_name)}, num_replicas, api_key)
 
