@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -76,9 +77,10 @@ def test_what_an_engine_asks_of_a_node() -> None:
     assert capacity({"CPU": 0.0, "GPU": 3.0}, [eight]) == 2, "one engine is not spread over nodes"
 
 
-async def test_a_lost_node_is_engines_lost_and_they_come_back_elsewhere(nodes: RayNodes) -> None:
+async def test_a_lost_node_is_engines_lost_and_they_come_back_elsewhere(nodes: RayNodes, tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=400, detokenize=False)
-    async with Fleet.launch("sim-model", engines=2, **options(nodes, ray_cpus=2)) as fleet:
+    shared = {"weight_transport": "disk", "weight_folder": tmp_path}
+    async with Fleet.launch("sim-model", engines=2, **options(nodes, ray_cpus=2, **shared)) as fleet:
         groups = left(await nodes.groups())
         assert [(g["state"], g["strategy"], g["bundles"]) for g in groups] == [("CREATED", "PACK", [{"CPU": 2.0}])] * 2
         placed = hosts(await fleet.engines())
@@ -147,6 +149,7 @@ async def test_what_cannot_be_is_said_and_nothing_is_left(
     assert processes("sim") == []
 
 
+@pytest.mark.slow
 async def test_a_driver_that_dies_is_engines_lost_and_a_new_one_takes_its_place(nodes: RayNodes) -> None:
     async with Fleet.launch("sim-model", **options(nodes)) as fleet:
         (driver,) = processes("fleet.ray_driver")

@@ -78,6 +78,7 @@ def short_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_folder")
 async def test_a_killed_launcher_leaves_nothing_of_its_cluster() -> None:
     launcher = await asyncio.create_subprocess_exec(sys.executable, "-c", LAUNCHER, stdout=asyncio.subprocess.PIPE)
