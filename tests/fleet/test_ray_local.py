@@ -36,18 +36,6 @@ async def main():
 asyncio.run(main())
 """
 
-LAUNCHER = """
-import asyncio
-import penstock
-
-async def main():
-    async with penstock.Fleet.launch("sim-model", engines=2, profile="sim", launcher="ray") as fleet:
-        print("ready", flush=True)
-        await asyncio.sleep(600)
-
-asyncio.run(main())
-"""
-
 
 def living() -> set[psutil.Process]:
     return {p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
@@ -81,10 +69,12 @@ def short_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_folder")
 async def test_a_killed_launcher_leaves_nothing_of_its_cluster() -> None:
-    launcher = await asyncio.create_subprocess_exec(sys.executable, "-c", LAUNCHER, stdout=asyncio.subprocess.PIPE)
+    serve = ("serve", "any-name", "--sim", "--engines", "2", "--launcher", "ray", "--port", "0")
+    argv = (Path(sys.executable).parent / "penstock", *serve)
+    launcher = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
     assert launcher.stdout is not None
     try:
-        assert await asyncio.wait_for(launcher.stdout.readline(), 90.0) == b"ready\n"
+        assert (await asyncio.wait_for(launcher.stdout.readline(), 90.0)).startswith(b"ready: 2 engines")
         below = psutil.Process(launcher.pid).children(recursive=True)
         assert {"raylet", "gcs_server"} <= {p.name() for p in below}
         assert len(processes("sim")) == 2
