@@ -19,6 +19,9 @@ SessionId = int | str
 
 FinishReason = Literal["stop", "length", "abort"]
 
+KV = Literal["recompute", "keep"]
+"""What becomes of the KV cache in a weight update: computed anew under the new weights, or kept as it is."""
+
 
 class PauseMode(StrEnum):
     """What happens to requests in flight when generation is paused (R23)."""
@@ -39,6 +42,8 @@ class VersionSpan:
     version: int
     start: int
     end: int
+    kv_kept: bool = False
+    """The update to this version kept the KV cache: what these tokens attended to may be of weights before it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.types import (
+    KV,
     GenerateBatch,
     GenerateOutput,
     Message,
@@ -171,7 +172,11 @@ class Engine(ABC):
 
     @abstractmethod
     async def update_weights(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, version: int | None = None
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        version: int | None = None,
+        kv: KV = "recompute",
     ) -> UpdateReport:
         """Put new weights in force while requests are in flight; version + 1.
 
@@ -180,6 +185,9 @@ class Engine(ABC):
                 gives them; tied weights once.
             version: label of the new weights, greater than the present one; default: the present one + 1. A resumed
                 run uses it to take up its count.
+            kv: `recompute`: what is in flight attends to nothing of older weights, at the price of its prefill.
+                `keep`: it goes on at once, and cached prefixes stay; the spans of tokens made so say `kv_kept`, until
+                the next update that recomputes. Their logprobs are those of no version alone.
 
         Raises:
             WeightsError: a missing, extra or misshapen tensor, a wrong dtype, or NaN; nothing was changed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -69,6 +69,8 @@ class DataClient:
         self.stream_chunk_tokens = stream_chunk_tokens
         self.counters = Counters()
         self.plain = PlainEngines()
+        self.kept: Callable[[], Collection[int]] = tuple
+        """Weight versions that were put in force with the KV cache kept."""
         self._routed = routed
 
     async def generate_batch(self, batch: GenerateBatch) -> GenerateOutput:
@@ -155,6 +157,12 @@ class DataClient:
         """Close the connections."""
         await self.http.close()
 
+    def _kv_labelled(self, sample: Sample) -> Sample:
+        kept = self.kept()
+        if not any(span.version in kept for span in sample.spans):
+            return sample
+        return replace(sample, spans=tuple(replace(s, kv_kept=s.version in kept) for s in sample.spans))
+
     async def _generate(
         self,
         token_ids: Sequence[int],
@@ -164,7 +172,9 @@ class DataClient:
     ) -> list[Sample]:
         self.plain.check(params)
         end = asyncio.get_running_loop().time() + self.request_timeout_s
-        made = await self._made(token_ids, params, (session_id, group_id), end)
+        made = [
+            (self._kv_labelled(s), stop) for s, stop in await self._made(token_ids, params, (session_id, group_id), end)
+        ]
         if not params.detokenize:
             return [sample for sample, _ in made]
         texts = await all_or_first_error(self._text(sample, params, stop) for sample, stop in made)

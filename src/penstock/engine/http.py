@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 from penstock.engine.base import Engine
 from penstock.engine.capabilities import Capability, require
@@ -15,6 +15,7 @@ from penstock.engine.data import STREAM_CHUNK_TOKENS, DataClient
 from penstock.engine.joining import PlainEngines, Stretches
 from penstock.errors import DeadlineError, PenstockError, RequestError, StateError, UpdateError, WeightsError
 from penstock.types import (
+    KV,
     GenerateBatch,
     GenerateOutput,
     PauseMode,
@@ -42,6 +43,8 @@ class HTTPEngine(Engine):
         self._version = info.weight_version
         self._update: asyncio.Task[UpdateReport] | None = None
         self._store = SharedMemoryStore()
+        self._kept: set[int] = set()
+        data.kept = lambda: self._kept
         self._stretches = Stretches(info.weight_version)
         plain = () if info.capabilities.plugin else ((control.name, info.capabilities),)
         data.plain = PlainEngines(lambda: plain, self._stretches)
@@ -194,7 +197,11 @@ class HTTPEngine(Engine):
         self._stretches.change(version)
 
     async def update_weights(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, version: int | None = None
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        version: int | None = None,
+        kv: KV = "recompute",
     ) -> UpdateReport:
         """Put new weights in force while requests are in flight. Once begun, it ends even if this call is cancelled."""
         self._require("plugin", "update_weights")
@@ -203,17 +210,23 @@ class HTTPEngine(Engine):
         target = self._version + 1 if version is None else version
         if target <= self._version:
             raise WeightsError(f"version {target} is not newer than the present version {self._version}")
-        self._update = asyncio.create_task(self._put_in_force(named_tensors, target))
+        if kv not in get_args(KV):
+            raise RequestError(f"kv must be one of {', '.join(get_args(KV))}, got {kv!r}")
+        self._update = asyncio.create_task(self._put_in_force(named_tensors, target, kv))
         return await asyncio.shield(self._update)
 
-    async def _put_in_force(self, named_tensors: Iterable[tuple[str, torch.Tensor]], target: int) -> UpdateReport:
+    async def _put_in_force(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], target: int, kv: KV
+    ) -> UpdateReport:
         begin = time.perf_counter()
         manifest = await asyncio.to_thread(self._store.publish, target, named_tensors)
         published = time.perf_counter()
         await self.control.prepare_weights(manifest)
         prepared = time.perf_counter()
+        if kv == "keep":
+            self._kept.add(target)
         try:
-            update = await self.control.apply_weights(target)
+            update = await self.control.apply_weights(target, clear_cache=kv == "recompute")
         except PenstockError as error:
             raise UpdateError(f"version {target} did not commit, and the engine must not serve: {error}") from error
         self._store.commit(manifest)

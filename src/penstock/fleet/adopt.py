@@ -24,7 +24,7 @@ from penstock.fleet.link import Link
 from penstock.fleet.member import Member
 from penstock.fleet.roster import Roster
 from penstock.router.admin_client import RouterAdmin
-from penstock.types import PauseMode, UpdateReport
+from penstock.types import KV, PauseMode, UpdateReport
 from penstock.weights.shared_memory import SharedMemoryStore
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class AdoptedRoster(Roster):
         self._change = state.change
         known = {member.name: member for member in self.members}
         self.members = tuple(self._member(told, known.get(told.name)) for told in state.members)
-        self.version, self.used = state.version, state.used
+        self.version, self.used, self.kept = state.version, state.used, frozenset(state.kept)
         self.announce()
         kept = {id(member.control) for member in self.members}
         for member in known.values():
@@ -211,7 +211,9 @@ class RemoteOrders:
     async def replace(self, engine: str | int, timeout_s: float | None = None) -> str:  # noqa: D102
         return str(await self._call("replace", engine=engine, timeout_s=timeout_s))
 
-    async def update(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None) -> UpdateReport:
+    async def update(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None, *, kv: KV = "recompute"
+    ) -> UpdateReport:
         """Publish here, and let the engines map it. Once begun, it runs to its end even if this call is cancelled.
 
         The process that holds the fleet keeps the memory, for engines that return after this one has ended.
@@ -222,7 +224,7 @@ class RemoteOrders:
         number = self._roster.used + 1 if version is None else version
         if number <= self._roster.version:
             raise UserError(f"weight version {number} is not greater than {self._roster.version}, which is in force")
-        self._update = asyncio.create_task(self._publish_and_put(named_tensors, number), name="remote-update")
+        self._update = asyncio.create_task(self._publish_and_put(named_tensors, number, kv), name="remote-update")
         return await asyncio.shield(self._update)
 
     async def close(self) -> None:
@@ -234,12 +236,14 @@ class RemoteOrders:
         if self._update is not None:
             await asyncio.wait((self._update,))
 
-    async def _publish_and_put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> UpdateReport:
+    async def _publish_and_put(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, kv: KV
+    ) -> UpdateReport:
         began = time.monotonic()
         manifest = await in_thread(lambda: self._store.publish(version, named_tensors))
         published = time.monotonic() - began
         try:
-            report = report_of(await self._call("update", manifest=manifest.to_json()))
+            report = report_of(await self._call("update", manifest=manifest.to_json(), kv=kv))
         finally:
             if self._roster.version == version:
                 self._store.commit(manifest)  # these bytes stay until the one after the next

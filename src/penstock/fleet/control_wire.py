@@ -47,6 +47,8 @@ class FleetState:
     change: int
     """Grows with each change."""
     members: tuple[MemberState, ...]
+    kept: tuple[int, ...] = ()
+    """See `Roster.kept`."""
 
 
 _STATE = TypeAdapter(FleetState)

@@ -78,7 +78,9 @@ class Endpoint:
             "look": lambda _: elastic.look(),
             "init_weight_transfer": lambda args: operations.init_weight_transfer(args["init_info"]),
             "native_update": lambda args: operations.native_update(args["update_info"], int(args["version"])),
-            "update": lambda args: operations.update_from(WeightManifest.from_json(args["manifest"])),
+            "update": lambda args: operations.update_from(
+                WeightManifest.from_json(args["manifest"]), kv=args.get("kv", "recompute")
+            ),
             "add": lambda args: elastic.add(int(args["count"])),
             "attach": lambda args: elastic.attach(specs_of(validate(ServerSpec, s) for s in args["servers"])),
             "drain": lambda args: elastic.drain(args["engine"], args["timeout_s"]),
@@ -163,7 +165,10 @@ class Endpoint:
             for m in self._roster.members
         )
         roster = self._roster
-        return FleetState(self._url, os.getpid(), self.detached, roster.version, roster.used, roster.changes, members)
+        kept = tuple(sorted(roster.kept))
+        return FleetState(
+            self._url, os.getpid(), self.detached, roster.version, roster.used, roster.changes, members, kept
+        )
 
     async def _state_changed(self, http: web.Request) -> web.Response:
         seen = http.query.get("seen", "-1")

@@ -21,6 +21,7 @@ from penstock.fleet.plane import Crew, Orders
 from penstock.fleet.roster import Roster
 from penstock.fleet.settings import specs_of
 from penstock.types import (
+    KV,
     GenerateBatch,
     GenerateOutput,
     PauseMode,
@@ -62,6 +63,7 @@ class Fleet(Engine):
         self._operations = operations
         self._elastic = elastic
         self._data = data
+        data.kept = lambda: roster.kept
         self._owned = owned
         self._ending: asyncio.Task[None] | None = None
 
@@ -286,13 +288,17 @@ class Fleet(Engine):
         await self._operations.native_update(update_info, version)
 
     async def update_weights(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, version: int | None = None
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        version: int | None = None,
+        kv: KV = "recompute",
     ) -> UpdateReport:
         """Put new weights in force on every engine while requests are in flight; see `Engine.update_weights`.
 
         Once begun, it runs to its end even if this call is cancelled.
         """
-        return await self._operations.update(named_tensors, version)
+        return await self._operations.update(named_tensors, version, kv=kv)
 
     # --- engines that come and go ------------------------------------------------------------------------------------
 

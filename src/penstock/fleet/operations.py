@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from penstock.engine.capabilities import Capability, require
 from penstock.errors import DeadlineError, EngineDeadError, StateError, UserError
@@ -16,7 +16,7 @@ from penstock.fleet.roster import Roster
 from penstock.fleet.sync import MEMORY_TAGS, bring_in
 from penstock.fleet.turns import Turns
 from penstock.fleet.update import Store, Updater
-from penstock.types import PauseMode, UpdateReport
+from penstock.types import KV, PauseMode, UpdateReport
 from penstock.weights.manifest import WeightManifest
 
 if TYPE_CHECKING:
@@ -234,19 +234,23 @@ class Operations:
             await self._roster.until(lambda: self._roster.version != version, deadline_s=again_s)  # noqa: B023 - awaited within the turn
             member.returns, member.waits = returns, False
 
-    async def update(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None) -> UpdateReport:
+    async def update(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None, *, kv: KV = "recompute"
+    ) -> UpdateReport:
         """One weight update; see `Updater.run`. StateError during another one.
 
         Where too few engines are left and some are being started anew, it waits for those first.
         """
-        return await self._update(lambda number: self._store.publish(number, named_tensors), version)
+        return await self._update(lambda number: self._store.publish(number, named_tensors), version, kv)
 
-    async def update_from(self, manifest: WeightManifest) -> UpdateReport:
+    async def update_from(self, manifest: WeightManifest, *, kv: KV = "recompute") -> UpdateReport:
         """An update of weights that another process of this user has published; it need not live on."""
-        return await self._update(lambda _: self._store.adopt(manifest), manifest.version)
+        return await self._update(lambda _: self._store.adopt(manifest), manifest.version, kv)
 
-    async def _update(self, publish: Callable[[int], WeightManifest], version: int | None) -> UpdateReport:
+    async def _update(self, publish: Callable[[int], WeightManifest], version: int | None, kv: KV) -> UpdateReport:
         self.turns.check_open()
+        if kv not in get_args(KV):
+            raise UserError(f"kv must be one of {', '.join(get_args(KV))}, got {kv!r}")
         if self._updating:
             raise StateError("a weight update is under way; await it before the next one")
         self._updating = True
@@ -257,7 +261,7 @@ class Operations:
             self._require("plugin", "update_weights")
             number = self._roster.used + 1 if version is None else version
             self._check_version(number)
-            return await self._updater.run(publish, version=number)
+            return await self._updater.run(publish, version=number, clear_cache=kv == "recompute")
 
         def over() -> None:
             self._updating = False

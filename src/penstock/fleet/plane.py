@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.config import ServerSpec
 from penstock.fleet.control import FanOut
-from penstock.types import PauseMode, UpdateReport
+from penstock.types import KV, PauseMode, UpdateReport
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ class Orders(Protocol):
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None: ...  # noqa: D102
     async def native_update(self, update_info: Mapping[str, Any], version: int) -> None: ...  # noqa: D102
     async def update(  # noqa: D102
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None, *, kv: KV = "recompute"
     ) -> UpdateReport: ...
     async def close(self) -> None: ...  # noqa: D102
 

@@ -53,6 +53,8 @@ class Roster:
         """Weight version of the fleet: that of every engine in the router's set."""
         self.used = version
         """The greatest version under which a token may have been made: what did not commit has its number for good."""
+        self.kept: frozenset[int] = frozenset()
+        """Versions that were put in force with the KV cache kept."""
         self.checksums: Mapping[tuple[int, int, int], str] = {}
         """Of the fleet's weights on an engine of a layout; empty where nobody has said."""
         self.stretches = Stretches(version)

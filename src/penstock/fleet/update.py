@@ -134,6 +134,8 @@ class Updater:
         version = manifest.version
         # An engine that has applied goes on with the requests it has, before anyone knows whether the update commits.
         self.roster.used = max(self.roster.used, version)
+        if not clear_cache:
+            self.roster.kept |= {version}
 
         async def failed(member: Member, error: PenstockError) -> None:
             await self.roster.bury(member, f"apply of weight version {version} failed: {error}", torn=True)

@@ -1,0 +1,59 @@
+"""Updates that keep the KV cache: nothing is computed again, and every token made so says that it was."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from sim_fleets import SIM, in_flight
+
+from penstock import Fleet, SamplingParams
+from penstock.engine.http import HTTPEngine
+from penstock.errors import RequestError, UserError
+from penstock.sim.config import SimConfig
+from penstock.sim.server import SimServer
+
+PARAMS = SamplingParams(max_tokens=450, detokenize=False)
+PROMPTS = [[1 + i, 2] for i in range(6)]
+WEIGHTS = [("w", torch.ones(5))]
+
+
+async def test_tokens_of_a_version_that_kept_the_cache_say_so():
+    slow = {**SIM, "extra_args": {"tokens-per-second": 150}}
+    async with Fleet.launch("sim-model", engines=2, **slow) as fleet:
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        kept = await fleet.update_weights(WEIGHTS, kv="keep")
+        assert sum(engine.preempted for engine in kept.engines) == 0, "nothing is computed again"
+        await asyncio.sleep(0.03)
+        async with Fleet.connect(fleet.url) as other:  # in the place of another process
+            again = await other.update_weights(WEIGHTS, kv="keep")
+            await asyncio.sleep(0.03)
+            assert sum(engine.preempted for engine in again.engines) == 0
+            recomputed = await other.update_weights(WEIGHTS)
+            assert sum(engine.preempted for engine in recomputed.engines) == len(PROMPTS)
+            late = await other.sample([5], 1, SamplingParams(max_tokens=9))
+        out = await running
+        assert [len(ids) for ids in out.response_ids] == [PARAMS.max_tokens] * len(PROMPTS)
+    labels = {span.version: span.kv_kept for spans in out.response_spans for span in spans}
+    assert labels == {0: False, 1: True, 2: True, 3: False}
+    assert [span.kv_kept for span in late[0].spans] == [False]
+
+
+async def test_one_engine_has_it_too():
+    async with SimServer(SimConfig(tokens_per_second=500)) as server:
+        engine = await HTTPEngine.connect(server.url)
+        report = await engine.update_weights(WEIGHTS, kv="keep")
+        (sample,) = await engine.sample([5], 1, SamplingParams(max_tokens=9))
+        assert [(span.version, span.kv_kept) for span in sample.spans] == [(report.version, True)]
+        with pytest.raises(RequestError, match="kv must be one of recompute, keep, got 'lose'"):
+            await engine.update_weights(WEIGHTS, kv="lose")  # type: ignore[arg-type]
+        await engine.teardown()
+
+
+async def test_what_else_is_refused_before_anything_is_done():
+    async with Fleet.launch("sim-model", engines=1, **SIM) as fleet:
+        with pytest.raises(UserError, match="kv must be one of recompute, keep"):
+            await fleet.update_weights(WEIGHTS, kv="lose")  # type: ignore[arg-type]
+        assert fleet.weight_version == 0
