@@ -36,7 +36,11 @@ class BroadcastSource:
             group = self._group(manifest)
         except WeightsError as error:  # it ended since `prepare`; the trainer knows, and forms another one
             raise TransferError(str(error)) from error
-        yield from receive(group, manifest.tensors, bucket_bytes=int(manifest.location["bucket_bytes"]), place=place)
+        entries, bucket_bytes = manifest.tensors, int(manifest.location["bucket_bytes"])
+        coming = receive(group, entries, bucket_bytes=bucket_bytes, place=place)
+        # In host memory there is room for all of it, and vLLM's reload, which takes layers apart, cannot begin anew
+        # where it was cut: it begins when everything is here.
+        yield from list(coming) if group.spec.backend == "gloo" else coming
 
     def _group(self, manifest: WeightManifest) -> Group:
         group, epoch = group_of(self._worker), manifest.location.get("epoch")
