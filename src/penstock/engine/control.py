@@ -76,8 +76,13 @@ class ControlClient:
             clear_cache: recompute KV at resume.
             timeout_s: deadline in seconds; default: that of every control call.
         """
-        params = {"mode": mode.value, "clear_cache": str(clear_cache).lower()}
-        await self.http.post("/pause", timeout_s=timeout_s or self._timeout_s, params=params)
+        timeout_s = timeout_s or self._timeout_s
+        if self._core is not None:
+            body = {"mode": mode.value, "clear_cache": clear_cache}
+            await self._core.post("/penstock/pause", body, timeout_s=timeout_s)
+        else:
+            params = {"mode": mode.value, "clear_cache": str(clear_cache).lower()}
+            await self.http.post("/pause", timeout_s=timeout_s, params=params)
 
     async def release(self, *, timeout_s: float | None = None) -> None:
         """Pause, and cut what is in flight so that it goes on elsewhere; for an engine that is not to be resumed.
@@ -89,7 +94,10 @@ class ControlClient:
 
     async def resume(self) -> None:
         """VLLM's /resume."""
-        await self._post("/resume")
+        if self._core is not None:
+            await self._core.post("/penstock/resume", {}, timeout_s=self._timeout_s)
+        else:
+            await self._post("/resume")
 
     async def is_paused(self) -> bool:
         """Whether the scheduler is paused."""

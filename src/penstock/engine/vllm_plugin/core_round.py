@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from penstock.engine.vllm_plugin.core_server import CoreServer
-from penstock.engine.vllm_plugin.pausing import holds_of
+from penstock.engine.vllm_plugin.pausing import holds_of, mode_in_core
 from penstock.errors import StateError, TransferError
 
 VERSION_MARK = "penstock-weight-version:"
@@ -56,6 +56,10 @@ def _control_port(core: Any) -> int:
             "/penstock/weights/apply": lambda body: _in_core(
                 core, lambda done: _Round(core, int(body["version"]), bool(body["clear_cache"]), done).begin()
             ),
+            "/penstock/pause": lambda body: _in_core(
+                core, lambda done: _pause(core, mode_in_core(str(body["mode"])), bool(body["clear_cache"]), done)
+            ),
+            "/penstock/resume": lambda _: _in_core(core, lambda done: done.set_result(holds_of(core).resume())),
             "/penstock/core": lambda _: _in_core(core, lambda done: done.set_result(_state(core))),
         }
         server = core._penstock_server = CoreServer(routes)  # noqa: SLF001
@@ -74,6 +78,22 @@ def _in_core(core: Any, work: Callable[[Future[Any]], None]) -> Future[Any]:
 
     core.input_queue.put_nowait((_CALL, call))
     return done
+
+
+def _pause(core: Any, mode: str, clear_cache: bool, done: Future[Any]) -> None:  # noqa: FBT001
+    paused: Future[Any] | None = holds_of(core).pause(mode, clear_cache)
+    if paused is None:
+        done.set_result(None)
+    else:
+        paused.add_done_callback(lambda paused: _copy(paused, done))
+
+
+def _copy(ended: Future[Any], done: Future[Any]) -> None:
+    error = ended.exception()
+    if error is None:
+        done.set_result(ended.result())
+    else:
+        done.set_exception(error)
 
 
 def _state(core: Any) -> dict[str, Any]:

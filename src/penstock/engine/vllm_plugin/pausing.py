@@ -94,6 +94,11 @@ class Holds:
             self._core.resume_scheduler()
 
 
+def mode_in_core(mode: str) -> str:
+    """VLLM's mode for ours: nothing is ended."""
+    return "keep" if mode == "abort" else mode
+
+
 def holds_of(core: Any) -> Holds:
     """Of vLLM's EngineCore, in its process."""
     if not hasattr(core, "penstock_holds"):
@@ -185,4 +190,4 @@ class Pausing:
 
 
 def _mode(mode: str) -> str:
-    return "keep" if mode == "abort" and not _release.get() else mode
+    return mode if _release.get() else mode_in_core(mode)
