@@ -129,9 +129,9 @@ class Fleet(Engine):
 
         Args:
             target: the URL of a router, whose engines are taken; or a list of engine URLs, as `attach` of `launch` has
-                them, for which a router is started. Where `penstock serve` or a detached process of this machine holds
-                the fleet behind that router, it goes on to do so, and does what it is asked for over its control
-                socket.
+                them, for which a router is started. Where another process of yours on this machine holds the fleet
+                behind that router, be it a script, `penstock serve` or a detached one, it goes on to do so, and does
+                what it is asked for over its control socket; where none does, this one holds it from now on.
             api_key: what they ask for.
             control_timeout_s: deadline of a control call.
             request_timeout_s: deadline of a generation request.

@@ -43,10 +43,7 @@ class Link:
         path, known = socket_of(url), present()
         if path is None or path not in known.values():
             others = ", ".join(f"http://127.0.0.1:{port}" for port in sorted(known)) or "none"
-            raise UserError(
-                f"no fleet of yours is held at {url} by `penstock serve`, `penstock train` or a detached process of "
-                f"this machine; known here: {others}"
-            )
+            raise UserError(f"no fleet of yours is held at {url} by a process of this machine; known here: {others}")
         return cls(path)
 
     async def state(self, seen: int = -1) -> FleetState:
