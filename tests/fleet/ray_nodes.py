@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -20,8 +21,14 @@ from typing import Any
 
 import psutil
 
-LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-"""Of the cluster and of whoever joins it: Ray takes no other address for 127.0.0.1 then."""
+LOOPBACK = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+}
+"""Of the cluster and of whoever joins it: Ray takes no other address for 127.0.0.1 then, and writes no token into the
+home folder."""
 
 QUICK = {"RAY_health_check_initial_delay_ms": "500", "RAY_health_check_period_ms": "500"}
 """A lost node is noticed in seconds, not in tens of them."""
