@@ -1,0 +1,88 @@
+"""Two real vLLM CPU engines that get new weights by broadcast, in flight; then one is killed in the middle of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from nano_models import History, changed
+from penstock import Fleet
+from penstock.types import SamplingParams
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
+
+LONG = SamplingParams(max_tokens=400, ignore_eos=True, detokenize=False)
+
+
+class Killing:
+    """A model's tensors, gathered in two passes; in the second one a process group is killed on the way."""
+
+    def __init__(self, model, process):
+        self.tensors = list(model.named_parameters())
+        self.process = process
+        self.passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        for index, pair in enumerate(self.tensors):
+            if self.passes == 2 and index == len(self.tensors) // 2:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            yield pair
+
+
+async def _made(fleet, tokens):
+    """Return when the engines have made so many tokens more."""
+
+    async def total():
+        return sum(engine.stats.generation_tokens for engine in await fleet.engines() if engine.stats)
+
+    before = await total()
+    async with asyncio.timeout(60):
+        while await total() < before + tokens:  # noqa: ASYNC110 - engines send no event
+            await asyncio.sleep(0.02)
+
+
+async def test_every_token_has_its_version_and_a_death_costs_nobody_else_an_update(nano_path, tmp_path):
+    history = History({0: AutoModelForCausalLM.from_pretrained(nano_path, dtype="float32")})
+    prompts = [[5 + i, 6, 7] for i in range(16)]
+    options = {"profile": "cpu", "max_model_len": 512, "max_restarts": 0, "weight_transport": "broadcast"}
+    batches = []
+
+    async def update(tensors, model):
+        batches.append(asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=LONG)))
+        await _made(fleet, 200)
+        report = await fleet.update_weights(tensors)
+        history.models[report.version] = model
+        return report
+
+    async with Fleet.launch(nano_path, engines=2, log_dir=tmp_path, **options) as fleet:
+        for seed in (1, 2, 3):  # the group is formed once, and takes some seconds: the first batch may end before
+            model = changed(history.latest, seed)
+            report = await update(model.named_parameters(), model)
+            assert [engine.engine for engine in report.engines] == ["e0", "e1"]
+            assert len({engine.checksum for engine in report.engines}) == 1
+        fleet._operations._store.of("broadcast")._bucket_bytes = 2**14
+        model = changed(history.latest, 4)
+        tensors = Killing(model, fleet._roster.members[1].process)
+        report = await update(tensors, model)
+        assert [engine.engine for engine in report.engines] == ["e0"]
+        assert list(report.failures) == ["e1"]
+        assert tensors.passes == 3, "what was torn got all of it again"
+        late = await fleet.generate(prompt_token_ids=prompts, sampling_params=LONG)
+        assert {span.version for spans in late.response_spans for span in spans} == {4}
+        outs = [late, *[await batch for batch in batches]]
+    samples = [(prompt, _sample(out, i)) for out in outs for i, prompt in enumerate(prompts)]
+    assert all(len(sample.token_ids) == 400 for _, sample in samples)
+    assert any(len(sample.spans) > 1 for _, sample in samples), "none was in flight"
+    for prompt, sample in samples:
+        assert history.worst_difference(prompt, sample) < 1e-4
+
+
+def _sample(out, i):
+    from penstock.types import Sample
+
+    return Sample(out.response_ids[i], out.stop_reasons[i], out.response_logprobs[i], out.response_spans[i])
