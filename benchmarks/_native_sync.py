@@ -30,12 +30,12 @@ class Native:
 
         list(self._pool.map(call, self._urls))
 
-    def _round(self, send: Callable[[], None]) -> dict[str, float]:
+    def _round(self, send: Callable[[], None], *, clear_cache: bool) -> dict[str, float]:
         """Seconds of each phase, pause to resume."""
         seconds: dict[str, float] = {}
         began = time.perf_counter()
         for phase, act in (
-            ("pause", lambda: self._all("/pause?mode=keep")),
+            ("pause", lambda: self._all(f"/pause?mode=keep&clear_cache={str(clear_cache).lower()}")),
             ("start", lambda: self._all("/start_weight_update")),
             ("update", send),
             ("finish", lambda: self._all("/finish_weight_update", {})),
@@ -72,7 +72,7 @@ class NativeNccl(Native):
         for thread in joining:
             thread.join(DEADLINE_S)
 
-    def update(self, tensors: Tensors) -> dict[str, float]:
+    def update(self, tensors: Tensors, clear_cache: bool = True) -> dict[str, float]:  # noqa: FBT001, FBT002
         """One round."""
         import torch  # noqa: PLC0415
 
@@ -90,17 +90,18 @@ class NativeNccl(Native):
             torch.cuda.synchronize()
             receiving.join(DEADLINE_S)
 
-        return self._round(send)
+        return self._round(send, clear_cache=clear_cache)
 
 
 class NativeIpc(Native):
     """CUDA IPC, unpacked, its faster form; the engine needs VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
 
-    def update(self, tensors: Tensors) -> dict[str, float]:
+    def update(self, tensors: Tensors, clear_cache: bool = True) -> dict[str, float]:  # noqa: FBT001, FBT002
         """One round."""
         from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine  # noqa: PLC0415
 
         (url,) = self._urls
         return self._round(
-            lambda: IPCWeightTransferEngine.trainer_send_weights(iter(tensors), {"send_mode": "http", "url": url})
+            lambda: IPCWeightTransferEngine.trainer_send_weights(iter(tensors), {"send_mode": "http", "url": url}),
+            clear_cache=clear_cache,
         )

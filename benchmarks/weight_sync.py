@@ -29,10 +29,12 @@ from _line_process import LineProcess
 
 from penstock.engine.process import free_port
 from penstock.fleet.fleet import Fleet
+from penstock.types import KV
 
 SETTLE_S, RECOVER_S = 3.0, 90.0
 """Between two rounds under load, after every stream has gone on, so that each round finds the same load; and how long
 that may take: an update makes engines compute the KV of what is in flight anew."""
+STATES: tuple[tuple[str, KV], ...] = (("idle", "recompute"), ("load", "recompute"), ("load, KV kept", "keep"))
 STRAGGLERS = 0.1
 """Share of the streams that need not have begun, or gone on: those that an engine holds back for want of KV cache."""
 LINK_BAR, ROUND_BAR_S, ROUND_BAR, IPC_BAR_S = 1.5, 0.2, 0.1, 0.06
@@ -87,9 +89,9 @@ class Load:
             process.close()
 
 
-async def ours(fleet: Fleet, tensors: list[tuple[str, Any]]) -> dict[str, float]:
+async def ours(fleet: Fleet, tensors: list[tuple[str, Any]], kv: KV) -> dict[str, float]:
     """One update by the fleet, phase by phase."""
-    report = await fleet.update_weights(tensors)
+    report = await fleet.update_weights(tensors, kv=kv)
     slowest = max(report.engines, key=lambda engine: engine.seconds["bubble"])
     return {
         **{f"fleet.{name}": seconds for name, seconds in report.seconds.items()},
@@ -100,21 +102,21 @@ async def ours(fleet: Fleet, tensors: list[tuple[str, Any]]) -> dict[str, float]
 
 
 async def measure(args: Any, fleet: Fleet, urls: Sequence[str], tensors: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Rounds of every side, turn by turn: `{"idle" | "load": {side: {phase: [seconds of each round]}}}`."""
+    """Rounds of every side, turn by turn: `{state: {side: {phase: [seconds of each round]}}}`."""
     native, peers = _sides(args, urls, tensors)
     flat = [tensor for _, tensor in tensors]
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for state in ("idle", "load") if args.load else ("idle",):
-        load = Load(urls, args.path, args.load if state == "load" else 0)
+    for state, kv in STATES if args.load else STATES[:1]:
+        load = Load(urls, args.path, 0 if state == "idle" else args.load)
         await load.ready()
-        await asyncio.sleep(SETTLE_S if state == "load" else 0)
+        await asyncio.sleep(0 if state == "idle" else SETTLE_S)
         for number in range(args.rounds + 1):
             for side in ("link", "vllm", "penstock") if number % 2 else ("penstock", "vllm", "link"):
                 await load.mark()
                 if side == "penstock":
-                    seconds = await ours(fleet, tensors)
+                    seconds = await ours(fleet, tensors, kv)
                 elif side == "vllm" and native is not None:
-                    seconds = await asyncio.to_thread(native.update, tensors)
+                    seconds = await asyncio.to_thread(native.update, tensors, kv == "recompute")
                 elif side == "link":
                     seconds = {"start_to_finish": _link(peers, flat)}
                 else:
@@ -173,9 +175,9 @@ def rows(args: Any, found: dict[str, Any]) -> list[_common.Row]:
     for state in found:
         mine, theirs = median(state, "penstock", "round"), median(state, "vllm", "round")
         case = f"{name}, {state}, pause to resume against vLLM's own, s"
-        out.append(_common.compare(case, mine, theirs, bar=ROUND_BAR if state == "load" else 1.0, want="at most"))
-        if state == "load" and args.transport != "cuda_ipc":
-            out.append(_common.single(f"{name}, load, pause to resume, s", mine, bar=ROUND_BAR_S, want="at most"))
+        out.append(_common.compare(case, mine, theirs, bar=1.0 if state == "idle" else ROUND_BAR, want="at most"))
+        if state != "idle" and args.transport != "cuda_ipc":
+            out.append(_common.single(f"{name}, {state}, pause to resume, s", mine, bar=ROUND_BAR_S, want="at most"))
     return out
 
 
