@@ -342,6 +342,18 @@ async def test_what_a_script_launched_is_adopted_and_stopped_by_others_without_i
             await fleet.sample([1], 1)
 
 
+async def test_a_folder_whose_path_is_too_long_for_a_socket_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    before = set(psutil.Process().children())
+    with pytest.raises(UserError, match="is too long a path for a socket; set XDG_RUNTIME_DIR to a shorter folder"):
+        await Fleet.launch("sim-model", profile="sim")
+    assert set(psutil.Process().children()) == before
+
+
 async def test_a_folder_that_others_can_enter_is_refused() -> None:
     folder().chmod(0o755)
     with pytest.raises(UserError, match="that nobody else can enter"):

@@ -55,9 +55,10 @@ asyncio.run(main())
 
 
 @pytest.fixture(autouse=True)
-def logs_go_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def logs_go_to(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Temporary log folders are made here, so that it can be seen which are left."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("r")))  # where control sockets lie
     return tmp_path
 
 

@@ -15,6 +15,8 @@ from penstock.errors import StateError, UserError
 
 FOLDER_MODE = 0o700
 SOCKET_MODE = 0o600
+LONGEST = 107
+"""Bytes in the name of a unix socket, on Linux."""
 _NAME = re.compile(r"fleet-(\d+)\.sock")
 
 
@@ -22,10 +24,12 @@ def folder() -> Path:
     """The folder of this user's sockets; made where it is not there.
 
     Raises:
-        UserError: somebody else could write there.
+        UserError: somebody else could write there, or its path is too long for a socket's name.
     """
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     path = base / f"penstock-{os.getuid()}"
+    if len(os.fsencode(path / "fleet-65535.sock")) > LONGEST:
+        raise UserError(f"{path} is too long a path for a socket; set XDG_RUNTIME_DIR to a shorter folder")
     path.mkdir(mode=FOLDER_MODE, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
