@@ -44,6 +44,8 @@ class Delivery:
     def __init__(self, roster: Roster, deadline_s: float) -> None:
         self._roster = roster
         self._deadline_s = deadline_s
+        self.fresh = False
+        """The last `gather` formed a group, and did not find it."""
         self._joined: tuple[EngineControl, ...] = ()
 
     def holds(self, sender: Sender, members: Sequence[Member]) -> bool:
@@ -59,9 +61,9 @@ class Delivery:
         Raises:
             WeightsError: an engine refuses to join, so it cannot; or nobody can reach the trainer.
         """
-        left = _alive(members)
+        left, self.fresh = _alive(members), False
         while left and not self.holds(sender, left):
-            self._joined = ()
+            self._joined, self.fresh = (), True
             if await self._form(sender, left):
                 self._joined = tuple(member.control for member in left)
             left = _alive(left)
@@ -126,8 +128,13 @@ class Delivery:
 
         async with self._cut_by_a_death(sender, members):
             forming = asyncio.create_task(in_thread(sender.form), name="form-group")
-            outcome = await self._asked(members, lambda engine: engine.join_group(bodies[engine]), failed)
-            await asyncio.wait((forming,))
+            try:
+                outcome = await self._asked(members, lambda engine: engine.join_group(bodies[engine]), failed)
+                await asyncio.wait((forming,))
+            except asyncio.CancelledError:
+                sender.interrupt("the update was given up")
+                await asyncio.wait((forming,))
+                raise
         problem = forming.exception()
         for name, error in outcome.failures.items():
             if isinstance(error, (WeightsError, EngineHTTPError)):

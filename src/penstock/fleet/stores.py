@@ -62,6 +62,7 @@ class Stores:
         self._timeout_s = timeout_s
         self._stores: dict[str, Store] = {}
         self._last: Store | None = None
+        self._ipc_devices: list[str] = []
 
     @property
     def current(self) -> WeightManifest | None:
@@ -71,7 +72,7 @@ class Stores:
     def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
         """Choose the transport and publish by it; raises as that store's `publish` does."""
         if self._settings.weight_transport != "auto":
-            return self.of(self._settings.weight_transport).publish(version, named_tensors)
+            return self._by(self._settings.weight_transport).publish(version, named_tensors)
         tensors = iter(named_tensors)
         again = tensors is not named_tensors
         first = next(tensors, None)
@@ -79,7 +80,7 @@ class Stores:
             raise WeightsError("no tensors given: pass every parameter of the model, as model.named_parameters() does")
         chosen = choose(first[1].device, self._members())
         logger.debug("weight version %d goes by %s", version, chosen)
-        return self.of(chosen).publish(version, named_tensors if again else itertools.chain([first], tensors))
+        return self._by(chosen).publish(version, named_tensors if again else itertools.chain([first], tensors))
 
     def adopt(self, manifest: WeightManifest) -> WeightManifest:
         """Take over what another process published, by the transport that it chose."""
@@ -101,6 +102,21 @@ class Stores:
             self._stores[transport] = self._make(transport)
         return self._stores[transport]
 
+    def _by(self, transport: Transport) -> Store:
+        """The store to publish to, for the engines as they are now."""
+        members, address = self._members(), self._settings.weight_address
+        if transport == "broadcast" and address in LOOPBACK and not all(map(_is_local, members)):
+            others = ", ".join(member.name for member in members if not _is_local(member))
+            raise WeightsError(
+                f"{others} cannot reach this trainer at {address}: set fleet.weight_address to the address that this "
+                "host has in their network"
+            )
+        if transport == "cuda_ipc" and (devices := _devices(members)) != self._ipc_devices:
+            self._ipc_devices = devices
+            if (before := self._stores.pop(transport, None)) is not None:
+                before.close()
+        return self.of(transport)
+
     def _make(self, transport: str) -> Store:
         # Stores that need torch, or a folder, are imported by whoever uses them.
         settings = self._settings
@@ -115,7 +131,7 @@ class Stores:
         if transport == "cuda_ipc":
             from penstock.weights.cuda_ipc import CudaIpcStore  # noqa: PLC0415
 
-            return CudaIpcStore(_devices(self._members()))
+            return CudaIpcStore(self._ipc_devices)
         if transport in {"disk", "delta"} and settings.weight_folder is not None:
             if transport == "disk":
                 from penstock.weights.disk import DiskStore  # noqa: PLC0415
@@ -136,7 +152,7 @@ def choose(device: torch.device, members: Sequence[Member]) -> Transport:
     local = all(_is_local(member) for member in members)
     if device.type != "cuda":
         return "shared_memory" if local else "broadcast"
-    of_engines = {gpu for member in members for gpu in member.gpus}
+    of_engines = {gpu for member in members if _is_local(member) for gpu in member.gpus}
     if local and all(member.info.engine == "sim" for member in members):
         return "shared_memory"
     names = visible_gpus()

@@ -77,7 +77,16 @@ class Updater:
             members = await self.delivery.gather(sender, members)
             self._need(members, version, "when they had joined the group over which it is sent")
             manifest = sender.addressed(manifest)
-        prepared = await self._prepare(members, manifest)
+        try:
+            prepared = await self._prepare(members, manifest)
+        except WeightsError:
+            if sender is None or self.delivery.fresh:
+                raise
+            # It may be the group that an engine does not know any more, such as one that was restarted unseen.
+            sender.interrupt("an engine does not prepare what is to be sent over it")
+            members = await self.delivery.gather(sender, _alive(members))
+            manifest = sender.addressed(manifest)
+            prepared = await self._prepare(members, manifest)
         ready = self.clock()
         self._need(_alive(members), version, "when they had prepared it")
         async with self.gate():
@@ -166,6 +175,8 @@ class Updater:
                     waiting = await self.delivery.gather(sender, waiting)
                     await self._prepare(waiting, sender.addressed(manifest), torn=True)
                     waiting = _alive(waiting)
+                if not waiting:
+                    break
                 outcome = await self.delivery.send(sender, waiting, call)
                 results |= outcome.results
                 cut = {name: error for name, error in outcome.failures.items() if isinstance(error, TransferError)}

@@ -232,11 +232,10 @@ class Group:
         why = "the trainer is gone"
         with suppress(RuntimeError):
             own = self._client()  # a store's connection is busy while it waits
-            while True:
-                with suppress(c10d.DistStoreError):
+            while not own.check([_ENDED]):
+                with suppress(c10d.DistStoreError):  # the wait was too long; a store that is gone is another error
                     own.wait([_ENDED], _LONG)
-                    why = own.get(_ENDED).decode(errors="replace")
-                    break
+            why = own.get(_ENDED).decode(errors="replace")
         self.end(why)
 
 

@@ -47,6 +47,8 @@ def describe(named_tensors: NamedTensors) -> tuple[tuple[TensorEntry, ...], torc
             raise WeightsError(f"tensor {name!r} has dtype {tensor.dtype}, which no engine loads")
         if not entries:
             device = tensor.device
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # this thread's stream need not be the one that computed them
         entries[name] = TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, 0)
         sums.append(device_sum(tensor).to(device))
         spans.append(_span(tensor).to(device))

@@ -1,0 +1,87 @@
+"""By which transport a version goes: chosen by where tensors and engines are, or named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fleet_fakes import FakeEngine
+
+from penstock.config import FleetConfig
+from penstock.engine.control import EngineInfo
+from penstock.errors import ConfigError, WeightsError
+from penstock.fleet.lifecycle import Lifecycle
+from penstock.fleet.member import Member
+from penstock.fleet.stores import Stores, choose
+
+HERE, THERE = "http://127.0.0.1:8000", "http://10.0.0.2:8000"
+CPU, GPU_0, GPU_1 = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
+WEIGHTS = [("w", torch.ones(3))]
+
+
+def member(url: str, *gpus: str, engine: str = "vllm") -> Member:
+    info = EngineInfo(engine, "0", 0, paused=False, tp=1, pp=1, dp=1, vocab_size=32, max_model_len=64, transports=())
+    return Member("e0", url, FakeEngine("e0", []), info, Lifecycle("e0"), 0, gpus=gpus)
+
+
+@pytest.mark.parametrize(
+    ("device", "members", "expected"),
+    [
+        (CPU, [member(HERE), member(HERE)], "shared_memory"),
+        (CPU, [member(HERE, "5"), member(THERE)], "broadcast"),
+        (GPU_0, [member(HERE, engine="sim")], "shared_memory"),
+        (GPU_0, [member(HERE, "6"), member(HERE, "7")], "broadcast"),
+        (GPU_1, [member(HERE, "7")], "broadcast"),
+        (GPU_0, [member(HERE, "5"), member(HERE, "6")], "cuda_ipc"),
+        (GPU_1, [member(HERE, "5", "6")], "cuda_ipc"),
+        (GPU_0, [member(HERE)], "broadcast"),
+        (GPU_0, [member(THERE, "5")], "broadcast"),
+    ],
+)
+def test_the_transport_follows_from_who_is_where(monkeypatch: Any, device: Any, members: Any, expected: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")
+    assert choose(device, members) == expected
+
+
+def test_what_is_published_is_found_by_its_transport(tmp_path: Path) -> None:
+    stores = Stores(FleetConfig(weight_transport="disk", weight_folder=tmp_path), lambda: [member(HERE)], 10.0)
+    assert stores.current is None
+    manifest = stores.publish(1, WEIGHTS)
+    assert manifest.transport == "disk"
+    assert stores.current is None
+    stores.commit(manifest)
+    assert stores.current == manifest
+    stores.close()
+
+
+def test_by_itself_it_takes_iterators_and_what_can_be_read_twice() -> None:
+    stores = Stores(FleetConfig(), lambda: [member(HERE)], 10.0)
+    for given in (WEIGHTS, iter(WEIGHTS), dict(WEIGHTS).items()):
+        manifest = stores.publish(1, given)
+        assert (manifest.transport, [t.name for t in manifest.tensors]) == ("shared_memory", ["w"])
+    with pytest.raises(WeightsError, match="no tensors given"):
+        stores.publish(1, [])
+    with pytest.raises(WeightsError, match="no transport 'pigeon'"):
+        stores.adopt(SimpleNamespace(transport="pigeon"))  # type: ignore[arg-type]
+    stores.close()
+
+
+def test_engines_elsewhere_need_an_address_that_they_reach() -> None:
+    far = [member(HERE), member(THERE)]
+    near = Stores(FleetConfig(), lambda: far, 10.0)
+    with pytest.raises(WeightsError, match=r"cannot reach this trainer at 127\.0\.0\.1: set fleet\.weight_address"):
+        near.publish(1, WEIGHTS)
+    stores = Stores(FleetConfig(weight_address="10.0.0.1"), lambda: far, 10.0)
+    assert stores.publish(1, WEIGHTS).transport == "broadcast"
+    stores.close()
+
+
+def test_files_need_a_folder() -> None:
+    with pytest.raises(ValueError, match="needs a folder"):
+        FleetConfig(weight_transport="delta")
+    settings = FleetConfig().model_copy(update={"weight_transport": "disk"})
+    with pytest.raises(ConfigError, match=r"needs fleet\.weight_folder"):
+        Stores(settings, list, 10.0)
