@@ -84,6 +84,7 @@ async def test_one_group_carries_every_version(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("kind", ["exit", "refuse", "hang"])
 async def test_who_fails_in_it_takes_nobody_along(fleet: Fleet, kind: str) -> None:
+    await fleet.update_weights(weights(4.0))
     group = broadcast(fleet)._group
     group.spec = replace(group.spec, timeout_s=2.0)  # what hangs is not noticed before this deadline
     before = group.spec.epoch

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from penstock.engine.concurrent import cancelled, in_thread
-from penstock.errors import EngineHTTPError, PenstockError, TransferError, WeightsError
+from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, TransferError, WeightsError
 from penstock.fleet.control import Call, FanOut, OnFailure, fan_out
 from penstock.fleet.member import SERVABLE, EngineControl, Member
 from penstock.fleet.roster import Roster
 from penstock.types import EngineUpdate
 from penstock.weights.manifest import WeightManifest
 from penstock.weights.ranks import Layout
+
+T = TypeVar("T")
 
 ANSWER_S = 5.0
 """Who has not said so long after a transfer was cut that it was, hangs; the others wait for it behind the gate."""
@@ -84,26 +86,13 @@ class Delivery:
             else:
                 await self._roster.bury(member, f"apply of new weights failed: {error}", torn=True)
 
-        waits: set[asyncio.Timeout] = set()
-
-        async def within(engine: EngineControl) -> EngineUpdate:
-            async with asyncio.timeout(None) as wait:
-                waits.add(wait)
-                try:
-                    return await call(engine)
-                finally:
-                    waits.remove(wait)
-
-        def over(sending: asyncio.Task[None]) -> None:
-            if sending.exception() is not None:
-                for wait in waits:
-                    wait.reschedule(asyncio.get_running_loop().time() + ANSWER_S)
+        answers = _Answers()
 
         async with self._cut_by_a_death(sender, members):
             sending = asyncio.create_task(in_thread(sender.send), name="send-weights")
-            sending.add_done_callback(over)
+            sending.add_done_callback(answers.expect)
             try:
-                outcome = await self._asked(members, within, failed)
+                outcome = await self._asked(members, lambda engine: answers.of(call(engine)), failed)
             finally:
                 if not sending.done():  # nobody is left who would take it
                     sender.interrupt("every engine has answered")
@@ -167,6 +156,35 @@ class Delivery:
             yield
         finally:
             await cancelled(watching)
+
+
+class _Answers:
+    """Engines have as long as they need while bytes are on their way, and `ANSWER_S` once the sending has failed."""
+
+    def __init__(self) -> None:
+        self._waits: set[asyncio.Timeout] = set()
+
+    async def of(self, answer: Awaitable[T]) -> T:
+        """One engine's answer. Raises DeadlineError where it came too late."""
+        wait = asyncio.timeout(None)
+        try:
+            async with wait:
+                self._waits.add(wait)
+                try:
+                    return await answer
+                finally:
+                    self._waits.remove(wait)
+        except TimeoutError as error:
+            if not wait.expired():
+                raise
+            message = f"no answer within {ANSWER_S:g} s after the transfer was cut"
+            raise DeadlineError(message, seconds=ANSWER_S) from error
+
+    def expect(self, sending: asyncio.Task[None]) -> None:
+        """The sending is over."""
+        if sending.exception() is not None:
+            for wait in self._waits:
+                wait.reschedule(asyncio.get_running_loop().time() + ANSWER_S)
 
 
 def _alive(members: Sequence[Member]) -> list[Member]:
