@@ -87,14 +87,17 @@ class Delivery:
                 await self._roster.bury(member, f"apply of new weights failed: {error}", torn=True)
 
         answers = _Answers()
-
         async with self._cut_by_a_death(sender, members):
             sending = asyncio.create_task(in_thread(sender.send), name="send-weights")
             sending.add_done_callback(answers.expect)
+            whole = False
             try:
                 outcome = await self._asked(members, lambda engine: answers.of(call(engine)), failed)
+                whole = not outcome.failures
             finally:
-                if not sending.done():  # nobody is left who would take it
+                # Who has sent all of it to all is about to see that; whoever else still sends, does so to nobody.
+                await asyncio.wait((sending,), timeout=ANSWER_S if whole else 0.0)
+                if not sending.done():
                     sender.interrupt("every engine has answered")
                 await asyncio.wait((sending,))
         if isinstance(error := sending.exception(), WeightsError):
