@@ -31,7 +31,7 @@ from penstock.engine.process import free_port
 from penstock.fleet.fleet import Fleet
 from penstock.types import KV
 
-SETTLE_S, RECOVER_S = 3.0, 90.0
+SETTLE_S, RECOVER_S = 8.0, 90.0
 """Between two rounds under load, after every stream has gone on, so that each round finds the same load; and how long
 that may take: an update makes engines compute the KV of what is in flight anew."""
 STATES: tuple[tuple[str, KV], ...] = (("idle", "recompute"), ("load", "recompute"), ("load, KV kept", "keep"))
@@ -70,6 +70,7 @@ class Load:
         if not self._processes:
             return {}
         began = time.perf_counter()
+        await self._ask("after")
         while time.perf_counter() - began < RECOVER_S:
             answers = await self._ask("gaps")
             if all(answer["silent"] <= STRAGGLERS * answer["streams"] for answer in answers):

@@ -20,7 +20,7 @@ from penstock.fleet.stores import Store, Stores
 from penstock.fleet.sync import put, source
 from penstock.types import EngineUpdate, UpdateReport
 from penstock.weights.broadcast import TRANSPORT as BROADCAST
-from penstock.weights.manifest import WeightManifest
+from penstock.weights.manifest import WeightManifest, kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class Updater:
             results = await self._send(sender, members, manifest, call)
         else:
             results = (await fan_out(members, call, deadline_s=self.deadline_s, on_failure=failed)).results
-        layouts = {m.name: m.layout for m in members if m.name in results}
+        layouts = {m.name: (m.layout, kind_of(results[m.name].checksum)) for m in members if m.name in results}
         odd = odd_ones_out({name: update.checksum for name, update in results.items()}, layouts)
         for member in members:
             if member.name in odd:

@@ -15,6 +15,16 @@ DTYPE_BYTES: Mapping[str, int] = {
 }  # fmt: skip
 
 
+SUMS = "sums:"
+"""What an engine's checksum begins with if it is of the sums that its sender gave, with which it has compared what it
+loaded; any other is of its weights as its kernels have them, and only like is compared with like."""
+
+
+def kind_of(checksum: str) -> str:
+    """`SUMS`, or nothing."""
+    return SUMS if checksum.startswith(SUMS) else ""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor: its checkpoint name, torch dtype name, shape, and where its bytes lie."""

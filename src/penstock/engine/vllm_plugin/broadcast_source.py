@@ -19,6 +19,9 @@ from penstock.weights.transfer import receive
 class BroadcastSource:
     """Receives over the group that the worker has joined; tensors go where `place` says, without a copy, over NCCL."""
 
+    partial = False
+    compares = True
+
     def __init__(self, worker: Any) -> None:
         self._worker = worker
 

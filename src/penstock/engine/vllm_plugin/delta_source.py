@@ -21,6 +21,7 @@ class DeltaSource:
     """Maps the whole version; brings only what changed, where what is in force is the delta's base for certain."""
 
     partial = False
+    compares = False
     """Set by who loads: whether tensors may be left out that are in force as they are."""
 
     def __init__(self, worker: Any) -> None:

@@ -24,6 +24,7 @@ class IpcSource:
     """Maps the trainer's allocations in `prepare`, and keeps them mapped while the trainer shows the same ones."""
 
     partial = False
+    compares = True
 
     def __init__(self, worker: Any) -> None:
         self._device = torch.device(worker.device)

@@ -36,8 +36,11 @@ class Loader:
             self._plan = make_plan(model, self._worker.model_config, manifest.tensors, self._worker.device)
         self._planned = planned
 
-    def load(self, manifest: WeightManifest, source: Source) -> None:
+    def load(self, manifest: WeightManifest, source: Source) -> bool:
         """Put every tensor of a prepared manifest in force; the engine must be paused.
+
+        Returns:
+            Whether what is in force is known to be what was sent: compared on this device, and put in place by copies.
 
         Raises:
             TransferError: of the source. The model is torn then, and must not run.
@@ -50,11 +53,12 @@ class Loader:
                 tensors = source.tensors(manifest, lambda _: None)
                 model.load_weights((entry.name, tensor.to(self._worker.device)) for entry, tensor in tensors)
                 finish(model, self._worker.model_config)
-            return
+            return False
         with torch.no_grad():
             for entry, tensor in source.tensors(manifest, plan.place):
                 plan.put(entry.name, tensor)
         torch.accelerator.synchronize()
+        return source.compares
 
 
 def begin(model: Any) -> None:

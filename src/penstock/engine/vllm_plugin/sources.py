@@ -23,6 +23,8 @@ class Source(Protocol):
 
     partial: bool
     """Set by who loads: tensors may be left out that are in force as they are."""
+    compares: bool
+    """Every tensor is compared with its sender's `device_sum`, where it lies on this device."""
 
     def prepare(self, manifest: WeightManifest) -> None:
         """Do what can be done while the engine generates (map, open, check); called between two of its steps.
@@ -47,6 +49,7 @@ class SharedMemorySource:
     """Maps the file of `weights.shared_memory`; its bytes were checked before, by the API process."""
 
     partial = False
+    compares = False
 
     def __init__(self, worker: Any) -> None:
         del worker
