@@ -194,6 +194,22 @@ async def test_a_core_that_hangs_is_noticed_though_its_server_is_well() -> None:
         bench.check_belief()
 
 
+async def test_nobody_is_asked_any_more_when_the_watch_has_ended() -> None:
+    bench = await Bench("ab").started()
+
+    async def ends_slowly(_: float) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.2)
+
+    bench.engine["b"].health = ends_slowly
+    before = asyncio.all_tasks()
+    async with watched(bench, FleetConfig(health_interval_s=0.01, hang_timeout_s=5.0)):
+        await asyncio.sleep(0.1)
+    assert asyncio.all_tasks() == before
+
+
 @pytest.mark.parametrize("kind", ["refuse", "garbage"])
 async def test_any_answer_of_a_core_is_a_sign_of_life(kind) -> None:
     bench = await Bench("ab").started()

@@ -97,6 +97,8 @@ class Supervisor:
         self._guards.clear()
         for guard in guards:
             guard.cancel()
+        if guards:
+            await asyncio.wait(guards)  # cancelled once more meanwhile, one would leave its own tasks behind
         for guard in guards:
             await cancelled(guard)
 
@@ -139,6 +141,8 @@ class Supervisor:
             status = await member.process.wait()
             await self._roster.bury(member, f"its process exited with status {status}")
         finally:
+            for task in tasks:
+                task.cancel()
             for task in tasks:
                 await cancelled(task)
 
