@@ -72,7 +72,7 @@ def test_help_loads_nothing_heavy() -> None:
         (["serve", "m", "--sim", "max_modellen=3"], "did you mean 'max_model_len'?"),
         (["serve", "m", "--sim", "max_model_len=long"], "'engine.max_model_len'"),
         (["serve", "m", "--sim", "router.policy=fastest"], "'router.policy'"),
-        (["serve", "m", "--sim", "--engines", "0"], "--engines"),
+        (["serve", "m", "--sim", "--engines", "0"], "engines is 0 and there is nothing to attach"),
         (["serve", "m", "--sim", "--engines", "two"], "--engines"),
         (["serve", "m", "--sim", "--port", "70000"], "--port"),
         (["serve", "m", "--sim", "--cpu"], "--cpu and --sim exclude each other"),

@@ -25,6 +25,7 @@ from penstock.errors import ConfigError, EngineDeadError, EngineHTTPError, State
 from penstock.fleet.lifecycle import State
 from penstock.fleet.vllm_router import POLICIES, VllmRouterAdmin, VllmRouterProcess, command
 from penstock.router.membership import EngineEntry
+from penstock.router.server import Router
 from penstock.sim import SimConfig, SimServer
 
 installed = pytest.mark.skipif(
@@ -240,12 +241,20 @@ async def workers(admin: VllmRouterAdmin) -> set[str]:
 
 
 async def test_a_router_of_ours_that_runs_already_gets_the_fleet_too() -> None:
-    async with Fleet.launch("sim-model", **SIM) as owner, Fleet.launch("sim-model", url=owner.url, **SIM) as fleet:
-        await check_serves(fleet, engines=1)
-        assert sum((await made(owner)).values()) == 0
+    router = Router()
+    await router.start("127.0.0.1", 0)
+    try:
         with pytest.raises(EngineHTTPError) as error:
-            await Fleet.launch("sim-model", kind="vllm-router", url=owner.url, **SIM)
+            await Fleet.launch("sim-model", kind="vllm-router", url=router.url, **SIM)
         assert error.value.status == 404, "it is no vllm-router"
+        async with Fleet.launch("sim-model", url=router.url, **SIM) as fleet:
+            assert fleet.url == router.url
+            await check_serves(fleet, engines=1)
+            with pytest.raises(StateError, match="is held already"):
+                await Fleet.launch("sim-model", url=router.url, **SIM)
+            await check_serves(fleet, engines=1)
+    finally:
+        await router.close()
 
 
 async def test_what_is_not_there_is_said_before_an_engine_starts() -> None:
