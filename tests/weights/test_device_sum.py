@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.weights.device_sum import device_sum, device_sums, read_sums
+from penstock.weights.device_sum import DeviceSums, device_sums
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8]
 
@@ -61,5 +61,10 @@ def test_sees_a_flipped_bit_a_moved_row_and_a_zeroed_end() -> None:
 
 
 def test_nothing_has_the_sum_zero() -> None:
-    assert device_sums([]) == read_sums([]) == []
-    assert int(device_sum(torch.empty(0, 4))) == 0
+    assert device_sums([]) == DeviceSums().values() == []
+    assert device_sums([torch.empty(0, 4)]) == [0]
+
+
+def test_many_tensors_at_once_have_the_sums_that_each_has_alone() -> None:
+    tensors = [torch.randn(shape) for shape in [(3,), (2048, 7), (0,), (8192,), (1, 1), (100, 100)]]
+    assert device_sums(tensors) == [device_sums([tensor])[0] for tensor in tensors]

@@ -15,7 +15,7 @@ import torch
 
 from penstock.errors import TransferError, WeightsError
 from penstock.weights.buckets import Bucket, cut
-from penstock.weights.device_sum import device_sum, read_sums
+from penstock.weights.device_sum import DeviceSums
 from penstock.weights.manifest import DTYPE_BYTES, TensorEntry
 from penstock.weights.pack import dtype_name
 
@@ -30,13 +30,13 @@ def describe(named_tensors: NamedTensors) -> tuple[tuple[TensorEntry, ...], torc
     """Check the tensors and sum their bits on their device, in one pass, without a copy of them.
 
     Returns:
-        An entry for each, `crc32` its `device_sum`; and the device that they are sent from.
+        An entry for each, `crc32` its checksum of `device_sum`; and the device that they are sent from.
 
     Raises:
         WeightsError: no tensor, a name twice, a dtype no engine loads, NaN or infinity.
     """
     entries: dict[str, TensorEntry] = {}
-    sums: list[torch.Tensor] = []
+    sums = DeviceSums()
     spans: list[torch.Tensor] = []
     device = torch.device("cpu")
     for name, given in named_tensors:
@@ -50,14 +50,14 @@ def describe(named_tensors: NamedTensors) -> tuple[tuple[TensorEntry, ...], torc
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # this thread's stream need not be the one that computed them
         entries[name] = TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, 0)
-        sums.append(device_sum(tensor).to(device))
+        sums.add(tensor.to(device))
         spans.append(_span(tensor).to(device))
     if not entries:
         raise WeightsError("no tensors given: pass every parameter of the model, as model.named_parameters() does")
     for name, finite in zip(entries, torch.isfinite(torch.stack(spans)).tolist(), strict=True):
         if not finite:
             raise WeightsError(f"tensor {name!r} holds NaN or infinity; the update was not sent")
-    summed = zip(entries.values(), read_sums(sums), strict=True)
+    summed = zip(entries.values(), sums.values(), strict=True)
     return tuple(TensorEntry(e.name, e.dtype, e.shape, 0, number) for e, number in summed), device
 
 
@@ -98,7 +98,7 @@ def receive(
     """
     plan = cut([entry.nbytes for entry in entries], bucket_bytes)
     wanted = place if group.spec.backend == "nccl" else _nowhere  # gloo may write when it is no longer waited for
-    sums: list[torch.Tensor] = []
+    sums = DeviceSums()
     with group.within(group.spec.timeout_s):
         coming = [_begin(group, bucket, entries, wanted) for bucket in plan[:1]]
         for index, bucket in enumerate(plan):
@@ -106,10 +106,10 @@ def receive(
             coming += [_begin(group, following, entries, wanted) for following in plan[index + 1 : index + 2]]
             group.wait(works)
             for entry, tensor in zip(entries[bucket.start : bucket.stop], tensors, strict=True):
-                sums.append(device_sum(tensor))
+                sums.add(tensor)
                 yield entry, tensor
         group.synchronize()
-        found = read_sums(sums)
+        found = sums.values()
     for entry, number in zip(entries, found, strict=True):
         if number != entry.crc32:
             raise TransferError(f"tensor {entry.name!r} arrived with the sum {number}, it was sent with {entry.crc32}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from penstock.weights.device_sum import device_sum, read_sums
+from penstock.weights.device_sum import DeviceSums
 from penstock.weights.manifest import SUMS, WeightManifest
 
 
@@ -21,17 +21,17 @@ def checksum_of_sums(manifest: WeightManifest) -> str:
 def weights_checksum(model: torch.nn.Module) -> str:
     """Digest over every parameter, and over what packed CPU kernels compute.
 
-    Of each parameter the `device_sum` enters: only sums are copied from the device. Packed CPU kernels hide their
+    Of each parameter its sum (`device_sum.py`) enters: only sums leave the device. Packed CPU kernels hide their
     weights (`cpu_linear`), so what enters is their output for a fixed input.
     """
     digest = hashlib.blake2b(digest_size=16)
-    sums: list[torch.Tensor] = []
+    sums = DeviceSums()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
             if parameter.numel():
-                sums.append(device_sum(parameter))
-        digest.update(repr(read_sums(sums)).encode())
+                sums.add(parameter)
+        digest.update(repr(sums.values()).encode())
         for name, module in model.named_modules():
             packed = getattr(module, "cpu_linear", None)
             if packed is not None:

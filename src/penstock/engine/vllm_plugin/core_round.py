@@ -114,6 +114,8 @@ class _Round:
 
     def begin(self) -> None:
         """Pause. With a step on the device, vLLM answers with a future that ends when it is done."""
+        if asleep := holds_of(self._core).check_awake():
+            raise StateError(asleep)
         held = self._core.collective_rpc("penstock_prepared")
         if any(version != self._version for version in held):
             raise StateError(f"weight version {self._version} is not prepared here (prepared: {held})")

@@ -124,6 +124,8 @@ class PenstockMiddleware:
             self._spec = await asyncio.to_thread(expected_weights, engine.vllm_config.model_config)
         self._spec.check(manifest)
         manifest = await asyncio.to_thread(self._bytes.check, manifest, await self._current_version(engine))
+        if asleep := await engine.engine_core.call_utility_async("penstock_check_awake"):
+            raise StateError(asleep)
         _raise_first(await on_every_rank(engine, "penstock_prepare", (manifest.to_json(),)))
         return {"ok": True}
 

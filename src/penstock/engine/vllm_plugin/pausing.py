@@ -79,6 +79,12 @@ class Holds:
         self.go_on()
         return awake
 
+    def check_awake(self) -> str | None:
+        """Why weights cannot be loaded now: where they belong there is no memory."""
+        if "weights" in self.asleep:
+            return "the engine's weights are asleep: wake them (wake_up with the tag weights) before an update"
+        return None
+
     def weights_are_out(self) -> None:
         """Nothing may be computed before weights are in."""
         self.without_weights = True
@@ -112,6 +118,7 @@ def extend_core() -> None:
 
     for method in (
         Holds.pause, Holds.resume, Holds.sleep, Holds.wake_up, Holds.weights_are_out, Holds.weights_are_in,
+        Holds.check_awake,
     ):  # fmt: skip
         setattr(EngineCore, f"penstock_{method.__name__}", _on_holds(method))
 
