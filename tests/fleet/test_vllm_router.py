@@ -244,9 +244,11 @@ async def test_a_router_of_ours_that_runs_already_gets_the_fleet_too() -> None:
     router = Router()
     await router.start("127.0.0.1", 0)
     try:
-        with pytest.raises(EngineHTTPError) as error:
-            await Fleet.launch("sim-model", kind="vllm-router", url=router.url, **SIM)
-        assert error.value.status == 404, "it is no vllm-router"
+        async with SimServer(SimConfig()) as engine:
+            router.dispatcher.set_engines(0, [EngineEntry("x", engine.url)])
+            with pytest.raises(EngineHTTPError) as error:
+                await Fleet.launch("sim-model", kind="vllm-router", url=router.url, **SIM)
+            assert error.value.status == 404, "it is no vllm-router"
         async with Fleet.launch("sim-model", url=router.url, **SIM) as fleet:
             assert fleet.url == router.url
             await check_serves(fleet, engines=1)
