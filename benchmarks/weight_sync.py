@@ -196,6 +196,9 @@ async def main() -> int:
     args = options.parse_args()
     if args.quick:
         args.rounds = 2
+    if torch.cuda.device_count() < (1 if args.transport == "cuda_ipc" else 1 + args.engines * args.tp):
+        _common.note(f"{torch.cuda.device_count()} GPUs are too few for this: nothing is measured")
+        return _common.report("weight_sync", [])
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM's own IPC pickles its handles
     with tempfile.TemporaryDirectory() as folder:
         path = _dummy_models.save(Path(folder), args.model)
