@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from nano_models import save_dense, save_moe
+from penstock.engine.vllm_plugin import reload
 from penstock.engine.vllm_plugin.direct_load import DirectPlan, NotDirectError, Piece, _Proof, make_plan
+from penstock.errors import TransferError
 from penstock.weights.manifest import TensorEntry
 
 CPU = torch.device("cpu")
@@ -90,7 +93,52 @@ def examine(folder: Path, port: int) -> dict[str, Any]:
         with set_current_vllm_config(config):
             model.load_weights(iter(sent.items()))
         found["as_vllm_loads"] = all(torch.equal(by_plan[name], p) for name, p in model.named_parameters())
+    with torch.no_grad():
+        found["failed_proof"] = fail_inside_a_proof(model, config, entries)
+        found["repeated"] = cut_and_repeat(model, config, entries)
     return found
+
+
+def fail_inside_a_proof(model: torch.nn.Module, config: Any, entries: list[TensorEntry]) -> dict[str, bool]:
+    """No memory in the middle of a layer: there is no plan, and the model is as it was."""
+    before = {name: (parameter, parameter.detach().clone()) for name, parameter in model.named_parameters()}
+    calls, equal = iter(range(100)), torch.equal
+
+    def out_of_memory(*tensors: torch.Tensor) -> bool:
+        if next(calls) == 2:
+            raise torch.OutOfMemoryError("none left")
+        return equal(*tensors)
+
+    torch.equal = out_of_memory
+    try:
+        with set_current_vllm_config(config):
+            plan = make_plan(model, config.model_config, entries, CPU)
+    finally:
+        torch.equal = equal
+    same = all(before[name][0] is p and equal(before[name][1], p) for name, p in model.named_parameters())
+    return {"plan": plan is not None, "same": same}
+
+
+def cut_and_repeat(model: torch.nn.Module, config: Any, entries: list[TensorEntry]) -> bool:
+    """Whether a reload that was cut in the middle of a layer can be done again, whole."""
+    sent = {entry.name: torch.randn(entry.shape) for entry in entries}
+
+    def cut() -> Any:
+        for number, item in enumerate(sent.items()):
+            if number == len(sent) // 2:
+                raise TransferError("the trainer is gone")
+            yield item
+
+    with set_current_vllm_config(config):
+        reload.begin(model)
+        with suppress(TransferError):
+            reload.receive(model, cut())
+        reload.begin(model)
+        reload.receive(model, iter(sent.items()))
+        reload.finish(model, config.model_config)
+        reloaded = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        model.load_weights(iter(sent.items()))
+    return all(torch.equal(reloaded[name], parameter) for name, parameter in model.named_parameters())
 
 
 def main() -> None:

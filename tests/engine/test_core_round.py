@@ -112,9 +112,7 @@ def test_a_load_that_was_cut_leaves_the_engine_held_whoever_resumes_until_one_co
 
 
 @pytest.fixture
-def server(monkeypatch):
-    monkeypatch.setenv("VLLM_API_KEY", "secret")
-
+def server():
     def route(body: Any) -> Future[Any]:
         done: Future[Any] = Future()
         match body["what"]:
@@ -126,7 +124,7 @@ def server(monkeypatch):
                 done.set_result({"ok": True})
         return done
 
-    return f"http://127.0.0.1:{CoreServer({'/do': route}).port}"
+    return f"http://127.0.0.1:{CoreServer({'/do': route}, ['secret']).port}"
 
 
 @pytest.mark.parametrize(

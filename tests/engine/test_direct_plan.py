@@ -40,3 +40,13 @@ def test_loading_is_found_to_be_copies_that_put_every_tensor_where_vllm_does(fou
 def test_a_plan_that_swaps_two_tensors_of_one_shape_is_refused_and_the_model_stays_as_it_was(found, model):
     assert "are not what vLLM loads" in found[model]["swapped"]
     assert found[model]["unchanged"]
+
+
+@pytest.mark.parametrize("model", ["dense", "tied", "moe"])
+def test_a_proof_that_fails_in_the_middle_of_a_layer_leaves_the_model_as_it_was(found, model):
+    assert found[model]["failed_proof"] == {"plan": False, "same": True}
+
+
+@pytest.mark.parametrize("model", ["dense", "tied", "moe"])
+def test_a_reload_that_was_cut_can_be_done_again_whole(found, model):
+    assert found[model]["repeated"]

@@ -53,6 +53,7 @@ def server_command(
     # The key is not on the command line, which every user of the machine can read. Without one the variable is empty:
     # a key of our own environment would be asked for by an engine, and nobody here would know of it.
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_API_KEY": api_key or ""}
+    env["PENSTOCK_CONTROL_HOST"] = host  # of `vllm_plugin/core_server.py`
     if config.enable_lora:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if gpus:

@@ -11,12 +11,13 @@ from yarl import URL
 from penstock.engine.capabilities import PENSTOCK, EngineInfo
 from penstock.engine.metrics import engine_stats
 from penstock.engine.plain import NOT_FOUND, plain_info
-from penstock.engine.transport import TORN, HttpTransport
+from penstock.engine.transport import TORN, HttpTransport, UnreachableError
 from penstock.errors import EngineError, EngineHTTPError, StateError, TransferError, WeightsError
 from penstock.types import EngineStats, EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest
 
 BAD_REQUEST = 400
+_NO_CORE = object()
 INFO = "/penstock/info"
 _TOLD = [field.name for field in fields(EngineInfo) if field.name not in {"capabilities", "instance"}]
 """What our plugin says there, and whether it can sleep; what else it can do is known."""
@@ -77,10 +78,8 @@ class ControlClient:
             timeout_s: deadline in seconds; default: that of every control call.
         """
         timeout_s = timeout_s or self._timeout_s
-        if self._core is not None:
-            body = {"mode": mode.value, "clear_cache": clear_cache}
-            await self._core.post("/penstock/pause", body, timeout_s=timeout_s)
-        else:
+        body = {"mode": mode.value, "clear_cache": clear_cache}
+        if await self._at_core("/penstock/pause", body, timeout_s) is _NO_CORE:
             params = {"mode": mode.value, "clear_cache": str(clear_cache).lower()}
             await self.http.post("/pause", timeout_s=timeout_s, params=params)
 
@@ -94,9 +93,7 @@ class ControlClient:
 
     async def resume(self) -> None:
         """VLLM's /resume."""
-        if self._core is not None:
-            await self._core.post("/penstock/resume", {}, timeout_s=self._timeout_s)
-        else:
+        if await self._at_core("/penstock/resume", {}, self._timeout_s) is _NO_CORE:
             await self._post("/resume")
 
     async def is_paused(self) -> bool:
@@ -187,9 +184,10 @@ class ControlClient:
             TransferError: the bytes did not all come. It stays paused until a version was prepared and applied whole.
         """
         body = {"version": version, "clear_cache": clear_cache}
-        http = self._core or self.http
         try:
-            answer: Any = await http.post("/penstock/weights/apply", body, timeout_s=self._timeout_s)
+            answer: Any = await self._at_core("/penstock/weights/apply", body, self._timeout_s)
+            if answer is _NO_CORE:
+                answer = await self._post("/penstock/weights/apply", body)
         except EngineHTTPError as error:
             if error.error_type == TORN:
                 raise TransferError(str(error)) from error
@@ -219,6 +217,17 @@ class ControlClient:
             self._core = None
         if url is not None and self._core is None:
             self._core = HttpTransport(url, api_key=self._key, name=self.name)
+
+    async def _at_core(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
+        """Ask the core itself; `_NO_CORE` where it cannot be reached past the API server (a proxy, a mapped port)."""
+        if self._core is None:
+            return _NO_CORE
+        try:
+            return await self._core.post(path, body, timeout_s=timeout_s)
+        except UnreachableError:  # nothing was sent
+            await self._core.close()
+            self._core = None
+            return _NO_CORE
 
     async def _post(
         self, path: str, body: Mapping[str, Any] | None = None, *, params: Mapping[str, str] | None = None

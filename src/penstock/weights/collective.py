@@ -76,7 +76,7 @@ class Group:
             store.wait([_GO], timedelta(seconds=self.spec.timeout_s))
             self._connect(store)
             store.set(f"ready/{self._rank}", "")
-        except RuntimeError as error:  # torch's own, of store and backend
+        except (RuntimeError, OSError) as error:  # torch's own, of store and backend
             self.end(f"group {self.spec.epoch} was not formed: {error}")
             raise TransferError(str(self.cut)) from error
 
@@ -96,7 +96,7 @@ class Group:
             store.set(_GO, "")
             self._connect(store)
             self._await(store, "ready")
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             self.end(f"group {self.spec.epoch} was not formed: {error}")
             raise TransferError(str(self.cut)) from error
 

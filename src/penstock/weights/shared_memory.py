@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import stat
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -152,8 +153,14 @@ def open_mapping(path: str, nbytes: int) -> mmap.mmap:
 
 
 def _open_store(path: str) -> int:
+    if not _STORE_FILE.fullmatch(path):  # any other file of this host is nobody's weights
+        raise WeightsError(f"cannot open the weights at {path!r}: it is no store's file (/proc/PID/fd/N)")
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
+        os.close(fd)
+        raise WeightsError(f"cannot open the weights at {path}: it is no file")
     except OSError as error:
         raise WeightsError(
             f"cannot open the weights at {path}: {error.strerror}; the process that published them must be alive, on "

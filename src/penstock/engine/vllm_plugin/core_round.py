@@ -48,22 +48,31 @@ def install() -> None:
     EngineCoreProc.penstock_control_port = _control_port  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _control_port(core: Any) -> int:
-    """Of the server in this core's process; started by the first call."""
+def _control_port(core: Any, keys: list[str]) -> int:
+    """Of the server in this core's process; started by the first call, which says what API keys it takes."""
     server: CoreServer | None = getattr(core, "_penstock_server", None)
     if server is None:
-        routes = {
-            "/penstock/weights/apply": lambda body: _in_core(
-                core, lambda done: _Round(core, int(body["version"]), bool(body["clear_cache"]), done).begin()
-            ),
-            "/penstock/pause": lambda body: _in_core(
-                core, lambda done: _pause(core, mode_in_core(str(body["mode"])), bool(body["clear_cache"]), done)
-            ),
-            "/penstock/resume": lambda _: _in_core(core, lambda done: done.set_result(holds_of(core).resume())),
-            "/penstock/core": lambda _: _in_core(core, lambda done: done.set_result(_state(core))),
-        }
-        server = core._penstock_server = CoreServer(routes)  # noqa: SLF001
+        server = core._penstock_server = CoreServer(_routes(core), keys)  # noqa: SLF001
     return server.port
+
+
+def _routes(core: Any) -> dict[str, Callable[[Any], Future[Any]]]:
+    """What a body says is read before the core is asked."""
+
+    def apply(body: Any) -> Future[Any]:
+        version, clear_cache = int(body["version"]), bool(body["clear_cache"])
+        return _in_core(core, lambda done: _Round(core, version, clear_cache, done).begin())
+
+    def pause(body: Any) -> Future[Any]:
+        mode, clear_cache = mode_in_core(str(body["mode"])), bool(body["clear_cache"])
+        return _in_core(core, lambda done: _pause(core, mode, clear_cache, done))
+
+    return {
+        "/penstock/weights/apply": apply,
+        "/penstock/pause": pause,
+        "/penstock/resume": lambda _: _in_core(core, lambda done: done.set_result(holds_of(core).resume())),
+        "/penstock/core": lambda _: _in_core(core, lambda done: done.set_result(_state(core))),
+    }
 
 
 def _in_core(core: Any, work: Callable[[Future[Any]], None]) -> Future[Any]:
@@ -119,11 +128,9 @@ class _Round:
         held = self._core.collective_rpc("penstock_prepared")
         if any(version != self._version for version in held):
             raise StateError(f"weight version {self._version} is not prepared here (prepared: {held})")
-        paused: Future[Any] | None = None
-        if not self._core.is_scheduler_paused():
-            paused = self._core.pause_scheduler("keep", self._clear_cache)
-        elif self._clear_cache:
-            self._core._reset_caches()  # noqa: SLF001 - what a pause with clear_cache calls
+        # Also where it is paused: a pause that waits lets requests go on, and one that keeps may wait for a step yet.
+        holds_of(self._core).weights_are_out()  # from here on nobody else's resume counts
+        paused: Future[Any] | None = self._core.pause_scheduler("keep", self._clear_cache)
         if paused is None:
             self._load(None)
         else:
@@ -142,7 +149,6 @@ class _Round:
     def _load_and_resume(self) -> dict[str, Any]:
         core, holds = self._core, holds_of(self._core)
         paused = time.perf_counter()
-        holds.weights_are_out()
         ranks = core.collective_rpc("penstock_load", args=(self._version,))
         if problem := next((rank["error"] for rank in ranks if "error" in rank), None):
             raise TransferError(problem)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hmac
 import os
+import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -31,10 +32,13 @@ Route = Callable[[Any], Future[Any]]
 class CoreServer:
     """Answers `POST PATH` with what the route's future brings. 409: it cannot be done in this state."""
 
-    def __init__(self, routes: Mapping[str, Route]) -> None:
-        key = os.environ.get("VLLM_API_KEY", "")
-        handler = type("_Handler", (_Handler,), {"routes": dict(routes), "key": key.encode()})
-        self._server = ThreadingHTTPServer((os.environ.get("PENSTOCK_CONTROL_HOST", "127.0.0.1"), 0), handler)
+    def __init__(self, routes: Mapping[str, Route], keys: Sequence[str] = ()) -> None:
+        taken = [f"Bearer {key}".encode() for key in keys]
+        handler = type("_Handler", (_Handler,), {"routes": dict(routes), "keys": taken})
+        host = os.environ.get("PENSTOCK_CONTROL_HOST", "127.0.0.1")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        server = type("_Server", (ThreadingHTTPServer,), {"address_family": family})
+        self._server: ThreadingHTTPServer = server((host, 0), handler)
         self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, name="penstock-control", daemon=True).start()
@@ -44,7 +48,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = IDLE_S
     routes: Mapping[str, Route]
-    key: bytes
+    keys: Sequence[bytes]
 
     def do_POST(self) -> None:
         length = self.headers.get("content-length", "0")
@@ -54,7 +58,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         data = self.rfile.read(int(length))
         given = self.headers.get("authorization", "").encode()
-        if self.key and not hmac.compare_digest(given, b"Bearer " + self.key):
+        if self.keys and not any(hmac.compare_digest(given, key) for key in self.keys):
             self._answer(401, {"error": "Unauthorized"})
             return
         route = self.routes.get(self.path)
@@ -63,13 +67,16 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             body: Any = orjson.loads(data) if data else {}
-            answer = route(body).result(WORK_S)
+            asked = route(body)
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            self._answer(400, {"error": f"malformed body: {error!r}"})
+            return
+        try:
+            answer = asked.result(WORK_S)
         except TransferError as error:
             self._answer(409, {"error": str(error), "torn": True})
         except StateError as error:
             self._answer(409, {"error": str(error)})
-        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            self._answer(400, {"error": f"malformed body: {error!r}"})
         except Exception as error:  # noqa: BLE001 - whatever went wrong in the core, who asked has to know
             self._answer(500, {"error": repr(error)})
         else:

@@ -74,6 +74,10 @@ class DirectPlan:
             if piece.target.data_ptr() != tensor.data_ptr():
                 piece.target.copy_(piece.of(tensor), non_blocking=True)
 
+    def knows(self, name: str) -> bool:
+        """Whether anything of this tensor is on this worker."""
+        return name in self._pieces
+
     def of_memory(self, parameter: torch.Tensor) -> Iterator[tuple[str, Piece]]:
         """The pieces that fill a parameter, with the names of their tensors."""
         for name, pieces in self._pieces.items():
@@ -162,16 +166,21 @@ class _Proof:
     def run(self, model_config: Any) -> None:
         """Raise NotDirectError where they differ. The model comes out as it went in, whatever happens between."""
         original = layerwise._copy_and_restore_kernel_tensors  # noqa: SLF001 - where vLLM puts a layer in force
+        kept: list[tuple[torch.nn.Module, Any, Any]] = []
         layerwise._copy_and_restore_kernel_tensors = self._compare  # noqa: SLF001
         try:
             layerwise.initialize_layerwise_reload(self._model)
-            try:
-                load_weights: Any = self._model.load_weights
-                load_weights(self._random_tensors())
-            finally:
-                layerwise.finalize_layerwise_reload(self._model, model_config)
+            for layer in self._model.modules():
+                info = layerwise.get_layerwise_info(layer)
+                kept.append((layer, info.kernel_tensors, info.kernel_non_persistent_buffers))
+            load_weights: Any = self._model.load_weights
+            load_weights(self._random_tensors())
+            layerwise.finalize_layerwise_reload(self._model, model_config)
         finally:
             layerwise._copy_and_restore_kernel_tensors = original  # noqa: SLF001
+            self._sent.clear()
+            for layer, tensors, non_persistent in kept:
+                _put_back(layer, tensors, non_persistent)
         for name, parameter in self._model.named_parameters():
             if _memory(parameter) not in self._proved:
                 self._problems.append(f"{name} was not loaded")
@@ -181,12 +190,15 @@ class _Proof:
     def _random_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for entry in self._entries:
             seed = torch.Generator(self._device).manual_seed(zlib.crc32(entry.name.encode()))
-            tensor = torch.rand(entry.shape, generator=seed, device=self._device).to(_dtype(entry))
-            self._sent[entry.name] = tensor
+            dtype = _dtype(entry)
+            made_in = dtype if dtype.is_floating_point and dtype.itemsize > 1 else torch.float32
+            tensor = torch.rand(entry.shape, generator=seed, device=self._device, dtype=made_in).to(dtype)
+            if self._plan.knows(entry.name):  # others are of another rank's part of the model
+                self._sent[entry.name] = tensor
             yield entry.name, tensor
 
     def _compare(self, layer: torch.nn.Module, info: Any) -> None:
-        """In place of vLLM's copy; it raises nothing, since the layers after it have to get their tensors back too."""
+        """In place of vLLM's copy."""
         parameters, _ = info.kernel_tensors
         for name, live in parameters.items():
             made = torch.zeros_like(live)  # vLLM fills padding with zeros
@@ -202,6 +214,25 @@ class _Proof:
             for source, _ in pieces:
                 self._sent.pop(source, None)
         layerwise._place_kernel_tensors(layer, info)  # noqa: SLF001
+
+
+def put_back(model: torch.nn.Module) -> None:
+    """End a reload of vLLM's that was cut: layers that wait for tensors get back those that they had."""
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load():
+            _put_back(layer, info.kernel_tensors, info.kernel_non_persistent_buffers)
+
+
+def _put_back(layer: torch.nn.Module, tensors: Any, non_persistent: Any) -> None:
+    info = layerwise.get_layerwise_info(layer)
+    if tensors is not None:
+        parameters, buffers = tensors
+        now = {**dict(layer.named_parameters(recurse=False)), **dict(layer.named_buffers(recurse=False))}
+        if any(now.get(name) is not live for name, live in [*parameters.items(), *buffers.items()]):
+            info.kernel_tensors, info.kernel_non_persistent_buffers = tensors, non_persistent
+            layerwise._place_kernel_tensors(layer, info)  # noqa: SLF001
+    info.reset()
 
 
 def _memory(tensor: torch.Tensor) -> int:

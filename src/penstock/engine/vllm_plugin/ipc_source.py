@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from penstock.engine.vllm_plugin.sources import Place
-from penstock.errors import WeightsError
+from penstock.errors import TransferError, WeightsError
 from penstock.weights import cuda_driver
-from penstock.weights.device_sum import device_sums
+from penstock.weights.device_sum import DeviceSums, device_sums
 from penstock.weights.lease import borrow
 from penstock.weights.manifest import TensorEntry, WeightManifest
 
@@ -49,7 +49,14 @@ class IpcSource:
         part = self._part(manifest)
         mapped = self._map(part)
         with mapped.lock:  # should the trainer end now, its memory stays mapped until the last view was asked for
-            yield from zip(manifest.tensors, self._views(manifest, mapped, part), strict=True)
+            sums = DeviceSums()
+            for entry, tensor in zip(manifest.tensors, self._views(manifest, mapped, part), strict=True):
+                sums.add(tensor)
+                yield entry, tensor
+            found = sums.values()
+        for entry, value in zip(manifest.tensors, found, strict=True):
+            if value != entry.crc32:
+                raise TransferError(f"tensor {entry.name!r} was changed by the trainer while the engine loaded it")
 
     def _part(self, manifest: WeightManifest) -> dict[str, Any]:
         """What the manifest says of this worker's GPU."""

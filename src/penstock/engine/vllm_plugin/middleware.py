@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import os
 import time
@@ -42,7 +43,6 @@ class PenstockMiddleware:
 
     def __init__(self, app: Any) -> None:
         self.app = app
-        self._key = os.environ.get("VLLM_API_KEY", "")
         self._spec: WeightSpec | None = None
         self._bytes = HostBytes()
         self._updating = asyncio.Lock()
@@ -50,14 +50,14 @@ class PenstockMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
-        if self._key and scope["type"] == "http" and not self._may(scope):
+        if scope["type"] == "http" and not _may(scope):
             await _answer(send, 401, {"error": "Unauthorized"})
             return
         if scope["type"] != "http" or not scope["path"].startswith("/penstock/"):
             await self._spans.pass_on(self.app, scope, receive, send)
             return
         route = {
-            ("GET", "/penstock/info"): self._info,
+            ("GET", "/penstock/info"): functools.partial(self._info, _keys(scope)),
             ("POST", "/penstock/weights/group"): self._group,
             ("POST", "/penstock/weights/prepare"): self._prepare,
             ("POST", "/penstock/weights/apply"): self._apply,
@@ -77,13 +77,7 @@ class PenstockMiddleware:
             status, answer = 409, {"error": str(error)}
         await _answer(send, status, answer)
 
-    def _may(self, scope: Scope) -> bool:
-        if scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
-            return True
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given, b"Bearer " + self._key.encode())
-
-    async def _info(self, engine: Any, _body: Any) -> dict[str, Any]:
+    async def _info(self, keys: list[str], engine: Any, _body: Any) -> dict[str, Any]:
         config = engine.vllm_config
         parallel = config.parallel_config
         self._spans.install(engine)
@@ -100,14 +94,14 @@ class PenstockMiddleware:
             "transports": sorted(SOURCES),
             # On CPUs vLLM answers that it sleeps, and frees nothing.
             "sleep": config.model_config.enable_sleep_mode and config.device_config.device_type != "cpu",
-            "control_port": await self._control_port(engine),
+            "control_port": await self._control_port(engine, keys),
         }
 
-    async def _control_port(self, engine: Any) -> int | None:
+    async def _control_port(self, engine: Any, keys: list[str]) -> int | None:
         """Where the engine's one core listens; several cores have to be paused together, from here."""
         if engine.vllm_config.parallel_config.data_parallel_size > 1:
             return None
-        return await engine.engine_core.call_utility_async("penstock_control_port")
+        return await engine.engine_core.call_utility_async("penstock_control_port", keys)
 
     async def _group(self, engine: Any, body: Any) -> dict[str, Any]:
         """Let every worker begin to join a group, while the engine generates."""
@@ -182,6 +176,21 @@ class PenstockMiddleware:
         if hasattr(engine, "get_weight_version"):
             return version_number(await engine.get_weight_version())
         return self._spans.version
+
+
+def _may(scope: Scope) -> bool:
+    keys = _keys(scope)
+    if not keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+        return True
+    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    return any(hmac.compare_digest(given, b"Bearer " + key.encode()) for key in keys)
+
+
+def _keys(scope: Scope) -> list[str]:
+    """What vLLM takes: those of `--api-key`, else the one of its variable."""
+    options = getattr(scope["app"].state, "args", None)
+    keys: list[str] = [key for key in getattr(options, "api_key", None) or [] if key]
+    return keys or [key for key in (os.environ.get("VLLM_API_KEY"),) if key]
 
 
 def _raise_first(problems: list[str | None]) -> None:

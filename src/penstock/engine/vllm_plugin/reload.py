@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from penstock.engine.vllm_plugin import cpu
 from penstock.engine.vllm_plugin.adapters import without_adapters
-from penstock.engine.vllm_plugin.direct_load import DirectPlan, make_plan
+from penstock.engine.vllm_plugin.direct_load import DirectPlan, make_plan, put_back
 from penstock.engine.vllm_plugin.sources import Source
 from penstock.weights.manifest import WeightManifest
 
@@ -48,11 +49,10 @@ class Loader:
         plan, model = self._plan, self._worker.model_runner.get_model()
         source.partial = plan is not None  # vLLM's reload takes a layer apart until all of it has come
         if plan is None:
-            with without_adapters(model):
-                begin(model)
-                tensors = source.tensors(manifest, lambda _: None)
-                model.load_weights((entry.name, tensor.to(self._worker.device)) for entry, tensor in tensors)
-                finish(model, self._worker.model_config)
+            begin(model)
+            tensors = source.tensors(manifest, lambda _: None)
+            receive(model, ((entry.name, tensor.to(self._worker.device)) for entry, tensor in tensors))
+            finish(model, self._worker.model_config)
             return False
         with torch.no_grad():
             for entry, tensor in source.tensors(manifest, plan.place):
@@ -63,11 +63,23 @@ class Loader:
 
 def begin(model: Any) -> None:
     """Put the layers into loading state. From here to `finish` the model cannot run."""
-    cpu.before_reload(model)
-    initialize_layerwise_reload(model)
+    with without_adapters(model):
+        cpu.before_reload(model)
+        initialize_layerwise_reload(model)
+
+
+def receive(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Load checkpoint tensors into a model that `begin` has prepared. After an error it can begin anew."""
+    with without_adapters(model):
+        try:
+            model.load_weights(tensors)
+        except BaseException:
+            put_back(model)  # else the next reload would count what came of this one as its own
+            raise
 
 
 def finish(model: Any, model_config: Any) -> None:
     """Take the layers out of loading state, with the loaded weights in force."""
-    finalize_layerwise_reload(model, model_config)
-    cpu.after_reload(model)
+    with without_adapters(model):
+        finalize_layerwise_reload(model, model_config)
+        cpu.after_reload(model)

@@ -52,8 +52,8 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         """Load every tensor of the manifest."""
         manifest = WeightManifest.from_json(update_info.manifest)
         mapping = open_mapping(manifest.location["path"], manifest.extent)
-        load_weights: Any = self.model.load_weights
-        load_weights((name, tensor.to(self.device)) for name, tensor in read(memoryview(mapping), manifest.tensors))
+        tensors = read(memoryview(mapping), manifest.tensors)
+        reload.receive(self.model, ((name, tensor.to(self.device)) for name, tensor in tensors))
 
     def finish_weight_update(self) -> None:
         """Take the layers out of loading state, with the loaded weights in force."""
