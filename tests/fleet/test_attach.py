@@ -13,10 +13,12 @@ from sim_fleets import SIM, check, check_serves, in_flight, made
 
 from penstock import Fleet, SamplingParams
 from penstock.config import ServerSpec
-from penstock.errors import ConfigError, EngineDeadError, MissingCapabilityError, StateError, UserError
+from penstock.errors import ConfigError, EngineDeadError, MissingCapabilityError, StateError, UpdateError, UserError
 from penstock.fleet import operations
 from penstock.fleet.lifecycle import State
 from penstock.router.admin_client import RouterAdmin
+from penstock.router.membership import EngineEntry
+from penstock.router.server import Router
 from penstock.sim.config import SimConfig
 from penstock.sim.faults import Fault, FaultKind, Phase
 from penstock.sim.server import SimServer
@@ -184,6 +186,72 @@ async def test_weights_torn_by_an_update_do_not_serve_again_under_their_old_name
         assert fleet.weight_version == 0
         assert only.engine.weights.version == 0
         assert (await states(fleet))["e0"] is State.SYNCING, "half of its weights are of no version"
+
+
+@pytest.mark.parametrize("plain", [True])
+async def test_weights_are_torn_though_a_health_check_was_the_first_to_find_the_engine_dead(
+    monkeypatch: pytest.MonkeyPatch, *, plain: bool
+) -> None:
+    monkeypatch.setattr(operations, "LOOK_AGAIN_S", 0.05)
+    timeouts = {"control_timeout_s": 1.0, "hang_timeout_s": 0.3}
+    async with server(plain=plain) as only, Fleet.connect([only.url], **timeouts, **QUICK) as fleet:
+        if plain:
+            await fleet.init_weight_update_communicator({})
+            await fleet.pause_generation()
+        only.engine.faults.add(Fault(FaultKind.HANG, Phase.LOAD))
+        only.engine.faults.add(Fault(FaultKind.HANG, Phase.HEALTH, times=1 << 30))
+        update = fleet.update_named_weights({}, version=1) if plain else fleet.update_weights(GOOD)
+        with pytest.raises(EngineDeadError if plain else UpdateError):
+            await update
+        assert (await fleet.engines())[0].reason.startswith("3 health checks without an answer")
+        assert only.engine.paused
+        only.engine.faults.clear()
+        await until(fleet, "e0", State.SYNCING)
+        await asyncio.sleep(0.3)
+        (status,) = await fleet.engines()
+        assert status.state is State.SYNCING, "half of its weights are of no version"
+        assert fleet.weight_version == 0
+
+
+async def test_one_that_was_paused_when_it_died_of_an_update_serves_again() -> None:
+    async with server() as lasting, server() as failing, plain_fleet(lasting, failing) as fleet:
+        await fleet.update_weights(GOOD)
+        failing.engine.faults.add(Fault(FaultKind.REFUSE, Phase.LOAD))
+        report = await fleet.update_weights(GOOD)
+        assert list(report.failures) == ["e1"]
+        await until(fleet, "e1", State.SERVING)
+        assert not failing.engine.paused
+        await check_serves(fleet, engines=2)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+async def test_a_server_that_its_owner_has_paused_serves_when_it_is_attached(*, plain: bool) -> None:
+    async with server() as first, server(plain=plain) as second, plain_fleet(first) as fleet:
+        await second.engine.holds.pause(PauseMode.ABORT, clear_cache=True, release=False)
+        assert await fleet.attach(second.url) == ("e1",)
+        assert not second.engine.paused
+        await check_serves(fleet, engines=2)
+        await fleet.remove("e1")
+        await fleet.pause_generation()
+        assert await fleet.attach(second.url) == ("e2",)
+        assert second.engine.paused, "as the fleet is"
+        await fleet.resume_generation()
+        await check_serves(fleet, engines=2)
+
+
+async def test_a_name_that_a_router_knows_is_given_to_no_other() -> None:
+    async with server() as first, server() as second:
+        router = Router()
+        await router.start("127.0.0.1", 0)
+        admin = RouterAdmin(router.url)
+        await admin.set_engines(0, [EngineEntry("e1", first.url)])
+        await admin.close()
+        try:
+            async with Fleet.connect(router.url, **QUICK) as fleet:
+                assert await fleet.attach(second.url) == ("e2",)
+                await check_serves(fleet, engines=2)
+        finally:
+            await router.close()
 
 
 async def test_servers_are_attached_to_a_fleet_that_serves() -> None:

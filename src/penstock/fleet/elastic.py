@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
 from penstock.config import ServerSpec
 from penstock.errors import DeadlineError, EngineDeadError, EngineStartError, StateError, UserError
@@ -54,7 +55,7 @@ class Elastic:
         self._drain_s = drain_timeout_s
         self._engines = engines
         self._attached = attached
-        self._numbers = itertools.count(len(roster.members))
+        self._numbers = itertools.count(_first_free(roster.members))
         self._placed: dict[Lifecycle, tuple[str, ...]] = {}
         """GPUs of those that start and are no members yet."""
 
@@ -303,3 +304,9 @@ class Elastic:
         return await engines.place(
             [*(m.gpus for m in self._roster.members if m.state is not State.STOPPED), *self._placed.values()]
         )
+
+
+def _first_free(members: Iterable[Member]) -> int:
+    """The least N so that no engine has the name `eN` or one with a greater number; a router may have given them."""
+    numbers = (re.fullmatch(r"e(\d+)", member.name) for member in members)
+    return 1 + max((int(match[1]) for match in numbers if match is not None), default=-1)

@@ -14,7 +14,7 @@ from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineH
 from penstock.fleet.control import Call, FanOut, fan_out
 from penstock.fleet.core_watch import Occupation
 from penstock.fleet.lifecycle import State
-from penstock.fleet.member import SERVABLE, Member, why
+from penstock.fleet.member import SERVABLE, EngineControl, Member, why
 from penstock.router.admin_client import RouterState
 from penstock.router.membership import EngineEntry
 
@@ -66,6 +66,7 @@ class Roster:
         self.occupation = Occupation()
         """Calls under way that may keep engines from answering others."""
         self.admin = admin
+        self._tearing: set[EngineControl] = set()
         self._closed = closed
         self._epoch = epoch
         self._announced = False
@@ -272,17 +273,28 @@ class Roster:
     async def bury(self, member: Member, reason: str, *, torn: bool = False) -> None:
         """The engine failed: it is DEAD, leaves the router's set, and its process ends. The first reason stays.
 
+        That its weights are torn may be learned from a later caller than the first.
+
         Args:
             member: it.
             reason: why.
             torn: nobody knows what weights it has. Where it is not ours to end, it is at least told to make no more
                 tokens, for those who do not come by this router.
         """
-        if member.state in {State.DEAD, State.STOPPED}:
-            return
-        member.lifecycle.to(State.DEAD, reason)
-        if torn:
+        torn = torn or member.control in self._tearing
+        if torn and member.torn is None:
             member.torn = member.info.instance
+        if member.state not in {State.DEAD, State.STOPPED}:
+            await self._bury(member, reason)
+        elif member.state is State.STOPPED:
+            return
+        if torn and member.process is None:
+            told = await fan_out((member,), lambda engine: engine.release(), deadline_s=SILENCING_S)
+            for error in told.failures.values():
+                logger.warning("engine %s may make tokens of weights that nobody has confirmed: %s", member.name, error)
+
+    async def _bury(self, member: Member, reason: str) -> None:
+        member.lifecycle.to(State.DEAD, reason)
         if member.process is not None:
             member.process.kill()  # it may be half updated or hung: nobody must reach it past the router either
         self.announce()
@@ -291,10 +303,18 @@ class Roster:
         except PenstockError as error:
             # The state holds; the router gets the full set with the next push, and finds the engine gone until then.
             logger.warning("the router was not told that engine %s died: %s", member.name, error)
-        if torn and member.process is None:
-            told = await fan_out((member,), lambda engine: engine.release(), deadline_s=SILENCING_S)
-            for error in told.failures.values():
-                logger.warning("engine %s may make tokens of weights that nobody has confirmed: %s", member.name, error)
+
+    def tears(self, call: Call[T]) -> Call[T]:
+        """`call`, which exchanges an engine's weights: whoever buries the engine meanwhile, they are torn."""
+
+        async def tearing(engine: EngineControl) -> T:
+            self._tearing.add(engine)
+            try:
+                return await call(engine)
+            finally:
+                self._tearing.discard(engine)
+
+        return tearing
 
     async def command(
         self,
@@ -330,7 +350,8 @@ class Roster:
             if not spared:
                 await self.bury(member, f"{what} failed: {error}", torn=tears)
 
-        outcome = await fan_out(members, call, deadline_s=deadline_s, on_failure=failed)
+        made = self.tears(call) if tears else call
+        outcome = await fan_out(members, made, deadline_s=deadline_s, on_failure=failed)
         failed_alive = [m for m in members if m.name in outcome.failures and m.state in SERVABLE]
         refused = [] if may_be_late else failed_alive
         if refused and outcome.results:

@@ -116,6 +116,8 @@ async def bring_in(
             await ask(lambda engine: engine.wake_up(back))
     elif paused:
         await ask(lambda engine: engine.pause(PauseMode.KEEP, clear_cache=False))
+    elif member.process is None and member.info.capabilities.pause:  # paused by its owner, or by us when it was torn
+        await ask(lambda engine: engine.resume())
     if member.control is not control:
         raise StateError(f"engine {member.name} was started anew while it joined")
     roster.admit(member)
