@@ -28,7 +28,7 @@ from penstock.router.admin_client import RouterAdmin
 from penstock.types import PauseMode
 from penstock.weights.shared_memory import SharedMemoryStore
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
 LONG = SamplingParams(max_tokens=300, ignore_eos=True, detokenize=False)
 PROMPTS = [[5 + i, 6, 7] for i in range(12)]
@@ -75,7 +75,7 @@ def samples(out) -> list[Sample]:
     return [Sample(*part) for part in parts]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, 2])
 async def test_plain_vllm_serves_in_a_fleet_and_takes_weights_in_flight(
     nano_path: Path, tmp_path: Path, ranks: int
 ) -> None:

@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams, TokensPrompt
 from vllm.lora.request import LoRARequest
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
 

@@ -77,6 +77,7 @@ def test_what_an_engine_asks_of_a_node() -> None:
     assert capacity({"CPU": 0.0, "GPU": 3.0}, [eight]) == 2, "one engine is not spread over nodes"
 
 
+@pytest.mark.slow
 async def test_a_lost_node_is_engines_lost_and_they_come_back_elsewhere(nodes: RayNodes, tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=400, detokenize=False)
     shared = {"weight_transport": "disk", "weight_folder": tmp_path}
@@ -111,6 +112,7 @@ async def test_a_lost_node_is_engines_lost_and_they_come_back_elsewhere(nodes: R
     assert processes("sim") == []
 
 
+@pytest.mark.slow
 async def test_a_killed_launcher_leaves_no_engine_and_no_placement_group(nodes: RayNodes) -> None:
     argv = (sys.executable, "-c", LAUNCHER, nodes.address)
     launcher = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
