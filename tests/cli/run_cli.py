@@ -24,7 +24,7 @@ RUNTIME = tempfile.TemporaryDirectory(prefix="penstock-cli-")
 
 def environment(**extra: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
-    return {**kept, "HF_HUB_OFFLINE": "1", "COLUMNS": "120", "XDG_RUNTIME_DIR": RUNTIME.name, **extra}
+    return {**kept, "HF_HUB_OFFLINE": "1", "COLUMNS": "120", "PENSTOCK_RUNTIME_DIR": RUNTIME.name, **extra}
 
 
 def penstock(*args: str | Path, cwd: Path | None = None, **extra: str) -> subprocess.CompletedProcess[str]:

@@ -22,13 +22,13 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def server(runtime: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(
-        tmp_path_factory.mktemp("serve") / "log", *SERVE, XDG_RUNTIME_DIR=runtime, PENSTOCK_API_KEY="secret"
+        tmp_path_factory.mktemp("serve") / "log", *SERVE, PENSTOCK_RUNTIME_DIR=runtime, PENSTOCK_API_KEY="secret"
     ) as ready:
         yield ready
 
 
 def states(runtime: str, *args: str) -> dict[str, str]:
-    done = penstock("fleet", "list", "--json", *args, XDG_RUNTIME_DIR=runtime)
+    done = penstock("fleet", "list", "--json", *args, PENSTOCK_RUNTIME_DIR=runtime)
     assert done.returncode == 0, done.stderr
     return {engine["name"]: engine["state"] for engine in json.loads(done.stdout)["members"]}
 
@@ -39,7 +39,7 @@ def test_engines_are_added_drained_removed_and_replaced_without_a_key(
     assert states(runtime, "--url", server.url) == {"e0": "serving", "e1": "serving"}
 
     def fleet(*args: str) -> str:
-        done = penstock("fleet", *args, XDG_RUNTIME_DIR=runtime)
+        done = penstock("fleet", *args, PENSTOCK_RUNTIME_DIR=runtime)
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout.strip()
 
@@ -69,19 +69,19 @@ def test_what_cannot_be_done_is_one_line(server: Server, runtime: str, tmp_path:
         (("add", "0"), "'N'"),
         (("dance",), "No such command 'dance'"),
     ):
-        done = penstock("fleet", *args, XDG_RUNTIME_DIR=runtime)
+        done = penstock("fleet", *args, PENSTOCK_RUNTIME_DIR=runtime)
         assert done.returncode == 2
         assert says in done.stderr
         assert done.stderr.count("\n") == 1
     elsewhere = tmp_path / "r"
     elsewhere.mkdir()
-    done = penstock("fleet", "list", XDG_RUNTIME_DIR=str(elsewhere))
+    done = penstock("fleet", "list", PENSTOCK_RUNTIME_DIR=str(elsewhere))
     assert "known here: none" in done.stderr
 
 
 def test_stop_ends_a_fleet_that_is_served_in_a_shell(server: Server, runtime: str) -> None:
     family = [process for process in server.family if process.is_running()]
-    done = penstock("fleet", "stop", XDG_RUNTIME_DIR=runtime)
+    done = penstock("fleet", "stop", PENSTOCK_RUNTIME_DIR=runtime)
     assert (done.returncode, done.stdout) == (0, "stopped\n")
     assert server.process.wait(timeout=END_S) == 0
     _, alive = psutil.wait_procs(family, timeout=END_S)
@@ -89,7 +89,7 @@ def test_stop_ends_a_fleet_that_is_served_in_a_shell(server: Server, runtime: st
 
 
 def test_detached_it_outlives_the_command_until_it_is_stopped(tmp_path: Path) -> None:
-    kept = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    kept = {"PENSTOCK_RUNTIME_DIR": str(tmp_path)}
     done = penstock(*SERVE, "--detach", **kept)
     assert done.returncode == 0, done.stderr
     url = done.stdout.split("/v1")[0].split()[-1]
@@ -105,7 +105,7 @@ def test_detached_it_outlives_the_command_until_it_is_stopped(tmp_path: Path) ->
 
 
 def test_what_does_not_start_detached_is_one_error(tmp_path: Path) -> None:
-    done = penstock(*SERVE, "--detach", "extra_args.no-such-option=1", XDG_RUNTIME_DIR=str(tmp_path))
+    done = penstock(*SERVE, "--detach", "extra_args.no-such-option=1", PENSTOCK_RUNTIME_DIR=str(tmp_path))
     assert done.returncode == 1
     assert "no-such-option" in done.stderr
     assert "Traceback" not in done.stderr

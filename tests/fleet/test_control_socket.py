@@ -57,7 +57,7 @@ asyncio.run(main())
 @pytest.fixture(autouse=True)
 def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path_factory.mktemp("r")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(path))
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(path))
     return path
 
 
@@ -347,11 +347,24 @@ async def test_a_folder_whose_path_is_too_long_for_a_socket_is_said_before_anyth
 ) -> None:
     deep = tmp_path / ("x" * 100)
     deep.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(deep))
     before = set(psutil.Process().children())
-    with pytest.raises(UserError, match="is too long a path for a socket; set XDG_RUNTIME_DIR to a shorter folder"):
+    with pytest.raises(UserError, match="is too long a path for a socket; set PENSTOCK_RUNTIME_DIR to a"):
         await Fleet.launch("sim-model", profile="sim")
     assert set(psutil.Process().children()) == before
+
+
+async def test_a_login_and_a_job_of_one_user_find_the_same_fleets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PENSTOCK_RUNTIME_DIR")
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.delenv("TMPDIR", raising=False)
+    job = folder()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    assert folder() == job
 
 
 async def test_a_folder_that_others_can_enter_is_refused() -> None:

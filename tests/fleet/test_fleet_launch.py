@@ -58,7 +58,7 @@ asyncio.run(main())
 def logs_go_to(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Temporary log folders are made here, so that it can be seen which are left."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("r")))  # where control sockets lie
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path_factory.mktemp("r")))  # where control sockets lie
     return tmp_path
 
 

@@ -80,7 +80,7 @@ class Waiting(Recorder):
 async def test_a_run_is_found_by_penstock_fleet_which_can_stop_it(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path))
     before = set(psutil.Process().children(recursive=True))
     config = fleet_config(model, tmp_path / "runs")
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 10_000})})

@@ -7,12 +7,14 @@ import os
 import re
 import socket
 import stat
-import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from penstock.errors import StateError, UserError
 
+FOLDER_ENV = "PENSTOCK_RUNTIME_DIR"
+"""Names a folder other than /tmp. Neither XDG_RUNTIME_DIR nor TMPDIR is asked: a login and a cron or Slurm job of one
+user differ in them, so one would not see that the other holds a fleet, and logind takes the former away at logout."""
 FOLDER_MODE = 0o700
 SOCKET_MODE = 0o600
 LONGEST = 107
@@ -26,10 +28,9 @@ def folder() -> Path:
     Raises:
         UserError: somebody else could write there, or its path is too long for a socket's name.
     """
-    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    path = base / f"penstock-{os.getuid()}"
+    path = Path(os.environ.get(FOLDER_ENV) or "/tmp") / f"penstock-{os.getuid()}"  # noqa: S108 - who made it is checked
     if len(os.fsencode(path / "fleet-65535.sock")) > LONGEST:
-        raise UserError(f"{path} is too long a path for a socket; set XDG_RUNTIME_DIR to a shorter folder")
+        raise UserError(f"{path} is too long a path for a socket; set {FOLDER_ENV} to a shorter folder")
     path.mkdir(mode=FOLDER_MODE, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
