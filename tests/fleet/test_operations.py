@@ -14,6 +14,7 @@ from penstock.errors import (
     EngineHTTPError,
     FanOutError,
     StateError,
+    UpdateError,
     UserError,
 )
 from penstock.fleet.control import fan_out
@@ -280,6 +281,25 @@ async def test_a_native_update_needs_a_pause_and_labels_every_engine() -> None:
     bench.check_belief()
     with pytest.raises(UserError, match="not greater"):
         await bench.operations.native_update({}, 1)
+
+
+@pytest.mark.parametrize("way", ["update", "native"])
+async def test_a_number_that_an_engine_may_have_served_is_given_to_no_other_weights(way: str) -> None:
+    bench = await Bench("ab").started()
+    for engine in bench.engine.values():
+        engine.faults |= {"apply-resume": "die", "native": "die"}
+    if way == "native":
+        await pause(bench)
+        with pytest.raises(EngineDeadError):
+            await bench.operations.native_update({}, 1)
+    else:
+        with pytest.raises(UpdateError):
+            await bench.operations.update([], 1)
+    assert bench.roster.version == 0
+    with pytest.raises(UserError, match="weight version 1 is not greater than 1, which engines may have"):
+        await bench.operations.update([], 1)
+    with pytest.raises(UpdateError, match="weight version 2 was not committed"):
+        await bench.operations.update([], None)
 
 
 async def test_after_a_close_nothing_begins_and_what_runs_is_cut_short() -> None:

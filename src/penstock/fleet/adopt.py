@@ -15,13 +15,14 @@ from penstock.engine.concurrent import cancelled, in_thread
 from penstock.engine.control import ControlClient
 from penstock.engine.data import STREAM_CHUNK_TOKENS, DataClient
 from penstock.engine.joining import PlainEngines
-from penstock.errors import EngineDeadError, PenstockError, StateError, UserError
+from penstock.errors import EngineDeadError, PenstockError, StateError
 from penstock.fleet.control import FanOut
 from penstock.fleet.control_wire import FleetState, MemberState, fan_out_of, report_of
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.link import Link
 from penstock.fleet.member import Member
+from penstock.fleet.operations import check_version
 from penstock.fleet.roster import Roster
 from penstock.router.admin_client import RouterAdmin
 from penstock.types import KV, PauseMode, UpdateReport
@@ -222,8 +223,7 @@ class RemoteOrders:
         if self._update is not None and not self._update.done():
             raise StateError("a weight update is under way; await it before the next one")
         number = self._roster.used + 1 if version is None else version
-        if number <= self._roster.version:
-            raise UserError(f"weight version {number} is not greater than {self._roster.version}, which is in force")
+        check_version(number, self._roster)
         self._update = asyncio.create_task(self._publish_and_put(named_tensors, number, kv), name="remote-update")
         return await asyncio.shield(self._update)
 

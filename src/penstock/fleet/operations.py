@@ -212,7 +212,7 @@ class Operations:
         """Bring an engine that is SYNCING to the fleet's weights and state, and let it serve.
 
         It takes its turn among the other operations, so no update comes between its confirmation and its admission.
-        Where nobody has the bytes of the fleet's version, it waits for the next update that leaves them here.
+        Where nobody has the bytes of the fleet's version, it waits for the next update, which it takes part in.
 
         Raises:
             EngineError: it failed; it is not admitted.
@@ -225,14 +225,16 @@ class Operations:
             returns, member.returns, member.waits = member.returns, False, True
             member.lifecycle.explain(
                 f"waits for the next update_weights: nobody has the fleet's weights of version {version} any more "
-                "(update_named_weights keeps no copy)"
+                "(broadcast, cuda_ipc and update_named_weights keep no copy)"
                 if member.info.capabilities.plugin
                 else f"waits until its owner gives it weight version {version}"
             )
             self._roster.announce()
             again_s = None if member.info.capabilities.plugin else LOOK_AGAIN_S
-            await self._roster.until(lambda: self._roster.version != version, deadline_s=again_s)  # noqa: B023 - awaited within the turn
-            member.returns, member.waits = returns, False
+            try:
+                await self._roster.until(lambda: self._roster.version != version, deadline_s=again_s)  # noqa: B023 - awaited within the turn
+            finally:  # given up where it died: started anew, it does not wait yet
+                member.returns, member.waits = returns, False
 
     async def update(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None, *, kv: KV = "recompute"
@@ -260,7 +262,7 @@ class Operations:
                 raise StateError("the engines sleep; wake_up(['weights']) before an update")
             self._require("plugin", "update_weights")
             number = self._roster.used + 1 if version is None else version
-            self._check_version(number)
+            check_version(number, self._roster)
             return await self._updater.run(publish, version=number, clear_cache=kv == "recompute")
 
         def over() -> None:
@@ -277,10 +279,11 @@ class Operations:
         """VLLM's own start, update, finish on engines that are paused."""
 
         async def run() -> None:
-            self._check_version(version)
+            check_version(version, self._roster)
             if not self.paused:
                 raise StateError("pause generation before a native weight update: vLLM dies of one while it generates")
             self._require("weight_transfer", "update_named_weights")
+            self._roster.used = version  # an engine that fails on the way may have taken it
             await self._roster.command(
                 lambda engine: engine.native_update(update_info, version=version),
                 what=f"native update to weight version {version}",
@@ -339,10 +342,6 @@ class Operations:
                 member.lifecycle.to(state, reason)
         self._roster.announce()
 
-    def _check_version(self, version: int) -> None:
-        if version <= self._roster.version:
-            raise UserError(f"weight version {version} is not greater than {self._roster.version}, which is in force")
-
     def _require(self, needed: Capability, operation: str) -> None:
         """Refuse what some live engine cannot do, before any is told to."""
         require(((m.name, m.info.capabilities) for m in self._roster.live()), needed, operation)
@@ -360,3 +359,14 @@ class Operations:
 
 async def _resume(engine: EngineControl) -> None:
     await engine.resume()
+
+
+def check_version(version: int, roster: Roster) -> None:
+    """Refuse a number that names other weights already, be it on tokens of an update that did not commit."""
+    if version <= roster.version:
+        raise UserError(f"weight version {version} is not greater than {roster.version}, which is in force")
+    if version <= roster.used:
+        raise UserError(
+            f"weight version {version} is not greater than {roster.used}, which engines may have served though it was "
+            f"not committed; take {roster.used + 1}, or leave the number to the fleet"
+        )
