@@ -16,7 +16,7 @@ from penstock.fleet.elastic import Elastic
 from penstock.fleet.endpoint import Endpoint
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.lifecycle import Lifecycle, State
-from penstock.fleet.member import EngineHandle, Engines, Member
+from penstock.fleet.member import EngineHandle, Engines, Member, updatable
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
 from penstock.fleet.routers import OpenRouter
@@ -94,7 +94,7 @@ async def assemble(
     if not members or len(members) < fleet.min_engines:
         raise UserError(f"there are {len(members)} engines, the fleet needs at least {fleet.min_engines}")
     roster = await _announced(router, members, epoch)
-    store = Stores(fleet, roster.live, control_timeout_s)
+    store = Stores(fleet, lambda: updatable(roster.members), control_timeout_s)
     owned.callback(store.close)
     data = _data_client(router, roster, owned, api_key, request_timeout_s, fleet.stream_chunk_tokens)
     operations = Operations(

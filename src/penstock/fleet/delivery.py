@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from penstock.engine.concurrent import cancelled, in_thread
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, TransferError, WeightsError
 from penstock.fleet.control import Call, FanOut, OnFailure, fan_out
-from penstock.fleet.member import SERVABLE, EngineControl, Member
+from penstock.fleet.member import EngineControl, Member, updatable
 from penstock.fleet.roster import Roster
 from penstock.types import EngineUpdate
 from penstock.weights.manifest import WeightManifest
@@ -54,8 +55,13 @@ class Delivery:
         """Whether the group is whole, and of these engines; one that was started anew is another."""
         return sender.formed() and self._joined == tuple(member.control for member in members)
 
-    async def gather(self, sender: Sender, members: Sequence[Member]) -> list[Member]:
+    async def gather(self, sender: Sender, members: Sequence[Member], *, torn: bool = False) -> list[Member]:
         """Form the group of these engines while they generate, unless it is there; who does not come is DEAD.
+
+        Args:
+            sender: opens it.
+            members: of these.
+            torn: they have half of the version that is sent already.
 
         Returns:
             Those who are in it.
@@ -63,12 +69,12 @@ class Delivery:
         Raises:
             WeightsError: an engine refuses to join, so it cannot; or nobody can reach the trainer.
         """
-        left, self.fresh = _alive(members), False
+        left, self.fresh = updatable(members), False
         while left and not self.holds(sender, left):
             self._joined, self.fresh = (), True
-            if await self._form(sender, left):
+            if await self._form(sender, left, torn=torn):
                 self._joined = tuple(member.control for member in left)
-            left = _alive(left)
+            left = updatable(left)
         return left
 
     async def send(self, sender: Sender, members: Sequence[Member], call: Call[EngineUpdate]) -> FanOut[EngineUpdate]:
@@ -77,7 +83,7 @@ class Delivery:
         One that fails is DEAD. One whose transfer was cut is torn and paused, its outcome a `TransferError`.
 
         Raises:
-            WeightsError: the tensors are not those that were published; all engines are torn.
+            WeightsError: the tensors are not those that were published, or do not come; all engines are torn.
         """
 
         async def failed(member: Member, error: PenstockError) -> None:
@@ -88,7 +94,7 @@ class Delivery:
 
         answers = _Answers()
         async with self._cut_by_a_death(sender, members):
-            sending = asyncio.create_task(in_thread(sender.send), name="send-weights")
+            sending = _beside(sender.send)
             sending.add_done_callback(answers.expect)
             whole = False
             try:
@@ -99,12 +105,15 @@ class Delivery:
                 await asyncio.wait((sending,), timeout=ANSWER_S if whole else 0.0)
                 if not sending.done():
                     sender.interrupt("every engine has answered")
-                await asyncio.wait((sending,))
-        if isinstance(error := sending.exception(), WeightsError):
+                    await asyncio.wait((sending,), timeout=ANSWER_S)
+        if not sending.done() and not whole:
+            # Nothing interrupts the trainer's own code; its thread ends by itself, with the group, if it ever goes on.
+            raise WeightsError("named_tensors has not given its next tensor before the deadline of sending")
+        if sending.done() and isinstance(error := sending.exception(), WeightsError):
             raise error
         return outcome
 
-    async def _form(self, sender: Sender, members: Sequence[Member]) -> bool:
+    async def _form(self, sender: Sender, members: Sequence[Member], *, torn: bool) -> bool:
         """One try; False: somebody has left, or did not come."""
         layouts = [member.layout for member in members]
         invited = await in_thread(lambda: sender.invite(layouts))
@@ -116,7 +125,7 @@ class Delivery:
             if isinstance(error, (WeightsError, EngineHTTPError)):
                 sender.interrupt(f"engine {member.name} does not join: {error}")
             else:
-                await self._roster.bury(member, f"did not join the group for new weights: {error}")
+                await self._roster.bury(member, f"did not join the group for new weights: {error}", torn=torn)
 
         async with self._cut_by_a_death(sender, members):
             forming = asyncio.create_task(in_thread(sender.form), name="form-group")
@@ -137,8 +146,8 @@ class Delivery:
             raise problem
         absent = sender.absent(layouts)
         for index in absent:
-            await self._roster.bury(members[index], f"did not join the group for new weights: {problem}")
-        if not absent and len(_alive(members)) == len(members):
+            await self._roster.bury(members[index], f"did not join the group for new weights: {problem}", torn=torn)
+        if not absent and len(updatable(members)) == len(members):
             raise WeightsError(f"the group for new weights was not formed: {problem}") from problem
         return False
 
@@ -150,8 +159,8 @@ class Delivery:
         """While this lasts, the group is cut as soon as one of the engines is known to be gone, however it is known."""
 
         async def watch() -> None:
-            await self._roster.until(lambda: len(_alive(members)) < len(members))
-            gone = ", ".join(member.name for member in members if member.state not in SERVABLE)
+            await self._roster.until(lambda: len(updatable(members)) < len(members))
+            gone = ", ".join(member.name for member in members if not member.updatable)
             sender.interrupt(f"{gone} is gone")
 
         watching = asyncio.create_task(watch(), name="cut-by-a-death")
@@ -183,12 +192,32 @@ class _Answers:
             message = f"no answer within {ANSWER_S:g} s after the transfer was cut"
             raise DeadlineError(message, seconds=ANSWER_S) from error
 
-    def expect(self, sending: asyncio.Task[None]) -> None:
+    def expect(self, sending: asyncio.Future[None]) -> None:
         """The sending is over."""
         if sending.exception() is not None:
             for wait in self._waits:
                 wait.reschedule(asyncio.get_running_loop().time() + ANSWER_S)
 
 
-def _alive(members: Sequence[Member]) -> list[Member]:
-    return [member for member in members if member.state in SERVABLE]
+def _beside(work: Callable[[], None]) -> asyncio.Future[None]:
+    """Run `work`, which may never return, in a thread that neither the loop's end nor that of the process waits for."""
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[None] = loop.create_future()
+
+    def tell(error: BaseException | None) -> None:
+        if error is None:
+            over.set_result(None)
+        else:
+            over.set_exception(error)
+
+    def run() -> None:
+        error: BaseException | None = None
+        try:
+            work()
+        except BaseException as raised:  # noqa: BLE001 - it is for who waits
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(tell, error)
+
+    threading.Thread(target=run, name="send-weights", daemon=True).start()
+    return over

@@ -35,6 +35,7 @@ class EngineControl(Protocol):
     async def pause(  # noqa: D102
         self, mode: PauseMode, *, clear_cache: bool = True, timeout_s: float | None = None
     ) -> None: ...
+    async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> None: ...  # noqa: D102
     async def release(self) -> None: ...  # noqa: D102
     async def resume(self) -> None: ...  # noqa: D102
     async def abort(self) -> None: ...  # noqa: D102
@@ -123,9 +124,20 @@ class Member:
         return self.returns and self.state in {State.DEAD, State.LAUNCHING, State.SYNCING}
 
     @property
+    def updatable(self) -> bool:
+        """The next update is for it too: it has the fleet's weights, or waits for some that can be had."""
+        awaits = self.state is State.SYNCING and self.waits and self.info.capabilities.plugin
+        return self.state in SERVABLE or awaits
+
+    @property
     def layout(self) -> tuple[int, int, int]:
         """TP, PP and DP ranks; checksums can be compared among engines of one layout."""
         return self.info.tp, self.info.pp, self.info.dp
+
+
+def updatable(members: Iterable[Member]) -> list[Member]:
+    """Those that take part in an update, or still do."""
+    return [member for member in members if member.updatable]
 
 
 def why(members: Iterable[Member]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
@@ -13,8 +13,8 @@ from penstock.engine.concurrent import in_thread
 from penstock.errors import PenstockError, TransferError, UpdateError, WeightsError
 from penstock.fleet.control import Call, fan_out
 from penstock.fleet.delivery import Delivery, Sender
-from penstock.fleet.lifecycle import Clock
-from penstock.fleet.member import SERVABLE, EngineControl, Member, why
+from penstock.fleet.lifecycle import Clock, State
+from penstock.fleet.member import SERVABLE, EngineControl, Member, updatable, why
 from penstock.fleet.roster import Roster
 from penstock.fleet.stores import Store, Stores
 from penstock.fleet.sync import put, source
@@ -56,7 +56,7 @@ class Updater:
     async def run(
         self, publish: Callable[[int], WeightManifest], *, version: int, clear_cache: bool = True
     ) -> UpdateReport:
-        """One update; engines that are paused stay paused.
+        """One update; engines that are paused stay paused. Those that wait for weights take part, and join after it.
 
         Args:
             publish: puts the weights of a version into the store; called in a thread.
@@ -68,7 +68,7 @@ class Updater:
             UpdateError: fewer than `min_engines` made it; those that are left serve the version before it.
         """
         began = self.clock()
-        members = self.roster.live()
+        asked = members = updatable(self.roster.members)
         self._need(members, version, "before it began")
         manifest = await in_thread(lambda: publish(version))
         published = self.clock()
@@ -84,25 +84,28 @@ class Updater:
                 raise
             # It may be the group that an engine does not know any more, such as one that was restarted unseen.
             sender.interrupt("an engine does not prepare what is to be sent over it")
-            members = await self.delivery.gather(sender, _alive(members))
+            members = await self.delivery.gather(sender, updatable(members))
             manifest = sender.addressed(manifest)
             prepared = await self._prepare(members, manifest)
         ready = self.clock()
-        self._need(_alive(members), version, "when they had prepared it")
+        self._need(updatable(members), version, "when they had prepared it")
         async with self.gate():
             closed = self.clock()
-            applied = await self._apply(_alive(members), manifest, sender, clear_cache=clear_cache)
-            committed = [m for m in members if m.name in applied and m.state in SERVABLE]
+            applied = await self._apply(updatable(members), manifest, sender, clear_cache=clear_cache)
+            committed = [m for m in members if m.name in applied and m.updatable]
             if len(committed) < self.min_engines:
-                await self._roll_back(committed, version)
+                # Who waits for weights serves nothing, and waits on.
+                await self._roll_back([m for m in committed if m.state in SERVABLE], version)
             else:
                 if sender is None:
-                    self.store.commit(manifest)
+                    self._keep(manifest)
+                for member in committed:
+                    member.weight_version, member.torn = version, None
                 self.roster.commit(version, {m.layout: applied[m.name].checksum for m in committed})
             await self.roster.push()
         opened = ended = self.clock()
         if sender is not None and self.roster.version == version:
-            await in_thread(lambda: self.store.commit(manifest))  # it may copy all of it: not while requests wait
+            await in_thread(lambda: self._keep(manifest))  # it may copy all of it: not while requests wait
             ended = self.clock()
         self._need(committed, version, "when it was applied")
         return UpdateReport(
@@ -115,8 +118,18 @@ class Updater:
                 "total": ended - began,
             },
             engines=tuple(_with_prepare(applied[m.name], prepared[m.name]) for m in committed),
-            failures=_failures(members),
+            failures=_failures(m for m in asked if m not in committed),
         )
+
+    def _keep(self, manifest: WeightManifest) -> None:
+        """Let the store commit. Engines serve the version already, so the update did not fail where the store does."""
+        try:
+            self.store.commit(manifest)
+        except (PenstockError, RuntimeError, OSError, MemoryError) as error:
+            logger.error(  # noqa: TRY400 - the message says what a traceback would
+                "weight version %d is in force, but was not kept: %s; an engine that dies now, or is added, waits for "
+                "the next update_weights", manifest.version, error,
+            )  # fmt: skip
 
     async def _prepare(
         self, members: Sequence[Member], manifest: WeightManifest, *, torn: bool = False
@@ -153,9 +166,10 @@ class Updater:
             return await engine.apply_weights(version, clear_cache=clear_cache)
 
         if sender is not None:
-            results = await self._send(sender, members, manifest, call)
+            results = await self._send(sender, members, manifest, self.roster.tears(call))
         else:
-            results = (await fan_out(members, call, deadline_s=self.deadline_s, on_failure=failed)).results
+            tears = self.roster.tears(call)
+            results = (await fan_out(members, tears, deadline_s=self.deadline_s, on_failure=failed)).results
         layouts = {m.name: (m.layout, kind_of(results[m.name].checksum)) for m in members if m.name in results}
         odd = odd_ones_out({name: update.checksum for name, update in results.items()}, layouts)
         for member in members:
@@ -172,21 +186,23 @@ class Updater:
         try:
             for _ in range(SENDINGS):
                 if not self.delivery.holds(sender, waiting):
-                    waiting = await self.delivery.gather(sender, waiting)
+                    waiting = await self.delivery.gather(sender, waiting, torn=True)
                     await self._prepare(waiting, sender.addressed(manifest), torn=True)
-                    waiting = _alive(waiting)
+                    waiting = updatable(waiting)
                 if not waiting:
                     break
                 outcome = await self.delivery.send(sender, waiting, call)
                 results |= outcome.results
                 cut = {name: error for name, error in outcome.failures.items() if isinstance(error, TransferError)}
-                waiting = [m for m in _alive(waiting) if m.name in cut]
+                waiting = [m for m in updatable(waiting) if m.name in cut]
                 if not waiting:
                     break
                 problem = str(cut[waiting[0].name])
-        except WeightsError as error:
+        except (PenstockError, RuntimeError, OSError) as error:  # torch's and the system's too: engines are torn by now
             problem = str(error)
-        for member in waiting:
+        # Those of others that somebody else has found dead meanwhile are torn as well, and that has to be noted.
+        torn = (m for m in members if m in waiting or (m.name not in results and m.process is None and m.torn is None))
+        for member in torn:
             reason = f"apply of weight version {manifest.version} failed: {problem}"
             await self.roster.bury(member, reason, torn=True)
         return results
@@ -238,12 +254,10 @@ def odd_ones_out(checksums: Mapping[str, str], layouts: Mapping[str, Hashable]) 
     return odd
 
 
-def _alive(members: Sequence[Member]) -> list[Member]:
-    return [m for m in members if m.state in SERVABLE]
-
-
-def _failures(members: Sequence[Member]) -> dict[str, str]:
-    return {m.name: m.lifecycle.reason for m in members if m.state not in SERVABLE}
+def _failures(members: Iterable[Member]) -> dict[str, str]:
+    """Why each is out; it may have been started anew since."""
+    deaths = {m.name: [c.reason for c in m.lifecycle.history if c.new is State.DEAD] for m in members}
+    return {name: reasons[-1] for name, reasons in deaths.items() if reasons}
 
 
 def _with_prepare(update: EngineUpdate, seconds: float) -> EngineUpdate:

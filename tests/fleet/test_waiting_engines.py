@@ -1,0 +1,258 @@
+"""Updates that leave no copy: who returns or is added waits and takes part in the next; what breaks while they run."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fleet_fakes import Bench, FakeEngine, until
+from sim_fleets import SIM, check_serves, engine_process
+
+from penstock import Fleet
+from penstock.errors import TransferError, UpdateError, WeightsError
+from penstock.fleet import delivery
+from penstock.fleet.delivery import Delivery
+from penstock.fleet.lifecycle import State
+from penstock.types import PauseMode
+
+WEIGHTS = [("w", torch.ones(500_000)), ("norm", torch.ones(7))]
+OPTIONS: dict[str, Any] = {
+    **SIM, "weight_transport": "broadcast", "control_timeout_s": 30.0, "hang_timeout_s": 15.0,
+    "restart_backoff_s": 0.05, "restart_window_s": 0.5, "max_restarts": 1000,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+    async with Fleet.launch("sim-model", engines=2, log_dir=tmp_path_factory.mktemp("logs"), **OPTIONS) as fleet:
+        yield fleet
+
+
+def broadcast(fleet: Fleet) -> Any:
+    return fleet._operations._store.of("broadcast")  # type: ignore[attr-defined]
+
+
+async def killed(fleet: Fleet, index: int) -> None:
+    """An engine dies, is started anew, and waits."""
+    member = fleet._roster.members[index]
+    engine_process(member.url).kill()
+    assert await fleet._roster.until(lambda: member.state is State.DEAD, deadline_s=10.0)
+    assert await fleet._roster.until(lambda: member.waits, deadline_s=20.0)
+
+
+async def updated(fleet: Fleet, tensors: Any = WEIGHTS) -> Any:
+    return await asyncio.wait_for(fleet.update_weights(tensors), 40.0)
+
+
+async def serve_again(fleet: Fleet, engines: int) -> None:
+    members = fleet._roster.members
+    assert await fleet._roster.until(lambda: all(m.state is State.SERVING for m in members), deadline_s=20.0), members
+    await check_serves(fleet, engines=engines)
+
+
+async def test_who_died_and_who_was_added_serve_after_the_next_update(tmp_path: Any) -> None:
+    async with Fleet.launch("sim-model", engines=2, log_dir=tmp_path, **OPTIONS) as fleet:
+        await updated(fleet)
+        assert fleet._operations._store.current is None  # type: ignore[attr-defined]
+        await killed(fleet, 1)
+        await fleet.add_engines(1)
+        report = await updated(fleet)
+        assert [update.engine for update in report.engines] == ["e0", "e1", "e2"]
+        assert report.failures == {}
+        await serve_again(fleet, 3)
+
+
+async def test_a_fleet_with_none_left_is_updated_and_serves(tmp_path: Any) -> None:
+    async with Fleet.launch("sim-model", engines=1, log_dir=tmp_path, **OPTIONS) as fleet:
+        await updated(fleet)
+        await killed(fleet, 0)
+        assert [update.engine for update in (await updated(fleet)).engines] == ["e0"]
+        await check_serves(fleet, engines=1)
+
+
+async def test_tensors_that_never_come_hold_nothing(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "ANSWER_S", 0.5)
+    go = threading.Event()
+
+    class Stuck:
+        passes = 0
+
+        def __iter__(self) -> Any:
+            self.passes += 1
+            yield WEIGHTS[0]
+            if self.passes == 2:
+                go.wait(60.0)
+            yield WEIGHTS[1]
+
+    version = (await updated(fleet)).version
+    group = broadcast(fleet)._group
+    group.spec = replace(group.spec, timeout_s=1.0)
+    try:
+        with pytest.raises(UpdateError, match="has not given its next tensor"):
+            await asyncio.wait_for(fleet.update_weights(Stuck()), 15.0)
+        assert fleet.weight_version == version
+        assert not (await fleet._roster.admin.engines()).gate_closed, "the gate"
+        assert await fleet._roster.until(lambda: all(m.waits for m in fleet._roster.members), deadline_s=20.0)
+        assert len((await updated(fleet)).engines) == 2
+        await serve_again(fleet, 2)
+    finally:
+        go.set()
+
+
+@pytest.mark.parametrize("error", [TransferError("cannot listen"), OSError("no port")])
+async def test_no_second_group_and_nobody_with_half_a_version_serves(fleet: Fleet, error: Exception) -> None:
+    await updated(fleet)
+    store = broadcast(fleet)
+    store._bucket_bytes = 2**21
+    invite, calls = store.invite, []
+    url = fleet._roster.members[1].url
+
+    class Killing:
+        """48 MB, more than sockets hold; while they are sent, an engine is killed."""
+
+        passes = 0
+
+        def __iter__(self) -> Any:
+            self.passes += 1
+            for i in range(40):
+                if (self.passes, i) == (2, 20):
+                    engine_process(url).kill()
+                yield f"w{i}", torch.full((300_000,), float(i))
+
+    def refused(layouts: Any) -> Any:
+        calls.append(layouts)
+        raise error
+
+    store.invite = refused
+    try:
+        with pytest.raises(UpdateError, match=str(error)):
+            await updated(fleet, Killing())
+    finally:
+        store.invite = invite
+    assert len(calls) == 1
+    assert (await fleet._roster.admin.engines()).engines == ()
+    assert await fleet._roster.until(lambda: all(m.waits for m in fleet._roster.members), deadline_s=20.0)
+    assert len((await updated(fleet)).engines) == 2
+    await serve_again(fleet, 2)
+
+
+async def test_a_report_names_who_died_while_the_group_formed(fleet: Fleet) -> None:
+    store = broadcast(fleet)
+    invite, victim = store.invite, fleet._roster.members[1]
+
+    def invites(layouts: Any) -> Any:
+        if len(layouts) == 2:
+            engine_process(victim.url).kill()
+        return invite(layouts)
+
+    store._group = None
+    store.invite = invites
+    try:
+        report = await updated(fleet)
+    finally:
+        store.invite = invite
+    assert list(report.failures) == ["e1"]
+    assert [update.engine for update in report.engines] == ["e0"]
+    assert await fleet._roster.until(lambda: victim.waits, deadline_s=20.0)
+    await updated(fleet)
+    await serve_again(fleet, 2)
+
+
+# --- over fakes ------------------------------------------------------------------------------------------------------
+
+
+async def waiting(bench: Bench, index: int) -> asyncio.Task[None]:
+    member = bench.roster.members[index]
+    await bench.roster.bury(member, "gone")
+    member.lifecycle.to(State.LAUNCHING, "test")
+    member.lifecycle.to(State.SYNCING, "test")
+    member.weight_version = bench.engine[member.name].version = 0
+    admitting = asyncio.create_task(bench.operations.admit(member))
+    await until(lambda: member.waits)
+    return admitting
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_it_joins_as_the_fleet_is(*, paused: bool) -> None:
+    bench = await Bench("ab").started()
+    await bench.operations.update([], None)
+    bench.store.current = None
+    if paused:
+        await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
+    admitting = await waiting(bench, 1)
+    bench.store.commit = lambda _: None  # type: ignore[method-assign] - nothing is kept of this one either
+    assert len((await bench.operations.update([], None)).engines) == 2
+    await asyncio.wait_for(admitting, 5.0)
+    bench.check_belief()
+
+
+async def test_it_waits_on_where_the_update_does_not_commit() -> None:
+    bench = await Bench("abc", min_engines=3).started()
+    await bench.operations.update([], None)
+    bench.store.current = None
+    admitting = await waiting(bench, 2)
+    bench.engine["a"].faults["apply-load"] = "die"
+    with pytest.raises(UpdateError, match="2 engines were good when it was applied"):
+        await bench.operations.update([], None)
+    assert bench.roster.members[2].waits
+    admitting.cancel()
+    await asyncio.wait((admitting,))
+    assert not bench.roster.members[2].waits
+
+
+@pytest.mark.parametrize("error", [WeightsError("the second pass"), OSError("no space left")])
+async def test_a_store_that_cannot_keep_a_version_does_not_fail_the_update(error: Exception) -> None:
+    bench = await Bench("ab").started()
+
+    def commit(_: object) -> None:
+        raise error
+
+    bench.store.commit = commit  # type: ignore[method-assign]
+    report = await bench.operations.update([], None)
+    assert (report.version, len(report.engines), bench.roster.version) == (1, 2, 1)
+    assert bench.store.current is None
+    bench.check_belief()
+
+
+class Shy(FakeEngine):
+    """Does not come to a group."""
+
+    released = False
+
+    async def join_group(self, group: Any) -> None:  # noqa: ARG002 - the real one's
+        await asyncio.Event().wait()
+
+    async def release(self) -> None:
+        self.released = True
+
+
+class Host:
+    """What `Delivery` needs of a sender, of a group that is never whole."""
+
+    def invite(self, layouts: Any) -> list[dict[str, Any]]:
+        return [{} for _ in layouts]
+
+    def form(self) -> None: ...
+    def absent(self, layouts: Any) -> list[int]:  # noqa: ARG002 - the real one's
+        return []
+
+    def formed(self) -> bool:
+        return False
+
+    def interrupt(self, why: str) -> None: ...
+
+
+@pytest.mark.parametrize("torn", [False, True])
+async def test_who_does_not_come_to_the_second_group_is_torn(*, torn: bool) -> None:
+    bench = await Bench("a").started()
+    member = bench.roster.members[0]
+    member.control = shy = Shy("a", bench.journal)
+    member.process = None
+    host: Any = Host()
+    assert await Delivery(bench.roster, 0.05).gather(host, [member], torn=torn) == []
+    assert (member.torn is not None, shy.released) == (torn, torn)
