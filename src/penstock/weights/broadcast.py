@@ -65,8 +65,9 @@ class BroadcastStore:
 
         Args:
             version: what they will be served under.
-            named_tensors: `(checkpoint name, tensor)`, dense. What can be iterated twice alike need not hold all
-                tensors at once, such as a sharded model that gathers one after another; an iterator is listed.
+            named_tensors: `(checkpoint name, tensor)`, dense. What can be iterated again, each time alike, need not
+                hold all tensors at once, such as a sharded model that gathers one after another: once here, once for
+                each `send`, once in `commit` for a copy. An iterator is listed.
 
         Raises:
             WeightsError: a name twice, no tensor at all, a dtype no engine loads, NaN or infinity.

@@ -5,7 +5,7 @@ them each one begins: numbers and base64, nothing pickled. A trainer that update
 allocations every time, so engines map them once.
 
 The tensors are the trainer's: after an update it trains on, in place, and the version that the engines have is then
-nowhere. So there is no `current` version; an engine that joins waits for the next update.
+nowhere. So there is no `current` version; an engine that joins waits for the next update, and takes part in it.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnnecessaryComparison=false
