@@ -110,6 +110,9 @@ class FakeEngine:
         await self.at("rpc")
         return [f"{self.name}.{rank}" for rank in range(self.layout[0] * self.layout[1] * self.layout[2])]
 
+    async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> None:
+        await self.at("load adapter")
+
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
         await self.at("init")
         self.calls["init"] = init_info

@@ -188,7 +188,7 @@ async def test_weights_torn_by_an_update_do_not_serve_again_under_their_old_name
         assert (await states(fleet))["e0"] is State.SYNCING, "half of its weights are of no version"
 
 
-@pytest.mark.parametrize("plain", [True])
+@pytest.mark.parametrize("plain", [True, False])
 async def test_weights_are_torn_though_a_health_check_was_the_first_to_find_the_engine_dead(
     monkeypatch: pytest.MonkeyPatch, *, plain: bool
 ) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import orjson
 from yarl import URL
 
 from penstock.engine.capabilities import PENSTOCK, EngineInfo
@@ -82,6 +83,15 @@ class ControlClient:
         if await self._at_core("/penstock/pause", body, timeout_s) is _NO_CORE:
             params = {"mode": mode.value, "clear_cache": str(clear_cache).lower()}
             await self.http.post("/pause", timeout_s=timeout_s, params=params)
+
+    async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> None:
+        """VLLM's /v1/load_lora_adapter; an adapter of that name that is there already stays."""
+        data = orjson.dumps({"lora_name": name, "lora_path": path})
+        try:
+            await self.http.call("POST", "/v1/load_lora_adapter", data, timeout_s=timeout_s)
+        except EngineHTTPError as error:
+            if "already been loaded" not in str(error):
+                raise
 
     async def release(self, *, timeout_s: float | None = None) -> None:
         """Pause, and cut what is in flight so that it goes on elsewhere; for an engine that is not to be resumed.

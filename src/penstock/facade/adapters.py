@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
-
-from penstock.engine.concurrent import all_or_first_error
-from penstock.engine.transport import HttpTransport
-from penstock.errors import EngineHTTPError, RequestError
+from penstock.errors import RequestError
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.lifecycle import State
 
@@ -22,12 +18,10 @@ class Adapters:
 
     Args:
         fleet: whose engines.
-        api_key: what they ask for.
     """
 
-    def __init__(self, fleet: Fleet, api_key: str | None) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._api_key = api_key
         self._paths: dict[str, str] = {}
         self._loaded: set[tuple[str, str]] = set()
         """Of which name at which URL."""
@@ -44,26 +38,12 @@ class Adapters:
             raise RequestError(f"lora_request must be vLLM's LoRARequest, got {type(lora).__name__}")
         if self._paths.setdefault(name, path) != path:
             raise RequestError(f"adapter {name!r} is {self._paths[name]}; give {path} another name")
-        urls = [engine.url for engine in await self._fleet.engines() if engine.state in _SERVES]
-        await all_or_first_error(self._load(url, name, path) for url in urls if (name, url) not in self._loaded)
+        urls = {engine.url for engine in await self._fleet.engines() if engine.state in _SERVES}
+        if not {(name, url) for url in urls} <= self._loaded:
+            await self._fleet.load_adapter(name, path, timeout_s=LOAD_S)
+            self._loaded |= {(name, url) for url in urls}
         return name
 
     def forget(self, lora: Any) -> None:
         """An engine did not know it: it was started anew since."""
         self._loaded = {(name, url) for name, url in self._loaded if name != lora.lora_name}
-
-    async def _load(self, url: str, name: str, path: str) -> None:
-        http = HttpTransport(url, api_key=self._api_key)
-        try:
-            await http.call(
-                "POST",
-                "/v1/load_lora_adapter",
-                orjson.dumps({"lora_name": name, "lora_path": path}),
-                timeout_s=LOAD_S,
-            )
-        except EngineHTTPError as error:
-            if "already been loaded" not in str(error):
-                raise
-        finally:
-            await http.close()
-        self._loaded.add((name, url))

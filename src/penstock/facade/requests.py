@@ -88,7 +88,7 @@ class Requests:
         self._model = model
         self._tokenizer = tokenizer
         self._api_key = api_key
-        self._adapters = Adapters(fleet, api_key)
+        self._adapters = Adapters(fleet)
         self._direct: dict[str, DataClient] = {}
 
     async def send(self, call: Call) -> tuple[list[Prompt], list[dict[str, Any]]]:

@@ -191,6 +191,9 @@ class RemoteOrders:
         with suppress(PenstockError):  # the holder is gone, which is said elsewhere
             await asyncio.shield(self._looking)
 
+    async def load_adapter(self, name: str, path: str, timeout_s: float) -> None:  # noqa: D102
+        await self._call("load_adapter", adapter=name, path=path, timeout_s=timeout_s)
+
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:  # noqa: D102
         await self._call("init_weight_transfer", init_info=dict(init_info))
 

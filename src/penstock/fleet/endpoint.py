@@ -75,6 +75,9 @@ class Endpoint:
             "sleep": lambda args: operations.sleep(int(args["level"])),
             "wake_up": lambda args: operations.wake_up(args["tags"]),
             "collective_rpc": self._collective_rpc,
+            "load_adapter": lambda args: operations.load_adapter(
+                str(args["adapter"]), str(args["path"]), float(args["timeout_s"])
+            ),
             "look": lambda _: elastic.look(),
             "init_weight_transfer": lambda args: operations.init_weight_transfer(args["init_info"]),
             "native_update": lambda args: operations.native_update(args["update_info"], int(args["version"])),

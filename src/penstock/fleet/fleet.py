@@ -347,8 +347,6 @@ class Fleet(Engine):
         self._check_open()
         return await self._elastic.replace(engine, timeout_s)
 
-    # --- figures and escape hatch ------------------------------------------------------------------------------------
-
     async def get_num_unfinished_requests(self, index: int | None = None) -> int:
         """Requests running or waiting on engine `index` or on all; those that the router holds are not counted."""
         self._check_open()
@@ -366,13 +364,16 @@ class Fleet(Engine):
         """Call a worker method on every worker: the engines in their order, in each its ranks in theirs.
 
         Raises:
-            FanOutError: it failed on some engines; it holds each one's error, and what the others answered. Of a
-                fleet of one, that engine's own error.
+            FanOutError: it failed on some engines; it holds their errors, and the others' answers. Of one: its own.
         """
         self._check_open()
         outcome = await self._operations.collective_rpc(method, timeout_s, args, kwargs)
         outcome.raise_for(f"collective_rpc {method!r}")
         return [result for results in outcome.results.values() for result in results]
+
+    async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> None:
+        """Have a LoRA adapter on every engine that serves. Raises what the first engine that failed did."""
+        await self._operations.load_adapter(name, path, timeout_s)
 
     async def engines(self) -> tuple[EngineStatus, ...]:
         """Every engine that ever joined, the dead too, in order: its state, why, and its load."""

@@ -185,6 +185,20 @@ class Operations:
                 deadline_s=timeout_s + 2.0,
             )
 
+    async def load_adapter(self, name: str, path: str, timeout_s: float) -> None:
+        """Load a LoRA adapter on every engine, in no turn; a core says nothing while it does, and is not dead of it.
+
+        Raises:
+            EngineHTTPError: one refused it, or another error of the first that failed; the others have it.
+        """
+        with self._roster.occupation.going_on():
+            outcome = await fan_out(
+                self._roster.live(),
+                lambda engine: engine.load_adapter(name, path, timeout_s=timeout_s),
+                deadline_s=timeout_s + 2.0,
+            )
+        outcome.raise_first()
+
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
         """VLLM's native `/init_weight_transfer_engine`; see `Fleet.init_weight_update_communicator`."""
 

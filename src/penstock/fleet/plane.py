@@ -27,6 +27,7 @@ class Orders(Protocol):
     async def collective_rpc(  # noqa: D102
         self, method: str, timeout_s: float, args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> FanOut[list[Any]]: ...
+    async def load_adapter(self, name: str, path: str, timeout_s: float) -> None: ...  # noqa: D102
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None: ...  # noqa: D102
     async def native_update(self, update_info: Mapping[str, Any], version: int) -> None: ...  # noqa: D102
     async def update(  # noqa: D102
