@@ -69,6 +69,28 @@ def test_by_itself_it_takes_iterators_and_what_can_be_read_twice() -> None:
     stores.close()
 
 
+def test_to_look_at_the_first_tensor_is_no_pass_of_its_own() -> None:
+    """Other ranks of a trainer that gathers tensors as they are read would be left in it."""
+    begun = []
+
+    class Gathered:
+        def __iter__(self) -> Any:
+            begun.append(len(begun))
+            yield from WEIGHTS
+
+    for engines in ([member(HERE)], [member(HERE), member(THERE)]):
+        stores = Stores(FleetConfig(weight_address="10.0.0.1"), lambda engines=engines: engines, 10.0)
+        manifest = stores.publish(1, Gathered())
+        assert [t.name for t in manifest.tensors] == ["w"]
+        assert len(begun) == 1
+        begun.clear()
+        if manifest.transport == "broadcast":
+            store: Any = stores.of("broadcast")
+            assert [list(store._offer[1]), list(store._offer[1])] == [WEIGHTS, WEIGHTS], "and it can be read again"
+            assert len(begun) == 2
+        stores.close()
+
+
 def test_engines_elsewhere_need_an_address_that_they_reach() -> None:
     far = [member(HERE), member(THERE)]
     near = Stores(FleetConfig(), lambda: far, 10.0)

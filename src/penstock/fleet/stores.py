@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
@@ -80,7 +80,8 @@ class Stores:
             raise WeightsError("no tensors given: pass every parameter of the model, as model.named_parameters() does")
         chosen = choose(first[1].device, self._members())
         logger.debug("weight version %d goes by %s", version, chosen)
-        return self._by(chosen).publish(version, named_tensors if again else itertools.chain([first], tensors))
+        begun = itertools.chain([first], tensors)
+        return self._by(chosen).publish(version, _Begun(begun, named_tensors) if again else begun)
 
     def adopt(self, manifest: WeightManifest) -> WeightManifest:
         """Take over what another process published, by the transport that it chose."""
@@ -141,6 +142,18 @@ class Stores:
 
             return DeltaStore(settings.weight_folder)
         raise WeightsError(f"this fleet has no transport {transport!r}; set fleet.weight_transport, and its folder")
+
+
+class _Begun:
+    """What can be iterated again; its first pass goes on from the look at its first tensor, which began one."""
+
+    def __init__(self, begun: Iterable[tuple[str, torch.Tensor]], again: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._begun: Iterable[tuple[str, torch.Tensor]] | None = begun
+        self._again = again
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        begun, self._begun = self._begun, None
+        yield from self._again if begun is None else begun
 
 
 def choose(device: torch.device, members: Sequence[Member]) -> Transport:
