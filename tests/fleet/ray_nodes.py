@@ -95,9 +95,18 @@ class RayNodes:
             return json.loads(await self._process.stdout.readline())
 
 
+others: set[psutil.Process] = set()
+"""Those below us that were there before: fixtures of other modules keep engines for the whole run."""
+
+
+def ignore_present() -> None:
+    """Count no process that lives now."""
+    others.update(psutil.Process().children(recursive=True))
+
+
 def processes(kind: str) -> list[psutil.Process]:
     """Living processes that run `python -m penstock.KIND` below us; those of a node end as children of the cluster."""
-    below = psutil.Process().children(recursive=True)
+    below = [p for p in psutil.Process().children(recursive=True) if p not in others]
     return [p for p in below if p.status() != psutil.STATUS_ZOMBIE and f"penstock.{kind}" in p.cmdline()]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from ray_nodes import LOOPBACK, RayNodes, processes
+from ray_nodes import LOOPBACK, RayNodes, ignore_present, processes
 from sim_fleets import SIM, check, check_serves, in_flight
 
 from penstock import Fleet, SamplingParams
@@ -38,6 +38,11 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _only_ours() -> None:
+    ignore_present()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ray_nodes import processes
+from ray_nodes import ignore_present, processes
 from sim_fleets import SIM, check_serves
 
 from penstock import Fleet
@@ -35,6 +35,11 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _only_ours() -> None:
+    ignore_present()
 
 
 def living() -> set[psutil.Process]:

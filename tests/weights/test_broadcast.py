@@ -19,6 +19,7 @@ import torch
 from penstock.errors import StateError, TransferError, WeightsError
 from penstock.weights.broadcast import BroadcastStore
 from penstock.weights.buckets import ALIGNMENT, PACKED_BELOW, cut
+from penstock.weights.device_sum import device_sums
 from penstock.weights.group import GroupSpec
 from penstock.weights.manifest import TensorEntry
 from penstock.weights.transfer import describe
@@ -27,6 +28,7 @@ RECEIVER = """
 import json, sys, os, signal
 import torch
 from penstock.weights.collective import Group
+from penstock.weights.device_sum import device_sums
 from penstock.weights.group import GroupSpec
 from penstock.weights.manifest import WeightManifest
 from penstock.weights.transfer import receive
@@ -55,7 +57,7 @@ for line in sys.stdin:
         tensors = receive(group, manifest.tensors, bucket_bytes=int(manifest.location["bucket_bytes"]), place=print)
         for number, (entry, tensor) in enumerate(tensors):
             same = tensor.dtype is getattr(torch, entry.dtype)
-            got[entry.name] = [same, list(tensor.shape), float(tensor.double().sum())]
+            got[entry.name] = [same, list(tensor.shape), device_sums([tensor])[0]]
             at(number, order)
         tell(got)
     except Exception as error:
@@ -147,7 +149,7 @@ def model(seed: int) -> list[tuple[str, torch.Tensor]]:
 
 
 def sums(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
-    return {name: [True, list(t.shape), float(t.double().sum())] for name, t in tensors}
+    return {name: [True, list(t.shape), device_sums([t])[0]] for name, t in tensors}
 
 
 def test_every_rank_gets_every_bit_again_and_again(ends: Ends) -> None:
