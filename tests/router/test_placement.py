@@ -123,6 +123,18 @@ def test_turns_of_one_session_may_overlap() -> None:
     assert resident(p)["e0"] == 100
 
 
+def test_turns_of_one_session_on_two_engines_leave_each_what_it_had() -> None:
+    p = placement(entries(2))
+    first, second = Hints("s", prompt_tokens=10), Hints("s", prompt_tokens=10, expected_tokens=600)
+    here = p.place(first, 0.0)
+    there = p.place(second, 1.0, tried=[str(here)])
+    assert {here, there} == {"e0", "e1"}
+    p.done(first, str(here), 2.0, ok=False)
+    assert resident(p)[str(here)] == 0
+    p.done(second, str(there), 3.0, ok=True)
+    assert resident(p) == {here: 0, there: 10}
+
+
 def test_requests_without_a_session_count_while_they_are_under_way() -> None:
     p = placement(entries(1))
     request = Hints(prompt_tokens=70, expected_tokens=7)

@@ -180,7 +180,9 @@ def test_one_that_dies_takes_nobody_along(ends: Ends) -> None:
     with pytest.raises(TransferError):
         ends.store.send()
     kind, message = one.said()
-    assert (kind, time.monotonic() - began < 10) == ("TransferError", True), message
+    # Gloo mostly says at once that a peer is gone; where it does not, the deadline of 20 s does. In a fleet the end of
+    # an engine's process cuts the group.
+    assert (kind, time.monotonic() - began < 25) == ("TransferError", True), message
     assert not ends.store.formed()
     (again,) = ends.form(1)  # without the one that died
     again.tell(order)

@@ -102,8 +102,8 @@ class Placement:
         self._prefixes = Prefixes()
         self._groups = Groups()
         self._placed = 0
-        self._in_flight: dict[str, tuple[int, int]] = {}
-        """Turns in flight of each session, and what they are expected to add together."""
+        self._in_flight: dict[str, dict[str, tuple[int, int]]] = {}
+        """Turns in flight of each session on each engine, and what they are expected to add there together."""
         self._habits = Habits()
         self._added_share = self._habits.added_share
         self._sweep_at = 0.0
@@ -225,10 +225,13 @@ class Placement:
         if session_id is None:
             self.board.add(name, -1, -tokens, -(tokens or 1))
         else:
-            turns, expected = self._in_flight.pop(session_id)
+            in_flight = self._in_flight[session_id]
+            turns, expected = in_flight.pop(name)
             own = expected // turns
             if turns > 1:
-                self._in_flight[session_id] = (turns - 1, expected - own)
+                in_flight[name] = (turns - 1, expected - own)
+            elif not in_flight:
+                del self._in_flight[session_id]
             self.board.add(name, -1, -tokens, -own)
             self.sessions.touch(session_id, now)
             self._habits.ended += 1
@@ -332,10 +335,10 @@ class Placement:
             self.board.add(name, 1, tokens, tokens or 1)
         else:
             seen, context = None, request.prompt_tokens
-            turns, expected = self._in_flight.get(session_id, _NO_TURNS)
+            in_flight = self._in_flight.get(session_id)
             if record is not None:
                 seen, context = record.engine, context or record.tokens
-                if not turns and not tried:
+                if not in_flight and not tried:
                     self._habits.came_back(now - record.used, context - record.tokens, request.expected_tokens)
                 if seen is not None and seen != name:
                     self._candidates.changed(seen)
@@ -343,7 +346,8 @@ class Placement:
                 return self.place(request, now, tried)  # another process was faster: its choice is the session's home
             own = int(request.expected_tokens * self._added_share)
             self.board.add(name, 1, tokens, own)
-            self._in_flight[session_id] = (turns + 1, expected + own)
+            turns, expected = (in_flight or {}).get(name, _NO_TURNS)
+            self._in_flight.setdefault(session_id, {})[name] = (turns + 1, expected + own)
         self._candidates.changed(name)
         self._placed += 1
         statistics = self.statistics
