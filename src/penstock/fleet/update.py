@@ -73,35 +73,14 @@ class Updater:
         manifest = await in_thread(lambda: publish(version))
         published = self.clock()
         sender = sender_of(self.store, manifest)
-        if sender is not None:
-            members = await self.delivery.gather(sender, members)
-            self._need(members, version, "when they had joined the group over which it is sent")
-            manifest = sender.addressed(manifest)
-        try:
-            prepared = await self._prepare(members, manifest)
-        except WeightsError:
-            if sender is None or self.delivery.fresh:
-                raise
-            # It may be the group that an engine does not know any more, such as one that was restarted unseen.
-            sender.interrupt("an engine does not prepare what is to be sent over it")
-            members = await self.delivery.gather(sender, updatable(members))
-            manifest = sender.addressed(manifest)
-            prepared = await self._prepare(members, manifest)
+        members, manifest, prepared = await self._readied(members, manifest, sender)
         ready = self.clock()
         self._need(updatable(members), version, "when they had prepared it")
         async with self.gate():
             closed = self.clock()
             applied = await self._apply(updatable(members), manifest, sender, clear_cache=clear_cache)
             committed = [m for m in members if m.name in applied and m.updatable]
-            if len(committed) < self.min_engines:
-                # Who waits for weights serves nothing, and waits on.
-                await self._roll_back([m for m in committed if m.state in SERVABLE], version)
-            else:
-                if sender is None:
-                    self._keep(manifest)
-                for member in committed:
-                    member.weight_version, member.torn = version, None
-                self.roster.commit(version, {m.layout: applied[m.name].checksum for m in committed})
+            await self._commit_or_go_back(committed, applied, manifest, sender)
             await self.roster.push()
         opened = ended = self.clock()
         if sender is not None and self.roster.version == version:
@@ -120,6 +99,45 @@ class Updater:
             engines=tuple(_with_prepare(applied[m.name], prepared[m.name]) for m in committed),
             failures=_failures(m for m in asked if m not in committed),
         )
+
+    async def _readied(
+        self, members: Sequence[Member], manifest: WeightManifest, sender: Sender | None
+    ) -> tuple[Sequence[Member], WeightManifest, Mapping[str, float]]:
+        """Who takes part, the manifest they have prepared, and how many seconds each took for it."""
+        if sender is None:
+            return members, manifest, await self._prepare(members, manifest)
+        members = await self.delivery.gather(sender, members)
+        self._need(members, manifest.version, "when they had joined the group over which it is sent")
+        try:
+            addressed = sender.addressed(manifest)
+            prepared = await self._prepare(members, addressed)
+        except WeightsError:
+            if self.delivery.fresh:
+                raise
+            # It may be the group that an engine does not know any more, such as one that was restarted unseen.
+            sender.interrupt("an engine does not prepare what is to be sent over it")
+            members = await self.delivery.gather(sender, updatable(members))
+            addressed = sender.addressed(manifest)
+            prepared = await self._prepare(members, addressed)
+        return members, addressed, prepared
+
+    async def _commit_or_go_back(
+        self,
+        made_it: Sequence[Member],
+        applied: Mapping[str, EngineUpdate],
+        manifest: WeightManifest,
+        sender: Sender | None,
+    ) -> None:
+        """Behind the gate: the version is the fleet's if enough engines have it, else those that have it give it up."""
+        if len(made_it) < self.min_engines:
+            # Who waits for weights serves nothing, and waits on.
+            await self._roll_back([m for m in made_it if m.state in SERVABLE], manifest.version)
+            return
+        if sender is None:
+            self._keep(manifest)
+        for member in made_it:
+            member.weight_version, member.torn = manifest.version, None
+        self.roster.commit(manifest.version, {m.layout: applied[m.name].checksum for m in made_it})
 
     def _keep(self, manifest: WeightManifest) -> None:
         """Let the store commit. Engines serve the version already, so the update did not fail where the store does."""
