@@ -13,7 +13,7 @@ from penstock.types import SamplingParams
 from penstock.weights.delta import Chain, DeltaStore
 from penstock.weights.disk import DiskStore
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 PROMPT = [5, 6, 7]
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False, seed=2)
 
