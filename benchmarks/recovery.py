@@ -5,7 +5,8 @@
 Both sides have been through one weight update when the engine is killed, so that an engine that comes back as it was
 loaded would serve the wrong weights. Every other request is a stream. On the peer's side the engine is started anew by
 hand as soon as it has died, as a service manager would, and announced to vllm-router; the client sends plain requests,
-and vllm-router repeats those that have no answer yet, as it does by default. A token is wasted when an engine made it
+and vllm-router repeats those that have no answer yet, as it does by default. A death of one side, then one of the
+other: both are up all the time, and the one that waits does nothing. A token is wasted when an engine made it
 and no answer has it; the dead engine's own count is read just before it is killed. Needs the extra `bench`. About seven
 minutes, three with `--quick`.
 """
@@ -19,8 +20,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,10 @@ class Death:
     return_s: float
     wrong_version: int
     """Answers with tokens of other weights than those in force, after the engine's return."""
+
+
+Die = Callable[[int], Awaitable[Death]]
+"""Brings in the weights of that number, and has one engine die under load."""
 
 
 def request(i: int) -> tuple[list[int], SamplingParams]:
@@ -146,18 +151,19 @@ class Generated:
 # --- ours ------------------------------------------------------------------------------------------------------------
 
 
-async def ours(concurrent: int, kills: int) -> list[Death]:
+@asynccontextmanager
+async def ours(concurrent: int) -> AsyncIterator[Die]:
     """A fleet."""
-    deaths: list[Death] = []
     with tempfile.TemporaryDirectory() as logs:
         async with Fleet.launch(
             str(MODEL), 2, stream_chunk_tokens=CHUNK, restart_backoff_s=0.1, max_restarts=1000, log_dir=logs, **OPTIONS
         ) as fleet:
-            for number in range(kills):
+
+            async def die(number: int) -> Death:
                 await fleet.update_weights(changed(number).named_parameters())
-                deaths.append(await our_death(fleet, concurrent))
-                _common.note(f"ours: {deaths[-1]}")
-    return deaths
+                return await our_death(fleet, concurrent)
+
+            yield die
 
 
 async def our_death(fleet: Fleet, concurrent: int) -> Death:
@@ -219,7 +225,8 @@ async def serves_other_weights(url: str, wanted: int) -> int:
 # --- the peer --------------------------------------------------------------------------------------------------------
 
 
-async def theirs(concurrent: int, kills: int) -> list[Death]:
+@asynccontextmanager
+async def theirs(concurrent: int) -> AsyncIterator[Die]:
     """vllm-router, two engines, and somebody who starts the dead anew."""
     config = EngineConfig(model=str(MODEL), **OPTIONS)
     async with AsyncExitStack() as stack:
@@ -236,17 +243,17 @@ async def theirs(concurrent: int, kills: int) -> list[Death]:
         stack.push_async_callback(http.close)
         for engine in engines:
             await http.call("POST", "/add_worker", b"", timeout_s=60.0, params={"url": engine.url})
-        deaths: list[Death] = []
-        for number in range(kills):
+
+        async def die(number: int) -> Death:
             manifest = store.publish(number + 1, changed(number).named_parameters())
             for engine in engines:
                 control = ControlClient(engine.name, engine.url)
                 await control.prepare_weights(manifest)
                 await control.apply_weights(manifest.version)
                 await control.close()
-            deaths.append(await their_death(http, engines, config, logs, concurrent, manifest.version))
-            _common.note(f"vllm-router: {deaths[-1]}")
-        return deaths
+            return await their_death(http, engines, config, logs, concurrent, manifest.version)
+
+        yield die
 
 
 async def plain(http: HttpTransport, i: int) -> list[tuple[int, int]]:
@@ -355,8 +362,14 @@ async def main() -> int:
     options.add_argument("--kills", type=int, default=3)
     args = options.parse_args()
     kills = 1 if args.quick else args.kills
-    mine = await ours(args.concurrent, kills)
-    peers = await theirs(args.concurrent, kills)
+    mine: list[Death] = []
+    peers: list[Death] = []
+    async with ours(args.concurrent) as fleet, theirs(args.concurrent) as router:
+        for number in range(kills):
+            mine.append(await fleet(number))
+            _common.note(f"ours: {mine[-1]}")
+            peers.append(await router(number))
+            _common.note(f"vllm-router: {peers[-1]}")
     return _common.report("recovery", rows(mine, peers, args.concurrent))
 
 

@@ -13,6 +13,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from penstock import leftovers
+
 ENV = "PENSTOCK_LIFELINE_FD"
 """Environment variable that carries the number of the read end."""
 
@@ -29,14 +31,22 @@ def watch() -> None:
     if fd_text is None:
         return
     fd = int(fd_text)
+    scratch = os.environ.get(leftovers.SCRATCH_ENV)
     os.set_inheritable(fd, False)  # noqa: FBT003 - the os module's own signature
-    threading.Thread(target=_end_group_at_eof, args=(fd,), name="penstock-lifeline", daemon=True).start()
+    thread = threading.Thread(
+        target=_end_group_at_eof, args=(fd, scratch and Path(scratch)), name="penstock-lifeline", daemon=True
+    )
+    thread.start()
 
 
-def _end_group_at_eof(fd: int) -> None:
+def _end_group_at_eof(fd: int, scratch: Path | None) -> None:
     while os.read(fd, 1):
         pass
-    kill_group(os.getpgrp())
+    group = os.getpgrp()
+    shared = leftovers.shared_memory_of(members(group))
+    _kill_others(group)
+    leftovers.remove(shared, scratch)  # nobody else would: who started us is gone
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_group(group: int) -> None:
@@ -46,15 +56,18 @@ def kill_group(group: int) -> None:
     A resource tracker unlinks the named semaphores and shared memory of processes that died without doing so, and ends
     when the last of them has; killed together with them it would leave those names behind.
     """
-    own = os.getpid()
-    sent = {own}
+    _kill_others(group)
+    if os.getpgrp() == group:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _kill_others(group: int) -> None:
+    sent = {os.getpid()}
     while others := set(members(group)) - sent:  # again, since one may have forked in between
         for pid in others:
             with suppress(ProcessLookupError):  # ended in between
                 os.kill(pid, signal.SIGKILL)
         sent |= others
-    if os.getpgrp() == group:
-        os.kill(own, signal.SIGKILL)
 
 
 def members(group: int) -> list[int]:

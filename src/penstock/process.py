@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from penstock import lifeline
+from penstock import leftovers, lifeline
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +38,20 @@ class ChildProcess:
     """A running child. Build it with `start`; `stop` it, or let the lifeline end it with us."""
 
     def __init__(
-        self, name: str, process: asyncio.subprocess.Process, log: Path, lifeline_fd: int, earlier: int
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        log: Path,
+        lifeline_fd: int,
+        earlier: int,
+        scratch: Path | None = None,
     ) -> None:
         self.name = name
         self.log = log
         self._process = process
+        self._scratch = scratch
+        self._shared: set[Path] = set()
+        """Named shared memory that it had."""
         self._earlier = earlier
         self._lifeline_fd = lifeline_fd
         self._reaper = asyncio.create_task(self._reap(), name=f"reap-{name}")
@@ -56,13 +65,17 @@ class ChildProcess:
         log: Path,
         env: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
+        scratch: Path | None = None,
     ) -> Self:
         """Start `argv`; stdout and stderr are appended to `log`. `env` is added to our environment.
 
-        `pass_fds` are open in it, under their numbers.
+        `pass_fds` are open in it, under their numbers. `scratch` is a folder of its own, removed when it has ended.
 
         The child must call `penstock.lifeline.watch()` first thing.
         """
+        added = dict(env or {})
+        if scratch is not None:
+            added[leftovers.SCRATCH_ENV] = str(scratch)
         read_fd, write_fd = os.pipe()
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -73,7 +86,7 @@ class ChildProcess:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=out,
                     stderr=out,
-                    env={**os.environ, **(env or {}), lifeline.ENV: str(read_fd)},
+                    env={**os.environ, **added, lifeline.ENV: str(read_fd)},
                     pass_fds=(read_fd, *pass_fds),
                     start_new_session=True,
                 )
@@ -82,7 +95,7 @@ class ChildProcess:
             raise
         finally:
             os.close(read_fd)
-        return cls(name, process, log, write_fd, earlier)
+        return cls(name, process, log, write_fd, earlier, scratch)
 
     @property
     def pid(self) -> int:
@@ -112,7 +125,15 @@ class ChildProcess:
     def kill(self) -> None:
         """SIGKILL to the whole group, at once."""
         if not self._reaper.done():
+            self.remember()
             lifeline.kill_group(self.pid)
+
+    def remember(self) -> None:
+        """Note which named shared memory its group has mapped: it is unlinked when all of them have ended.
+
+        For a process that somebody else may kill, together with what would unlink it.
+        """
+        self._shared |= leftovers.shared_memory_of(lifeline.members(self.pid))
 
     def said(self) -> str:
         """What it has written to its log; what was there before it began is another run's."""
@@ -122,6 +143,7 @@ class ChildProcess:
 
     async def _reap(self) -> int:
         status = await self._process.wait()
+        self.remember()
         lifeline.kill_group(self.pid)  # usually nobody of the group is left
         try:
             async with asyncio.timeout(GONE_S):
@@ -130,6 +152,7 @@ class ChildProcess:
         except TimeoutError:
             logger.warning("%s: processes of its group are not gone %g s after SIGKILL", self.name, GONE_S)
         os.close(self._lifeline_fd)
+        leftovers.remove(self._shared, self._scratch)
         return status
 
 

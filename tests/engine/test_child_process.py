@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -28,6 +29,30 @@ if sys.argv[1] == "stay":
     child.wait()
 """
 
+NAMES = """
+import mmap, os, pathlib, sys, time
+from penstock import lifeline
+lifeline.watch()
+with open(sys.argv[1], "w+b") as file:
+    file.truncate(4096)
+    kept = mmap.mmap(file.fileno(), 4096)
+pathlib.Path(os.environ["PENSTOCK_SCRATCH"], "socket").touch()
+print("there", flush=True)
+time.sleep(600)
+"""
+
+LAUNCHES_NAMES = """
+import asyncio, pathlib, sys
+from penstock.process import ChildProcess
+
+async def main():
+    argv = [sys.executable, "-c", sys.argv[1], sys.argv[2]]
+    log, scratch = pathlib.Path(sys.argv[3]), pathlib.Path(sys.argv[4])
+    await (await ChildProcess.start(argv, name="names", log=log, scratch=scratch)).wait()
+
+asyncio.run(main())
+"""
+
 SLOW_TO_DIE = """
 import os, signal, subprocess, sys
 from penstock import lifeline
@@ -48,6 +73,12 @@ def alive(pid: int) -> bool:
         return False
 
 
+async def written(log: Path) -> None:
+    async with asyncio.timeout(20):
+        while not log.exists() or "there" not in log.read_text():  # noqa: ASYNC110 - a file sends no event
+            await asyncio.sleep(0.01)
+
+
 async def first_line(child: ChildProcess) -> str:
     async with asyncio.timeout(20):
         while "\n" not in child.said():  # noqa: ASYNC110 - a file sends no event
@@ -66,6 +97,43 @@ async def test_when_wait_returns_the_whole_group_is_gone(end: str, tmp_path: Pat
         child.kill()
     await asyncio.wait_for(child.wait(), 10.0)
     assert not alive(grandchild)
+
+
+@pytest.mark.parametrize("killed", ["by us", "by others", "with its launcher"])
+async def test_names_that_a_killed_group_leaves_are_taken_away(killed: str, tmp_path: Path) -> None:
+    """What C++ made in /dev/shm no resource tracker knows; and others may kill a tracker along."""
+    shared = Path(f"/dev/shm/vllm_dist_test-{os.getpid()}")  # noqa: S108 - as vLLM names it
+    stranger = Path(f"/dev/shm/trainer-{os.getpid()}")  # noqa: S108
+    scratch, log = tmp_path / "scratch", tmp_path / "log"
+    scratch.mkdir()
+    stranger.touch()
+    try:
+        if killed == "with its launcher":
+            launcher = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", LAUNCHES_NAMES, NAMES, str(shared), str(log), str(scratch)
+            )
+            await written(log)
+            launcher.kill()
+            await launcher.wait()
+            async with asyncio.timeout(10):
+                while shared.exists() or scratch.exists():  # noqa: ASYNC110 - by a process that is nobody's child
+                    await asyncio.sleep(0.01)
+        else:
+            argv = [sys.executable, "-c", NAMES, str(shared)]
+            child = await ChildProcess.start(argv, name="names", log=log, scratch=scratch)
+            await written(log)
+            if killed == "by us":
+                child.kill()
+            else:
+                child.remember()
+                os.killpg(child.pid, signal.SIGKILL)
+            await asyncio.wait_for(child.wait(), 10.0)
+        assert not shared.exists()
+        assert not scratch.exists()
+        assert stranger.exists()
+    finally:
+        stranger.unlink()
+        shared.unlink(missing_ok=True)
 
 
 def test_killing_a_group_does_not_wait_for_its_end() -> None:

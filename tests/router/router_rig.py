@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+import pytest
+
 from penstock.config import RouterConfig
 from penstock.router.admin_client import RouterAdmin, RouterState
 from penstock.router.membership import EngineEntry
@@ -237,12 +239,18 @@ class Rig:
     async def settled(self) -> RouterState:
         """State once nothing is outstanding."""
 
+        state = await self.admin.engines()
+
         async def idle() -> bool:
+            nonlocal state
             state = await self.admin.engines()
             return not state.held and not any(e.outstanding for e in state.engines)
 
-        await eventually(idle, 5)
-        return await self.admin.engines()
+        try:
+            await eventually(idle)
+        except TimeoutError:
+            pytest.fail(f"the router did not come to rest: {state}")
+        return state
 
     async def until_held(self, held: int) -> None:
         async def so_many() -> bool:

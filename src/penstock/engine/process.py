@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import tempfile
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
+from penstock import leftovers
 from penstock.config import EngineConfig
 from penstock.engine.command import resolve_profile, server_command
 from penstock.engine.transport import HttpTransport
@@ -55,7 +57,15 @@ class EngineProcess:
         """
         with reserved_port(host) as port:  # vLLM listens on it seconds after it was chosen
             command = server_command(config, port=port, api_key=api_key, host=host, gpus=gpus)
-            child = await ChildProcess.start(command.argv, name=name, log=log_dir / f"{name}.log", env=command.env)
+            # For the sockets between its processes. Not in TMPDIR: the name of a socket has at most 107 bytes.
+            scratch = Path(tempfile.mkdtemp(prefix="penstock-e-", dir="/tmp"))
+            env = {**command.env, "VLLM_RPC_BASE_PATH": str(scratch)}
+            log = log_dir / f"{name}.log"
+            try:
+                child = await ChildProcess.start(command.argv, name=name, log=log, env=env, scratch=scratch)
+            except BaseException:
+                leftovers.remove((), scratch)
+                raise
             engine = cls(name, f"http://{f'[{host}]' if ':' in host else host}:{port}", child)
             try:
                 await engine._ready(config, api_key)
@@ -63,6 +73,7 @@ class EngineProcess:
                 child.kill()
                 await child.wait()
                 raise
+            child.remember()
             return engine
 
     @property

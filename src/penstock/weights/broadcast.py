@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import StateError, TransferError
+from penstock.errors import StateError, TransferError, WeightsError
 from penstock.weights.buckets import BUCKET_BYTES
 from penstock.weights.group import GroupSpec
 from penstock.weights.manifest import TensorEntry, WeightManifest
 from penstock.weights.ranks import TRAINER_RANK, Layout, rank_offsets, world_size
-from penstock.weights.shared_memory import SharedMemoryStore
+from penstock.weights.shared_memory import SharedMemoryStore, open_mapping
 
 if TYPE_CHECKING:
     import torch
@@ -89,12 +89,32 @@ class BroadcastStore:
         return self._copies.adopt(manifest)
 
     def commit(self, manifest: WeightManifest) -> None:
-        """The version is in force. The trainer's tensors are its own again when this returns."""
+        """The version is in force. The trainer's tensors are its own again when this returns.
+
+        Raises:
+            WeightsError: they are not what was sent any more, so there is no copy of it.
+        """
         offer, self._offer = self._offer, None
         if manifest.transport != TRANSPORT:
             self._copies.commit(manifest)
         elif offer is not None and self._host_copy:
-            self._copies.commit(self._copies.publish(manifest.version, offer[1]))
+            self._copies.commit(self._copied(manifest, offer[1]))
+
+    def _copied(self, manifest: WeightManifest, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
+        """A copy that is what was sent: who gave the update up may have gone on with the tensors."""
+        from penstock.weights.pack import read  # noqa: PLC0415 - the core must import without torch
+        from penstock.weights.transfer import describe  # noqa: PLC0415 - same
+
+        copy = self._copies.publish(manifest.version, named_tensors)
+        with memoryview(open_mapping(copy.location["path"], copy.extent)) as mapped:
+            entries, _ = describe(read(mapped, copy.tensors))
+        sent = {(entry.name, entry.crc32) for entry in manifest.tensors}
+        if changed := [entry.name for entry in entries if (entry.name, entry.crc32) not in sent]:
+            raise WeightsError(
+                f"{len(changed)} tensors, {changed[0]!r} the first, were changed before the copy of them was taken; "
+                "leave them alone until update_weights has returned, also where it is cancelled"
+            )
+        return copy
 
     def close(self) -> None:
         """End the group and free the copies."""
