@@ -16,6 +16,7 @@ from penstock.types import Sample, SamplingParams
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.skipif(
         find_spec("vllm_router") is None, reason="vllm-router is not installed (requirements/cpu.lock has it)"

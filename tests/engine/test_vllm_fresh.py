@@ -52,6 +52,7 @@ async def test_updated_engine_equals_a_fresh_one_also_for_requests_in_flight(liv
         await process.stop()
 
 
+@pytest.mark.slow
 async def test_experts_are_repacked(tmp_path):
     model_path = save_moe(tmp_path / "moe")
     config = EngineConfig(model=str(model_path), profile="cpu", max_model_len=512)

@@ -37,7 +37,7 @@ async def run(*, seconds: float, timeout_s: float, **options: float) -> dict[str
 
 
 async def test_some_hundred_in_flight() -> None:
-    done = await run(seconds=18, concurrent=150, update_every=3, kill_every=6, tokens_per_second=20, timeout_s=100)
+    done = await run(seconds=10, concurrent=150, update_every=2, kill_every=4, tokens_per_second=20, timeout_s=100)
     assert done["requests"]["asked"] >= 200
     assert done["requests"]["over_an_update"] > 0
     assert done["updates"]["count"] >= 4

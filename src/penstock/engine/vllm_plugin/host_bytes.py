@@ -22,7 +22,7 @@ class HostBytes:
 
         Args:
             manifest: of any transport.
-            in_force: the version that the engine has.
+            in_force: the version that the engine has; of the transport `delta` alone it matters.
 
         Returns:
             The manifest for the workers.

@@ -21,6 +21,7 @@ from penstock.engine.vllm_plugin.spec import WeightSpec, expected_weights
 from penstock.engine.vllm_plugin.version_spans import VersionSpans
 from penstock.engine.wire import version_number
 from penstock.errors import StateError, TransferError, WeightsError
+from penstock.weights import delta
 from penstock.weights.manifest import WeightManifest
 
 MAX_BODY = 64 * 2**20
@@ -117,11 +118,18 @@ class PenstockMiddleware:
         if self._spec is None:
             self._spec = await asyncio.to_thread(expected_weights, engine.vllm_config.model_config)
         self._spec.check(manifest)
-        manifest = await asyncio.to_thread(self._bytes.check, manifest, await self._current_version(engine))
-        if asleep := await engine.engine_core.call_utility_async("penstock_check_awake"):
+        # Where this loop has many streams to serve, every await costs it a round over them: these share one.
+        manifest, asleep = await asyncio.gather(
+            self._checked(engine, manifest), engine.engine_core.call_utility_async("penstock_check_awake")
+        )
+        if asleep:
             raise StateError(asleep)
         _raise_first(await on_every_rank(engine, "penstock_prepare", (manifest.to_json(),)))
         return {"ok": True}
+
+    async def _checked(self, engine: Any, manifest: WeightManifest) -> WeightManifest:
+        in_force = await self._current_version(engine) if manifest.transport == delta.TRANSPORT else 0
+        return await asyncio.to_thread(self._bytes.check, manifest, in_force)
 
     async def _apply(self, engine: Any, body: Any) -> dict[str, Any]:
         """A round over several cores, paused and resumed together; of one core, `core_round.py` does it there."""

@@ -1,0 +1,238 @@
+"""Returns over fakes, in virtual time: what is waited, and what a returning engine has."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fleet_fakes import Bench, until
+from supervise_rig import (
+    begins_to_return,
+    dies_and_returns,
+    restarting,
+    until_dead,
+    until_serves,
+)
+
+from penstock.config import FleetConfig
+from penstock.errors import EngineDeadError, StateError, UpdateError
+from penstock.fleet.lifecycle import State
+from penstock.types import PauseMode
+
+# --- what returns ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_dead_engine_returns_under_its_name_and_index_with_the_fleets_weights() -> None:
+    bench = await Bench("abc").started()
+    bench.roster.members[1].gpus = ("6", "7")
+    async with restarting(bench) as restarts:
+        await bench.operations.update([], None)
+        await bench.operations.update([], None)
+        old = bench.engine["b"]
+        await dies_and_returns(bench, restarts, "b", 2)
+        assert [m.name for m in bench.roster.members] == ["a", "b", "c"]
+        assert restarts.engines.starts == [("b", ("6", "7"))]
+        assert bench.engine["b"] is not old
+        assert bench.engine["b"].version == 2
+        assert [change.new for change in bench.roster.members[1].lifecycle.history[-4:]] == [
+            State.DEAD, State.LAUNCHING, State.SYNCING, State.SERVING,
+        ]  # fmt: skip
+        assert next(e for e in bench.router.set if e.name == "b").url == "http://127.0.0.1:91"
+        bench.check_belief()
+        assert len((await bench.operations.update([], None)).engines) == 3
+        await dies_and_returns(bench, restarts, "b", 3)
+
+
+async def test_version_0_needs_nothing_of_anyone() -> None:
+    bench = await Bench("ab").started()
+    async with restarting(bench) as restarts:
+        await dies_and_returns(bench, restarts, "a", 0)
+        assert ("a", "prepare") not in bench.journal
+        bench.check_belief()
+
+
+async def test_an_engine_sees_no_request_before_its_weights_are_confirmed() -> None:
+    bench = await Bench("ab").started()
+    async with restarting(bench):
+        await bench.operations.update([], None)
+        bench.engine["a"].faults["again apply-load"] = "hang"
+        bench.process["a"].kill()
+        await until(lambda: ("a", "apply-load") in bench.journal[-3:])
+        assert bench.router.serves() == {"b": 1}
+
+
+@pytest.mark.parametrize("kind", ["refuse", "hang", "die", "garbage"])
+@pytest.mark.parametrize("step", ["prepare", "apply-pause", "apply-load", "apply-resume"])
+async def test_an_engine_that_cannot_take_the_weights_does_not_serve_and_is_tried_again(step: str, kind) -> None:
+    bench = await Bench("ab").started()
+    async with restarting(bench) as restarts:
+        await bench.operations.update([], None)
+        bench.engine["a"].faults[f"again {step}"] = kind
+        bench.process["a"].kill()
+        await until(lambda: len(restarts.engines.starts) >= 2)
+        assert bench.router.serves() == {"b": 1}
+        assert any("could not join" in c.reason for c in bench.roster.members[0].lifecycle.history)
+
+
+async def test_weights_that_are_not_its_peers_are_not_served() -> None:
+    bench = await Bench("ab").started()
+    async with restarting(bench, FleetConfig(health_interval_s=3600.0, max_restarts=1)) as restarts:
+        await bench.operations.update([], None)
+        bench.engine["a"].faults["again checksum"] = "wrong"
+        bench.process["a"].kill()
+        await until(lambda: len(restarts.engines.starts) == 1 and bench.state("a") is State.DEAD)
+        assert "have the checksum other, its peers' sum-1" in bench.roster.members[0].lifecycle.reason
+        assert bench.router.serves() == {"b": 1}
+
+
+async def test_an_update_while_an_engine_starts_is_the_version_it_comes_in_with() -> None:
+    bench = await Bench("ab").started()
+    async with restarting(bench) as restarts:
+        await begins_to_return(bench, restarts, "a")
+        for _ in range(3):
+            await bench.operations.update([], None)
+        restarts.engines.gate.set()
+        await until_serves(bench, "a", 3)
+        bench.check_belief()
+
+
+async def test_an_update_waits_for_an_engine_that_is_being_admitted_and_brings_it_along() -> None:
+    bench = await Bench("ab").started()
+    bench.operations._control_s = 5.0
+    async with restarting(bench) as restarts:
+        await bench.operations.update([], None)
+        await begins_to_return(bench, restarts, "a")
+        bench.journal.clear()
+        bench.engine["a"].busy.clear()  # it will be slow
+        restarts.engines.gate.set()
+        await until(lambda: ("a", "prepare") in bench.journal)
+        update = asyncio.create_task(bench.operations.update([], None))
+        await asyncio.sleep(0.02)
+        assert ("b", "prepare") not in bench.journal
+        bench.engine["a"].busy.set()
+        assert len((await update).engines) == 2
+        await until_serves(bench, "a", 2)
+        bench.check_belief()
+
+
+async def test_an_engine_joins_a_paused_fleet_paused() -> None:
+    bench = await Bench("ab").started()
+    async with restarting(bench) as restarts:
+        await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
+        await dies_and_returns(bench, restarts, "a", 0)
+        assert bench.state("a") is State.PAUSED
+        bench.check_belief()
+        await bench.operations.resume()
+        bench.check_belief()
+
+
+async def test_an_engine_joins_a_sleeping_fleet_asleep() -> None:
+    bench = await Bench("ab").started()
+    async with restarting(bench) as restarts:
+        await bench.operations.sleep(2)
+        await bench.operations.wake_up(["weights"])
+        await dies_and_returns(bench, restarts, "a", 0)
+        assert bench.engine["a"].calls == {"sleep": 1, "wake": ["weights"]}
+        await bench.operations.wake_up(["kv_cache"])
+        assert bench.router.closed, "the weights of the others are gone until the next update"
+        await bench.operations.update([], None)
+        assert not bench.router.closed
+        bench.check_belief()
+
+
+async def test_weights_that_nobody_has_are_waited_for_until_the_next_update(caplog) -> None:
+    caplog.set_level("INFO", "penstock.fleet")
+    bench = await Bench("ab").started()
+    async with restarting(bench) as restarts:
+        await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
+        await bench.operations.native_update({}, 5)
+        assert "weight version 5 came by update_named_weights, of which no copy is kept" in caplog.text
+        await bench.operations.resume()
+        bench.process["a"].kill()
+        waits = "waits for the next update_weights: nobody has the fleet's weights of version 5 any more"
+        await until(lambda: bench.roster.members[0].lifecycle.reason.startswith(waits))
+        assert f"engine a stays syncing: {waits}" in caplog.text
+        await asyncio.sleep(0.05)
+        assert bench.state("a") is State.SYNCING
+        assert bench.router.serves() == {"b": 5}
+        await bench.operations.update([], None)
+        await until_serves(bench, "a", 6)
+        assert bench.roster.members[0].lifecycle.reason == "weight version 6 confirmed"
+        await dies_and_returns(bench, restarts, "b", 6)
+        bench.check_belief()
+
+
+# --- backoff and budget ----------------------------------------------------------------------------------------------
+
+
+async def test_starts_that_fail_are_tried_again_after_twice_the_wait_until_the_budget_ends(caplog) -> None:
+    bench = await Bench("ab").started()
+    fleet = FleetConfig(health_interval_s=3600.0, max_restarts=4, restart_backoff_s=0.5, restart_window_s=60.0)
+    async with restarting(bench, fleet) as restarts:
+        restarts.engines.failing = 9
+        bench.process["a"].kill()
+        await until(lambda: not bench.roster.members[0].returns)
+        assert restarts.waits == [0.5, 1.0, 2.0, 4.0]
+        assert bench.state("a") is State.DEAD
+        assert bench.router.serves() == {"b": 0}
+        (line,) = [r.getMessage() for r in caplog.records if r.name.endswith("supervise") and r.levelname == "ERROR"]
+        assert line.startswith("engine a stays dead: it died again after 4 restarts within 60 s (fleet.max_restarts)")
+        assert (await bench.operations.update([], None)).failures == {}, "the fleet goes on"
+
+
+async def test_deaths_far_apart_never_end_the_budget() -> None:
+    bench = await Bench("ab").started()
+    async with restarting(bench, FleetConfig(health_interval_s=3600.0, max_restarts=1)) as restarts:
+        for death in range(4):
+            bench.process["a"].kill()
+            await until(lambda died=death: len(restarts.engines.starts) == died + 1)
+            await until_serves(bench, "a", 0)
+            restarts.now += 3600.0
+        assert restarts.waits == [1.0] * 4
+
+
+async def test_when_none_is_left_and_none_comes_back_it_is_said() -> None:
+    bench = await Bench("ab").started()
+    async with restarting(bench, FleetConfig(health_interval_s=3600.0, max_restarts=0)):
+        for name in "ab":
+            bench.process[name].kill()
+            await until_dead(bench, name)
+        await until(lambda: not any(m.coming for m in bench.roster.members))
+        with pytest.raises(EngineDeadError, match=r"no engine is left, and none is coming back \(a, b dead: its"):
+            await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
+        with pytest.raises(UpdateError, match="0 engines were good before it began"):
+            await bench.operations.update([], None)
+
+
+async def test_an_update_waits_for_engines_that_come_back_where_too_few_are_left() -> None:
+    bench = await Bench("a").started()
+    bench.operations._recovery_s = 5.0
+    async with restarting(bench) as restarts:
+        await begins_to_return(bench, restarts, "a")
+        update = asyncio.create_task(bench.operations.update([], None))
+        await asyncio.sleep(0.02)
+        assert not update.done()
+        with pytest.raises(StateError, match="a weight update is under way"):
+            await bench.operations.update([], None)
+        restarts.engines.gate.set()
+        assert (await update).version == 1
+        bench.check_belief()
+
+
+async def test_an_update_waits_no_longer_than_its_deadline() -> None:
+    bench = await Bench("a").started()
+    bench.operations._recovery_s = 0.05
+    async with restarting(bench) as restarts:
+        await begins_to_return(bench, restarts, "a")
+        with pytest.raises(UpdateError, match="0 engines were good before it began"):
+            await bench.operations.update([], None)
+
+
+async def test_what_is_released_is_not_started_anew() -> None:
+    bench = await Bench("ab").started()
+    async with restarting(bench) as restarts:
+        await restarts.supervisor.release(bench.roster.members[0])
+        bench.process["a"].kill()
+        await asyncio.sleep(0.05)
+        assert restarts.engines.starts == []
+        assert bench.state("a") is State.SERVING, "nobody looks"
