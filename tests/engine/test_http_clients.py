@@ -17,7 +17,8 @@ from penstock.types import GenerateBatch
 
 INFO = (
     b'{"engine": "vllm", "vllm": "0.32.0", "weight_version": 3, "paused": false, "tp": 1, "pp": 1, "dp": 1, '
-    b'"vocab_size": 32, "max_model_len": 64, "transports": ["shared_memory"], "of a later version": 1}'
+    b'"vocab_size": 32, "max_model_len": 64, "transports": ["shared_memory"], '
+    b'"logprobs_mode": "processed_logprobs", "of a later version": 1}'
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,8 +28,12 @@ class App:
 
 
 async def status(method: str, path: str, key: str | None) -> int:
+    return (await answer(method, path, key))[0]["status"]
+
+
+async def answer(method: str, path: str, key: str | None = None, app: Any = App) -> list[dict[str, Any]]:
     headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
-    scope = {"type": "http", "method": method, "path": path, "headers": headers, "app": App}
+    scope = {"type": "http", "method": method, "path": path, "headers": headers, "app": app}
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -38,7 +43,7 @@ async def status(method: str, path: str, key: str | None) -> int:
         sent.append(message)
 
     await PenstockMiddleware(behind)(scope, receive, send)
-    return sent[0]["status"]
+    return sent
 
 
 GUARDED = [
@@ -68,3 +73,28 @@ async def test_probes_need_no_key_and_without_one_nobody_is_asked(monkeypatch) -
     assert await status("OPTIONS", "/v1/completions", None) == 200, "a browser's preflight carries none"
     monkeypatch.delenv("VLLM_API_KEY")
     assert await status("POST", "/pause", None) == 200
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+async def test_it_tells_which_logprobs_the_server_gives(mode: str, monkeypatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+
+    async def version() -> str:
+        return "3"
+
+    async def paused() -> bool:
+        return False
+
+    model = SimpleNamespace(get_vocab_size=lambda: 32, max_model_len=64, enable_sleep_mode=False, logprobs_mode=mode)
+    parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=2)
+    engine = SimpleNamespace(
+        output_processor=SimpleNamespace(add_request=object, process_outputs=object),
+        engine_core=SimpleNamespace(add_request_async=object),
+        vllm_config=SimpleNamespace(model_config=model, parallel_config=parallel),
+        get_weight_version=version,
+        is_paused=paused,
+    )
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
+    start, body = await answer("GET", "/penstock/info", app=app)
+    told = json.loads(body["body"])
+    assert (start["status"], told["weight_version"], told["logprobs_mode"]) == (200, 3, mode)

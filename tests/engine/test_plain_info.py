@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from penstock.engine.capabilities import LACKING, PENSTOCK, Capabilities, EngineInfo, require
+from penstock.config import EngineConfig
+from penstock.engine.capabilities import DEV_MODE, LACKING, PENSTOCK, Capabilities, EngineInfo, require
+from penstock.engine.command import server_command
 from penstock.engine.control import ControlClient
 from penstock.errors import EngineError, EngineHTTPError, MissingCapabilityError, UserError
 from penstock.sim.config import SimConfig
@@ -29,6 +36,12 @@ async def found(**config: Any) -> EngineInfo:
 async def test_with_the_plugin_nothing_is_lacking() -> None:
     info = await found(data_parallel_size=2)
     assert (info.capabilities, info.dp, info.vocab_size, info.engine) == (PENSTOCK, 2, 1024, "sim")
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logits"])
+async def test_with_the_plugin_logprobs_are_of_what_is_sampled_from_only_where_it_says_so(mode: str) -> None:
+    """A person may start the server without the option, and vLLM's default ignores the temperature."""
+    assert (await found(logprobs_mode=mode)).capabilities == replace(PENSTOCK, sampled_logprobs=False)
 
 
 async def test_plain_vllm_as_the_docs_start_it() -> None:
@@ -116,6 +129,32 @@ def test_what_is_required_and_lacking_is_named() -> None:
     assert isinstance(one.value, UserError)
     with pytest.raises(MissingCapabilityError, match="update_weights: engines b, c lack Penstock's plugin; launch"):
         require([("b", PLAIN), ("c", PLAIN)], "plugin", "update_weights")
+
+
+def test_lacking_logprobs_are_had_by_an_option() -> None:
+    with pytest.raises(MissingCapabilityError) as refused:
+        require([("a", PENSTOCK), ("b", replace(PENSTOCK, sampled_logprobs=False))], "sampled_logprobs", "generate")
+    assert str(refused.value).startswith("generate: engine b lacks logprobs of what it samples from")
+    assert "start it with the option --logprobs-mode processed_logprobs" in str(refused.value)
+
+
+def test_the_command_that_gives_the_plugin_has_all_that_a_launch_gives(tmp_path: Path) -> None:
+    """Typed as it is, it starts what `Fleet.launch` would start."""
+    variable, python, *typed = shlex.split(LACKING["plugin"][1].split("`")[1])
+    assert (variable, python) == (DEV_MODE.split()[-1], "python")
+    (tmp_path / "config.json").write_text("{}")
+    launched = server_command(EngineConfig(model=str(tmp_path), profile="cpu"), port=8001, api_key=None).argv[1:]
+    assert typed[:2] == list(launched[:2])
+    assert "--weight-transfer-config" in typed
+
+    def settings(argv: Sequence[str]) -> dict[str, Any]:
+        values = {name: value for name, value in pairwise(argv) if name.startswith("--")}
+        return {**values, "--weight-transfer-config": json.loads(values["--weight-transfer-config"])}
+
+    given = settings(launched) | {"--model": "MODEL"}
+    assert settings(typed) == {name: given[name] for name in settings(typed)}
+    ours = {name for name, value in given.items() if "penstock" in str(value) or name == "--logprobs-mode"}
+    assert ours <= settings(typed).keys()
 
 
 def test_every_capability_can_be_explained() -> None:

@@ -24,6 +24,7 @@ async def test_sizes_and_info(live):
     assert info.engine == "vllm"
     assert info.vocab_size == 100
     assert info.max_model_len == 512
+    assert info.capabilities.sampled_logprobs
 
 
 async def test_generate_keeps_order_and_gives_exact_logprobs_after_temperature(live):

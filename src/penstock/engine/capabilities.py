@@ -44,18 +44,21 @@ class Capabilities:
 
 PENSTOCK = Capabilities()
 """Of an engine with our plugin."""
+SAMPLED_FROM = ("processed_logprobs",)
+"""Values of vLLM's `--logprobs-mode` that give log-softmax of what is sampled from."""
 
 _BY_PENSTOCK = (
-    "launch it by Penstock, or install penstock beside vLLM and start it with --middleware "
+    "launch it by Penstock, or install penstock beside vLLM and start it by `VLLM_SERVER_DEV_MODE=1 python -m "
+    "penstock.engine.vllm_plugin.server --model MODEL --port 8001 --logprobs-mode processed_logprobs "
+    '--weight-transfer-config \'{"backend": "penstock_shm"}\' --middleware '
     "penstock.engine.vllm_plugin.middleware.PenstockMiddleware --worker-extension-cls "
-    'penstock.engine.vllm_plugin.worker.WorkerExtension --weight-transfer-config \'{"backend": "penstock_shm"}\'; '
-    "plain vLLM takes weights by update_named_weights"
+    "penstock.engine.vllm_plugin.worker.WorkerExtension`; plain vLLM takes weights by update_named_weights"
 )
 _WITH_LORA = "start it with --enable-lora and the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 _WITH_TRANSFER = f'{DEV_MODE} and the option --weight-transfer-config \'{{"backend": "nccl"}}\' (or another backend)'
 _WITH_LOGPROBS = (
-    f"{DEV_MODE}, so that it says how it is set, and the option --logprobs-mode processed_logprobs; or ask for "
-    "logprobs=False"
+    "start it with the option --logprobs-mode processed_logprobs (without Penstock's plugin with the environment "
+    "variable VLLM_SERVER_DEV_MODE=1 too, so that it says how it is set); or ask for logprobs=False"
 )
 
 LACKING: Mapping[Capability, tuple[str, str]] = MappingProxyType(

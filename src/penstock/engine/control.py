@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 from yarl import URL
 
-from penstock.engine.capabilities import PENSTOCK, EngineInfo
+from penstock.engine.capabilities import PENSTOCK, SAMPLED_FROM, EngineInfo
 from penstock.engine.metrics import engine_stats
 from penstock.engine.plain import NOT_FOUND, plain_info
 from penstock.engine.transport import TORN, HttpTransport, UnreachableError
@@ -21,7 +21,7 @@ BAD_REQUEST = 400
 _NO_CORE = object()
 INFO = "/penstock/info"
 _TOLD = [field.name for field in fields(EngineInfo) if field.name not in {"capabilities", "instance"}]
-"""What our plugin says there, and whether it can sleep; what else it can do is known."""
+"""What our plugin says there, besides how it is set; what else it can do is known."""
 
 
 class ControlClient:
@@ -56,7 +56,11 @@ class ControlClient:
         try:
             known: dict[str, Any] = {name: answer[name] for name in _TOLD}
             known["transports"] = tuple(known["transports"])
-            known["capabilities"] = replace(PENSTOCK, sleep=bool(answer.get("sleep", True)))
+            known["capabilities"] = replace(
+                PENSTOCK,
+                sleep=bool(answer.get("sleep", True)),
+                sampled_logprobs=answer["logprobs_mode"] in SAMPLED_FROM,
+            )
             await self._past_the_api(answer.get("control_port"))
         except (KeyError, TypeError) as error:
             raise EngineError(f"GET {INFO} answered {answer!r}, without {error}", engine=self.name) from error

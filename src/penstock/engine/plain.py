@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from penstock.engine.capabilities import Capabilities, EngineInfo
+from penstock.engine.capabilities import SAMPLED_FROM, Capabilities, EngineInfo
 from penstock.engine.transport import HttpTransport
 from penstock.engine.wire import version_number
 from penstock.errors import EngineError, EngineHTTPError
 
 NOT_FOUND, NOT_ALLOWED, BAD_REQUEST, VALIDATION, FAILED = 404, 405, 400, 422, 500
 GENERATE = "/inference/v1/generate"
-SAMPLED_FROM = ("processed_logprobs",)
-"""Values of `--logprobs-mode` that give log-softmax of what is sampled from."""
 _CALLS = {
     "pause": "/pause", "abort": "/abort_requests", "caches": "/reset_prefix_cache", "sleep": "/sleep",
     "rpc": "/collective_rpc", "lora": "/v1/load_lora_adapter", "weight_transfer": "/init_weight_transfer_engine",

@@ -53,6 +53,8 @@ class SimConfig:
     tensor_specs: tuple[TensorSpec, ...] | None = None
     """What an update must hold; None: anything."""
     max_loras: int = 16
+    logprobs_mode: str = "processed_logprobs"
+    """What it says of its logprobs; they are the same in any mode."""
     data_parallel_size: int = 1
     """Ranks, each with a scheduler and a cache of its own, behind one address."""
 
@@ -68,7 +70,6 @@ class SimConfig:
     enable_sleep_mode: bool = True
     weight_transfer_backend: str = "nccl"
     """Of `--weight-transfer-config`; empty: none was given."""
-    logprobs_mode: str = "processed_logprobs"
     faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:

@@ -18,8 +18,11 @@ async def info(http: web.Request) -> web.Response:
     sizes = {"tp": 1, "pp": 1, "dp": config.data_parallel_size}
     limits = {"vocab_size": config.vocab_size, "max_model_len": config.max_model_len}
     state = {"weight_version": engine.weights.version, "paused": engine.paused}
-    transports = {"transports": ["broadcast", "delta", "disk", "shared_memory"]}
-    return json_answer({"engine": "sim", "vllm": config.vllm_version, **state, **sizes, **limits, **transports})
+    set_as = {
+        "transports": ["broadcast", "delta", "disk", "shared_memory"],
+        "logprobs_mode": config.logprobs_mode,
+    }
+    return json_answer({"engine": "sim", "vllm": config.vllm_version, **state, **sizes, **limits, **set_as})
 
 
 async def group(http: web.Request) -> web.Response:

@@ -93,6 +93,7 @@ class PenstockMiddleware:
             "vocab_size": config.model_config.get_vocab_size(),
             "max_model_len": config.model_config.max_model_len,
             "transports": sorted(SOURCES),
+            "logprobs_mode": config.model_config.logprobs_mode,
             # On CPUs vLLM answers that it sleeps, and frees nothing.
             "sleep": config.model_config.enable_sleep_mode and config.device_config.device_type != "cpu",
             "control_port": await self._control_port(engine, keys),
