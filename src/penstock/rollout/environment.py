@@ -53,7 +53,7 @@ class Environment(ABC):
     async def step(self, task: Task, responses: Sequence[str]) -> Turn | None:
         """What follows the latest of the policy's `responses` so far; None ends the episode.
 
-        The default is an episode of one turn.
+        Nothing calls it yet: episodes have one turn so far, and `load_environment` refuses who overrides it.
         """
         del task, responses
         return None
@@ -74,7 +74,8 @@ def load_environment(config: EnvironmentConfig, seed: int) -> Environment:
     """Build the environment that `config` names, with its options and `seed`.
 
     Raises:
-        ConfigError: no such environment, not an `Environment`, or options that it does not take.
+        ConfigError: no such environment, not an `Environment`, episodes of several turns, or options that it does not
+            take.
     """
     cls = _environment_class(config.name)
     try:
@@ -95,4 +96,10 @@ def _environment_class(name: str) -> Callable[..., Environment]:
         raise ConfigError(f"environment.name {name!r} cannot be imported: {error}") from error
     if not (isinstance(cls, type) and issubclass(cls, Environment)):
         raise ConfigError(f"environment.name {name!r} is not a subclass of penstock.rollout.environment.Environment")
+    if cls.step is not Environment.step:
+        raise ConfigError(
+            f"environment.name {name!r} overrides `step`, and episodes have one turn so far: it would never be called. "
+            "Take it out to train on the first response alone, or play episodes of several turns in a loop of your "
+            "own: one `await fleet.sample(prompt_token_ids, num_samples, params, session_id=...)` for each turn"
+        )
     return cls
