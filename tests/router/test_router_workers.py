@@ -9,20 +9,19 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from router_rig import Backend, RawClient, Rig, Seen, answer_name, eventually, reply, request, rig
+from router_rig import Backend, RawClient, Seen, answer_name, eventually, reply, request, rig
+from worker_rig import one_to_each, pid_of, running
 
 from penstock.config import RouterConfig
 from penstock.errors import EngineStartError, StateError, UserError
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.hub import Hub
 from penstock.router.listen import listen
-from penstock.router.membership import EngineEntry
 
 OPTIONS: dict[str, Any] = {"process": True, "workers": 2, "engine_metrics_interval_s": 0}
 
@@ -38,20 +37,6 @@ def held() -> tuple[asyncio.Event, Any]:
     return release, answer
 
 
-async def pid_of(client: RawClient) -> int:
-    return json.loads((await client.ask("/router/health", method="GET")).body)["pid"]
-
-
-async def one_to_each(r: Rig, workers: int = 2) -> dict[int, RawClient]:
-    """A connection to each process."""
-    clients: dict[int, RawClient] = {}
-    async with asyncio.timeout(20):
-        while len(clients) < workers:
-            client = await r.client()
-            clients.setdefault(await pid_of(client), client)
-    return clients
-
-
 def session(name: str, prompt: int = 0) -> str:
     return f"X-Session-ID: {name}\r\n" + (f"X-Prompt-Tokens: {prompt}\r\n" if prompt else "")
 
@@ -62,13 +47,6 @@ async def asked(client: RawClient, headers: str = "") -> AsyncIterator[None]:
     await client.send(request("/v1/x", b"{}", headers))
     yield
     assert (await client.receive()).status == 200
-
-
-def running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 async def test_a_session_is_on_one_engine_whichever_process_gets_its_turns() -> None:
@@ -249,48 +227,6 @@ async def test_a_killed_process_leaves_neither_load_nor_a_closed_port() -> None:
             assert (await client.ask(headers=session("s"))).body == home.encode()
             await client.send(request("/v1/x", b"{}", "X-Adapter: a\r\n"))
         await r.until_held(2)  # the new one knows of the gate
-
-
-@asynccontextmanager
-async def hub_here(*answers: Any) -> AsyncIterator[Rig]:
-    """The hub in this process, its workers in theirs."""
-    async with AsyncExitStack() as stack:
-        hub = Hub(RouterConfig(workers=2, engine_metrics_interval_s=0))
-        stack.push_async_callback(hub.close)
-        await hub.start()
-        backends = [await Backend(answer, f"e{i}").start() for i, answer in enumerate(answers)]
-        for backend in backends:
-            stack.push_async_callback(backend.stop)
-        admin = RouterAdmin(hub.url)
-        stack.push_async_callback(admin.close)
-        r = Rig(hub.url, admin, backends, None, os.getpid())
-        stack.callback(lambda: [client.close() for client in r.clients])
-        await r.announce([backend.entry() for backend in backends])
-        yield r
-
-
-async def test_a_process_that_hangs_does_not_hold_a_change_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.router.hub.CALL_S", 1.0)
-    async with hub_here(answer_name) as r:
-        (_, one), (hangs, two) = (await one_to_each(r)).items()
-        os.kill(hangs, signal.SIGSTOP)
-        answered = await one.ask("/router/gate", b'{"closed": true}')
-        assert answered.status == 200
-        await two.send(request("/v1/x", b"{}"))
-        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
-            await two.receive()
-        await eventually(lambda: not running(hangs))  # its sockets are closed a moment before
-        for client in (await one_to_each(r)).values():  # and the one in its place holds the change
-            await client.send(request("/v1/x", b"{}"))
-        await r.until_held(2)
-        assert r.backends[0].seen == []
-
-
-async def test_more_engines_than_the_memory_has_places_for_are_refused_and_change_nothing() -> None:
-    async with hub_here(answer_name) as r:
-        with pytest.raises(UserError, match="figures of at most 1024 engines, got 1025"):
-            await r.announce([EngineEntry(f"e{i}", f"http://127.0.0.1:{1000 + i}") for i in range(1025)])
-        assert (await (await r.client()).ask()).body == b"e0"
 
 
 async def test_nothing_stays_when_the_hub_is_killed(tmp_path: Path) -> None:

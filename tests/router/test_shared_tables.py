@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
@@ -22,7 +23,7 @@ from penstock.router.hints import Hints
 from penstock.router.loads import Load
 from penstock.router.membership import EngineEntry
 from penstock.router.placement import Placement, PlacementOptions
-from penstock.router.shared_loads import SharedLoads
+from penstock.router.shared_loads import LOOK_S, SharedLoads
 from penstock.router.shared_sessions import SharedSessions
 from penstock.router.shared_state import WAYS, Layout, SharedState
 
@@ -329,6 +330,35 @@ def test_placements_of_two_processes_agree_and_see_each_others_load(monkeypatch:
                     both[i % 2].done(Hints(session_id=f"s{i}", prompt_tokens=100), homes[f"s{i}"], 1.5, ok=True)
         for placement in both:
             assert [(v.outstanding, v.resident_tokens) for v in placement.views().values()] == [(0, 1000)] * 3
+
+
+def test_load_that_rose_and_fell_between_two_looks_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request of the other process that was in flight for less than a look's time stayed in views for good."""
+    now = 1.0
+    monkeypatch.setattr("penstock.router.shared_loads.time", SimpleNamespace(monotonic=lambda: now))
+    with Tables(2) as tables:
+        options = PlacementOptions(policies=("round-robin",))
+        tabled = [tables.of(i) for i in range(2)]
+        one, two = (Placement(options, sessions=sessions, board=loads) for loads, sessions in tabled)
+        for placement in (one, two):
+            placement.set_engines(entries(*ENGINES))
+        request, session = Hints(), Hints(session_id="s", prompt_tokens=100)
+        first = one.place(request, now)  # looks at what the other has
+        assert isinstance(first, str)
+        one.done(request, first, now, ok=True)
+        now += LOOK_S / 4
+        others = [(each, two.place(each, now)) for each in (request, request, request, session)]
+        now += LOOK_S / 4
+        second = one.place(request, now)  # too soon for another look
+        assert isinstance(second, str)
+        for each, engine in others:
+            assert isinstance(engine, str)
+            two.done(each, engine, now, ok=True)
+        two.finish_session("s")
+        one.done(request, second, now, ok=True)
+        now += 1.0
+        tabled[0][0].look()
+        assert [(view.outstanding, view.resident_tokens) for view in one.views().values()] == [(0, 0)] * len(ENGINES)
 
 
 def readable(file: Any, seconds: float = 0.0) -> bool:

@@ -66,7 +66,7 @@ class Candidates:
     """The engines of the set, with views for policies that are made anew only where something changed."""
 
     def __init__(self, sessions: SessionTable, board: LoadBoard) -> None:
-        self._totals, self._session_counts = board.totals, sessions.counts
+        self._load, self._session_tokens = board.seen, sessions.seen_tokens
         self._changed_elsewhere = None if isinstance(board, LocalLoads) else board.changed
         """Asks what other processes changed."""
         self.engines: dict[str, Candidate] = {}
@@ -140,11 +140,11 @@ class Candidates:
                 self.changed(name)
         if not self._changed:
             return
-        views, totals, counts = self._views, self._totals, self._session_counts
+        views, load, session_tokens = self._views, self._load, self._session_tokens
         for engine in self._changed:
             name = engine.name
-            requests, tokens, resident = totals(name)
-            resident += counts(name)[1]
+            requests, tokens, resident = load(name)
+            resident += session_tokens(name)
             usage, capacity = engine.kv_usage, engine.kv_capacity
             if tokens > engine.said_at and capacity and usage >= 0:
                 usage += (tokens - engine.said_at) / capacity

@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import orjson
@@ -78,10 +78,13 @@ class Hub:
         self._membership = Membership()
         self._announcement: dict[str, Any] | None = None
         """The call that announced the set in force; for workers that are started later."""
+        self._policy: str | None = None
+        """Body of a call that sets the policy which is in force; for the same."""
         self._gates: dict[tuple[str | None, str | None], str] = {}
         """Bodies of the calls that closed the gates which are closed: by adapter and engine."""
         self._changing = asyncio.Lock()
         """One change at a time, so that all workers see them in one order."""
+        self._changes: set[asyncio.Task[dict[str, Any]]] = set()
         self._sockets: list[socket.socket] = []
         self._workers: dict[int, WorkerProcess] = {}
         """Those that serve."""
@@ -106,9 +109,10 @@ class Hub:
 
     async def close(self) -> None:
         """End all workers; answers under way end as broken transfers."""
-        for task in self._tasks:
+        tasks: list[asyncio.Task[Any]] = [*self._tasks, *self._changes]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for sock in self._sockets:
             sock.close()
         for bell in self._bells:
@@ -175,6 +179,8 @@ class Hub:
             async with self._changing:
                 if self._announcement is not None:
                     await worker.call(self._announcement, deadline_s=CALL_S)
+                if self._policy is not None:  # it may have been set since `config` was read
+                    await worker.call(_execute("PUT", "/router/policy", self._policy), deadline_s=CALL_S)
                 for body in self._gates.values():
                     await worker.call(_execute("POST", "/router/gate", body), deadline_s=CALL_S)
                 await worker.call({"do": "serve"}, deadline_s=CALL_S)
@@ -230,11 +236,11 @@ class Hub:
         body = message["body"]
         match message["method"], message["path"]:
             case "PUT", "/router/engines":
-                return _json(await self._set_engines(body))
+                return _json(await self._whole(self._set_engines(body)))
             case "POST", "/router/gate":
-                return _json(await self._set_gate(body))
+                return _json(await self._whole(self._set_gate(body)))
             case "PUT", "/router/policy":
-                return _json(await self._set_policy(body))
+                return _json(await self._whole(self._set_policy(body)))
             case "GET", "/router/engines":
                 return _json(merge_states(await self._all(_execute("GET", "/router/engines", ""))))
             case "GET", _:
@@ -242,6 +248,18 @@ class Hub:
                 return {"content": render(merge_families(reports)), "type": PROMETHEUS}
             case _:
                 raise RefusalError(404, "not_found", f"no such endpoint: {message['path']}")
+
+    async def _whole(self, change: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+        """Have a change run to its end also where the worker that passed it on ends before."""
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changed)
+        return await asyncio.shield(task)
+
+    def _changed(self, task: asyncio.Task[dict[str, Any]]) -> None:
+        self._changes.discard(task)
+        if not task.cancelled():
+            task.exception()  # nobody may be left to hear of it
 
     async def _set_engines(self, body: str) -> dict[str, Any]:
         async with self._changing:
@@ -272,7 +290,7 @@ class Hub:
     async def _set_policy(self, body: str) -> dict[str, Any]:
         async with self._changing:
             answer = (await self._all(_execute("PUT", "/router/policy", body)))[0]
-            self.config = self.config.model_copy(update=answer)  # for workers that are started later
+            self._policy = orjson.dumps(answer).decode()
             return answer
 
 

@@ -28,6 +28,10 @@ class LoadBoard(Protocol):
         """The `Load` of one engine; zeros for one never heard of."""
         ...
 
+    def seen(self, engine: str) -> tuple[int, int, int]:
+        """The same for a view that is kept: of other processes what `changed` has told, however it is now."""
+        ...
+
     def changed(self) -> Iterable[str]:
         """Engines of which figures or sessions were changed by another process since this was asked last."""
         ...
@@ -49,6 +53,10 @@ class LocalLoads:
 
     def totals(self, engine: str) -> tuple[int, int, int]:
         """See `LoadBoard`."""
+        return self._loads.get(engine, _NOTHING)
+
+    def seen(self, engine: str) -> tuple[int, int, int]:
+        """See `LoadBoard`: as it is."""
         return self._loads.get(engine, _NOTHING)
 
     def changed(self) -> Iterable[str]:

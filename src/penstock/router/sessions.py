@@ -73,6 +73,10 @@ class SessionTable(Protocol):
         """Sessions that live there, and tokens of those that count."""
         ...
 
+    def seen_tokens(self, engine: str) -> int:
+        """Tokens of those that count, for a view that is kept; see `LoadBoard.seen`."""
+        ...
+
     def __len__(self) -> int:
         """Sessions known."""
         ...
@@ -168,6 +172,10 @@ class LocalSessions:
         """See `SessionTable`."""
         counts = self._counts.get(engine)
         return (0, 0) if counts is None else (counts[0], counts[1])
+
+    def seen_tokens(self, engine: str) -> int:
+        """See `SessionTable`."""
+        return self.counts(engine)[1]
 
     def _discount(self, record: SessionRecord) -> None:
         if record.engine is not None:

@@ -18,6 +18,7 @@ _CELL = FIELDS * WORD
 """Bytes."""
 _BLOCK = 16
 """Cells compared at once."""
+_NOTHING = (0, 0, 0)
 LOOK_S = 0.001
 """Between two looks at what the others have: at 5,000 requests a second each, a process would else bring its figures up
 to date for every one of them. An answer takes far longer to come than to be known of."""
@@ -50,6 +51,10 @@ class SharedLoads:
         """Bytes of a row up to the last slot in use."""
         self._seen: dict[int, bytes] = {}
         """The others' rows when they were looked at last."""
+        self._seen_words: list[memoryview] = []
+        """The same, as words."""
+        self._seen_cells: dict[str, tuple[int, int]] = {}
+        """First words of each engine's cell in our row, and in any row from its beginning."""
         self._look_at = 0.0
         """When to look at them next."""
         self._touched: set[str] = set()
@@ -63,12 +68,14 @@ class SharedLoads:
             lost: engines among them whose sessions have no home any more.
         """
         self._cells = {name: self._own + slot * FIELDS for name, slot in slots.items()}
+        self._seen_cells = {name: (self._own + slot * FIELDS, slot * FIELDS) for name, slot in slots.items()}
         self._offsets = {name: tuple(row + slot * FIELDS for row in self._rows) for name, slot in slots.items()}
         self._names = [None] * (max(slots.values(), default=-1) + 1)
         for name, slot in slots.items():
             self._names[slot] = name
         self._size = len(self._names) * _CELL
         self._seen.clear()
+        self._seen_words = []
         self._look_at = 0.0
         for name in lost:
             cell = self._cells[name]
@@ -94,6 +101,30 @@ class SharedLoads:
             resident += words[cell + _RESIDENT]
         return Load(requests, tokens, resident)
 
+    def seen(self, engine: str) -> tuple[int, int, int]:
+        """See `LoadBoard`.
+
+        Of the others what `changed` compares with: a figure that rises and falls between two looks is no change to it,
+        so whoever had read it live in between would keep it.
+        """
+        if (cells := self._seen_cells.get(engine)) is None:
+            return _NOTHING
+        own, first = cells
+        words = self._words
+        requests, tokens, resident = words[own], words[own + _TOKENS], words[own + _RESIDENT]
+        for row in self._seen_words:
+            requests += row[first]
+            tokens += row[first + _TOKENS]
+            resident += row[first + _RESIDENT]
+        return requests, tokens, resident
+
+    def seen_session_tokens(self, engine: str) -> int:
+        """Tokens of the sessions of an engine that count, as `seen` has its load."""
+        if (cells := self._seen_cells.get(engine)) is None:
+            return 0
+        own, first = cells
+        return self._words[own + _SESSION_TOKENS] + sum([row[first + _SESSION_TOKENS] for row in self._seen_words])
+
     def changed(self) -> Iterable[str]:
         """See `LoadBoard`; what others do is known to us `LOOK_S` later."""
         now_s = time.monotonic()
@@ -104,13 +135,17 @@ class SharedLoads:
             return changed
         self._look_at = now_s + LOOK_S
         size, data, seen = self._size, self._data, self._seen
+        news = False
         for row in self._others:
             start = row * WORD
             now = data[start : start + size]
             before = seen.get(row)
             if now != before:
+                news = True
                 seen[row] = now
                 self._differing(now, before or b"", changed)
+        if news:
+            self._seen_words = [memoryview(row).cast("q") for row in seen.values()]
         return changed
 
     def look(self) -> None:

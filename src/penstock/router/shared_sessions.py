@@ -148,6 +148,10 @@ class SharedSessions:
         """See `SessionTable`."""
         return self._loads.sessions(engine)
 
+    def seen_tokens(self, engine: str) -> int:
+        """See `SessionTable`."""
+        return self._loads.seen_session_tokens(engine)
+
     def __len__(self) -> int:
         """Sessions that have a home."""
         return sum(self._loads.sessions(engine)[0] for engine in self._numbers)
