@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -76,7 +79,47 @@ def test_what_cannot_be_done_is_one_line(server: Server, runtime: str, tmp_path:
     elsewhere = tmp_path / "r"
     elsewhere.mkdir()
     done = penstock("fleet", "list", PENSTOCK_RUNTIME_DIR=str(elsewhere))
-    assert "known here: none" in done.stderr
+    assert done.returncode == 2
+    assert "no fleet of yours is held on this machine" in done.stderr
+
+
+@pytest.mark.parametrize("args", [("list",), ("stop",), ("remove", "e0"), ("drain", "e0"), ("add",), ("replace", "e0")])
+def test_of_several_fleets_none_is_guessed(args: tuple[str, ...], tmp_path: Path) -> None:
+    """Not even the one at the port that `penstock serve` takes by default."""
+    with several(tmp_path, 8000, 9000) as asked:
+        done = penstock("fleet", *args, PENSTOCK_RUNTIME_DIR=str(tmp_path))
+        assert done.returncode == 2
+        assert done.stderr == (
+            "penstock: several fleets are held here: http://127.0.0.1:8000, http://127.0.0.1:9000; say which with "
+            "--url\n"
+        )
+        assert not asked()
+
+
+@contextmanager
+def several(runtime: Path, *ports: int) -> Iterator[Callable[[], bool]]:
+    """The control sockets of fleets at these ports; gives a function that tells whether anyone asked for anything."""
+    folder = runtime / f"penstock-{os.getuid()}"
+    folder.mkdir(mode=0o700)
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in ports]
+        for one, port in zip(sockets, ports, strict=True):
+            one.bind(str(folder / f"fleet-{port}.sock"))
+            one.listen()
+            one.settimeout(0)
+        yield lambda: any(_was_asked(one) for one in sockets)
+
+
+def _was_asked(listening: socket.socket) -> bool:
+    """Whether a connection came with something to read; one that was only opened was a look at who lives."""
+    while True:
+        try:
+            connection, _ = listening.accept()
+        except BlockingIOError:
+            return False
+        with connection:
+            if connection.recv(1):
+                return True
 
 
 def test_stop_ends_a_fleet_that_is_served_in_a_shell(server: Server, runtime: str) -> None:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from penstock.cli.signals import run_until_signal
+from penstock.errors import UserError
 
 if TYPE_CHECKING:
     from penstock.fleet.control_wire import FleetState
     from penstock.fleet.link import Link
 
 T = TypeVar("T")
-DEFAULT_PORT = 8000
 
 Url = Annotated[
     str | None,
@@ -156,11 +156,22 @@ def _run(url: str | None, call: Callable[[Link], Awaitable[T]]) -> T:
 
 
 def _only() -> str:
-    """The address of the only fleet whose socket lies here; else the default one, which is refused with the others."""
-    from penstock.fleet.sockets import present  # noqa: PLC0415
+    """The address of the only fleet whose socket lies here.
 
-    ports = list(present())
-    return f"http://127.0.0.1:{ports[0] if len(ports) == 1 else DEFAULT_PORT}"
+    Raises:
+        UserError: there is none, or several: which one is meant is not guessed, since `stop` ends it.
+    """
+    from penstock.fleet.sockets import FOLDER_ENV, present  # noqa: PLC0415
+
+    urls = [f"http://127.0.0.1:{port}" for port in sorted(present())]
+    if not urls:
+        raise UserError(
+            "no fleet of yours is held on this machine; `penstock serve` starts one (where that was given "
+            f"{FOLDER_ENV}, give it here too)"
+        )
+    if len(urls) > 1:
+        raise UserError(f"several fleets are held here: {', '.join(urls)}; say which with --url")
+    return urls[0]
 
 
 def _print(state: FleetState) -> None:
