@@ -5,19 +5,32 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from penstock.weights.device_sum import DeviceSums, device_sums
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8]
 
 
+def weight(row: int, column: int) -> int:
+    def mixed(x: int) -> int:
+        return x * (0x243F6A8885A308D3 + 0x13198A2E03707344 * x)
+
+    return (2048 * mixed(row) + 2 * mixed(column) + 1) % 2**64
+
+
 def by_definition(tensor: torch.Tensor) -> int:
     data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    data += bytes(-len(data) % 8192)
-    words = [[int(word) for word in row] for row in np.frombuffer(data, "<i8").reshape(-1, 1024)]
-    rows = sum(sum(row) * (1_000_003 + number) for number, row in enumerate(words, 1))
-    columns = sum(sum(column) * (998_244_353 + number) for number, column in enumerate(zip(*words, strict=True), 1))
-    return (rows + columns) % 2**63
+    words = np.frombuffer(data + bytes(-len(data) % 8), "<u8").tolist()
+    return sum(word * weight(*divmod(place, 1024)) for place, word in enumerate(words)) % 2**64
+
+
+def moved(tensor: torch.Tensor, *places: int) -> torch.Tensor:
+    """A copy in which the words at these places have each moved to the next one's, the last to the first's."""
+    copy = tensor.clone()
+    copy.view(-1)[[*places[1:], places[0]]] = tensor.view(-1)[[*places]]
+    return copy
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -39,12 +52,72 @@ def test_a_tensor_that_lies_between_words_counts_like_any_other() -> None:
         assert device_sums([part]) == device_sums([part.clone()])
 
 
+def test_no_two_places_have_one_weight() -> None:
+    weights = {weight(row, column) for row in range(300) for column in range(1024)}
+    assert len(weights) == 300 * 1024
+    assert all(one % 2 for one in weights), "an odd weight lets no change of one word vanish"
+
+
+PLACES = st.integers(0, 64 * 1024 - 1)
+WORDS = st.integers(-(2**63), 2**63 - 1)
+
+
+@settings(deadline=None)
+@example(one=1, other=1024, word=1, differing=2, lowest=0)
+@example(one=0, other=1024, word=1, differing=2**52, lowest=0)
+@given(one=PLACES, other=PLACES, word=WORDS, differing=WORDS, lowest=st.integers(0, 63))
+def test_two_words_that_change_places_are_seen_wherever_they_are(
+    one: int, other: int, word: int, differing: int, lowest: int
+) -> None:
+    tensor = torch.zeros(64, 1024, dtype=torch.int64)
+    tensor.view(-1)[other] = word ^ (differing >> lowest << lowest)
+    tensor.view(-1)[one] = word
+    apart = (one - other) & (other - one)  # the greatest power of two that divides how far they lie apart
+    differ = int(tensor.view(-1)[one]) ^ int(tensor.view(-1)[other])
+    seen = device_sums([tensor]) != device_sums([moved(tensor, one, other)])
+    assert seen == (2 * apart * differ % 2**64 != 0)
+
+
+@pytest.mark.parametrize("diagonal", [1, 2, 63, 500])
+def test_words_that_change_places_along_an_antidiagonal_are_seen(diagonal: int) -> None:
+    tensor = torch.randint(-(2**62), 2**62, (64, 1024))
+    places = [row * 1024 + diagonal - row for row in range(min(64, diagonal + 1))]
+    changed = [tensor, moved(tensor, *places), *(moved(tensor, places[0], place) for place in places[1:])]
+    assert len(set(device_sums(changed))) == len(places) + (len(places) > 2)
+
+
+@pytest.mark.parametrize("size", [2, 3, 64])
+def test_a_square_block_that_was_transposed_is_seen(size: int) -> None:
+    tensor = torch.randint(-(2**62), 2**62, (64, 1024))
+    transposed = tensor.clone()
+    transposed[:size, 100 : 100 + size] = tensor[:size, 100 : 100 + size].t()
+    assert device_sums([tensor]) != device_sums([transposed])
+
+
+@pytest.mark.parametrize("step", [1, 1024], ids=["in a row", "in a column"])
+def test_few_equal_words_are_told_from_their_mirror_image(step: int) -> None:
+    tensor = torch.zeros(4, 1024, dtype=torch.int64)
+    tensor.view(-1)[[0, 3 * step]] = 1
+    other = torch.zeros_like(tensor)
+    other.view(-1)[[step, 2 * step]] = 1
+    assert device_sums([tensor]) != device_sums([other])
+
+
 def test_words_that_change_places_in_a_row_or_between_rows_are_seen() -> None:
     tensor = torch.randint(-(2**62), 2**62, (4, 1024))
-    in_row, between = tensor.clone(), tensor.clone()
-    in_row[0, [3, 9]] = tensor[0, [9, 3]]
-    between[[0, 2], 5] = tensor[[2, 0], 5]
-    assert len(set(device_sums([tensor, in_row, between]))) == 3
+    assert len(set(device_sums([tensor, moved(tensor, 3, 9), moved(tensor, 5, 2 * 1024 + 5)]))) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_one_bit_of_one_value_is_seen_whichever_it_is(dtype: torch.dtype) -> None:
+    tensor = torch.randn(8).to(dtype)
+    bits = 8 * tensor.element_size()
+    changed = [tensor.clone() for _ in range(8 * bits)]
+    kinds = {16: torch.int16, 32: torch.int32, 64: torch.int64}
+    for number, copy in enumerate(changed):
+        bit = number % bits
+        copy.view(kinds[bits])[number // bits] ^= 1 << bit if bit < bits - 1 else -(1 << bit)
+    assert device_sums([tensor])[0] not in device_sums(changed)
 
 
 def test_a_strided_tensor_counts_as_its_contiguous_copy() -> None:
