@@ -21,7 +21,7 @@ test-slow: $(READY) ## the tests that take minutes
 	@$(BIN)/pytest -m slow
 
 bench: $(READY) ## every benchmark, one JSON document each
-	@for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file || exit 1; done
+	@status=0; for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file || status=1; done; exit $$status
 
 lint: $(READY) ## ruff check, ruff format, pyright (strict)
 	@$(BIN)/ruff check .
