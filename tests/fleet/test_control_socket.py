@@ -23,6 +23,7 @@ from penstock.errors import (
     ConfigError,
     DeadlineError,
     EngineDeadError,
+    EngineHTTPError,
     EngineStartError,
     PenstockError,
     StateError,
@@ -108,6 +109,19 @@ async def test_a_detached_fleet_is_nobodys_child_and_runs_on_when_those_who_adop
             await check_serves(again, engines=2)
         holder.terminate()  # is an end in good order too
         await asyncio.to_thread(holder.wait, 10.0)
+
+
+async def test_a_detached_fleet_asks_for_the_key_that_it_was_given_and_for_none_of_the_shells(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "of-the-shell")
+    async with detached() as fleet:
+        await check_serves(fleet, engines=2)
+    async with detached(api_key="given") as fleet:
+        await check_serves(fleet, engines=2)
+        async with Fleet.connect(fleet.url, api_key="of-the-shell") as wrong:
+            with pytest.raises(EngineHTTPError, match="401|Unauthorized|API key"):
+                await wrong.sample([1], 1, PARAMS)
 
 
 async def test_everything_a_fleet_can_do_can_be_done_by_who_adopted_it() -> None:

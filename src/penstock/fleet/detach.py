@@ -51,7 +51,10 @@ async def start_detached(
         log=log,
         keep_log=fleet.log_dir is not None,
     )
-    env = {**os.environ, **({API_KEY_ENV: api_key} if api_key else {})}
+    # A key of our own environment would be asked for by the fleet, and nobody here would send it.
+    env = {name: value for name, value in os.environ.items() if name != API_KEY_ENV}
+    if api_key:
+        env[API_KEY_ENV] = api_key
     read_fd, write_fd = os.pipe()
     with os.fdopen(read_fd, "rb") as output:
         try:
