@@ -120,8 +120,9 @@ async def test_a_detached_fleet_asks_for_the_key_that_it_was_given_and_for_none_
     async with detached(api_key="given") as fleet:
         await check_serves(fleet, engines=2)
         async with Fleet.connect(fleet.url, api_key="of-the-shell") as wrong:
-            with pytest.raises(EngineHTTPError, match="401|Unauthorized|API key"):
+            with pytest.raises(EngineHTTPError) as refused:
                 await wrong.sample([1], 1, PARAMS)
+            assert refused.value.status == 401
 
 
 async def test_everything_a_fleet_can_do_can_be_done_by_who_adopted_it() -> None:
