@@ -8,12 +8,13 @@ import threading
 from dataclasses import replace
 
 import pytest
-from fleet_fakes import DEADLINE_S, Bench, until
+from fleet_fakes import DEADLINE_S, Bench, FakeEngine, until
 
-from penstock.errors import EngineDeadError, StateError, UpdateError, UserError, WeightsError
+from penstock.errors import EngineDeadError, EngineError, StateError, UpdateError, UserError, WeightsError
 from penstock.fleet.lifecycle import State
+from penstock.fleet.sync import bring_to_version
 from penstock.fleet.update import Updater, odd_ones_out
-from penstock.types import PauseMode
+from penstock.types import EngineUpdate, PauseMode
 
 AFTER_GATE = ["apply-pause", "apply-load", "apply-resume"]
 FAILURES = [
@@ -263,6 +264,53 @@ async def test_checksums_are_compared_within_a_layout_only() -> None:
     assert set(odd_ones_out(sums, {"a": one, "b": one, "c": two, "d": two})) == {"c", "d"}, "nobody knows who is right"
     assert odd_ones_out(sums, {"d": one}) == {}
     assert odd_ones_out({}, {}) == {}
+
+
+async def test_checksums_are_compared_rank_by_rank_where_they_are_of_one_kind() -> None:
+    def odd(**sums: str) -> dict[str, str]:
+        return odd_ones_out(sums, dict.fromkeys(sums, (2, 1, 1)))
+
+    assert odd(a="sums:x-sums:x", b="sums:x-p") == {}, "one has read its second rank, the other has not"
+    assert odd(a="sums:x-sums:x", b="sums:x-p", c="q-p", d="q-sums:x") == {}
+    assert list(odd(a="sums:x-p", b="sums:x-p", c="sums:x-q", d="sums:x-sums:x")) == ["c"]
+    assert odd(a="sums:x-p", b="sums:x-p", c="q-r")["c"] == "checksum r on rank 1 differs from its peers' p"
+    assert set(odd(a="sums:x-p", b="sums:x-q", c="sums:x-sums:x")) == {"a", "b"}
+    assert set(odd(a="p-q", b="p-r", c="s-q", d="p-q")) == {"b", "c"}
+
+
+def says(bench: Bench, **checksums: str) -> None:
+    """Have engines give these checksums after an update."""
+    for name, checksum in checksums.items():
+
+        async def apply(
+            version: int, *, clear_cache: bool = True, engine: FakeEngine = bench.engine[name], checksum: str = checksum
+        ) -> EngineUpdate:
+            return replace(await FakeEngine.apply_weights(engine, version, clear_cache=clear_cache), checksum=checksum)
+
+        bench.engine[name].apply_weights = apply
+
+
+async def test_engines_whose_ranks_were_loaded_in_different_ways_all_commit() -> None:
+    bench = await Bench("abc", layouts=dict.fromkeys("abc", (2, 1, 1))).started()
+    says(bench, a="sums:x-sums:x", b="sums:x-p", c="sums:x-sums:x")
+    assert (await bench.operations.update([], None)).failures == {}
+    assert bench.roster.checksums == {(2, 1, 1): "sums:x-p"}
+    bench.check_belief()
+
+
+async def test_what_returns_is_compared_with_every_rank_that_a_peer_has_read() -> None:
+    bench = await Bench("abc").started()
+    says(bench, a="sums:x-p", b="sums:x-p", c="sums:x-sums:x")
+    await bench.operations.update([], None)
+    for checksum, good in {"q-p": True, "q-sums:x": True, "sums:x-q": False, "q-q": False}.items():
+        says(bench, a=checksum)
+        member = replace(bench.roster.members[0], weight_version=0)
+        returns = bring_to_version(member, bench.roster, bench.store.current, deadline_s=DEADLINE_S)
+        if good:
+            assert await returns
+            continue
+        with pytest.raises(EngineError, match=f"checksum {checksum}, its peers' sums:x-p"):
+            await returns
 
 
 async def test_an_engine_of_another_layout_may_have_another_checksum() -> None:

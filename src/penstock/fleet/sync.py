@@ -9,7 +9,7 @@ from penstock.fleet.lifecycle import State
 from penstock.fleet.member import EngineControl, Member
 from penstock.fleet.roster import Roster
 from penstock.types import EngineUpdate, PauseMode
-from penstock.weights.manifest import WeightManifest, kind_of
+from penstock.weights.manifest import WeightManifest, differ
 
 MEMORY_TAGS = frozenset({"weights", "kv_cache"})
 """What an engine gives back when it sleeps, and takes again by tag."""
@@ -56,7 +56,7 @@ async def bring_to_version(
     outcome.raise_first()
     checksum = outcome.results[member.name].checksum
     expected = roster.checksums.get(member.layout, checksum)
-    if kind_of(checksum) == kind_of(expected) and checksum != expected:
+    if differ(checksum, expected):
         raise EngineError(
             f"its weights of version {roster.version} have the checksum {checksum}, its peers' {expected}",
             engine=member.name,

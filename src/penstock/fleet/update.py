@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from penstock.fleet.stores import Store, Stores
 from penstock.fleet.sync import put, source
 from penstock.types import EngineUpdate, UpdateReport
 from penstock.weights.broadcast import TRANSPORT as BROADCAST
-from penstock.weights.manifest import WeightManifest, kind_of
+from penstock.weights.manifest import WeightManifest, by_rank, joint, kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Updater:
             applied = await self._apply(updatable(members), manifest, sender, clear_cache=clear_cache)
             committed = [m for m in members if m.name in applied and m.updatable]
             await self._commit_or_go_back(committed, applied, manifest, sender)
-            await self.roster.push()
+            await self.roster.pass_on(f"its engines serve weight version {self.roster.version}")
         opened = ended = self.clock()
         if sender is not None and self.roster.version == version:
             await in_thread(lambda: self._keep(manifest))  # it may copy all of it: not while requests wait
@@ -137,7 +137,10 @@ class Updater:
             self._keep(manifest)
         for member in made_it:
             member.weight_version, member.torn = manifest.version, None
-        self.roster.commit(manifest.version, {m.layout: applied[m.name].checksum for m in made_it})
+        said: defaultdict[tuple[int, int, int], list[str]] = defaultdict(list)
+        for member in made_it:
+            said[member.layout].append(applied[member.name].checksum)
+        self.roster.commit(manifest.version, {layout: joint(checksums) for layout, checksums in said.items()})
 
     def _keep(self, manifest: WeightManifest) -> None:
         """Let the store commit. Engines serve the version already, so the update did not fail where the store does."""
@@ -188,7 +191,7 @@ class Updater:
         else:
             tears = self.roster.tears(call)
             results = (await fan_out(members, tears, deadline_s=self.deadline_s, on_failure=failed)).results
-        layouts = {m.name: (m.layout, kind_of(results[m.name].checksum)) for m in members if m.name in results}
+        layouts = {m.name: m.layout for m in members if m.name in results}
         odd = odd_ones_out({name: update.checksum for name, update in results.items()}, layouts)
         for member in members:
             if member.name in odd:
@@ -255,20 +258,25 @@ def sender_of(store: Store, manifest: WeightManifest) -> Sender | None:
 
 
 def odd_ones_out(checksums: Mapping[str, str], layouts: Mapping[str, Hashable]) -> dict[str, str]:
-    """Engines whose checksum is not that of the majority of their layout, with the reason.
+    """Engines whose checksum of some rank is not that of the majority of their layout, with the reason.
 
-    Without a strict majority nobody knows who is right, so all of that layout are named.
+    Of each rank, like is compared with like (`manifest.SUMS`); one that has no like is believed. Without a strict
+    majority nobody knows who is right, so all are named.
     """
+    said: defaultdict[tuple[Hashable, int, str], dict[str, str]] = defaultdict(dict)
+    for name, layout in layouts.items():
+        for rank, checksum in enumerate(by_rank(checksums[name])):
+            said[layout, rank, kind_of(checksum)][name] = checksum
     odd: dict[str, str] = {}
-    for layout in set(layouts.values()):
-        peers = {name: checksums[name] for name, its in layouts.items() if its == layout}
+    for (_, rank, _), peers in said.items():
         ((common, count), *_) = Counter(peers.values()).most_common()
         majority = 2 * count > len(peers)
         for name, checksum in peers.items():
             if not majority:
-                odd[name] = f"checksum {checksum}, and its peers agree on none: {sorted(set(peers.values()))}"
+                agree_on_none = f"and its peers agree on none: {sorted(set(peers.values()))}"
+                odd.setdefault(name, f"checksum {checksum} on rank {rank}, {agree_on_none}")
             elif checksum != common:
-                odd[name] = f"checksum {checksum} differs from its peers' {common}"
+                odd.setdefault(name, f"checksum {checksum} on rank {rank} differs from its peers' {common}")
     return odd
 
 

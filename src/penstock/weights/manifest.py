@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -16,13 +16,34 @@ DTYPE_BYTES: Mapping[str, int] = {
 
 
 SUMS = "sums:"
-"""What an engine's checksum begins with if it is of the sums that its sender gave, with which it has compared what it
-loaded; any other is of its weights as its kernels have them, and only like is compared with like."""
+"""What a rank's checksum begins with if it is of the sums that its sender gave, with which it has compared what it
+loaded; any other is of its weights as its kernels have them, and only like is compared with like. Ranks of one engine
+may differ in it, and so may engines: on a rank that had no memory for a plan, vLLM's own reload loads."""
 
 
-def kind_of(checksum: str) -> str:
-    """`SUMS`, or nothing."""
-    return SUMS if checksum.startswith(SUMS) else ""
+def kind_of(rank: str) -> str:
+    """Of the checksum of one rank: `SUMS`, or nothing."""
+    return SUMS if rank.startswith(SUMS) else ""
+
+
+def by_rank(checksum: str) -> list[str]:
+    """An engine's checksum is that of every rank in order, with hyphens between them."""
+    return checksum.split("-")
+
+
+def differ(checksum: str, other: str) -> bool:
+    """Whether engines of one layout with these checksums have other weights, on any rank where both are of one kind."""
+    ranks = zip(by_rank(checksum), by_rank(other), strict=False)
+    return any(mine != its and kind_of(mine) == kind_of(its) for mine, its in ranks)
+
+
+def joint(checksums: Iterable[str]) -> str:
+    """What engines of one layout, none of which differ, say together of every rank: of its weights where any does.
+
+    An engine that returns takes a copy which nobody compares on its device, so that is what its own is of.
+    """
+    ranks = zip(*map(by_rank, checksums), strict=False)
+    return "-".join(min(said, key=lambda rank: kind_of(rank) == SUMS) for said in ranks)
 
 
 @dataclass(frozen=True, slots=True)

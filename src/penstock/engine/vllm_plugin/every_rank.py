@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.errors import WeightsError
+from penstock.weights.manifest import kind_of
 
 
 async def on_every_rank(engine: Any, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
@@ -46,7 +47,7 @@ async def _of_all_cores(
 
 
 def check_replicas(checksums: Sequence[str], replicas: int) -> None:
-    """Compare the data-parallel replicas of a dense model rank by rank.
+    """Compare the data-parallel replicas of a dense model rank by rank, like with like (`manifest.SUMS`).
 
     A mixture of experts must not be compared: vLLM spreads its experts over the replicas.
 
@@ -55,14 +56,15 @@ def check_replicas(checksums: Sequence[str], replicas: int) -> None:
         replicas: how many.
 
     Raises:
-        WeightsError: a replica has other weights than the first; the engine must not serve.
+        WeightsError: a replica has other weights than one before it; the engine must not serve.
     """
     ranks = len(checksums) // replicas
-    for replica in range(1, replicas):
-        for rank in range(ranks):
-            own, first = checksums[replica * ranks + rank], checksums[rank]
-            if own != first:
-                raise WeightsError(
-                    f"data-parallel replica {replica} has on rank {rank} weights of checksum {own}, replica 0 of "
-                    f"{first}: they would answer differently"
-                )
+    said: dict[tuple[int, str], tuple[int, str]] = {}
+    for place, own in enumerate(checksums):
+        replica, rank = divmod(place, ranks)
+        other, first = said.setdefault((rank, kind_of(own)), (replica, own))
+        if own != first:
+            raise WeightsError(
+                f"data-parallel replica {replica} has on rank {rank} weights of checksum {own}, replica {other} of "
+                f"{first}: they would answer differently"
+            )
