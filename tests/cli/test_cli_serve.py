@@ -122,6 +122,23 @@ def test_an_engine_that_does_not_start_is_an_error_of_status_1(tmp_path: Path) -
     assert "Traceback" not in done.stderr
 
 
+def test_attached_servers_are_all_there_is_and_need_neither_vllm_nor_the_model_here(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'vllm' else find(name, *rest)\n"
+    )
+    with serving(tmp_path / "sim", "sim", "--port", "0") as other:
+        args = ("serve", "./not-here", "--attach", other.url, "--port", "0")
+        with serving(tmp_path / "log", *args, PYTHONPATH=str(tmp_path)) as server:
+            assert len(server.family) == 1 + ROUTER
+            (engine,) = json.loads(penstock("status", server.url, "--json").stdout)["engines"]
+            assert (engine["url"], engine["state"]) == (other.url, "serving")
+        more = ("serve", "m", "--sim", "--engines", "1", "--attach", other.url, "--port", "0")
+        with serving(tmp_path / "log", *more) as server:
+            assert len(json.loads(penstock("status", server.url, "--json").stdout)["engines"]) == 1 + 1
+
+
 def test_sim_is_one_engine(tmp_path: Path) -> None:
     with serving(tmp_path / "log", "sim", "--port", "0", "served_model_name=tiny", "--api-key", "k") as server:
         client = OpenAI(base_url=f"{server.url}/v1", api_key="k")

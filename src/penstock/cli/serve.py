@@ -30,13 +30,16 @@ def serve(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Options of the engines.", show_default=False)
     ] = None,
     *,
-    engines: Annotated[int, typer.Option(help="How many engines to start; 0: only those of --attach.", min=0)] = 1,
+    engines: Annotated[
+        int | None,
+        typer.Option(help="How many engines to start; default: 1, with --attach none.", min=0, show_default=False),
+    ] = None,
     attach: Annotated[
         list[str] | None,
         typer.Option(
             metavar="URL",
-            help="A server of this model that runs already, besides; #dp=N behind it: its DP ranks one by one. "
-            "May be given again.",
+            help="A server of this model that runs already, in the place of engines of our own, or besides those of "
+            "--engines; #dp=N behind it: its DP ranks one by one. May be given again.",
             show_default=False,
         ),
     ] = None,
@@ -71,6 +74,7 @@ def serve(
     - `penstock serve ./checkpoint --engines 2 --cpu max_model_len=512`
     - `penstock serve Qwen/Qwen3-8B --engines 4 tensor_parallel_size=2 router.policy=round-robin`
     - `penstock serve Qwen/Qwen3-8B --attach http://10.0.0.5:8000 --attach 'http://10.0.0.6:8000#dp=2'`
+    - `penstock serve Qwen/Qwen3-8B --engines 2 --attach http://10.0.0.5:8000` (three in all)
     - `penstock serve any-name --sim --port 0` (to try a client against)
     - `penstock serve Qwen/Qwen3-8B --engines 4 --detach` (it outlives the shell)
     - `penstock serve Qwen/Qwen3-8B --engines 4 --launcher ray fleet.ray_address=auto` (on the nodes of a Ray cluster)
@@ -82,7 +86,8 @@ def serve(
     profiles = [name for name, chosen in (("cpu", cpu), ("gpu", gpu), ("sim", sim)) if chosen]
     if len(profiles) > 1:
         raise UserError(f"--{profiles[0]} and --{profiles[1]} exclude each other; give one of them")
-    fleet = {"engines": engines, "launcher": launcher, "attach": attach or []}
+    count = engines if engines is not None else 0 if attach else 1
+    fleet = {"engines": count, "launcher": launcher, "attach": attach or []}
     config = _config(model, options or [], fleet=fleet, router=router, host=host, port=port, profiles=profiles)
     if config.router.url is None:
         refuse_open_host(config.router.host, api_key)
