@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,19 +12,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_trajectories import trajectories_of, trajectory
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.config import TrainConfig
-from penstock.errors import CheckpointError, ConfigError, UserError
+from penstock.engine.vllm_plugin.spec import expected_weights
+from penstock.errors import CheckpointError, ConfigError, UserError, WeightsError
 from penstock.train import checkpoint
 from penstock.train.batching import collate, plan
 from penstock.train.checkpoint import Snapshot
-from penstock.train.learner import Learner
+from penstock.train.learner import Learner, ServedDtype
 from penstock.train.losses import LOSSES, Limits, LossTerms, Totals
+from penstock.weights.shared_memory import SharedMemoryStore
 
 
-def learner_of(model: str, *, temperature: float = 1.0, double: bool = False, **config: object) -> Learner:
-    learner = Learner(model, TrainConfig(**config), seed=0, temperature=temperature, max_tokens=16)
+def learner_of(
+    model: str,
+    *,
+    temperature: float = 1.0,
+    double: bool = False,
+    served_dtype: ServedDtype = "float32",
+    **config: object,
+) -> Learner:
+    settings = TrainConfig(**config)
+    learner = Learner(model, settings, seed=0, temperature=temperature, max_tokens=16, served_dtype=served_dtype)
     if double:
         learner.model.double()
     return learner
@@ -195,6 +209,80 @@ def test_tensors_carry_the_names_of_the_checkpoint_tied_ones_once(micro_model: s
     assert "lm_head.weight" not in given_out
     assert all(torch.equal(given_out[name], stored[name]) for name in stored)
     assert not any(tensor.requires_grad for tensor in given_out.values())
+
+
+# --- what engines are sent --------------------------------------------------------------------------------------------
+
+
+def save_as_bf16(micro_model: str, folder: Path) -> str:
+    """The checkpoint in bf16, but for its norms."""
+    model = AutoModelForCausalLM.from_pretrained(micro_model, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = parameter.data.float()
+    model.config.dtype = torch.bfloat16
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def check_as_an_engine_does(folder: str, served: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise what an engine of the checkpoint, of dtype auto on a GPU, raises of an update."""
+    config = AutoConfig.from_pretrained(folder)
+    spec = expected_weights(SimpleNamespace(model=folder, dtype=config.dtype, hf_config=config, hf_text_config=config))
+    store = SharedMemoryStore()
+    try:
+        spec.check(store.publish(1, served))
+    finally:
+        store.close()
+
+
+def test_a_bf16_checkpoint_is_served_in_the_dtypes_that_it_has(micro_model: str, tmp_path: Path):
+    folder = save_as_bf16(micro_model, tmp_path / "bf16")
+    learner = learner_of(folder, served_dtype="auto")
+    with safe_open(f"{folder}/model.safetensors", "pt") as file:
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16, torch.float32}
+    served = dict(learner.served_tensors())
+    assert {name: tensor.dtype for name, tensor in served.items()} == {name: t.dtype for name, t in stored.items()}
+    assert all(torch.equal(served[name], stored[name]) for name in stored)
+    assert {tensor.dtype for _, tensor in learner.named_tensors()} == {torch.float32}
+    check_as_an_engine_does(folder, learner.served_tensors())
+    with pytest.raises(WeightsError, match="is float32; the engine takes bfloat16"):
+        check_as_an_engine_does(folder, learner.named_tensors())
+
+
+def test_a_step_is_served_from_the_same_memory(micro_model: str, tmp_path: Path):
+    learner = learner_of(save_as_bf16(micro_model, tmp_path), served_dtype="auto", learning_rate=1e-2)
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in learner.served_tensors()}
+    learner.step(trajectories_of(learner))
+    held = dict(learner.named_tensors())
+    for name, tensor in learner.served_tensors():
+        place, value = before[name]
+        assert tensor.data_ptr() == place
+        assert torch.equal(tensor, held[name].to(tensor.dtype))
+        assert not torch.equal(tensor, value)
+
+
+@pytest.mark.parametrize("served_dtype", ["float32", "auto"])
+def test_where_the_dtypes_agree_nothing_is_copied(micro_model: str, served_dtype: ServedDtype):
+    learner = learner_of(micro_model, served_dtype=served_dtype)
+    live = {name: tensor.data_ptr() for name, tensor in learner.named_tensors()}
+    assert {name: tensor.data_ptr() for name, tensor in learner.served_tensors()} == live
+
+
+def test_a_given_dtype_is_that_of_every_tensor(micro_model: str):
+    learner = learner_of(micro_model, served_dtype="bfloat16")
+    assert {tensor.dtype for _, tensor in learner.served_tensors()} == {torch.bfloat16}
+
+
+def test_without_headers_the_config_says_what_is_served(micro_model: str, tmp_path: Path):
+    """As under a hub name, and as an engine has it then."""
+    folder = save_as_bf16(micro_model, tmp_path)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    learner = learner_of(folder, served_dtype="auto")
+    assert {tensor.dtype for _, tensor in learner.served_tensors()} == {torch.bfloat16}
+    check_as_an_engine_does(folder, learner.served_tensors())
 
 
 @pytest.mark.parametrize(

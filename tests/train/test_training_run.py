@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from training_setup import Letters, Recorder, config_of, save_nano_model
 
-from penstock.config import RunConfig
+from penstock.config import RunConfig, load_config
 from penstock.errors import ConfigError, EngineStartError, StateError, UserError
 from penstock.fleet.link import Link
 from penstock.fleet.sockets import present
 from penstock.observe.run_folder import RunFolder
 from penstock.rollout.char_tokenizer import save_char_tokenizer
 from penstock.rollout.environment import Task
-from penstock.train.run import run
+from penstock.train.run import _learner, _served_dtype, run
+
+ROOT = Path(__file__).parents[2]
 
 SIM = {"vocab-size": 96, "eos-token-id": 2, "eos-share": 0.1, "tokens-per-second": 2000.0}
 ONE_DIGIT = {"min_numbers": 1, "max_numbers": 1, "min_value": 0, "max_value": 9, "min_decimals": 0, "max_decimals": 0}
@@ -63,6 +69,47 @@ async def test_a_run_on_two_engines_and_its_resumption(model: Path, tmp_path: Pa
     summary = await run(longer, resume=True, reporter=Recorder())
     assert [row["step"] for row in folder.metrics()] == [1, 2, 3, 4, 5, 6]
     assert summary.resumed_at == (4,)
+
+
+async def test_a_bf16_checkpoint_is_trained_and_its_engines_get_bf16(model: Path, tmp_path: Path) -> None:
+    """The learner holds fp32, which engines that serve in the checkpoint's dtype refuse."""
+    halves = tmp_path / "bf16"
+    shutil.copytree(model, halves)
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(model / "model.safetensors").items()}
+    save_file(tensors, halves / "model.safetensors", metadata={"format": "pt"})
+    specs = tmp_path / "specs.json"
+    specs.write_text(json.dumps([[name, "bfloat16", list(tensor.shape)] for name, tensor in tensors.items()]))
+    options = SIM | {"tensor-specs": str(specs)}
+    engine = {"model": str(halves), "profile": "sim", "max_model_len": 64, "extra_args": options}
+    summary = await run(fleet_config(halves, tmp_path, engine=engine), resume=False, reporter=Recorder())
+    assert (summary.steps, summary.updates) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("engine", "fleet", "cuda", "served"),
+    [
+        ({"profile": "cpu"}, {}, True, "float32"),
+        ({"profile": "gpu"}, {}, False, "auto"),
+        ({}, {}, False, "float32"),
+        ({}, {}, True, "auto"),
+        ({}, {"launcher": "ray"}, False, "auto"),
+        ({"profile": "cpu"}, {"attach": ["http://127.0.0.1:8001"]}, False, "auto"),
+        ({"profile": "cpu", "dtype": "bfloat16"}, {}, False, "bfloat16"),
+        ({"dtype": "float16"}, {"attach": ["http://127.0.0.1:8001"]}, True, "float16"),
+    ],
+)
+def test_weights_are_sent_in_what_the_engines_serve_in(
+    engine: dict[str, object], fleet: dict[str, object], cuda: object, served: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    assert _served_dtype(config_of("m", engine={"model": "m", **engine}, fleet=fleet)) == served
+
+
+def test_the_demo_sends_the_tensors_that_it_trains() -> None:
+    demo = load_config(ROOT / "examples" / "DEMO.yaml", [f"engine.model={ROOT / 'examples/models/sorter-0.8m'}"])
+    learner = _learner(demo)
+    live = {name: tensor.data_ptr() for name, tensor in learner.named_tensors()}
+    assert {name: tensor.data_ptr() for name, tensor in learner.served_tensors()} == live
 
 
 class Waiting(Recorder):

@@ -138,7 +138,7 @@ class _Run:
                 "freshly loaded from the model; start them anew"
             )
         log.info("taking up the run after step %d", self.progress.step)
-        await _to_the_end(self.client.update_weights(self.learner.named_tensors(), version=wanted))
+        await _to_the_end(self.client.update_weights(self.learner.served_tensors(), version=wanted))
 
     async def evaluate_if_due(self) -> None:
         """Measure held-out accuracy of the weights in force: before, after, and every `eval.every` steps."""
@@ -199,7 +199,7 @@ class _Run:
             learned = await _to_the_end(asyncio.to_thread(self.learner.step, batch))
         with self.watch.measure("update"):
             report = await _to_the_end(
-                self.client.update_weights(self.learner.named_tensors(), version=self.learner.version)
+                self.client.update_weights(self.learner.served_tensors(), version=self.learner.version)
             )
         if self.config.train.max_staleness:  # a synchronous run has nothing to do while rollouts go on
             self.pacer.busy_s = time.monotonic() - began

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
 from penstock.config import TrainConfig
@@ -25,6 +27,10 @@ from penstock.types import Trajectory
 
 _HEAD_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Config entries of models that do something to the logits after the output matrix."""
+_STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Dtypes of a safetensors header that weights can be cast to; of others (quantized ones) the config's goes."""
+
+ServedDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class Learner:
@@ -38,6 +44,7 @@ class Learner:
         seed: of torch, for models with dropout.
         temperature: of sampling. The engine's logprobs are those after division of the logits by it.
         max_tokens: generation budget; the constant that Dr. GRPO divides by.
+        served_dtype: what engines take (`served_tensors`); `auto`: of each tensor that of the checkpoint.
 
     Attributes:
         version: version of the weights held: 0 as loaded, +1 for each step.
@@ -47,7 +54,14 @@ class Learner:
     """
 
     def __init__(
-        self, model_path: str, config: TrainConfig, *, seed: int, temperature: float = 1.0, max_tokens: int = 1
+        self,
+        model_path: str,
+        config: TrainConfig,
+        *,
+        seed: int,
+        temperature: float = 1.0,
+        max_tokens: int = 1,
+        served_dtype: ServedDtype = "float32",
     ) -> None:
         self.config = config
         self.temperature = temperature
@@ -57,6 +71,9 @@ class Learner:
         self._use_threads()
         torch.manual_seed(seed)
         self.model = _load_model(model_path).to(self.device)
+        self._stored_dtypes = _stored_dtypes(model_path) if served_dtype == "auto" else {}
+        self._served_dtype = _config_dtype(model_path) if served_dtype == "auto" else getattr(torch, served_dtype)
+        self._casts: dict[str, Tensor] = {}
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=config.learning_rate,
@@ -122,6 +139,21 @@ class Learner:
         """
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
+
+    def served_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """`named_tensors` in the dtypes that engines take: the live tensors where they have those, else copies.
+
+        Copies lie in memory that is kept for the next version, so these too are good until the next call. It stays in
+        the same place, which engines that map it (`cuda_ipc`) then do once.
+        """
+        for name, tensor in self.named_tensors():
+            dtype = self._stored_dtypes.get(name, self._served_dtype)
+            if dtype == tensor.dtype:
+                yield name, tensor
+                continue
+            if name not in self._casts:
+                self._casts[name] = torch.empty_like(tensor, dtype=dtype)
+            yield name, self._casts[name].copy_(tensor)
 
     @torch.no_grad()
     def score(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> list[float]:
@@ -230,6 +262,25 @@ def _load_model(model_path: str) -> Any:
         if getattr(model.config, name, None) not in (None, 1.0):
             raise ConfigError(f"model {model_path!r} sets {name}, which the learner does not support")
     return model
+
+
+def _stored_dtypes(model_path: str) -> dict[str, torch.dtype]:
+    """Of each tensor in the headers of a checkpoint's folder; nothing where there are none to look into."""
+    folder = Path(model_path)
+    dtypes: dict[str, torch.dtype] = {}
+    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                stored = tensors.get_slice(name).get_dtype()
+                if stored in _STORED:
+                    dtypes[name] = _STORED[stored]
+    return dtypes
+
+
+def _config_dtype(model_path: str) -> torch.dtype:
+    """What the checkpoint's config says; an engine goes by it where it has no headers, as under a hub name."""
+    config: Any = AutoConfig.from_pretrained(model_path)
+    return config.dtype or config.get_text_config().dtype or torch.float32
 
 
 def _difference_metrics(difference_K: Tensor, staleness_K: Tensor) -> dict[str, float]:

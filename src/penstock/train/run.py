@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import torch
+
 from penstock.config import RunConfig
 from penstock.errors import PenstockError, UserError
 from penstock.fleet.fleet import Fleet
@@ -16,7 +18,7 @@ from penstock.rollout.environment import Environment, load_environment
 from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.train.async_trainer import train
-from penstock.train.learner import Learner
+from penstock.train.learner import Learner, ServedDtype
 from penstock.types import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -119,4 +121,18 @@ def _learner(config: RunConfig) -> Learner:
         seed=config.seed,
         temperature=config.rollout.temperature,
         max_tokens=config.rollout.max_tokens,
+        served_dtype=_served_dtype(config),
     )
+
+
+def _served_dtype(config: RunConfig) -> ServedDtype:
+    """What the engines serve in, as far as that is known here; `auto`, the checkpoint's own, is what all of them take.
+
+    Engines that Penstock starts on CPUs serve in fp32, whatever the checkpoint has, and would get rounded weights by
+    `auto`. Of servers that others started, and of what a Ray cluster has, nothing is known.
+    """
+    engine, fleet = config.engine, config.fleet
+    if engine.dtype != "auto" or fleet.attach:
+        return engine.dtype
+    here = engine.profile == "auto" and fleet.launcher == "local" and not torch.cuda.is_available()
+    return "float32" if here or engine.profile == "cpu" else "auto"
