@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,6 +138,22 @@ def test_attached_servers_are_all_there_is_and_need_neither_vllm_nor_the_model_h
         more = ("serve", "m", "--sim", "--engines", "1", "--attach", other.url, "--port", "0")
         with serving(tmp_path / "log", *more) as server:
             assert len(json.loads(penstock("status", server.url, "--json").stdout)["engines"]) == 1 + 1
+
+
+def test_an_address_that_has_no_control_socket_is_warned_of_and_nothing_is_promised(tmp_path: Path) -> None:
+    every = (found.address for its in psutil.net_if_addrs().values() for found in its if found.family is socket.AF_INET)
+    address = next((one for one in every if not one.startswith("127.")), None)
+    if address is None:
+        pytest.skip("this machine has no address but 127.0.0.1")
+    for host, found in ((address, False), ("127.0.0.1", True)):
+        log = tmp_path / host
+        with serving(log, "serve", "m", "--sim", "--host", host, "--port", "0", PENSTOCK_API_KEY="secret") as server:
+            assert server.signal(signal.SIGINT) == 0
+            assert server.process.stdout is not None
+            assert ("penstock fleet" in server.process.stdout.read()) == found
+        said = log.read_text()
+        assert (f"there is no control socket for {server.url}, " in said) != found
+        assert said.count("control socket") == (0 if found else 1)
 
 
 def test_sim_is_one_engine(tmp_path: Path) -> None:

@@ -123,11 +123,13 @@ async def _serve(config: RunConfig, api_key: str | None, *, detach: bool) -> Non
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
 
     from penstock.fleet.fleet import Fleet  # noqa: PLC0415
+    from penstock.fleet.sockets import socket_of  # noqa: PLC0415
 
     console = Console(stderr=True)
     log = logging.getLogger("penstock")
     log.addHandler(_ConsoleHandler(console))
     log.setLevel(logging.INFO)
+    logging.getLogger("penstock.fleet.endpoint").setLevel(logging.WARNING)  # no control socket: that is said below
     count = config.fleet.engines + len(config.fleet.attach)
     what = f"{count} engine{'' if count == 1 else 's'} of {config.engine.model}"
     opening = Fleet.launch(config.engine, fleet=config.fleet, router=config.router, api_key=api_key, detach=detach)
@@ -136,11 +138,17 @@ async def _serve(config: RunConfig, api_key: str | None, *, detach: bool) -> Non
         progress.add_task(f"starting {what}", total=None)
         fleet = await opening
     async with fleet:
-        usage = _usage(fleet.url, config, with_key=api_key is not None, detached=detach)
-        if fleet.endpoint is None:  # another process holds it
-            typer.echo(f"ready: {what} at {fleet.url}/v1\n{usage}")
-            return
+        ordered = socket_of(fleet.url) is not None
+        usage = _usage(fleet.url, config, with_key=api_key is not None, detached=detach, ordered=ordered)
         typer.echo(f"ready: {what} at {fleet.url}/v1\n{usage}")
+        if fleet.endpoint is None:  # another process holds it
+            return
+        if not ordered:
+            log.warning(
+                "there is no control socket for %s, which may be another machine's address: `penstock fleet` does not "
+                "find this fleet, and no other process can adopt it; with --host 127.0.0.1 or 0.0.0.0 they do",
+                fleet.url,
+            )
         # A signal is the way in which serving ends, and so is `penstock fleet stop`.
         with suppress(asyncio.CancelledError):
             await fleet.endpoint.stopping.wait()
@@ -160,13 +168,14 @@ class _ConsoleHandler(logging.Handler):
         self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def _usage(url: str, config: RunConfig, *, with_key: bool, detached: bool) -> str:
+def _usage(url: str, config: RunConfig, *, with_key: bool, detached: bool, ordered: bool) -> str:
+    """What can be done with it now; `ordered`: `penstock fleet` finds it."""
     body = {"model": config.engine.served_model_name or config.engine.model, "prompt": "Hello", "max_tokens": 16}
     key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if with_key else ""
     status = f"  penstock status {url}\n" if config.router.kind == "penstock" else ""  # it asks our router
+    engines = f"  penstock fleet list --url {url}\n" if ordered else ""
     return (
         f"\n  curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}\n"
-        f"{status}"
-        f"  penstock fleet list --url {url}\n"
+        f"{status}{engines}"
         + (f"\npenstock fleet stop --url {url} stops everything." if detached else "\nCtrl-C stops everything.")
     )
