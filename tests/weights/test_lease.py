@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -18,6 +19,24 @@ from penstock.weights.lease import Lease, borrow
 from penstock.weights.manifest import TensorEntry, WeightManifest
 
 CHILD = "from penstock.weights.lease import Lease; print(Lease().path, flush=True); input()"
+FORKING = """
+import os, sys
+from penstock.weights.lease import Lease
+lease = Lease()
+print(lease.path, Lease().path, flush=True)  # nobody refers to the second one
+if os.fork() == 0:
+    others = os.pipe()  # may have the numbers of those that were closed
+    lease.close()
+    own = Lease()
+    print("forked", len([os.fstat(fd) for fd in others]), os.path.exists(own.path), flush=True)
+    own.close()
+    os.read(int(sys.argv[1]), 1)
+    os._exit(0)
+input()
+Lease().close()
+lease.close()
+input()
+"""
 MANIFEST = WeightManifest(3, "cuda_ipc", {"gpu-a": "{}"}, (TensorEntry("w", "float32", (2,), 0, 7),))
 
 
@@ -40,6 +59,43 @@ def test_a_lease_ends_with_its_process():
     child.kill()
     assert ended.wait(10)
     child.communicate()
+
+
+@pytest.mark.parametrize("how", ["closed", "killed"])
+def test_a_lease_ends_while_a_forked_child_lives(how: str):
+    until, end = os.pipe()
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKING, str(until)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=(until,),
+    ) as lender:  # fmt: skip
+        os.close(until)
+        try:
+            paths = lender.stdout.readline().split()
+            assert lender.stdout.readline() == "forked 2 True\n"
+            for path in paths:
+                assert is_lent(path), "what the child closes are copies"
+            ended = [threading.Event() for _ in paths]
+            for path, event in zip(paths, ended, strict=True):
+                borrow(path, event.set)
+            if how == "closed":
+                print(file=lender.stdin, flush=True)
+                assert ended[0].wait(10)
+                assert is_lent(paths[1])
+            lender.kill()
+            assert all(event.wait(10) for event in ended)
+        finally:
+            os.close(end)
+            lender.kill()
+
+
+def is_lent(path: str) -> bool:
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        return os.read(fd, 1) != b""
+    except BlockingIOError:  # nothing to read, and somebody who could write
+        return True
+    finally:
+        os.close(fd)
 
 
 def test_what_is_no_lease_is_not_read(tmp_path):
