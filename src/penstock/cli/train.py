@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.cli.checks import check_engine, check_port, require_extra
 from penstock.cli.signals import Interrupted, run_until_signal
+
+if TYPE_CHECKING:
+    from penstock.config import RunConfig
 
 
 def train(
@@ -40,15 +44,44 @@ def train(
     check_port(settings.router.host, settings.router.port)
     check_engine(settings.engine)
     sys.path.append(str(Path.cwd()))  # for an environment of one's own
+    folder = settings.run_dir / settings.name
+    found = _written(folder)
+    try:
+        _train(settings, resume=resume, fresh=fresh)
+    except Interrupted:
+        begun = resume or _written(folder) != found
+        command = shlex.join(["penstock", "train", str(config), *(overrides or [])])
+        typer.echo(_advice(folder, settings, command) if begun else "interrupted before the run began", err=True)
+        raise
+    typer.echo(f"run folder: {folder} (read trajectories.md, look at plots/)")
+
+
+def _train(settings: RunConfig, *, resume: bool, fresh: bool) -> None:
     from penstock.observe.progress import RunDisplay  # noqa: PLC0415
 
     with RunDisplay(settings.name, settings.train.steps) as display:
         from penstock.train.run import run  # noqa: PLC0415 - seconds: torch
 
-        try:
-            run_until_signal(run(settings, resume=resume, fresh=fresh, reporter=display))
-        except Interrupted:
-            typer.echo("interrupted; with --resume the same command goes on from the last checkpoint", err=True)
-            raise
-    folder = settings.run_dir / settings.name
-    typer.echo(f"run folder: {folder} (read trajectories.md, look at plots/)")
+        run_until_signal(run(settings, resume=resume, fresh=fresh, reporter=display))
+
+
+def _written(folder: Path) -> int | None:
+    """When the config in a run's folder was, in ns: another run of the name that lies there is told from ours by it."""
+    from penstock.observe.run_folder import CONFIG  # noqa: PLC0415
+
+    file = folder / CONFIG
+    return file.stat().st_mtime_ns if file.exists() else None
+
+
+def _advice(folder: Path, settings: RunConfig, command: str) -> str:
+    """How far an interrupted run is, and the command that goes on with it; `command` is that of a new run."""
+    from penstock.observe.run_folder import RunFolder  # noqa: PLC0415
+
+    steps = len(RunFolder(folder, settings).metrics())
+    done = f"interrupted after step {steps}" if steps else "interrupted before the end of the first step"
+    if any((folder / "checkpoints").glob("step-*.safetensors")):
+        return f"{done}; go on with: {command} --resume"
+    every = settings.train.checkpoint_every
+    return (
+        f"{done}, and there is no checkpoint yet (train.checkpoint_every={every}); begin anew with: {command} --fresh"
+    )
