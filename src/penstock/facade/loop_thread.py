@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from penstock.errors import StateError
 
 T = TypeVar("T")
 
-STOP_S = 10.0
-"""How long closing waits for what still runs to take its cancellation."""
+STOP_S = 60.0
+"""How long closing waits for what still runs to take its cancellation; a start that is given up ends engines first."""
+
+_ENDED = "it was shut down while this call was under way"
 
 
 class LoopThread:
@@ -24,19 +27,27 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._changing = threading.RLock()
+        self._closing = False
+        self._open: set[Future[Any]] = set()
+        """What was submitted and has not ended."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start `work`; cancelling the future cancels it.
+        """Start `work`; cancelling the future cancels it, and closing the thread cancels the future.
 
         Raises:
             StateError: the thread is closed.
         """
-        if self._loop.is_closed() or not self._thread.is_alive():
-            work.close()
-            raise StateError("it was shut down; make a new one")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._changing:
+            if self._closing:
+                work.close()
+                raise StateError("it was shut down; make a new one")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        return future
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for what `work` returns or raises. Whatever interrupts the wait (Ctrl-C) cancels it.
@@ -50,28 +61,54 @@ class LoopThread:
         future = self.submit(work)
         try:
             return future.result()
+        except CancelledError:
+            raise StateError(_ENDED) from None  # nobody else has the future
         finally:
             future.cancel()
 
+    async def result(self, work: Coroutine[Any, Any, T]) -> T:
+        """The same, awaited in an event loop of the caller's.
+
+        Raises:
+            StateError: the thread is closed.
+        """
+        future = self.submit(work)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and not task.cancelling():
+                raise StateError(_ENDED) from None
+            raise
+
     def close(self, last: Coroutine[Any, Any, None] | None = None) -> None:
-        """Do a last thing, cancel what runs, and end the thread. Waits for it, but not from that thread itself."""
-        ended = self.submit(last if last is not None else asyncio.sleep(0))
+        """Do a last thing, cancel what runs, and end the thread. Waits for it, but not from that thread itself.
+
+        Raises:
+            StateError: it is closed.
+        """
+        with self._changing:
+            ended = self.submit(last if last is not None else asyncio.sleep(0))
+            self._closing = True
         ended.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
         if threading.current_thread() is not self._thread:
             try:
                 ended.result()
             finally:
-                self._thread.join(STOP_S)
+                self._thread.join(STOP_S + 1.0)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
         finally:
-            left = asyncio.all_tasks(self._loop)
-            for task in left:
-                task.cancel()
-            if left:
-                self._loop.run_until_complete(asyncio.wait(left, timeout=STOP_S / 2))
+            self._loop.run_until_complete(asyncio.sleep(0))  # what was submitted last becomes a task
+            until = time.monotonic() + STOP_S
+            while (left := asyncio.all_tasks(self._loop)) and (remaining := until - time.monotonic()) > 0:
+                for task in left:
+                    task.cancel()
+                self._loop.run_until_complete(asyncio.wait(left, timeout=remaining))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
+            for future in tuple(self._open):
+                future.cancel()  # or who waits for it would wait for ever

@@ -7,7 +7,6 @@ Engines, router and updates are a `Fleet`'s; what is here translates.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -213,7 +212,7 @@ class AsyncVLLM:
     ) -> RequestOutput | list[RequestOutput]:
         """`generate` for coroutines of any event loop; its cancellation is one on the engines too."""
         call = _call(prompts, sampling_params, prompt_token_ids, lora_request, timeout_seconds, actor_index, ())
-        return self._outputs(call, *await asyncio.wrap_future(self._loop.submit(self._requests.send(call))))
+        return self._outputs(call, *await self._loop.result(self._requests.send(call)))
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer, of transformers. ConfigError: simulated engines have none."""

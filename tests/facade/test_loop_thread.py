@@ -1,0 +1,87 @@
+"""The loop that blocking calls run on: closed, it keeps nobody waiting, and waits for what has to end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from penstock.errors import StateError
+from penstock.facade.loop_thread import LoopThread
+
+FOREVER_S = 600.0
+ANSWER_S = 60.0
+
+
+async def takes_its_cancellation(begun: threading.Event, may_end: threading.Event, ended: threading.Event) -> None:
+    try:
+        begun.set()
+        await asyncio.sleep(FOREVER_S)
+    finally:
+        while not may_end.is_set():  # noqa: ASYNC110 - set by another thread
+            await asyncio.sleep(0.01)
+        ended.set()
+
+
+def test_a_call_under_way_when_it_closes_ends_with_an_error_of_ours() -> None:
+    loop = LoopThread("test")
+    begun = threading.Event()
+
+    async def work() -> None:
+        begun.set()
+        await asyncio.sleep(FOREVER_S)
+
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(loop.run, work()), pool.submit(asyncio.run, loop.result(work()))]
+        assert begun.wait(ANSWER_S)
+        loop.close()
+        for each in waiting:
+            with pytest.raises(StateError, match="shut down"):
+                each.result(ANSWER_S)
+
+
+def test_a_call_that_comes_while_it_closes_is_refused() -> None:
+    """It waited for an answer that no loop would bring."""
+    loop = LoopThread("test")
+    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(loop.run, takes_its_cancellation(begun, may_end, ended))
+        assert begun.wait(ANSWER_S)
+        closing = pool.submit(loop.close)
+        while not loop._closing:
+            assert not closing.done()
+        late = pool.submit(loop.run, asyncio.sleep(0))
+        with pytest.raises(StateError, match="shut down"):
+            late.result(ANSWER_S)
+        assert not closing.done()
+        may_end.set()
+        closing.result(ANSWER_S)
+        with pytest.raises(StateError, match="shut down"):
+            first.result(ANSWER_S)
+
+
+def test_closing_waits_for_what_was_cancelled_to_end() -> None:
+    """A start that is given up ends the engines that it has launched, which takes longer than a moment."""
+    loop = LoopThread("test")
+    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+    loop.submit(takes_its_cancellation(begun, may_end, ended))
+    assert begun.wait(ANSWER_S)
+    with ThreadPoolExecutor() as pool:
+        closing = pool.submit(loop.close)
+        with pytest.raises(TimeoutError):
+            closing.result(6.0)  # longer than it was once given
+        may_end.set()
+        closing.result(ANSWER_S)
+    assert ended.is_set()
+
+
+async def test_a_callers_own_cancellation_stays_one() -> None:
+    loop = LoopThread("test")
+    call = asyncio.create_task(loop.result(asyncio.sleep(FOREVER_S)))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    loop.close()
