@@ -13,7 +13,16 @@ import pytest
 
 from penstock.engine.vllm_plugin.core_round import VERSION_MARK
 from penstock.engine.vllm_plugin.version_spans import VersionSpans
-from penstock.engine.wire import FINAL_ONLY, PROGRESS_HEADER, SPANS_HEADER, generate_body, samples_of, versions_of
+from penstock.engine.wire import (
+    FINAL_ONLY,
+    PROGRESS_HEADER,
+    SPANS_HEADER,
+    UNKNOWN_VERSION,
+    generate_body,
+    samples_of,
+    spans_of,
+    versions_of,
+)
 from penstock.errors import EngineError
 from penstock.types import SamplingParams, VersionSpan
 
@@ -122,6 +131,20 @@ async def test_the_cores_mark_among_its_outputs_is_the_version_from_there_on():
         engine.step(sample, 2)
 
     assert header(await serve(spans, engine, during)) == [[[0, 0, 3], [4, 3, 5]]]
+
+
+async def test_a_label_that_is_no_version_ends_nothing_and_claims_no_version():
+    spans, engine = VersionSpans(), Engine()
+
+    async def during():
+        sample = engine.sample("generate-tokens-x")
+        for label, tokens in (("default", 1), ("step-100", 2), ("3", 3), ("-1", 1)):
+            sample.weight_version_starts = [(label, 0)]
+            engine.step(sample, tokens)
+
+    assert header(await serve(spans, engine, during)) == [
+        [[0, 0, 1], [UNKNOWN_VERSION, 1, 3], [3, 3, 6], [UNKNOWN_VERSION, 6, 7]]
+    ]
 
 
 async def test_prompts_stay_in_order_and_a_sample_without_tokens_has_no_span():
@@ -263,6 +286,18 @@ def test_what_is_told_becomes_spans():
     first, second = samples_of(answer([7, 8, 9], []), [[[0, 0, 2], [1, 2, 3]]], PARAMS)
     assert first.spans == (VersionSpan(0, 0, 2), VersionSpan(1, 2, 3))
     assert second.spans == ()
+
+
+def test_an_answer_whose_label_is_no_version_says_that_nobody_knows_it():
+    given = answer([7, 8, 9])
+    (choice,) = given["choices"]
+    choice["weight_versions"] = [
+        {"version": "2", "start": 0, "end": 1},
+        {"version": "step-100", "start": 1, "end": 3},
+    ]
+    (sample,) = samples_of(given, None, SamplingParams(logprobs=False))
+    assert sample.spans == (VersionSpan(2, 0, 1), VersionSpan(UNKNOWN_VERSION, 1, 3))
+    assert spans_of(choice, 2) == [[2, 0, 1], [UNKNOWN_VERSION, 1, 3]]
 
 
 @pytest.mark.parametrize(

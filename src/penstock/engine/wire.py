@@ -36,10 +36,29 @@ samples alone that ended in its last step; 0.32 sets it itself."""
 INITIAL_VERSION = "default"
 """vLLM's label before the first update; our version 0."""
 
+UNKNOWN_VERSION = -1
+"""Of tokens of weights with a label that is no version: somebody gave it past us, and may have brought weights too."""
+
 
 def version_number(label: str) -> int:
-    """A weight version as vLLM writes it, as our integer."""
-    return 0 if label == INITIAL_VERSION else int(label)
+    """A weight version as vLLM writes it, as our integer.
+
+    Raises:
+        ValueError: it is none; anyone can label an engine's weights as they like.
+    """
+    if label == INITIAL_VERSION:
+        return 0
+    if not (label.isascii() and label.isdecimal()):
+        raise ValueError(f"the weight label {label!r} is no whole number")
+    return int(label)
+
+
+def version_of_tokens(label: str) -> int:
+    """The version that made tokens, by their label; `UNKNOWN_VERSION` where that is none."""
+    try:
+        return version_number(label)
+    except ValueError:
+        return UNKNOWN_VERSION
 
 
 def request_headers(
@@ -138,7 +157,7 @@ def spans_of(choice: Mapping[str, Any], version: int | None) -> list[list[int]] 
     """
     native: Any = choice.get("weight_versions")
     if native is not None:
-        return [[version_number(s["version"]), s["start"], s["end"]] for s in native]
+        return [[version_of_tokens(s["version"]), s["start"], s["end"]] for s in native]
     length = len(choice["token_ids"] or ())
     return [[version, 0, length]] if version is not None and length else None if length else []
 
@@ -161,7 +180,7 @@ def _sample(choice: Mapping[str, Any], besides: Any, params: SamplingParams) -> 
 def _spans(choice: Mapping[str, Any], besides: Any, length: int) -> tuple[VersionSpan, ...]:
     native: Any = choice.get("weight_versions")
     if native is not None:
-        spans = tuple(VersionSpan(version_number(s["version"]), s["start"], s["end"]) for s in native)
+        spans = tuple(VersionSpan(version_of_tokens(s["version"]), s["start"], s["end"]) for s in native)
     elif besides is not None:
         spans = tuple(VersionSpan(version, start, end) for version, start, end in besides)
     elif length == 0:

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from penstock.engine.wire import version_number
+from penstock.engine.wire import version_of_tokens
 
 
 class Made:
@@ -55,7 +55,7 @@ class Made:
             return
         labelled = getattr(self.state, "weight_version_starts", None)  # vLLM 0.32
         if labelled:
-            version = version_number(labelled[-1][0])
+            version = version_of_tokens(labelled[-1][0])
         for parts in (self.versions, self._untold):
             if not parts or parts[-1][0] != version:
                 parts.append([version, 0])
