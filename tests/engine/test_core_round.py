@@ -13,7 +13,7 @@ import pytest
 
 from penstock.engine.vllm_plugin import core_round
 from penstock.engine.vllm_plugin.core_server import CoreServer
-from penstock.errors import StateError, TransferError
+from penstock.errors import EngineError, StateError, TransferError
 
 
 class Core:
@@ -41,6 +41,14 @@ class Core:
     def resume_scheduler(self) -> None:
         self.paused = False
         self.done.append("resume")
+
+    def sleep(self, level: int, mode: str) -> None:
+        """Takes the memory when the step is done and, as vLLM has it, before anything that waited longer for that."""
+        self.done.append(f"sleep {level} {mode}")
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        self.done.append(f"wake up {tags}")
+        self.resume_scheduler()
 
     def set_weight_version(self, version: str) -> None:
         self.done.append(f"label {version}")
@@ -108,6 +116,53 @@ def test_a_load_that_was_cut_leaves_the_engine_held_whoever_resumes_until_one_co
     while not core.input_queue.empty():
         core.step()
     assert again.result(0)["version"] == 4
+    assert not core.paused
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleep_that_overtakes_a_round_leaves_it_no_memory_to_write_to(level: int):
+    core = Core(step_under_way=True)
+    holds, done = core_round.holds_of(core), ask(core)
+    core.step()
+    holds.sleep(level, "keep")
+    assert core.waiting is not None
+    core.waiting.set_result(None)
+    with pytest.raises(StateError, match="version 4 was not loaded: the engine's weights are asleep"):
+        done.result(0)
+    assert "penstock_load(4,)" not in core.done
+    core.step()
+    holds.wake_up(None)
+    assert core.paused == (level == 2), "what the sleep kept goes on, and what it dropped does not"
+    again = ask(core)
+    while not core.input_queue.empty():
+        core.step()
+    assert again.result(0)["version"] == 4
+    assert not core.paused
+
+
+def test_an_error_that_nobody_foresaw_is_no_torn_transfer_that_could_be_sent_again():
+    ranks = [{"error": "the trainer is gone"}, {"fault": "RuntimeError: CUDA error"}]
+    core = Core(step_under_way=False, ranks=ranks)
+    done = ask(core)
+    core.step()
+    with pytest.raises(EngineError, match="RuntimeError: CUDA error"):
+        done.result(0)
+    core_round.holds_of(core).resume()
+    assert core.paused
+
+
+@pytest.mark.parametrize("tags", [None, ["scheduling"], ["scheduling", "weights"]])
+def test_a_sleep_of_level_0_lasts_until_it_is_woken(tags: list[str] | None):
+    core = Core(step_under_way=False)
+    holds = core_round.holds_of(core)
+    core.paused = True
+    holds.sleep(0, "keep")
+    done = ask(core)
+    core.step()
+    assert done.result(0)["version"] == 4, "no memory is away"
+    holds.wake_up(["weights"])
+    assert core.paused
+    holds.wake_up(tags)
     assert not core.paused
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.vllm_plugin.middleware import PenstockMiddleware
+from penstock.errors import EngineError, StateError
 
 
 async def behind(scope: dict[str, Any], receive: Any, send: Any) -> None:  # noqa: ARG001
@@ -98,3 +100,97 @@ async def test_it_tells_which_logprobs_the_server_gives(mode: str, monkeypatch) 
     start, body = await answer("GET", "/penstock/info", app=app)
     told = json.loads(body["body"])
     assert (start["status"], told["weight_version"], told["logprobs_mode"]) == (200, 3, mode)
+
+
+class Cores:
+    """An AsyncLLM of vLLM 0.32 over several cores, which all do what is asked here once, in this order."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.asleep: str | None = None
+        self.label = "default"
+        self.loads: dict[str, Any] = {"checksum": "c", "seconds": {"load": 0.1, "checksum": 0.01}}
+        self.loading = self.may_load = asyncio.Event()
+        self.may_load.set()
+        self.engine_core, self.output_processor = self, SimpleNamespace(request_states={})
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(is_moe=False), parallel_config=SimpleNamespace(data_parallel_size=2)
+        )
+        self.finish_weight_update = None
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        self.done.append(" ".join(map(str, (method, *args))))
+        return self.asleep if method == "penstock_check_awake" else None
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:  # noqa: FBT001 - as vLLM has it
+        self.done.append(f"pause {mode} {clear_cache}")
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.done.append(f"{method}{args or ''}")
+        if method == "penstock_load":
+            self.loading.set()
+            await self.may_load.wait()
+        return [4 if method == "penstock_prepared" else self.loads] * 2
+
+    async def update_weight_version(self, label: str) -> None:
+        self.done.append(f"label {label}")
+        self.label = label
+
+    async def get_weight_version(self) -> str:
+        return self.label
+
+
+ROUND = {"version": 4, "clear_cache": True}
+
+
+async def test_a_round_over_several_cores_holds_them_before_it_pauses_them() -> None:
+    cores, middleware = Cores(), PenstockMiddleware(behind)
+    assert (await middleware._apply(cores, ROUND))["version"] == 4
+    assert cores.done == [
+        "penstock_check_awake", "penstock_prepared", "penstock_weights_are_out", "pause keep True",
+        "penstock_load(4,)", "label 4", "penstock_weights_are_in",
+    ]  # fmt: skip
+
+
+async def test_a_round_over_several_cores_that_sleep_changes_nothing() -> None:
+    cores, middleware = Cores(), PenstockMiddleware(behind)
+    cores.asleep = "the engine's weights are asleep"
+    with pytest.raises(StateError, match="the engine's weights are asleep"):
+        await middleware._apply(cores, ROUND)
+    assert cores.done == ["penstock_check_awake"]
+
+
+async def test_a_sleep_waits_for_a_round_that_loads() -> None:
+    cores, middleware = Cores(), PenstockMiddleware(behind)
+    cores.loading, cores.may_load = asyncio.Event(), asyncio.Event()
+    middleware._spans.pausing.install(cores)
+    update = asyncio.create_task(middleware._apply(cores, ROUND))
+    await cores.loading.wait()
+    sleep = asyncio.create_task(cores.sleep_async(1, "keep"))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    cores.may_load.set()
+    await asyncio.gather(update, sleep)
+    assert cores.done[-2:] == ["penstock_weights_are_in", "penstock_sleep 1 keep"]
+
+
+async def test_an_error_that_nobody_foresaw_ends_a_round_over_several_cores_as_what_it_is() -> None:
+    cores, middleware = Cores(), PenstockMiddleware(behind)
+    cores.loads = {"fault": "RuntimeError: CUDA error"}
+    with pytest.raises(EngineError, match="RuntimeError: CUDA error"):
+        await middleware._apply(cores, ROUND)
+    assert "penstock_weights_are_in" not in cores.done
+
+
+async def test_a_pause_leaves_the_cache_of_processed_images_alone() -> None:
+    cores = Cores()  # without vLLM's renderer, which has the sending half
+    PenstockMiddleware(behind)._spans.pausing.install(cores)
+    await cores.pause_generation(mode="keep", clear_cache=True)
+    assert cores.done == ["penstock_pause keep True"]
+
+
+async def test_a_label_that_is_no_version_is_named() -> None:
+    cores = Cores()
+    cores.label = "step-100"
+    with pytest.raises(StateError, match=r"labelled 'step-100', and a version is a whole number; relabel them by"):
+        await PenstockMiddleware(behind)._current_version(cores)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nano_models import changed, logprobs_of
+from penstock.engine.wire import UNKNOWN_VERSION
 from penstock.errors import EngineHTTPError, RequestError, StateError, WeightsError
 from penstock.types import GenerateBatch, SamplingParams, VersionSpan
 
@@ -81,6 +82,26 @@ async def test_openai_bodies_pass(live):
     chat = {"model": str(live.model_path), "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     answer = await live.engine.chat_completion(chat)
     assert answer["choices"][0]["message"]["role"] == "assistant"
+
+
+async def test_a_label_that_somebody_gave_past_us_ends_nothing(live):
+    control = live.engine.control
+    if (await control.info()).vllm.startswith("0.26"):
+        pytest.skip("it labels nothing")
+
+    async def label(name: str) -> None:
+        await control.http.post("/update_weight_version", {"new_version": name}, timeout_s=20)
+
+    try:
+        await label("step-100")
+        (sample,) = await live.engine.sample([5, 6, 7], 1, LONG)
+        assert set(sample.versions()) == {UNKNOWN_VERSION}
+        with pytest.raises(EngineHTTPError, match="labelled 'step-100', and a version is a whole number"):
+            await control.info()
+    finally:
+        await label(str(live.engine.weight_version))
+    (sample,) = await live.engine.sample([5, 6, 7], 1, LONG)
+    assert set(sample.versions()) == {live.engine.weight_version}
 
 
 async def test_every_token_has_the_version_that_made_it(live):

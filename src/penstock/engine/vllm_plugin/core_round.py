@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from penstock.engine.vllm_plugin.core_server import CoreServer
 from penstock.engine.vllm_plugin.pausing import holds_of, mode_in_core
-from penstock.errors import StateError, TransferError
+from penstock.errors import EngineError, StateError, TransferError
 
 VERSION_MARK = "penstock-weight-version:"
 """An output of the core for a request of this name, which nobody made: what follows it is of the version it ends in."""
@@ -129,7 +129,7 @@ class _Round:
         if any(version != self._version for version in held):
             raise StateError(f"weight version {self._version} is not prepared here (prepared: {held})")
         # Also where it is paused: a pause that waits lets requests go on, and one that keeps may wait for a step yet.
-        holds_of(self._core).weights_are_out()  # from here on nobody else's resume counts
+        holds_of(self._core).begin_update()
         paused: Future[Any] | None = self._core.pause_scheduler("keep", self._clear_cache)
         if paused is None:
             self._load(None)
@@ -140,18 +140,26 @@ class _Round:
         try:
             if paused is not None:
                 paused.result(0)
+                self._check_still_awake()
             self._done.set_result(self._load_and_resume())
         except Exception as error:  # noqa: BLE001 - handed to who asked; the engine stays paused
             self._done.set_exception(error)
         # Called when a step has ended, this runs where the core is about to wait for its next input.
         self._core.input_queue.put_nowait((_CALL, lambda: None))
 
+    def _check_still_awake(self) -> None:
+        """Of those that wait for a step, vLLM lets the last go first: a sleep that came later has happened by now."""
+        holds = holds_of(self._core)
+        if asleep := holds.check_awake():
+            holds.drop_update()
+            raise StateError(f"weight version {self._version} was not loaded: {asleep}")
+
     def _load_and_resume(self) -> dict[str, Any]:
         core, holds = self._core, holds_of(self._core)
         paused = time.perf_counter()
+        holds.weights_are_out()
         ranks = core.collective_rpc("penstock_load", args=(self._version,))
-        if problem := next((rank["error"] for rank in ranks if "error" in rank), None):
-            raise TransferError(problem)
+        raise_failure(ranks)
         if hasattr(core, "set_weight_version"):  # vLLM 0.32 labels what it makes
             core.set_weight_version(str(self._version))
         _mark(core, self._version)
@@ -171,6 +179,18 @@ class _Round:
             "preempted": self._preempted,
             "checksum": "-".join(rank["checksum"] for rank in ranks),
         }
+
+
+def raise_failure(ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Of what the ranks answered to `penstock_load`; the model must not run.
+
+    Raises:
+        EngineError: something unforeseen: the same weights again may meet with the same.
+        TransferError: a version that comes whole makes it good.
+    """
+    for key, error in (("fault", EngineError), ("error", TransferError)):
+        if problem := next((rank[key] for rank in ranks if key in rank), None):
+            raise error(problem)
 
 
 def _mark(core: Any, version: int) -> None:

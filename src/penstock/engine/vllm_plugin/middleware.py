@@ -14,13 +14,14 @@ from typing import Any
 
 import orjson
 
+from penstock.engine.vllm_plugin.core_round import raise_failure
 from penstock.engine.vllm_plugin.every_rank import check_replicas, on_every_rank
 from penstock.engine.vllm_plugin.host_bytes import HostBytes
 from penstock.engine.vllm_plugin.sources import SOURCES
 from penstock.engine.vllm_plugin.spec import WeightSpec, expected_weights
 from penstock.engine.vllm_plugin.version_spans import VersionSpans
 from penstock.engine.wire import version_number
-from penstock.errors import StateError, TransferError, WeightsError
+from penstock.errors import EngineError, StateError, TransferError, WeightsError
 from penstock.weights import delta
 from penstock.weights.manifest import WeightManifest
 
@@ -46,7 +47,6 @@ class PenstockMiddleware:
         self.app = app
         self._spec: WeightSpec | None = None
         self._bytes = HostBytes()
-        self._updating = asyncio.Lock()
         self._spans = VersionSpans()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,6 +76,8 @@ class PenstockMiddleware:
             status, answer = 409, {"error": str(error), "torn": True}
         except StateError as error:
             status, answer = 409, {"error": str(error)}
+        except EngineError as error:
+            status, answer = 500, {"error": str(error)}
         await _answer(send, status, answer)
 
     async def _info(self, keys: list[str], engine: Any, _body: Any) -> dict[str, Any]:
@@ -135,7 +137,9 @@ class PenstockMiddleware:
     async def _apply(self, engine: Any, body: Any) -> dict[str, Any]:
         """A round over several cores, paused and resumed together; of one core, `core_round.py` does it there."""
         version, clear_cache = int(_field(body, "version")), bool(_field(body, "clear_cache"))
-        async with self._updating:
+        async with self._spans.pausing.changing:
+            if asleep := await engine.engine_core.call_utility_async("penstock_check_awake"):
+                raise StateError(asleep)
             held = await on_every_rank(engine, "penstock_prepared")
             if any(prepared != version for prepared in held):
                 raise StateError(f"weight version {version} is not prepared here (prepared: {held})")
@@ -154,14 +158,13 @@ class PenstockMiddleware:
 
     async def _load(self, engine: Any, version: int, *, clear_cache: bool) -> dict[str, Any]:
         begin = time.perf_counter()
+        await engine.engine_core.call_utility_async("penstock_weights_are_out")  # nobody else's resume counts
         # Also where it is paused already: of several cores, each has to see the same order of calls.
         await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
-        await engine.engine_core.call_utility_async("penstock_weights_are_out")
         in_flight = len(engine.output_processor.request_states)
         paused = time.perf_counter()
         ranks = await on_every_rank(engine, "penstock_load", (version,))
-        if problem := next((rank["error"] for rank in ranks if "error" in rank), None):
-            raise TransferError(problem)
+        raise_failure(ranks)
         checksums = [rank["checksum"] for rank in ranks]
         if not engine.vllm_config.model_config.is_moe:
             check_replicas(checksums, engine.vllm_config.parallel_config.data_parallel_size)
@@ -182,9 +185,16 @@ class PenstockMiddleware:
 
     async def _current_version(self, engine: Any) -> int:
         """The core's own label where it has one (0.32), else ours."""
-        if hasattr(engine, "get_weight_version"):
-            return version_number(await engine.get_weight_version())
-        return self._spans.version
+        if not hasattr(engine, "get_weight_version"):
+            return self._spans.version
+        label = await engine.get_weight_version()
+        try:
+            return version_number(label)
+        except ValueError:
+            raise StateError(
+                f"the engine's weights are labelled {label!r}, and a version is a whole number; relabel them by POST "
+                '/update_weight_version with {"new_version": "0"}, or the number that they have'
+            ) from None
 
 
 def _may(scope: Scope) -> bool:

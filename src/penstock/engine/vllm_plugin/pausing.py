@@ -8,8 +8,11 @@ to be resumed: requests of our client go on elsewhere. `/abort_requests` ends re
 
 So there is something in the queue when an engine wakes up. VLLM's wake-up resumes the scheduler whoever paused it, and
 after a sleep of level 2 also before there are weights; and a resume while the memory is away would end the engine. Here
-`Holds`, in the core's own process, says whether generation may go on: when nobody has paused, all memory is back, and
+`Holds`, in the core's own process, says whether generation may go on: when nobody has paused, nothing sleeps, and
 weights that were dropped have been replaced (by an update of ours, a native one, or `reload_weights`).
+
+A pause, a sleep or an update that clears caches leaves vLLM's cache of processed images alone: what is in it does not
+depend on weights, and half of it is in the API server (see `_of_weights`).
 
 VLLM (0.26 to 0.32) has no extension point for this: the API server's calls on the core are led to functions of ours.
 """
@@ -17,6 +20,7 @@ VLLM (0.26 to 0.32) has no extension point for this: the API server's calls on t
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -27,6 +31,8 @@ from penstock.engine.vllm_plugin.every_rank import hear_all
 
 ROUTES = frozenset({"/pause", "/resume", "/sleep", "/wake_up", "/finish_weight_update", "/collective_rpc"})
 MEMORY_TAGS = frozenset({"weights", "kv_cache"})
+SCHEDULING = frozenset({"scheduling"})
+"""What vLLM calls that which a sleep of level 0 holds: no memory goes."""
 DROPS_WEIGHTS = 2
 """The sleep level whose wake-up brings memory and no weights."""
 
@@ -44,7 +50,10 @@ class Holds:
         self.paused = False
         """Somebody has called `/pause` and not yet `/resume`."""
         self.asleep: frozenset[str] = frozenset()
+        self.updating = False
+        """An update waits for the step under way, and has changed nothing yet."""
         self.without_weights = False
+        """They were dropped, or an update has begun to write them and has not come to its end."""
         self._core = core
 
     def pause(self, mode: str, clear_cache: bool) -> Any:  # noqa: FBT001 - as vLLM has it
@@ -61,7 +70,7 @@ class Holds:
     def sleep(self, level: int, mode: str) -> Any:
         """`/sleep`; a future where steps are under way."""
         done = self._core.sleep(level, mode)
-        self.asleep = MEMORY_TAGS if level else self.asleep
+        self.asleep |= MEMORY_TAGS if level else SCHEDULING
         self.without_weights |= level == DROPS_WEIGHTS
         return done
 
@@ -85,18 +94,27 @@ class Holds:
             return "the engine's weights are asleep: wake them (wake_up with the tag weights) before an update"
         return None
 
+    def begin_update(self) -> None:
+        """Weights are about to be written: nobody else's resume counts from here on."""
+        self.updating = True
+
+    def drop_update(self) -> None:
+        """They are not written after all: what is there stays in force."""
+        self.updating = False
+        self.go_on()
+
     def weights_are_out(self) -> None:
         """Nothing may be computed before weights are in."""
         self.without_weights = True
 
     def weights_are_in(self) -> None:
         """New weights are in force, and labelled."""
-        self.without_weights = False
+        self.updating = self.without_weights = False
         self.go_on()
 
     def go_on(self) -> None:
         """Let tokens be made unless something holds them."""
-        if not self.paused and not self.asleep and not self.without_weights:
+        if not (self.paused or self.asleep or self.updating or self.without_weights):
             self._core.resume_scheduler()
 
 
@@ -116,11 +134,34 @@ def extend_core() -> None:
     """Make the methods of `Holds` callable on the core, as `penstock_pause` and so on; again is harmless."""
     from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - only inside vLLM
 
+    if not hasattr(EngineCore, "penstock_pause"):
+        EngineCore._reset_caches = _of_weights(EngineCore._reset_caches)  # noqa: SLF001
     for method in (
         Holds.pause, Holds.resume, Holds.sleep, Holds.wake_up, Holds.weights_are_out, Holds.weights_are_in,
         Holds.check_awake,
     ):  # fmt: skip
         setattr(EngineCore, f"penstock_{method.__name__}", _on_holds(method))
+
+
+def _of_weights(reset_caches: Callable[..., Any]) -> Callable[..., Any]:
+    """`EngineCore._reset_caches`, which ends every pause that clears, for those caches alone that depend on weights.
+
+    VLLM's own also empties the receiving half of the cache of processed images. The sending half, in the API server,
+    then goes on to send no more than the hash of an image that it has sent before, and the request fails: 0.26 has an
+    assertion there, 0.32 an error that asks for a retry. Its pull request 43001 lets the API server empty its half as
+    well, which a pause that comes past the API server cannot do, and which is too early where the pause waits for a
+    step: what is sent meanwhile is in both halves, and emptied in one. Needed until no pause touches that cache.
+    """
+
+    @functools.wraps(reset_caches)
+    def reset(core: Any, *args: Any, **kwargs: Any) -> Any:
+        core.reset_mm_cache = lambda: None
+        try:
+            return reset_caches(core, *args, **kwargs)
+        finally:
+            del core.reset_mm_cache
+
+    return reset
 
 
 def _on_holds(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,6 +180,8 @@ class Pausing:
 
     def __init__(self) -> None:
         self._core: Any = None
+        self.changing = asyncio.Lock()
+        """Held by what takes memory away and by what writes weights into it, for as long as it takes."""
 
     def install(self, engine: Any) -> None:
         """Hook into the AsyncLLM, once."""
@@ -146,7 +189,7 @@ class Pausing:
             return
         self._core = core = engine.engine_core
         hear_all(engine)
-        engine.pause_generation = functools.partial(self._pause, engine.renderer)
+        engine.pause_generation = self._pause
         engine.resume_generation = functools.partial(core.call_utility_async, "penstock_resume")
         core.sleep_async = self._sleep
         core.wake_up_async = self._wake_up
@@ -166,21 +209,22 @@ class Pausing:
 
     async def _pause(
         self,
-        renderer: Any,
         *,
         mode: str = "abort",
         clear_cache: bool = True,
         wait_for_inflight_requests: bool | None = None,
     ) -> None:
-        """`AsyncLLM.pause_generation`, without its 20 ms of sleep, "not required for correctness" by its comment."""
+        """`AsyncLLM.pause_generation`, without its 20 ms of sleep, "not required for correctness" by its comment.
+
+        And without emptying the cache of processed images, whose other half stays as it is too.
+        """
         if wait_for_inflight_requests:  # an older name of vLLM 0.26, whose route gives it
             mode = "wait"
-        if clear_cache:
-            await renderer.clear_mm_cache_async()
         await self._core.call_utility_async("penstock_pause", _mode(mode), clear_cache)
 
     async def _sleep(self, level: int = 1, mode: str = "abort") -> None:
-        await self._core.call_utility_async("penstock_sleep", level, _mode(mode))
+        async with self.changing:
+            await self._core.call_utility_async("penstock_sleep", level, _mode(mode))
 
     async def _wake_up(self, tags: list[str] | None = None) -> Any:
         return await self._core.call_utility_async("penstock_wake_up", tags)
