@@ -32,10 +32,13 @@ class BroadcastWorker:
         rank = spec.rank_offset + _rank_of(self.vllm_config.parallel_config)
         if rank >= spec.world_size:
             return f"this worker would be rank {rank} of {spec.world_size}: the engine has more workers than was said"
-        leave_group(self, f"group {spec.epoch} takes its place")
-        device = self.device if spec.backend == "nccl" else torch.device("cpu")
-        self._penstock_group = Group(spec, rank, device)
-        threading.Thread(target=_join, args=(self._penstock_group,), name="penstock-join", daemon=True).start()
+        try:
+            leave_group(self, f"group {spec.epoch} takes its place")
+            device = self.device if spec.backend == "nccl" else torch.device("cpu")
+            self._penstock_group = Group(spec, rank, device)
+            threading.Thread(target=_join, args=(self._penstock_group,), name="penstock-join", daemon=True).start()
+        except Exception as error:  # noqa: BLE001 - answered: see `WorkerExtension` for what becomes of one that is raised
+            return f"{type(error).__name__}: {error}"
         return None
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -14,11 +15,15 @@ from penstock.engine.vllm_plugin.sources import Source, make_source
 from penstock.errors import PenstockError
 from penstock.weights.manifest import WeightManifest
 
+logger = logging.getLogger(__name__)
+
 
 class WorkerExtension(BroadcastWorker, DroppedWeights):
     """Methods for `collective_rpc`; `self` is vLLM's Worker, so what is kept here has names of its own.
 
-    What goes wrong is returned and not raised: what a worker raises arrives elsewhere as an Exception of no type.
+    What goes wrong is returned and not raised. What a worker raises arrives elsewhere as an Exception of no type; and
+    of several workers vLLM (0.26 to 0.32: `MultiprocExecutor.collective_rpc`) reads the answers up to the first that
+    failed, and takes those of the others for their answers to the next call.
     """
 
     def penstock_source(self, transport: str) -> Source:
@@ -36,6 +41,9 @@ class WorkerExtension(BroadcastWorker, DroppedWeights):
             self.__dict__.setdefault("_penstock_loader", Loader(self)).prepare(version)
         except PenstockError as error:
             return str(error)
+        except Exception as error:
+            logger.exception("weight version %s cannot be prepared", manifest.get("version"))
+            return _named(error)
         self._penstock_manifest = version
         return None
 
@@ -48,7 +56,8 @@ class WorkerExtension(BroadcastWorker, DroppedWeights):
         """Load the prepared version in place; the engine must be paused.
 
         Returns:
-            `{"checksum", "seconds": {"load", "checksum"}}`, or `{"error"}`, and then the model must not run.
+            `{"checksum", "seconds": {"load", "checksum"}}`. Else the model must not run: `{"error"}` until a version
+            was loaded whole, `{"fault"}` where something unforeseen has happened.
         """
         manifest: WeightManifest | None = getattr(self, "_penstock_manifest", None)
         if manifest is None or manifest.version != version:
@@ -56,15 +65,23 @@ class WorkerExtension(BroadcastWorker, DroppedWeights):
         began = time.perf_counter()
         try:
             known = self._penstock_loader.load(manifest, self.penstock_source(manifest.transport))
+            self._penstock_manifest = None
+            loaded = time.perf_counter()
+            # To read all weights again would be most of the bubble; what is known without is as good.
+            checksum = checksum_of_sums(manifest) if known else self.penstock_checksum()
         except PenstockError as error:
             return {"error": str(error)}
-        self._penstock_manifest = None
-        loaded = time.perf_counter()
-        # To read all weights again would be most of the bubble; what is known without is as good.
-        checksum = checksum_of_sums(manifest) if known else self.penstock_checksum()
+        except Exception as error:
+            logger.exception("weight version %d was not loaded", version)
+            return {"fault": _named(error)}
         self.penstock_in_force = version, checksum
         return {"checksum": checksum, "seconds": {"load": loaded - began, "checksum": time.perf_counter() - loaded}}
 
     def penstock_checksum(self) -> str:
         """Checksum of the weights in force on this worker."""
         return weights_checksum(self.model_runner.get_model())
+
+
+def _named(error: Exception) -> str:
+    """An error that is not ours, and whose message may say little; where it happened is in the engine's log."""
+    return f"{type(error).__name__}: {error}"

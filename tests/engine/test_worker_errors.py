@@ -1,0 +1,69 @@
+"""A worker answers whatever goes wrong: beside an error, vLLM takes others' answers for those to its next call."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.weights.manifest import WeightManifest
+
+pytestmark = pytest.mark.vllm
+
+MANIFEST = WeightManifest(4, "shared_memory", {"path": "/nowhere"}, ())
+GROUP = {
+    "address": "127.0.0.1", "port": 1, "world_size": 2, "rank_offset": 1, "epoch": "a", "backend": "gloo",
+    "timeout_s": 1.0,
+}  # fmt: skip
+
+
+class Failing:
+    """A source, a loader and a model."""
+
+    def __init__(self, *_args: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    @classmethod
+    def made(cls) -> Any:
+        def fail(*_args: Any) -> None:
+            raise RuntimeError("out of memory")
+
+        return SimpleNamespace(prepare=fail, load=fail)
+
+
+def worker(**given: Any) -> Any:
+    from penstock.engine.vllm_plugin.worker import WorkerExtension
+
+    made = WorkerExtension()
+    made.__dict__.update(given)
+    return made
+
+
+def test_what_cannot_be_prepared_is_refused_by_its_name() -> None:
+    failing = worker(_penstock_sources={"shared_memory": Failing.made()})
+    assert failing.penstock_prepare(MANIFEST.to_json()) == "RuntimeError: out of memory"
+    assert failing.penstock_prepared() is None
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_what_cannot_be_loaded_is_told_from_what_did_not_come(loads: bool) -> None:  # noqa: FBT001
+    """The second is sent again; after the first the engine ends."""
+    loader = SimpleNamespace(load=lambda *_: False) if loads else Failing.made()
+    failing = worker(
+        _penstock_manifest=MANIFEST,
+        _penstock_sources={"shared_memory": None},
+        _penstock_loader=loader,
+        model_runner=SimpleNamespace(get_model=Failing),
+    )
+    assert failing.penstock_load(4) == {"fault": "RuntimeError: out of memory"}
+    assert failing.penstock_load(5) == {"error": "weight version 5 is not prepared here"}
+
+
+def test_a_group_that_cannot_be_joined_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.engine.vllm_plugin import broadcast_worker
+
+    monkeypatch.setattr(broadcast_worker, "Group", Failing)
+    parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
+    joining = worker(vllm_config=SimpleNamespace(parallel_config=parallel))
+    assert joining.penstock_join_group(GROUP) == "RuntimeError: out of memory"
