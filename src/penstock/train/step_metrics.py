@@ -19,11 +19,20 @@ def policy_tokens(trajectories: Sequence[Trajectory]) -> int:
 
 
 def token_ages(trajectories: Sequence[Trajectory], trainer_version: int) -> Counter[int]:
-    """How many of the policy's tokens have which age, in weight versions, when trainer `trainer_version` sees them."""
-    ages: Counter[int] = Counter()
+    """How many of the policy's tokens have which age, in weight versions, when trainer `trainer_version` sees them.
+
+    Raises:
+        StateError: an engine's label of some of them was no version.
+    """
+    versions: Counter[int] = Counter()
     for t in trajectories:
-        ages.update(trainer_version - version for version, made in zip(t.versions, t.loss_mask, strict=True) if made)
-    return ages
+        versions.update(version for version, made in zip(t.versions, t.loss_mask, strict=True) if made)
+    if nobodys := sum(count for version, count in versions.items() if version < 0):
+        raise StateError(
+            f"{nobodys} tokens have no weight version: an engine was given a label that is no number, past this fleet; "
+            "update its weights through the fleet alone"
+        )
+    return Counter({trainer_version - version: count for version, count in versions.items()})
 
 
 def check_ages(ages: Mapping[int, int], max_staleness: int) -> None:
