@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
+from penstock.engine.capabilities import PENSTOCK
 from penstock.engine.control import EngineInfo
 from penstock.errors import EngineDeadError, EngineHTTPError, StateError, WeightsError
 from penstock.fleet.lifecycle import Lifecycle, State
@@ -42,6 +44,8 @@ class FakeEngine:
         self.version = 0
         self.prepared: int | None = None
         self.layout = layout
+        self.capabilities = replace(PENSTOCK, weight_transfer="nccl")
+        """With vLLM's own native transfer: what is native is none of our business."""
         self.calls: dict[str, Any] = {}
         self.tokens = 10
         self.busy = asyncio.Event()
@@ -65,7 +69,8 @@ class FakeEngine:
 
     async def info(self) -> EngineInfo:
         tp, pp, dp = self.layout
-        return EngineInfo("fake", "0", self.version, self.paused, tp, pp, dp, 32, 64, ("shared_memory",))
+        sizes = (tp, pp, dp, 32, 64)
+        return EngineInfo("fake", "0", self.version, self.paused, *sizes, ("shared_memory",), self.capabilities)
 
     async def is_paused(self) -> bool:
         await self.at("question")
@@ -226,12 +231,12 @@ class Bench:
         self.engine: dict[str, FakeEngine] = {}
         self.process: dict[str, FakeProcess] = {}
         for port, name in enumerate(names, start=1):
-            tp, pp, dp = layout = layouts.get(name, (1, 1, 1))
+            layout = layouts.get(name, (1, 1, 1))
             fake = self.engine[name] = FakeEngine(name, self.journal, layout=layout)
             self.process[name] = FakeProcess()
             lifecycle = Lifecycle(name)
             lifecycle.to(State.SYNCING, "test")
-            info = EngineInfo("fake", "0", 0, False, tp, pp, dp, 32, 64, ("shared_memory",))
+            info = EngineInfo("fake", "0", 0, False, *layout, 32, 64, ("shared_memory",), fake.capabilities)
             url = f"http://127.0.0.1:{port}"
             self.roster.admit(Member(name, url, fake, info, lifecycle, 0, self.process[name]))
         self.operations = Operations(

@@ -12,6 +12,7 @@ from penstock.errors import DeadlineError, EngineDeadError, StateError, UserErro
 from penstock.fleet.control import Call, FanOut, fan_out
 from penstock.fleet.lifecycle import State
 from penstock.fleet.member import EngineControl, Member, why
+from penstock.fleet.native import NativeCalls
 from penstock.fleet.roster import Roster
 from penstock.fleet.sync import MEMORY_TAGS, bring_in
 from penstock.fleet.turns import Turns
@@ -75,6 +76,7 @@ class Operations:
         self._usable_from = 0
         """Weights older than this version are gone from memory (sleep level 2)."""
         self._updating = False
+        self._native = NativeCalls()
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None) -> None:
         """Close the gate, then pause every engine; StateError if paused.
@@ -203,22 +205,10 @@ class Operations:
         """VLLM's native `/init_weight_transfer_engine`; see `Fleet.init_weight_update_communicator`."""
 
         async def run() -> None:
-            self._require("weight_transfer", "init_weight_update_communicator")
-            offsets: dict[EngineControl, int] = {}
-            ranks = 0
-            for member in self._roster.live():
-                offsets[member.control] = ranks
-                tp, pp, dp = member.layout
-                ranks += tp * pp * dp
-
-            def info(engine: EngineControl) -> dict[str, Any]:
-                if "rank_offset" not in init_info:
-                    return dict(init_info)
-                return {**init_info, "rank_offset": init_info["rank_offset"] + offsets[engine]}
-
-            await self._tell(
-                lambda engine: engine.init_weight_transfer(info(engine)), "initialisation of weight transfer"
-            )
+            with self._native.joining(self._roster.live(), init_info) as infos:
+                await self._tell(
+                    lambda engine: engine.init_weight_transfer(infos[engine]), "initialisation of weight transfer"
+                )
 
         await self.turns.take(run)
 
@@ -296,7 +286,7 @@ class Operations:
             check_version(version, self._roster)
             if not self.paused:
                 raise StateError("pause generation before a native weight update: vLLM dies of one while it generates")
-            self._require("weight_transfer", "update_named_weights")
+            self._native.check_update(self._roster.live(), update_info)
             self._roster.used = version  # an engine that fails on the way may have taken it
             await self._roster.command(
                 lambda engine: engine.native_update(update_info, version=version),

@@ -1,0 +1,98 @@
+"""VLLM's native weight calls over a fleet: what some engine cannot take is refused before any engine is told it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fleet_fakes import Bench
+from sim_fleets import SIM, check_serves
+
+from penstock import Fleet
+from penstock.engine.capabilities import PENSTOCK, Capabilities
+from penstock.errors import EngineHTTPError, MissingCapabilityError
+from penstock.fleet.lifecycle import State
+from penstock.sim.config import SimConfig
+from penstock.sim.server import SimServer
+from penstock.types import PauseMode
+
+JOIN = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 4, "rank_offset": 1}
+NAMES = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}
+OURS = {"manifest": {}}
+PLAIN = Capabilities(plugin=False, weight_transfer="nccl")
+
+
+async def bench_of(**capabilities: Capabilities) -> Bench:
+    """Engines of these names; paused, as a native update needs it."""
+    bench = await Bench("".join(capabilities)).started()
+    for member in bench.roster.members:
+        member.info = replace(member.info, capabilities=capabilities[member.name])
+    await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
+    bench.journal.clear()
+    return bench
+
+
+async def test_engines_that_take_weights_in_different_ways_are_told_nothing() -> None:
+    bench = await bench_of(a=PENSTOCK, b=PENSTOCK, c=PLAIN)
+    ways = r"native weights in different ways: a, b by 'penstock_shm'; c by 'nccl'\. .* Nothing was changed$"
+    for info in (JOIN, {}):
+        with pytest.raises(MissingCapabilityError, match=f"^init_weight_update_communicator .*{ways}"):
+            await bench.operations.init_weight_transfer(info)
+    for info in (NAMES, OURS):
+        with pytest.raises(MissingCapabilityError, match=f"^update_named_weights .*{ways}"):
+            await bench.operations.native_update(info, 1)
+    assert bench.journal == []
+    assert {member.state for member in bench.roster.members} == {State.PAUSED}
+    assert bench.roster.used == 0, "the number is free still"
+    await bench.operations.resume()
+    bench.check_belief()
+
+
+async def test_a_launched_engine_beside_plain_vllm_outlives_a_native_call() -> None:
+    config = SimConfig(plain=True, tokens_per_second=500, max_model_len=512)
+    async with SimServer(config) as other, Fleet.launch("any", attach=[other.url], max_restarts=0, **SIM) as fleet:
+        with pytest.raises(MissingCapabilityError, match="e0 by 'penstock_shm'; e1 by 'nccl'"):
+            await fleet.init_weight_update_communicator(JOIN)
+        await check_serves(fleet, engines=2)
+
+
+async def test_plain_engines_with_our_backend_take_what_launched_ones_do() -> None:
+    bench = await bench_of(a=PENSTOCK, b=replace(PLAIN, weight_transfer="penstock_shm"))
+    await bench.operations.init_weight_transfer({})
+    await bench.operations.native_update(OURS, 1)
+    bench.check_belief()
+
+
+async def test_what_launched_engines_cannot_take_is_refused_and_none_dies_of_it() -> None:
+    bench = await bench_of(a=PENSTOCK, b=PENSTOCK)
+    for engine in bench.engine.values():
+        engine.faults["init"] = "refuse"  # as our backend does where init_info has anything in it
+    takes = r"penstock_shm', with an empty init_info .* Call update_weights, .* Nothing was changed"
+    with pytest.raises(
+        MissingCapabilityError, match=rf"^init_weight_update_communicator: .*{takes} \(engine a: no init"
+    ):
+        await bench.operations.init_weight_transfer(JOIN)
+    bench.journal.clear()
+    refused = rf"^update_named_weights: a, b accepted no .* \(names, dtype_names, shapes\): .*{takes}$"
+    with pytest.raises(MissingCapabilityError, match=refused):
+        await bench.operations.native_update(NAMES, 1)
+    assert bench.journal == []
+    with pytest.raises(EngineHTTPError, match="no init"):
+        await bench.operations.init_weight_transfer({})  # that is not why
+    await bench.operations.native_update(OURS, 1)
+    bench.check_belief()
+
+
+async def test_engines_launched_with_another_backend_take_what_it_does_once_they_have_joined() -> None:
+    """That they have another is not known here, but they take an init_info that ours refuses."""
+    bench = await bench_of(a=PENSTOCK, b=PENSTOCK)
+    await bench.operations.init_weight_transfer(JOIN)
+    assert [bench.engine[name].calls["init"]["rank_offset"] for name in "ab"] == [1, 2]
+    await bench.operations.native_update(NAMES, 1)
+    bench.check_belief()
+    member = bench.roster.members[1]
+    member.control = bench.engine["b"] = type(bench.engine["b"])("b", bench.journal)  # as one that was started anew
+    bench.journal.clear()
+    with pytest.raises(MissingCapabilityError, match=r"^update_named_weights: b accepted no "):
+        await bench.operations.native_update(NAMES, 2)
+    assert bench.journal == []
