@@ -6,12 +6,12 @@ import pytest
 
 from penstock.errors import StateError
 from penstock.train.step_metrics import token_ages
-from penstock.types import FinishReason, Trajectory
+from penstock.types import Trajectory
 
 
 def trajectory(versions: tuple[int, ...], loss_mask: tuple[int, ...]) -> Trajectory:
     n = len(versions)
-    return Trajectory((1,), (2,) * n, loss_mask, (0.0,) * n, versions, 1.0, FinishReason.LENGTH, "g")
+    return Trajectory((1,), (2,) * n, loss_mask, (0.0,) * n, versions, 1.0, "length", "g")
 
 
 def test_ages_are_of_the_policys_tokens_alone() -> None:
