@@ -11,7 +11,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from penstock.rollout.char_tokenizer import save_char_tokenizer
 from penstock.types import Sample
@@ -49,6 +58,28 @@ def save_moe(folder: Path) -> Path:
         decoder_sparse_step=1, mlp_only_layers=[], tie_word_embeddings=False, **SHAPE,
     )  # fmt: skip
     _randomise(Qwen3MoeForCausalLM(config)).save_pretrained(folder)
+    return folder
+
+
+def save_biased(folder: Path) -> Path:
+    """A Qwen2: its queries, keys and values have biases."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab = save_char_tokenizer(folder, max_length=MAX_LEN)
+    shape = {**SHAPE, "num_attention_heads": 2, "num_key_value_heads": 1}  # its heads share its width
+    config = Qwen2Config(vocab_size=vocab, tie_word_embeddings=False, **shape)
+    _randomise(Qwen2ForCausalLM(config)).save_pretrained(folder)
+    return folder
+
+
+def save_routed(folder: Path) -> Path:
+    """A GLM-4 MoE: its router adds a bias to the scores of its four experts, and there is one that all tokens take."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab = save_char_tokenizer(folder, max_length=MAX_LEN)
+    config = Glm4MoeConfig(
+        vocab_size=vocab, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=64,
+        first_k_dense_replace=0, attention_bias=True, use_qk_norm=True, tie_word_embeddings=False, **SHAPE,
+    )  # fmt: skip
+    _randomise(Glm4MoeForCausalLM(config)).save_pretrained(folder)
     return folder
 
 

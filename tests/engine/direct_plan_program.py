@@ -10,14 +10,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 import torch
 from safetensors import safe_open
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
@@ -25,16 +28,26 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+from vllm.model_executor.model_loader.reload import layerwise, record_metadata_for_reloading
 from vllm.model_executor.model_loader.utils import initialize_model
 
-from nano_models import save_dense, save_moe
+from nano_models import save_biased, save_dense, save_moe, save_routed
 from penstock.engine.vllm_plugin import reload
-from penstock.engine.vllm_plugin.direct_load import DirectPlan, NotDirectError, Piece, _Proof, make_plan
+from penstock.engine.vllm_plugin.direct_load import make_plan
+from penstock.engine.vllm_plugin.direct_plan import DirectPlan, NotDirectError, Piece, written
+from penstock.engine.vllm_plugin.direct_proof import Proof
 from penstock.errors import TransferError
 from penstock.weights.manifest import TensorEntry
 
 CPU = torch.device("cpu")
+LAYER = "model.layers.{}.self_attn.{}_proj.{}"
+WEIGHTS = LAYER.format(0, "k", "weight"), LAYER.format(0, "v", "weight")
+BIASES = LAYER.format(0, "k", "bias"), LAYER.format(0, "v", "bias")
+ROUTERS = tuple(f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (0, 1))
+PAIRS = {"dense": [WEIGHTS], "tied": [WEIGHTS], "moe": [WEIGHTS], "biased": [WEIGHTS, BIASES]} | {
+    "routed": [WEIGHTS, BIASES, ROUTERS]
+}
+"""Tensors of one shape, so that nothing but the values tells them apart."""
 
 
 def load(folder: Path, port: int) -> tuple[torch.nn.Module, Any]:
@@ -58,101 +71,267 @@ def entries_of(folder: Path) -> list[TensorEntry]:
     return [TensorEntry(name, "float32", shape, 0, 0) for name, shape in shapes.items()]
 
 
-def swapped(plan: DirectPlan) -> DirectPlan:
-    """A plan that takes keys for queries: of equal shapes, so that nothing but the values tells."""
-    pieces: dict[str, list[Piece]] = dict(plan._pieces)
-    first, second = (f"model.layers.0.self_attn.{name}_proj.weight" for name in ("k", "v"))
-    pieces[first], pieces[second] = pieces[second], pieces[first]
-    return DirectPlan(pieces)
+def held(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer of every module, in order."""
+    return [
+        (f"{prefix}.{name}", tensor)
+        for prefix, module in model.named_modules()
+        for own in (module._parameters, module._buffers)
+        for name, tensor in own.items()
+        if tensor is not None
+    ]
 
 
-def examine(folder: Path, port: int) -> dict[str, Any]:
-    """What the plan of a model is worth."""
-    model, config = load(folder, port)
-    entries = entries_of(folder)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    with set_current_vllm_config(config):
-        plan = make_plan(model, config.model_config, entries, CPU)
-        found: dict[str, Any] = {"planned": plan is not None, "tensors": len(entries)}
-        if plan is not None:
-            found["in_place"] = sum(plan.place(entry) is not None for entry in entries)
-            try:
-                _Proof(model, entries, swapped(plan), CPU).run(config.model_config)
-            except NotDirectError as error:
-                found["swapped"] = str(error)
-            sent = {entry.name: torch.randn(entry.shape) for entry in entries}
-    unchanged = all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
-    found["unchanged"] = unchanged
-    if plan is not None:
-        for name, tensor in sent.items():
-            plan.put(name, tensor)
-        by_plan = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+@contextmanager
+def unchanged(model: torch.nn.Module, found: dict[str, Any], name: str) -> Iterator[None]:
+    """Note whether the model has the same tensors afterwards, in the same memory, bit for bit."""
+    before = [(name, tensor, tensor.data_ptr(), bits(tensor).clone()) for name, tensor in held(model)]
+    yield
+    after = held(model)
+    found[name] = [name for name, _ in after] == [name for name, *_ in before] and all(
+        now is then and now.data_ptr() == where and torch.equal(bits(now), bits_then)
+        for (_, now), (_, then, where, bits_then) in zip(after, before, strict=True)
+    )
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A NaN is a NaN."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+class Watch(TorchDispatchMode):
+    """Lists what is called that writes to a model's tensors, even if it is put right later."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self._live = {tensor.untyped_storage().data_ptr() for _, tensor in held(model) if tensor.numel()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(tensor.untyped_storage().data_ptr() in self._live for tensor in written(func, args, kwargs or {})):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Bench:
+    """One model, what a trainer would send it, and what was found."""
+
+    def __init__(self, model: torch.nn.Module, config: Any, entries: list[TensorEntry]) -> None:
+        self.model, self.config, self.entries = model, config, entries
+        self.sent = {entry.name: torch.randn(entry.shape) for entry in entries}
+        self.found: dict[str, Any] = {"tensors": len(entries)}
+
+    def plan(self) -> DirectPlan | None:
+        return make_plan(self.model, self.config.model_config, self.entries, CPU)
+
+    def loaded(self) -> bool:
+        """Whether the model has what was sent, as its own `load_weights` puts it there; it has, afterwards."""
+        had = [tensor.detach().clone() for tensor in self.model.parameters()]
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in self.model.parameters():
                 parameter.zero_()
-        with set_current_vllm_config(config):
-            model.load_weights(iter(sent.items()))
-        found["as_vllm_loads"] = all(torch.equal(by_plan[name], p) for name, p in model.named_parameters())
-    with torch.no_grad():
-        found["failed_proof"] = fail_inside_a_proof(model, config, entries)
-        found["repeated"] = cut_and_repeat(model, config, entries)
+        self.model.load_weights(iter(self.sent.items()))  # pyright: ignore[reportCallIssue]
+        return all(torch.equal(then, now) for then, now in zip(had, self.model.parameters(), strict=True))
+
+
+def plan_and_swap(bench: Bench, pairs: list[tuple[str, str]]) -> None:
+    """A plan, and what the proof says of plans that take one tensor for another."""
+    found = bench.found
+    with unchanged(bench.model, found, "unchanged"), Watch(bench.model) as watch:
+        plan = bench.plan()
+        assert plan is not None, "no plan"
+        found["in_place"] = sum(plan.place(entry) is not None for entry in bench.entries)
+        found["swapped"] = []
+        for first, second in pairs:
+            pieces: dict[str, list[Piece]] = dict(plan._pieces)
+            pieces[first], pieces[second] = pieces[second], pieces[first]
+            try:
+                Proof(bench.model, bench.entries, DirectPlan(pieces), CPU).run(bench.config.model_config)
+            except NotDirectError as error:
+                found["swapped"].append(str(error))
+    found["writes"] = watch.seen
+    for name, tensor in bench.sent.items():
+        plan.put(name, tensor)
+    found["as_vllm_loads"] = bench.loaded()
+
+
+@contextmanager
+def instead(owner: Any, name: str, other: Callable[..., Any]) -> Iterator[None]:
+    """Another function there, for as long as this lasts."""
+    original = getattr(owner, name)
+    setattr(owner, name, other)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+class Failing:
+    """A function that finds no memory at one of its calls."""
+
+    def __init__(self, function: Callable[..., Any], at: int) -> None:
+        self.calls = 0
+        self._function, self._at = function, at
+
+    def __call__(self, *given: Any) -> Any:
+        self.calls += 1
+        if self.calls == self._at:
+            raise torch.OutOfMemoryError("none left")
+        return self._function(*given)
+
+
+def failures(bench: Bench) -> dict[str, dict[str, bool]]:
+    """No memory at some call of a proof: there is no plan, and the model is as it was."""
+    found: dict[str, dict[str, bool]] = {}
+    places = {"a layer is taken apart": (layerwise, "restore_layer_on_meta"), "one is compared": (torch, "equal")}
+    for what, (owner, name) in places.items():
+        original = getattr(owner, name)
+        with instead(owner, name, counting := Failing(original, at=0)):
+            bench.plan()
+        last = counting.calls
+        for at in (1, last // 2, last):
+            of_this = found[f"{what}, {at} of {last}"] = {}
+            with unchanged(bench.model, of_this, "same"), instead(owner, name, Failing(original, at)):
+                of_this["plan"] = bench.plan() is not None
     return found
 
 
-def fail_inside_a_proof(model: torch.nn.Module, config: Any, entries: list[TensorEntry]) -> dict[str, bool]:
-    """No memory in the middle of a layer: there is no plan, and the model is as it was."""
-    before = {name: (parameter, parameter.detach().clone()) for name, parameter in model.named_parameters()}
-    calls, equal = iter(range(100)), torch.equal
-
-    def out_of_memory(*tensors: torch.Tensor) -> bool:
-        if next(calls) == 2:
-            raise torch.OutOfMemoryError("none left")
-        return equal(*tensors)
-
-    torch.equal = out_of_memory
-    try:
-        with set_current_vllm_config(config):
-            plan = make_plan(model, config.model_config, entries, CPU)
-    finally:
-        torch.equal = equal
-    same = all(before[name][0] is p and equal(before[name][1], p) for name, p in model.named_parameters())
-    return {"plan": plan is not None, "same": same}
-
-
-def cut_and_repeat(model: torch.nn.Module, config: Any, entries: list[TensorEntry]) -> bool:
+def cut_and_repeat(bench: Bench) -> bool:
     """Whether a reload that was cut in the middle of a layer can be done again, whole."""
-    sent = {entry.name: torch.randn(entry.shape) for entry in entries}
 
     def cut() -> Any:
-        for number, item in enumerate(sent.items()):
-            if number == len(sent) // 2:
+        for number, item in enumerate(bench.sent.items()):
+            if number == len(bench.sent) // 2:
                 raise TransferError("the trainer is gone")
             yield item
 
+    reload.begin(bench.model)
+    with suppress(TransferError):
+        reload.receive(bench.model, cut())
+    reload.begin(bench.model)
+    reload.receive(bench.model, iter(bench.sent.items()))
+    reload.finish(bench.model, bench.config.model_config)
+    return bench.loaded()
+
+
+def from_memory_that_is_reused(bench: Bench) -> bool:
+    """Whether a reload without a plan is right where a tensor is gone once the next is asked for."""
+
+    def tensors(_manifest: Any, _place: Any) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        memory = torch.empty(max(tensor.numel() for tensor in bench.sent.values()))
+        for entry in bench.entries:
+            tensor = memory[: entry.nbytes // 4].view(entry.shape)
+            tensor.copy_(bench.sent[entry.name])
+            yield entry, tensor
+            memory.fill_(torch.nan)
+
+    loader = reload.Loader(worker(bench, CPU))
+    loader.load(SimpleNamespace(tensors=bench.entries), SimpleNamespace(tensors=tensors))  # type: ignore[arg-type]
+    return bench.loaded()
+
+
+def worker(bench: Bench, device: torch.device) -> Any:
+    """As much of vLLM's as a loader needs."""
+    runner = SimpleNamespace(get_model=lambda: bench.model)
+    return SimpleNamespace(device=device, model_runner=runner, model_config=bench.config.model_config)
+
+
+def refused(bench: Bench) -> dict[str, Any]:
+    """Whether models that do more than copy have a plan."""
+    model, found = bench.model, {}
+    load_weights, outside, weight = model.load_weights, torch.zeros(4), model.lm_head.weight
+
+    def also(more: Callable[[], Any]) -> Any:
+        return instead(model, "load_weights", lambda weights: (load_weights(weights), more()))
+
+    model.derived = derived = torch.zeros(4)
+    with also(lambda: setattr(model, "derived", model.lm_head.weight * 2)):
+        found["keeps what it computes"] = bench.plan() is not None or model.derived is not derived
+    del model.derived
+    with also(lambda: setattr(model, "derived", model.lm_head.weight * 2)):
+        found["keeps what it has not kept before"] = bench.plan() is not None or hasattr(model, "derived")
+    with also(lambda: outside.add_(1)):
+        found["counts"] = bench.plan() is not None or bool(outside.any())
+    where = weight.data_ptr()
+    with also(lambda: setattr(weight, "data", weight.data.clone())):
+        found["moves a weight"] = bench.plan() is not None or weight.data_ptr() != where
+    # Only the reload of the proof calls this.
+    with instead(UnquantizedLinearMethod, "process_weights_after_loading", lambda _self, _layer: outside.add_(1)):
+        found["counts after loading"] = bench.plan() is not None or bool(outside.any())
+    return found
+
+
+def sinks(bench: Bench) -> dict[str, bool]:
+    """Whether there is a plan with attention that computes with a copy of the sinks, or with the sinks themselves."""
+    impl = next(module.impl for module in bench.model.modules() if hasattr(module, "impl"))
+    kind, found = type(impl), {}
+
+    class Deriving(kind):
+        def process_weights_after_loading(self, act_dtype: torch.dtype) -> None: ...
+
+    impl.__class__ = Deriving
+    found["unknown"] = bench.plan() is not None
+    source = impl._sinks_source = torch.ones(4, dtype=torch.bfloat16)
+    for name, kept in {"copied": source.float(), "shared": source}.items():
+        impl.sinks = kept
+        found[name] = bench.plan() is not None
+    impl.__class__ = kind
+    return found
+
+
+def frees(bench: Bench) -> list[int]:
+    """How often torch's unused GPU memory was given back: by a proof, by the end of a reload on a GPU, and on a CPU."""
+
+    class OnGPU(torch.nn.Module):
+        def parameters(self, **_: Any) -> Iterator[Any]:
+            yield SimpleNamespace(device=torch.device("cuda"))
+
+    calls: list[None] = []
+    counts: list[int] = []
+    with instead(torch.cuda, "empty_cache", lambda: calls.append(None)):
+        loader = reload.Loader(worker(bench, torch.device("cuda")))
+        loader.prepare(SimpleNamespace(tensors=bench.entries))  # type: ignore[arg-type]
+        counts.append(len(calls))
+        reload.finish(OnGPU(), bench.config.model_config)
+        counts.append(len(calls))
+        reload.begin(bench.model)
+        reload.finish(bench.model, bench.config.model_config)
+        counts.append(len(calls))
+    return counts
+
+
+def examine(name: str, folder: Path, port: int) -> dict[str, Any]:
+    """What the plan of a model is worth."""
+    model, config = load(folder, port)
+    bench = Bench(model, config, entries_of(folder))
     with set_current_vllm_config(config):
-        reload.begin(model)
-        with suppress(TransferError):
-            reload.receive(model, cut())
-        reload.begin(model)
-        reload.receive(model, iter(sent.items()))
-        reload.finish(model, config.model_config)
-        reloaded = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        model.load_weights(iter(sent.items()))
-    return all(torch.equal(reloaded[name], parameter) for name, parameter in model.named_parameters())
+        plan_and_swap(bench, PAIRS[name])
+        bench.found["failed"] = failures(bench)
+        with torch.no_grad():
+            bench.found["repeated"] = cut_and_repeat(bench)
+            bench.found["reused"] = from_memory_that_is_reused(bench)
+        if name == "dense":
+            with unchanged(model, bench.found, "unchanged_by_refused"):
+                bench.found |= {"refused": refused(bench), "sinks": sinks(bench), "freed": frees(bench)}
+    return bench.found
 
 
 def main() -> None:
-    """A dense model, one with tied embeddings, a mixture of experts."""
+    """A mixture of experts, a dense model, one with tied embeddings, and two with biases that vLLM's reload leaves."""
     folder, port = Path(sys.argv[1]), int(sys.argv[2])
-    for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod):
+    for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         method.process_weights_after_loading = lambda _self, _layer: None
+    in_place = lambda _self, layer: layer.w13_weight.data.copy_(layer.w13_weight.data)  # noqa: E731 - as 0.32 on GPUs
+    UnquantizedFusedMoEMethod.process_weights_after_loading = in_place
     folders = {
         "moe": save_moe(folder / "moe"),  # first: its groups are those of a dense model and one more
         "dense": save_dense(folder / "dense", tied=False),
         "tied": save_dense(folder / "tied", tied=True),
+        "biased": save_biased(folder / "biased"),
+        "routed": save_routed(folder / "routed"),
     }
     for name, path in folders.items():
-        print(json.dumps({"model": name, **examine(path, port if name == "moe" else 0)}), flush=True)
+        print(json.dumps({"model": name, **examine(name, path, port if name == "moe" else 0)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import pytest
 from penstock.engine.process import free_port
 
 TESTS = Path(__file__).parent.parent
+EVERY_MODEL = pytest.mark.parametrize("model", ["dense", "tied", "moe", "biased", "routed"])
 
 
 @pytest.fixture(scope="module")
@@ -29,24 +30,51 @@ def found(tmp_path_factory):
     return {line["model"]: line for line in lines}
 
 
-@pytest.mark.parametrize("model", ["dense", "tied", "moe"])
+@EVERY_MODEL
 def test_loading_is_found_to_be_copies_that_put_every_tensor_where_vllm_does(found, model):
-    assert found[model]["planned"]
     assert found[model]["as_vllm_loads"]
     assert found[model]["in_place"] == found[model]["tensors"]
 
 
-@pytest.mark.parametrize("model", ["dense", "tied", "moe"])
-def test_a_plan_that_swaps_two_tensors_of_one_shape_is_refused_and_the_model_stays_as_it_was(found, model):
-    assert "are not what vLLM loads" in found[model]["swapped"]
+@EVERY_MODEL
+def test_nothing_in_force_is_written_to_while_a_plan_is_made(found, model):
+    assert found[model]["writes"] == []
     assert found[model]["unchanged"]
 
 
-@pytest.mark.parametrize("model", ["dense", "tied", "moe"])
-def test_a_proof_that_fails_in_the_middle_of_a_layer_leaves_the_model_as_it_was(found, model):
-    assert found[model]["failed_proof"] == {"plan": False, "same": True}
+@pytest.mark.parametrize(("model", "pairs"), [("dense", 1), ("tied", 1), ("moe", 1), ("biased", 2), ("routed", 3)])
+def test_a_plan_that_swaps_two_tensors_of_one_shape_is_refused(found, model, pairs):
+    assert ["are not what vLLM loads" in problem for problem in found[model]["swapped"]] == [True] * pairs
 
 
-@pytest.mark.parametrize("model", ["dense", "tied", "moe"])
+@EVERY_MODEL
+def test_a_proof_that_fails_anywhere_leaves_the_model_as_it_was(found, model):
+    failed = found[model]["failed"]
+    assert len(failed) == 6
+    assert failed == {place: {"plan": False, "same": True} for place in failed}
+
+
+@EVERY_MODEL
 def test_a_reload_that_was_cut_can_be_done_again_whole(found, model):
     assert found[model]["repeated"]
+
+
+@EVERY_MODEL
+def test_a_reload_needs_no_tensor_of_its_source_once_it_has_asked_for_the_next(found, model):
+    assert found[model]["reused"]
+
+
+def test_a_model_whose_loading_does_more_than_copy_has_no_plan_and_stays_as_it_was(found):
+    refused = found["dense"]["refused"]
+    assert len(refused) == 5
+    assert refused == dict.fromkeys(refused, False)
+    assert found["dense"]["unchanged_by_refused"]
+
+
+def test_attention_that_keeps_a_copy_of_its_sinks_has_no_plan(found):
+    """Only a reload refreshes the copy."""
+    assert found["dense"]["sinks"] == {"unknown": False, "copied": False, "shared": True}
+
+
+def test_gpu_memory_is_given_back_after_a_proof_and_after_a_reload(found):
+    assert found["dense"]["freed"] == [1, 2, 2]

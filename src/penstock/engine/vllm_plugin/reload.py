@@ -11,7 +11,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from penstock.engine.vllm_plugin import cpu
 from penstock.engine.vllm_plugin.adapters import without_adapters
-from penstock.engine.vllm_plugin.direct_load import DirectPlan, make_plan, put_back
+from penstock.engine.vllm_plugin.direct_load import make_plan
+from penstock.engine.vllm_plugin.direct_plan import DirectPlan
+from penstock.engine.vllm_plugin.direct_proof import put_back
 from penstock.engine.vllm_plugin.sources import Source
 from penstock.weights.manifest import WeightManifest
 
@@ -25,7 +27,7 @@ class Loader:
         self._planned: tuple[Any, ...] | None = None
 
     def prepare(self, manifest: WeightManifest) -> None:
-        """Make the plan, if it is not made; the weights in force stay as they are, but no step may run meanwhile.
+        """Make the plan, if it is not made; the weights in force stay as they are. No step may be launched meanwhile.
 
         On CPUs there is none: their kernels keep packed copies of the weights.
         """
@@ -36,6 +38,7 @@ class Loader:
         with without_adapters(model):
             self._plan = make_plan(model, self._worker.model_config, manifest.tensors, self._worker.device)
         self._planned = planned
+        _free_unused(self._worker.device)
 
     def load(self, manifest: WeightManifest, source: Source) -> bool:
         """Put every tensor of a prepared manifest in force; the engine must be paused.
@@ -51,7 +54,9 @@ class Loader:
         if plan is None:
             begin(model)
             tensors = source.tensors(manifest, lambda _: None)
-            receive(model, ((entry.name, tensor.to(self._worker.device)) for entry, tensor in tensors))
+            # Copied in any case: vLLM keeps them until their layer is complete, some until `finish`, and what a source
+            # yields is its own again, or unmapped, once the next is asked for.
+            receive(model, ((entry.name, tensor.to(self._worker.device, copy=True)) for entry, tensor in tensors))
             finish(model, self._worker.model_config)
             return False
         with torch.no_grad():
@@ -83,3 +88,10 @@ def finish(model: Any, model_config: Any) -> None:
     with without_adapters(model):
         finalize_layerwise_reload(model, model_config)
         cpu.after_reload(model)
+    _free_unused(next(model.parameters()).device)
+
+
+def _free_unused(device: torch.device) -> None:
+    """Give back the GPU memory of a proof or a reload: torch would keep it, as much as the largest layers take."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
