@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
-END_S = 20.0
+END_S = 60.0
 """Within which everything has to be gone; generous, for a machine with other things to do."""
 
 RUNTIME = tempfile.TemporaryDirectory(prefix="penstock-cli-")

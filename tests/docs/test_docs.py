@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -16,6 +15,7 @@ from sybil.document import Document
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 
 from penstock.config import RunConfig, validate
+from penstock.errors import ConfigError
 from penstock.rollout.environment import load_environment
 
 ROOT = Path(__file__).parents[2]
@@ -116,16 +116,15 @@ def test_a_wrong_block_is_noticed(tmp_path: Path) -> None:
         for example in blocks(document, tmp_path / "copy"):
             example.evaluate()
 
-    wrong: dict[str, Any] = {
-        "python": "assert 1 == 2",
-        "yaml": "environment: {nmae: reasoning_gym}",
-        "bash": "penstock status --jsno",
-    }
-    for language, code in wrong.items():
-        with pytest.raises(Exception, match=r"1 == 2|nmae|jsno|^$"):
+    for language, code, error, says in (
+        ("python", "assert 1 == 2, 'one is not two'", AssertionError, "one is not two"),
+        ("yaml", "environment: {nmae: reasoning_gym}", ConfigError, "nmae"),
+        ("bash", "penstock status --jsno", AssertionError, "--jsno"),
+        ("bash", "make demmo", AssertionError, "make demmo"),
+        ("bash", "echo so && false", AssertionError, "so\n"),
+    ):
+        with pytest.raises(error, match=says):
             evaluate(language, code)
-    with pytest.raises(AssertionError):
-        evaluate("bash", "make demmo")
 
 
 def test_every_language_is_known() -> None:
