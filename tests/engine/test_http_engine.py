@@ -12,6 +12,7 @@ import torch
 from penstock.engine.http import HTTPEngine
 from penstock.errors import DeadlineError, StateError
 from penstock.sim.config import SimConfig
+from penstock.sim.faults import Fault, FaultKind, Phase
 from penstock.sim.server import SimServer
 from penstock.types import PauseMode, SamplingParams
 
@@ -21,25 +22,35 @@ WEIGHTS = [("w", torch.ones(4))]
 
 
 @asynccontextmanager
-async def engine(*, request_timeout_s: float = 10.0, load_seconds: float = 0.0) -> AsyncIterator[HTTPEngine]:
-    """One whose requests of `TOKENS` take 0.6 s."""
-    config = SimConfig(tokens_per_second=250, load_seconds=load_seconds)
-    async with SimServer(config) as server:
-        one = await HTTPEngine.connect(server.url, control_timeout_s=0.3, request_timeout_s=request_timeout_s)
+async def engine(*, control_timeout_s: float = 30.0, hang: Phase | None = None) -> AsyncIterator[HTTPEngine]:
+    """One whose requests of `TOKENS` take 0.6 s; its first visit to the phase `hang` lasts until `let_go`."""
+    faults = (Fault(FaultKind.HANG, hang),) if hang else ()
+    async with SimServer(SimConfig(tokens_per_second=250, faults=faults)) as server:
+        one = await HTTPEngine.connect(server.url, control_timeout_s=control_timeout_s, request_timeout_s=60.0)
         try:
             yield one
         finally:
             await one.teardown()
 
 
+async def let_go(one: HTTPEngine) -> None:
+    await one.control.http.post("/sim/fault", {"clear": True}, timeout_s=30.0)
+
+
+async def loading(one: HTTPEngine) -> None:
+    async with asyncio.timeout(60):
+        while not await one.control.is_paused():  # noqa: ASYNC110 - an engine sends no event
+            await asyncio.sleep(0.005)
+
+
 async def running(one: HTTPEngine) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not await one.get_num_unfinished_requests():  # noqa: ASYNC110 - an engine sends no event
             await asyncio.sleep(0.005)
 
 
 async def test_pause_wait_may_take_as_long_as_a_request() -> None:
-    async with engine() as one:
+    async with engine(control_timeout_s=0.3) as one:
         request = asyncio.create_task(one.sample([1], 1, TOKENS))
         await running(one)
         await one.pause_generation(PauseMode.WAIT)
@@ -48,12 +59,13 @@ async def test_pause_wait_may_take_as_long_as_a_request() -> None:
 
 
 async def test_a_pause_that_was_given_up_can_be_resumed() -> None:
-    async with engine(request_timeout_s=0.2) as one, engine() as other:
-        other.data.http.url = one.control.url
-        request = asyncio.create_task(other.sample([1], 1, TOKENS))
+    async with engine() as one:
+        request = asyncio.create_task(one.sample([1], 1, TOKENS))
         await running(one)
+        one.data.request_timeout_s = 0.2
         with pytest.raises(DeadlineError):
             await one.pause_generation(PauseMode.WAIT)
+        one.data.request_timeout_s = 60.0
         with pytest.raises(StateError, match="already paused"):
             await one.pause_generation()
         await one.resume_generation()
@@ -76,22 +88,26 @@ async def test_a_pause_with_a_deadline_of_its_own_is_taken_back() -> None:
 
 
 async def test_a_cancelled_update_ends_all_the_same() -> None:
-    async with engine(load_seconds=0.2) as one:
+    async with engine(hang=Phase.LOAD) as one:
         caller = asyncio.create_task(one.update_weights(WEIGHTS))
-        await asyncio.sleep(0.1)
+        await loading(one)
         caller.cancel()
         with pytest.raises(asyncio.CancelledError):
             await caller
         with pytest.raises(StateError, match="another weight update"):
             await one.update_weights(WEIGHTS)
-        await asyncio.sleep(0.3)
+        await let_go(one)
+        assert one._update is not None
+        await asyncio.wait({one._update})
         assert one.weight_version == (await one.control.info()).weight_version == 1
         assert (await one.update_weights(WEIGHTS)).version == 2
 
 
 async def test_teardown_waits_for_an_update() -> None:
-    async with engine(load_seconds=0.2) as one:
+    async with engine(hang=Phase.LOAD) as one:
         update = asyncio.create_task(one.update_weights(WEIGHTS))
-        await asyncio.sleep(0.05)
-        await one.teardown()
+        await loading(one)
+        ending = asyncio.create_task(one.teardown())
+        await let_go(one)
+        await ending
         assert (await update).version == 1

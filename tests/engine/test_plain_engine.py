@@ -26,7 +26,7 @@ PROMPT = [5, 6, 7]
 async def plain(**config: Any) -> AsyncIterator[tuple[HTTPEngine, SimServer]]:
     """One whose requests of `LONG` take 0.25 s."""
     async with SimServer(SimConfig(plain=True, tokens_per_second=500, max_model_len=512, **config)) as server:
-        one = await HTTPEngine.connect(server.url, name="e0", control_timeout_s=5.0, request_timeout_s=10.0)
+        one = await HTTPEngine.connect(server.url, name="e0", control_timeout_s=30.0, request_timeout_s=60.0)
         try:
             yield one, server
         finally:
@@ -35,7 +35,7 @@ async def plain(**config: Any) -> AsyncIterator[tuple[HTTPEngine, SimServer]]:
 
 async def running(one: HTTPEngine, tokens: int = 10) -> None:
     """Some requests are, and have so many tokens together."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         before = (await one.control.stats()).generation_tokens
         while (await one.control.stats()).generation_tokens < before + tokens:  # noqa: ASYNC110 - an engine sends no event
             await asyncio.sleep(0.005)

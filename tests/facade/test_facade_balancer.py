@@ -14,6 +14,7 @@ from vllm import SamplingParams
 from penstock import AsyncVLLM
 from penstock.errors import RequestError, StateError, UserError
 from penstock.facade.balancer import LoadBalancer
+from penstock.fleet.roster import Roster
 
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 SIM = {"profile": "sim", "max_model_len": 2048, "extra_args": {"tokens-per-second": 500}}
@@ -105,9 +106,20 @@ def test_nowhere_to_go_is_said(service):
     assert balancer.select_actor() in range(3)
 
 
-def test_a_router_that_is_started_anew_keeps_it(service):
+def test_a_router_that_is_started_anew_keeps_it(service, monkeypatch):
+    told, check = [], Roster.check_router
+
+    async def noted(roster):
+        state = await check(roster)
+        told.append(state.policy.get("prefix_length"))
+        return state
+
+    monkeypatch.setattr(Roster, "check_router", noted)  # what the fleet asks every tenth of a second
     service.create_load_balancer("round-robin", prefix_length=77)
-    time.sleep(0.5)  # the fleet asks the router every tenth of a second how it is
+    end = time.monotonic() + 60
+    while told.count(77) < 2:  # at the second time the first has been kept
+        assert time.monotonic() < end, told
+        time.sleep(0.01)
     port = int(service.fleet.url.rpartition(":")[2])
     children = psutil.Process().children(recursive=True)
     (router,) = [p for p in children if port in {c.laddr.port for c in p.net_connections() if c.status == "LISTEN"}]
@@ -120,6 +132,6 @@ def test_a_router_that_is_started_anew_keeps_it(service):
 
 
 def sent_after_restart(service, router):
-    psutil.wait_procs([router], timeout=5)
+    psutil.wait_procs([router], timeout=60)
     service.generate([[5, i] for i in range(9)], PARAMS, timeout_seconds=30)
     return counts(service)

@@ -23,7 +23,7 @@ from penstock.errors import ConfigError, EngineError, EngineHTTPError, RequestEr
 
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=0)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
-SIM = {"profile": "sim", "max_model_len": 512, "extra_args": {"tokens-per-second": 200}}
+SIM = {"profile": "sim", "max_model_len": 512, "extra_args": {"tokens-per-second": 50}}
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +101,11 @@ def test_a_timeout_cancels_on_the_engines(service):
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"40 prompts .* timeout_seconds=0.6"):
         service.generate(["long"] * 40, LONG, timeout_seconds=0.6)
-    assert time.monotonic() - began < 1.6  # each takes 2 s
+    assert time.monotonic() - began < 7  # each takes 8 s
     over.set()
     watcher.join()
     assert peak >= 20, "the engines had nothing to cancel"
-    _idle(service, within_s=1.0)
+    _idle(service, within_s=5.0)
 
 
 def _idle(service, within_s):
@@ -142,13 +142,13 @@ async def test_from_coroutines(service):
     assert isinstance(out, RequestOutput)
     assert len(batch) == 2
     task = asyncio.create_task(service.generate_async(["long"] * 8, LONG))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while sum(await asyncio.to_thread(service.get_num_unfinished_requests)) < 8:  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await asyncio.to_thread(_idle, service, 1.0)
+    await asyncio.to_thread(_idle, service, 5.0)
     assert isinstance(service.generate("blocking, inside a loop", SHORT), RequestOutput)
 
 
@@ -246,5 +246,5 @@ def test_a_program_that_forgets_it_ends_and_leaves_nothing():
     assert "Traceback" not in done.stderr
     left = [int(pid) for pid in done.stdout.split()]
     assert len(left) == 2
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in left if psutil.pid_exists(pid)], timeout=5)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in left if psutil.pid_exists(pid)], timeout=60)
     assert alive == []
