@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,13 @@ if TYPE_CHECKING:
     from nano_models import History
     from penstock.engine.http import HTTPEngine
     from penstock.engine.process import EngineProcess
+
+if find_spec("hypothesis") is not None:  # a GPU machine need not have it
+    from hypothesis import HealthCheck, settings
+
+    # That a machine stands still for a while says nothing about what is tested.
+    settings.register_profile("ours", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("ours")
 
 
 @dataclass
