@@ -38,7 +38,10 @@ def train(
     trajectories. What each key means: docs/configuration.md.
     """
     from penstock.config import load_config  # noqa: PLC0415
+    from penstock.errors import UserError  # noqa: PLC0415
 
+    if resume and fresh:
+        raise UserError("--resume goes on with a run and --fresh deletes it; give one of them")
     settings = load_config(config, overrides or [])
     require_extra("train", "torch", "transformers", "safetensors", "matplotlib")
     check_port(settings.router.host, settings.router.port)
