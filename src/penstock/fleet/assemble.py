@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 
 from penstock.config import FleetConfig
 from penstock.engine.capabilities import smallest_vocabulary
+from penstock.engine.concurrent import cancelled
 from penstock.engine.control import ControlClient
 from penstock.engine.data import DataClient
 from penstock.engine.joining import PlainEngines
@@ -19,6 +20,7 @@ from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import EngineHandle, Engines, Member, updatable
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
+from penstock.fleet.router_guard import settle
 from penstock.fleet.routers import OpenRouter
 from penstock.fleet.stores import Stores
 from penstock.fleet.supervise import Attached, Supervisor
@@ -83,7 +85,7 @@ async def assemble(
         api_key: of engines and router.
         control_timeout_s: deadline of a control call.
         request_timeout_s: deadline of a generation request.
-        epoch: of the set that the router has already, where these are the engines in it; None: it has another or none.
+        epoch: of the set that the router has already; None: nobody has asked.
         engines: starts them anew, and more of them; None: someone else started them.
         attached: joins servers of others, and those again that come back; None: those stay dead.
 
@@ -166,6 +168,9 @@ def _supervisor(
         supervisor.watch(member)
     if router.guard is not None:
         router.guard.watch(roster, fleet)
+    else:
+        settling = asyncio.create_task(settle(roster, fleet.health_interval_s), name="settle-router")
+        owned.push_async_callback(cancelled, settling)
     return supervisor
 
 
@@ -180,6 +185,7 @@ async def _announced(router: OpenRouter, members: Sequence[Member], epoch: int |
         epoch=-1 if epoch is None else epoch,
         closed=paused,
         by_rank=not isinstance(router.admin, VllmRouterAdmin),  # its workers are URLs
+        gated=not isinstance(router.admin, VllmRouterAdmin),
     )
     for member in members:
         if not roster.by_rank:
@@ -187,9 +193,8 @@ async def _announced(router: OpenRouter, members: Sequence[Member], epoch: int |
         roster.admit(member)
         if paused:
             member.lifecycle.to(State.PAUSED, "was paused when it was found")
-    if epoch is None:
-        await roster.gate(closed=paused)
-        await roster.push()
+    # Also where it has these engines: who held them before may have died with the gate closed.
+    await roster.restore()
     return roster
 
 

@@ -141,7 +141,7 @@ class _Plan:
             api_key=self.api_key,
             control_timeout_s=self.control_timeout_s,
             request_timeout_s=self.request_timeout_s,
-            epoch=None if failures else epoch,
+            epoch=epoch,
             attached=attached,
         )
         return await reachable(fleet)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from penstock.engine.capabilities import Capability, require
-from penstock.errors import DeadlineError, EngineDeadError, StateError, UserError
+from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError, UserError
 from penstock.fleet.control import Call, FanOut, fan_out
 from penstock.fleet.lifecycle import State
 from penstock.fleet.member import EngineControl, Member, why
@@ -295,7 +295,7 @@ class Operations:
                 tears=True,
             )
             self._roster.commit(version)
-            await self._roster.push()
+            await self._roster.pass_on(f"its engines serve weight version {version}")
             logger.info(
                 "weight version %d came by update_named_weights, of which no copy is kept: an engine that dies now, or "
                 "is added, waits for the next update_weights", version,
@@ -352,13 +352,22 @@ class Operations:
 
     @asynccontextmanager
     async def _gate_closed(self) -> AsyncGenerator[None]:
-        """On the way out, however that is, the gate is where the fleet's state wants it."""
-        await self._roster.gate(closed=True)
+        """On the way out, however that is, the gate is where the fleet's state wants it.
+
+        Also where it could not be closed in time: the router may close it later. What cannot be said on the way out is
+        said later (`Roster.check_router`): what was done to the engines holds, whatever the router says.
+        """
         try:
+            await self._roster.gate(closed=True)
             yield
         finally:
             stale = self._roster.version < self._usable_from
-            await self._roster.gate(closed=self.paused or bool(self._asleep) or stale)
+            closed = self.paused or bool(self._asleep) or stale
+            try:
+                await self._roster.gate(closed=closed)
+            except PenstockError as error:
+                state = "closed" if closed else "open"
+                logger.warning("the router was not told that its gate is %s now: %s", state, error)
 
 
 async def _resume(engine: EngineControl) -> None:

@@ -43,7 +43,14 @@ class Roster:
     """
 
     def __init__(
-        self, admin: Admin, *, version: int = 0, epoch: int = -1, closed: bool = False, by_rank: bool = True
+        self,
+        admin: Admin,
+        *,
+        version: int = 0,
+        epoch: int = -1,
+        closed: bool = False,
+        by_rank: bool = True,
+        gated: bool = True,
     ) -> None:
         self.by_rank = by_rank
         """The router can address data-parallel ranks of one server one by one."""
@@ -63,14 +70,20 @@ class Roster:
         """Grows with each change that was announced."""
         self.router_returns = False
         """Somebody starts the router anew when it ends, and calls `restore`."""
+        self.in_doubt = False
+        """A call to the router has failed, and may come into force late or not at all, until `restore` was heard."""
         self.occupation = Occupation()
         """Calls under way that may keep engines from answering others."""
         self.admin = admin
+        self._gated = gated
+        """The router has a gate."""
         self._tearing: set[EngineControl] = set()
         self._closed = closed
         self._epoch = epoch
         self._announced = False
+        self._ended = False
         self._restored = 0
+        self._said = 0
         self._telling = asyncio.Lock()
         self._news = asyncio.Event()
 
@@ -198,6 +211,13 @@ class Roster:
         """Announce the full set to the router."""
         await self._tell(self._push)
 
+    async def pass_on(self, what: str) -> None:
+        """`push` what holds whatever the router says to it: where it fails, the router gets it from `check_router`."""
+        try:
+            await self.push()
+        except PenstockError as error:
+            logger.warning("the router was not told that %s: %s", what, error)
+
     async def gate(self, *, closed: bool) -> None:
         """Close or open the router's gate; in force when this returns."""
         if closed and not self._closed:
@@ -206,12 +226,36 @@ class Roster:
         await self._tell(lambda: self.admin.gate(closed))
 
     async def restore(self) -> None:
-        """Bring a router that was started anew to where the fleet has it: first the gate, then the engines."""
+        """Bring a router, such as one that was started anew, to where the fleet has it; it opens its gate last."""
         async with self._telling:
-            await self.admin.gate(self._closed)
+            self._said += 1
+            if closed := self._closed:
+                await self.admin.gate(closed)
             await self._push()
+            if not closed:
+                await self.admin.gate(closed)
             self._restored += 1
+            self.in_doubt = False
         self.announce()
+
+    async def check_router(self, answer_s: float | None = None) -> RouterState:
+        """What the router has, where it says so within `answer_s`; it is told again what it does not have as it should.
+
+        Raises as `Admin.engines`, or TimeoutError. Where it cannot be told, the doubt stays.
+        """
+        quiet, said = not self._telling.locked(), self._said
+        async with asyncio.timeout(answer_s):
+            state = await self.admin.engines()
+        as_told = (state.gate_closed == self._closed or not self._gated) and state.epoch == self._epoch
+        if (self.in_doubt or not as_told) and quiet and said == self._said:
+            self.in_doubt = True
+            try:
+                await self.restore()
+            except PenstockError as error:
+                logger.debug("the router cannot be told its gate and engines again: %s", error)
+            else:
+                logger.info("the router was told its gate and engines again: it had not heard it, or had heard another")
+        return state
 
     async def router_back(self) -> bool:
         """Wait until a router that could not be reached answers; False: nobody starts it anew, or it takes too long."""
@@ -260,9 +304,12 @@ class Roster:
         restored = self._restored
         try:
             async with self._telling:
+                self._said += 1
                 await call()
-        except (DeadlineError, EngineDeadError):
-            if not self.router_returns:
+        except BaseException as error:
+            self.in_doubt = True
+            self.announce()
+            if not self.router_returns or not isinstance(error, (DeadlineError, EngineDeadError)):
                 raise
             await self.until(lambda: self._restored > restored or not self.router_returns, deadline_s=ROUTER_BACK_S)
             if self._restored == restored:
@@ -298,11 +345,7 @@ class Roster:
         if member.process is not None:
             member.process.kill()  # it may be half updated or hung: nobody must reach it past the router either
         self.announce()
-        try:
-            await self.push()
-        except PenstockError as error:
-            # The state holds; the router gets the full set with the next push, and finds the engine gone until then.
-            logger.warning("the router was not told that engine %s died: %s", member.name, error)
+        await self.pass_on(f"engine {member.name} died")  # it finds the engine gone until it is told
 
     def tears(self, call: Call[T]) -> Call[T]:
         """`call`, which exchanges an engine's weights: whoever buries the engine meanwhile, they are torn."""

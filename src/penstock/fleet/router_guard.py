@@ -20,6 +20,20 @@ BACKOFF_S = 0.1
 HUNG_CHECKS = 3
 
 
+async def settle(roster: Roster, interval_s: float) -> None:
+    """Say again to a router that someone else keeps up what it may not have taken. Runs until it is cancelled."""
+    while True:
+        await roster.until(lambda: roster.in_doubt)
+        sure = False
+        while not sure or roster.in_doubt:  # once more after the doubt: what failed may have come into force late
+            await asyncio.sleep(interval_s)
+            sure = not roster.in_doubt
+            try:
+                await roster.check_router()
+            except PenstockError:  # it is asked again
+                sure = False
+
+
 class RouterHandle(Protocol):
     """A router's process; `router_process.RouterProcess` is the usual one."""
 
@@ -78,8 +92,7 @@ class RouterGuard:
                 await asyncio.sleep(fleet.health_interval_s)
             late = False
             try:
-                async with asyncio.timeout(fleet.hang_timeout_s / HUNG_CHECKS):
-                    self._policy = (await roster.admin.engines()).policy
+                self._policy = (await roster.check_router(fleet.hang_timeout_s / HUNG_CHECKS)).policy
                 answered, missed = clock(), 0
             except (DeadlineError, TimeoutError):
                 missed, late = missed + 1, True
