@@ -154,8 +154,8 @@ class DataClient:
         return str(answer["prompt"])
 
     async def close(self) -> None:
-        """Close the connections."""
-        await self.http.close()
+        """Close the connections for good; requests in flight fail and are not sent again."""
+        await self.http.end()
 
     def _kv_labelled(self, sample: Sample) -> Sample:
         kept = self.kept()

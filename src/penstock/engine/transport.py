@@ -10,7 +10,7 @@ from typing import Any, cast
 import aiohttp
 import orjson
 
-from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError
+from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, StateError
 from penstock.process import raise_file_limit
 
 IDLE_CONNECTION_S = 4.0
@@ -71,6 +71,7 @@ class HttpTransport:
         self.name = name or self.url
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
+        self._ended = False
         self.back: Callable[[], Awaitable[bool]] | None = None
         """Waits until the server, which could not be reached, has been started anew; False: it will not be.
 
@@ -188,7 +189,14 @@ class HttpTransport:
             session, self._session = self._session, None
             await session.close()
 
+    async def end(self) -> None:
+        """Close the connections for good: a later call, such as one that is made again, raises StateError."""
+        self._ended = True
+        await self.close()
+
     def _open(self) -> aiohttp.ClientSession:
+        if self._ended:
+            raise StateError(f"the connections to {self.name} were closed for good; make another client")
         if self._session is None or self._session.closed:
             raise_file_limit()
             # No limit: the caller bounds what is in flight, and a queue hidden here would look like engine latency.

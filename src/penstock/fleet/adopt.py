@@ -74,6 +74,7 @@ async def adopt(
             stream_chunk_tokens=stream_chunk_tokens,
         )
         data.http.back = roster.router_back
+        data.kept = lambda: roster.kept
         data.http.suspect = orders.look
         data.plain = PlainEngines(roster.plain)
         owned.push_async_callback(data.close)

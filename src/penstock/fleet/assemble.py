@@ -147,6 +147,7 @@ def _data_client(
         stream_chunk_tokens=chunk_tokens,
     )
     data.http.back = roster.router_back
+    data.kept = lambda: roster.kept
     data.plain = PlainEngines(roster.plain, roster.stretches)
     owned.push_async_callback(data.close)
     return data

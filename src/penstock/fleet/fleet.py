@@ -15,6 +15,7 @@ from penstock.engine.data import DataClient
 from penstock.errors import StateError
 from penstock.fleet.endpoint import STOPPED, Endpoint
 from penstock.fleet.figures import loads, statuses
+from penstock.fleet.hope import each_while_hope, while_hope
 from penstock.fleet.lifecycle import State
 from penstock.fleet.member import EngineStatus
 from penstock.fleet.plane import Crew, Orders
@@ -63,7 +64,6 @@ class Fleet(Engine):
         self._operations = operations
         self._elastic = elastic
         self._data = data
-        data.kept = lambda: roster.kept
         self._owned = owned
         self._ending: asyncio.Task[None] | None = None
 
@@ -183,7 +183,7 @@ class Fleet(Engine):
     async def generate_batch(self, batch: GenerateBatch) -> GenerateOutput:
         """Complete a batch, one request for each prompt; see `generate`."""
         self._check_open()
-        return await self._roster.while_hope(self._data.generate_batch(batch))
+        return await while_hope(self._roster, self._data.generate_batch(batch))
 
     async def sample(
         self,
@@ -194,9 +194,8 @@ class Fleet(Engine):
     ) -> list[Sample]:
         """`num_samples` samples of one prompt, as one n-way request (R3)."""
         self._check_open()
-        return await self._roster.while_hope(
-            self._data.sample(prompt_token_ids, num_samples, sampling_params, session_id)
-        )
+        work = self._data.sample(prompt_token_ids, num_samples, sampling_params, session_id)
+        return await while_hope(self._roster, work)
 
     async def completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
         """OpenAI `/v1/completions`; each prompt of the body goes to an engine of its own (R7).
@@ -206,26 +205,26 @@ class Fleet(Engine):
             EngineHTTPError: of the first prompt that failed; the others are cancelled.
         """
         self._check_open()
-        return await self._roster.while_hope(self._data.completion(body, session_id))
+        return await while_hope(self._roster, self._data.completion(body, session_id))
 
     async def chat_completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
         """OpenAI `/v1/chat/completions`."""
         self._check_open()
-        return await self._roster.while_hope(self._data.chat_completion(body, session_id))
+        return await while_hope(self._roster, self._data.chat_completion(body, session_id))
 
     def completion_stream(
         self, body: Mapping[str, Any], session_id: SessionId | None = None
     ) -> AsyncGenerator[dict[str, Any]]:
         """OpenAI `/v1/completions` as chunks, each prompt of the body from an engine of its own; see `Engine`."""
         self._check_open()
-        return self._roster.each_while_hope(self._data.completion_stream(body, session_id))
+        return each_while_hope(self._roster, self._data.completion_stream(body, session_id))
 
     def chat_completion_stream(
         self, body: Mapping[str, Any], session_id: SessionId | None = None
     ) -> AsyncGenerator[dict[str, Any]]:
         """OpenAI `/v1/chat/completions` as chunks; see `Engine`."""
         self._check_open()
-        return self._roster.each_while_hope(self._data.chat_completion_stream(body, session_id))
+        return each_while_hope(self._roster, self._data.chat_completion_stream(body, session_id))
 
     @property
     def counters(self) -> Counters:
@@ -383,6 +382,7 @@ class Fleet(Engine):
     async def teardown(self) -> None:
         """End what this object launched and close its connections; again is harmless. Requests in flight fail."""
         if self._ending is None:
+            self._roster.end()
             self._ending = asyncio.create_task(self._end(), name="fleet-teardown")
         await asyncio.shield(self._ending)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 from penstock.engine.capabilities import Capabilities
 from penstock.engine.joining import Stretches
-from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, PenstockError, StateError
+from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, PenstockError, StateError
 from penstock.fleet.control import Call, FanOut, fan_out
 from penstock.fleet.core_watch import Occupation
 from penstock.fleet.lifecycle import State
@@ -100,65 +99,24 @@ class Roster:
         ]
 
     def hopeless(self) -> bool:
-        """Whether no engine is left and none is coming back."""
-        return not self.live() and not any(m.coming for m in self.members)
+        """Whether no engine is left and none is coming back, or the fleet ends."""
+        return self._ended or (not self.live() and not any(m.coming for m in self.members))
 
     def check_hope(self) -> None:
-        """Raise EngineDeadError where no engine is left and none is coming back."""
+        """Raise EngineDeadError where no engine is left and none is coming back, StateError where the fleet ends."""
         if self.hopeless():
-            raise self._no_hope()
+            raise self.no_hope()
 
-    async def while_hope(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns; EngineDeadError as soon as nobody is left who could do it, and no wait for the router's.
+    def no_hope(self) -> PenstockError:
+        """What `check_hope` raises."""
+        if self._ended:
+            return StateError("this fleet was torn down")
+        return EngineDeadError(f"no engine is left, and none is coming back ({why(self.members)})")
 
-        Requests that find no engine wait in the router, which does not know whether one will come.
-        """
-        doing = asyncio.create_task(work)
-        gone = asyncio.create_task(self.until(self.hopeless))
-        try:
-            await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not doing.done():
-                raise self._no_hope()
-            return doing.result()
-        except EngineError:
-            self.check_hope()
-            raise
-        finally:
-            gone.cancel()
-            doing.cancel()
-            await asyncio.wait((doing, gone))
-
-    async def each_while_hope(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
-        """Each of `items`, none of which is None; EngineDeadError as `while_hope`.
-
-        Read in the caller's own task, where a task for each item would cost as much as reading it.
-        """
-        waiting: asyncio.Timeout | None = None
-
-        def give_up(_: asyncio.Task[bool]) -> None:
-            if waiting is not None:
-                waiting.reschedule(0.0)
-
-        gone = asyncio.create_task(self.until(self.hopeless))
-        gone.add_done_callback(give_up)
-        try:
-            async with aclosing(items):
-                while True:
-                    try:
-                        async with asyncio.timeout(0.0 if gone.done() else None) as waiting:
-                            item = await anext(items, None)
-                    finally:
-                        waiting = None
-                    if item is None:
-                        return
-                    yield item
-        except TimeoutError:
-            raise self._no_hope() from None
-        except EngineError:
-            self.check_hope()
-            raise
-        finally:
-            gone.cancel()
+    def end(self) -> None:
+        """The fleet ends: nobody need wait for an engine any more."""
+        self._ended = True
+        self.announce()
 
     def admit(self, member: Member) -> None:
         """Let an engine that is SYNCING serve; the router learns of it with the next `push`.
@@ -277,9 +235,6 @@ class Roster:
         """The router will not be started again: nobody needs to wait for it."""
         self.router_returns = False
         self.announce()
-
-    def _no_hope(self) -> EngineDeadError:
-        return EngineDeadError(f"no engine is left, and none is coming back ({why(self.members)})")
 
     async def _push(self) -> None:
         self._epoch += 1
