@@ -119,6 +119,7 @@ async def assemble(
         engines=engines,
         attached=attached,
     )
+    owned.push_async_callback(elastic.close)
     return Fleet(
         router.url,
         roster=roster,

@@ -6,10 +6,12 @@ import asyncio
 import itertools
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, TypeVar
 
 from penstock.config import ServerSpec
-from penstock.errors import DeadlineError, EngineDeadError, EngineStartError, StateError, UserError
+from penstock.errors import DeadlineError, EngineDeadError, EngineStartError, PenstockError, StateError, UserError
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import SERVABLE, Engines, Member
 from penstock.fleet.operations import Operations
@@ -17,6 +19,7 @@ from penstock.fleet.roster import Roster
 from penstock.fleet.supervise import Attached, Supervisor
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LOOK_S, LONGEST_LOOK_S = 0.05, 1.0
 """Between the first two looks at what the router still has under way on an engine, and later ones, at most. A router
@@ -58,6 +61,21 @@ class Elastic:
         self._numbers = itertools.count(_first_free(roster.members))
         self._placed: dict[Lifecycle, tuple[str, ...]] = {}
         """GPUs of those that start and are no members yet."""
+        self._attaching: set[str] = set()
+        """URLs of servers that are asked what they are and are no members yet."""
+        self._departures: dict[Member, asyncio.Task[None]] = {}
+        """Engines that are being ended, whoever waits for it. They have their GPUs until they are gone."""
+        self._calls: set[asyncio.Task[Any]] = set()
+        """What is under way for a caller."""
+        self._closed = False
+
+    async def close(self) -> None:
+        """Let nothing further begin, and cut short what is under way; an engine that is being ended is ended."""
+        self._closed = True
+        for call in self._calls:
+            call.cancel()
+        if under_way := (*self._calls, *self._departures.values()):
+            await asyncio.wait(under_way)
 
     def find(self, engine: str | int) -> Member:
         """An engine by name or index. Raises UserError where there is none."""
@@ -79,6 +97,9 @@ class Elastic:
             ConfigError: there is no GPU for them; nothing was started.
             EngineStartError: of the first that did not start; the others serve.
         """
+        return await self._until_closed(self._add(count))
+
+    async def _add(self, count: int) -> tuple[str, ...]:
         if count < 1:
             raise UserError(f"at least 1 engine can be added, got {count}")
         engines = self._starting()
@@ -86,7 +107,7 @@ class Elastic:
         try:
             for life in lives:
                 self._placed[life] = await self._place(engines)
-            started = [asyncio.create_task(self._add(engines, life, self._placed[life])) for life in lives]
+            started = [asyncio.create_task(self._start(engines, life, self._placed[life])) for life in lives]
             try:
                 await asyncio.wait(started)
             finally:
@@ -106,19 +127,27 @@ class Elastic:
         """Let servers of others serve in this fleet too; returns their names.
 
         One that has other weights than the fleet gets them, where it has our plugin and they are here; else it waits
-        for an update, and serves nothing before.
+        for an update, and serves nothing before. Those that have answered join even if this call is cancelled then.
 
         Raises:
             UserError: one belongs to this fleet already; nothing was done.
             PenstockError: of the first that does not answer, or is no engine; the others serve.
         """
+        return await self._until_closed(self._attach(servers))
+
+    async def _attach(self, servers: Sequence[ServerSpec]) -> tuple[str, ...]:
         if self._attached is None:
             raise StateError("this fleet takes no servers of others")
         here = {member.url for member in self._roster.members if member.state is not State.STOPPED}
-        if known := [spec.url for spec in servers if spec.url in here]:
+        if known := [spec.url for spec in servers if spec.url in here | self._attaching]:
             raise UserError(f"the server {known[0]} belongs to this fleet already; remove it first")
-        joins = [asyncio.create_task(self._attach(self._attached, spec)) for spec in servers]
-        await asyncio.wait(joins)
+        urls = {spec.url for spec in servers}
+        self._attaching |= urls
+        joins = [asyncio.create_task(self._join(self._attached, spec)) for spec in servers]
+        try:
+            await asyncio.gather(*joins, return_exceptions=True)  # cancelled, it cancels them
+        finally:
+            self._attaching -= urls
         return tuple(task.result() for task in joins)
 
     async def drain(self, engine: str | int, timeout_s: float | None = None) -> bool:
@@ -137,7 +166,9 @@ class Elastic:
             UserError: fewer than `min_engines` would be left.
             StateError: it does not serve.
         """
-        member = self.find(engine)
+        return await self._until_closed(self._drain(self.find(engine), timeout_s))
+
+    async def _drain(self, member: Member, timeout_s: float | None) -> bool:
         if member.state not in SERVABLE:
             raise StateError(f"engine {member.name} does not serve, it is {member.state}: {member.lifecycle.reason}")
         await self._withdraw(member, self._min_engines)
@@ -147,13 +178,14 @@ class Elastic:
         """Send an engine no request at all, and end it when it has ended those that it has; it is STOPPED.
 
         Sessions that live there go on elsewhere, and so do requests that are under way after `timeout_s`. One that is
-        dead or starting is taken out at once; the last one that is coming back is not.
+        dead or starting is taken out at once; the last one that is coming back is not. Once its end has begun, it goes
+        on to that even if this call is cancelled.
 
         Raises:
             UserError: fewer than `min_engines` would be left.
             StateError: it has left already.
         """
-        await self._remove(self.find(engine), self._min_engines, timeout_s)
+        await self._until_closed(self._remove(self.find(engine), self._min_engines, timeout_s))
 
     async def replace(self, engine: str | int, timeout_s: float | None = None) -> str:
         """A new engine in the place of one; returns its name.
@@ -164,21 +196,49 @@ class Elastic:
             StateError: it has left already, or someone else started it.
             EngineStartError: the new one did not start. The old one serves on, unless its GPUs were needed.
         """
-        member, engines = self.find(engine), self._starting()
+        return await self._until_closed(self._replace(self.find(engine), timeout_s))
+
+    async def _replace(self, member: Member, timeout_s: float | None) -> str:
+        engines = self._starting()
         self._check_there(member)
         try:
             await self._place(engines)
         except UserError:  # no GPU is free
             logger.info("engine %s leaves before another takes its GPUs", member.name)
             await self._remove(member, 0, timeout_s)
-            (name,) = await self.add(1)
+            (name,) = await self._add(1)
             return name
-        (name,) = await self.add(1)
+        (name,) = await self._add(1)
         await self._remove(member, 0, timeout_s)
         return name
 
-    async def _add(self, engines: Engines, life: Lifecycle, gpus: Sequence[str]) -> str:
-        member = await engines.start(life, gpus)
+    async def _until_closed(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns; it is cancelled with its caller. StateError where the fleet ends before it."""
+        if self._closed:
+            work.close()
+            raise StateError("this fleet was torn down")
+        call = asyncio.create_task(work)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        try:
+            await asyncio.wait((call,))
+        except asyncio.CancelledError:
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            raise
+        if call.cancelled():
+            raise StateError("this fleet was torn down in the middle of the call")
+        return call.result()
+
+    async def _start(self, engines: Engines, life: Lifecycle, gpus: Sequence[str]) -> str:
+        try:
+            member = await engines.start(life, gpus)
+        except BaseException:
+            try:
+                await engines.end(life)  # what was set aside for it is another's now
+            except PenstockError as error:
+                logger.warning("engine %s did not start, and did not end in good order: %s", life.engine, error)
+            raise
         # From here on it joins, and returns where it dies, as any other; a caller who gives up leaves it to that.
         member.returns = True
         self._roster.enlist(member)
@@ -190,7 +250,7 @@ class Elastic:
             logger.warning("engine %s joins with the next weight update: nobody has the present weights", member.name)
         return member.name
 
-    async def _attach(self, attached: Attached, spec: ServerSpec) -> str:
+    async def _join(self, attached: Attached, spec: ServerSpec) -> str:
         member = await attached.join(Lifecycle(f"e{next(self._numbers)}"), spec)
         if not self._roster.by_rank:
             member.ranks = 1
@@ -234,11 +294,30 @@ class Elastic:
         await self._withdraw(member, least, wholly=True)
         if not await self._until_idle(member, timeout_s, sessions=False):
             logger.warning("engine %s leaves with requests under way, which go on elsewhere", member.name)
-        await self._supervisor.release(member)
-        await self._dismiss(member)
-        if self._engines is not None:
-            await self._engines.end(member.lifecycle)
-        await member.control.close()
+        await self._end(member)
+
+    async def _end(self, member: Member) -> None:
+        """Take an engine out and end it. Half of that would leave an engine that nobody can end."""
+        if (departure := self._departures.get(member)) is None:
+            self._check_there(member)
+
+            def over(task: asyncio.Task[None]) -> None:
+                del self._departures[member]
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    logger.warning("engine %s did not leave in good order: %s", member.name, error)
+
+            departure = asyncio.create_task(self._depart(member), name=f"end-{member.name}")
+            self._departures[member] = departure
+            departure.add_done_callback(over)
+        await asyncio.shield(departure)
+
+    async def _depart(self, member: Member) -> None:
+        async with AsyncExitStack() as steps:  # each is taken, whatever became of those before it
+            steps.push_async_callback(member.control.close)
+            if self._engines is not None:
+                steps.push_async_callback(self._engines.end, member.lifecycle)
+            steps.push_async_callback(self._dismiss, member)
+            await self._supervisor.release(member)
 
     async def _withdraw(self, member: Member, least: int, *, wholly: bool = False) -> None:
         """Let an engine take nothing new: it is DRAINING, if it was not so already; dead, it is not waited for.
@@ -287,7 +366,7 @@ class Elastic:
             member.lifecycle.to(State.STOPPED, "taken out of the fleet")
             member.returns = False
             self._roster.announce()
-            await self._roster.push()
+            await self._roster.pass_on(f"engine {member.name} has left")
 
         await self._operations.turns.take(run)
 
@@ -301,9 +380,8 @@ class Elastic:
         return self._engines
 
     async def _place(self, engines: Engines) -> tuple[str, ...]:
-        return await engines.place(
-            [*(m.gpus for m in self._roster.members if m.state is not State.STOPPED), *self._placed.values()]
-        )
+        there = (m for m in self._roster.members if m.state is not State.STOPPED or m in self._departures)
+        return await engines.place([*(m.gpus for m in there), *self._placed.values()])
 
 
 def _first_free(members: Iterable[Member]) -> int:

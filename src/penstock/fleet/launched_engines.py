@@ -9,7 +9,7 @@ from typing import Protocol
 
 from penstock.config import EngineConfig
 from penstock.engine.concurrent import all_or_first_error
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, StateError
 from penstock.fleet.assemble import join
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import SERVABLE, EngineHandle, Member
@@ -71,18 +71,24 @@ class LaunchedEngines:
         self._processes: dict[Lifecycle, EngineHandle] = {}
         self._lives: set[Lifecycle] = set()
         self._connections = AsyncExitStack()
+        self._closed = False
 
     async def start(self, lifecycle: Lifecycle, gpus: Sequence[str]) -> Member:
         """Start the engine of `lifecycle`, which is LAUNCHING; it is SYNCING then.
 
+        Cancelled, it leaves no process; what is set aside for the engine, `end` gives back.
+
         Raises:
             PenstockError: it did not start; it is gone, and DEAD.
+            StateError: all have been ended.
         """
         process: EngineHandle | None = None
         self._lives.add(lifecycle)
         try:
             async with self._limit:
+                self._check_open()
                 process = await self._launcher.launch(self.config, lifecycle.engine, gpus)
+                self._check_open()  # who ends all that there are does not know of this one
                 self._processes[lifecycle] = process
                 member = await join(
                     lifecycle,
@@ -92,11 +98,14 @@ class LaunchedEngines:
                     control_timeout_s=self.config.control_timeout_s,
                     process=process,
                 )
-        except PenstockError as error:
-            lifecycle.to(State.DEAD, str(error))
-            if process is not None:
-                process.kill()
-                await process.wait()
+        except BaseException as error:
+            try:
+                if isinstance(error, PenstockError) and lifecycle.state is not State.DEAD:
+                    lifecycle.to(State.DEAD, str(error))
+            finally:
+                if process is not None:
+                    process.kill()
+                    await process.wait()
             raise
         member.gpus = tuple(gpus)
         return member
@@ -109,14 +118,16 @@ class LaunchedEngines:
         """End an engine, however far it has come. One that served is STOPPED then."""
         if lifecycle.state in SERVABLE - {State.DRAINING}:
             lifecycle.to(State.DRAINING, "the fleet is torn down")
-        if (process := self._processes.pop(lifecycle, None)) is not None:
+        if (process := self._processes.get(lifecycle)) is not None:
             await process.stop(self._stop_s)
+            self._processes.pop(lifecycle, None)  # not before: who ends all has to find what did not end
         await self._launcher.release(lifecycle.engine)
         if lifecycle.state is State.DRAINING:
             lifecycle.to(State.STOPPED, "its process has ended")
 
     async def end_all(self) -> None:
-        """End every engine, and close the connections to them."""
+        """End every engine, and close the connections to them. None can be started any more."""
+        self._closed = True
         try:
             await all_or_first_error(self.end(lifecycle) for lifecycle in tuple(self._processes))
         finally:
@@ -124,6 +135,10 @@ class LaunchedEngines:
                 await self._connections.aclose()
             finally:
                 await self._launcher.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("this fleet was torn down: no engine of it can start any more")
 
     def any_died(self) -> bool:
         """Whether an engine ever failed: its log is worth keeping."""

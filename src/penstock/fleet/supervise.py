@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from penstock.config import FleetConfig, ServerSpec
 from penstock.engine.concurrent import cancelled
-from penstock.errors import DeadlineError, PenstockError
+from penstock.errors import DeadlineError, PenstockError, StateError
 from penstock.fleet.control import fan_out
 from penstock.fleet.core_watch import QUESTIONS, until_silent
 from penstock.fleet.lifecycle import Clock, Lifecycle, State
@@ -69,9 +69,16 @@ class Supervisor:
         self._sleep = sleep
         self._guards: dict[Member, asyncio.Task[None]] = {}
         self._looking: asyncio.Task[None] | None = None
+        self._stopped = False
 
     def watch(self, member: Member) -> None:
-        """Begin to watch an engine: its process where it is ours, its health in any case. SYNCING, it is admitted."""
+        """Begin to watch an engine: its process where it is ours, its health in any case. SYNCING, it is admitted.
+
+        Raises:
+            StateError: nobody is watched any more.
+        """
+        if self._stopped:
+            raise StateError(f"engine {member.name} cannot join: this fleet was torn down")
         self._guards[member] = asyncio.create_task(self._guard(member), name=f"guard-{member.name}")
 
     async def release(self, member: Member) -> None:
@@ -85,12 +92,15 @@ class Supervisor:
         A vLLM whose core has died answers requests with errors for up to a second, at once: to a router it is the least
         busy of all, and each request would meet it several times.
         """
+        if self._stopped:
+            return
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look(), name="look-at-engines")
         await asyncio.shield(self._looking)
 
     async def stop(self) -> None:
-        """Stop watching. Raises what broke a watch, if something did."""
+        """Stop watching, for good. Raises what broke a watch, if something did."""
+        self._stopped = True
         if self._looking is not None:
             await cancelled(self._looking)
         guards = tuple(self._guards.values())

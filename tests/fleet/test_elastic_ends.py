@@ -1,0 +1,239 @@
+"""Engines that come and go while their caller gives up or the fleet ends: none is left that nobody can end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Self
+
+import pytest
+from fleet_fakes import until
+from launched_rig import CONFIG, Launcher, launched
+from sim_fleets import check_serves
+
+from penstock.errors import DeadlineError, StateError, UserError
+from penstock.fleet.launched_engines import LaunchedEngines
+from penstock.fleet.lifecycle import Lifecycle, State
+from penstock.sim.config import SimConfig
+from penstock.sim.server import SimServer
+
+
+class Silent:
+    """A server that answers nothing: `async with Silent() as silent`."""
+
+    async def __aenter__(self) -> Self:
+        self.asked, self.left = asyncio.Event(), asyncio.Event()
+        self._server = await asyncio.start_server(self._met, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _met(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        self.asked.set()
+        await reader.read()
+        self.left.set()
+        writer.close()
+
+
+async def give_up(call: asyncio.Task[Any]) -> None:
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+
+
+def begun(call: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    return asyncio.create_task(call)
+
+
+async def test_an_engine_whose_end_has_begun_ends_though_nobody_waits_for_it() -> None:
+    async with launched(2) as (fleet, launcher):
+        leaving = launcher.processes[0]
+        leaving.may_end.clear()
+        removing = begun(fleet.remove("e0"))
+        await asyncio.wait_for(leaving.stopping.wait(), 5.0)
+        await give_up(removing)
+        leaving.may_end.set()
+        await until(lambda: launcher.released == ["e0"])
+        assert leaving.ended.is_set()
+        assert (await fleet.engines())[0].state is State.STOPPED
+        with pytest.raises(StateError, match="engine e0 has left the fleet already"):
+            await fleet.remove("e0")
+        await check_serves(fleet, engines=1)
+
+
+async def test_an_engine_that_is_ending_has_its_gpus_until_it_has_ended() -> None:
+    async with launched(2, gpus=2) as (fleet, launcher):
+        leaving = launcher.processes[1]
+        leaving.may_end.clear()
+        removing = begun(fleet.remove("e1"))
+        await asyncio.wait_for(leaving.stopping.wait(), 5.0)
+        with pytest.raises(UserError, match="no GPU is free"):
+            await fleet.add_engines()
+        await give_up(removing)
+        with pytest.raises(UserError, match="no GPU is free"):
+            await fleet.add_engines()
+        leaving.may_end.set()
+        await until(lambda: launcher.released == ["e1"])
+        assert await fleet.add_engines() == ("e4",)
+        assert fleet._roster.members[-1].gpus == ("1",)
+
+
+async def test_an_engine_that_is_replaced_ends_though_nobody_waits_for_it() -> None:
+    async with launched(1) as (fleet, launcher):
+        leaving = launcher.processes[0]
+        leaving.may_end.clear()
+        replacing = begun(fleet.replace("e0"))
+        await asyncio.wait_for(leaving.stopping.wait(), 5.0)
+        await give_up(replacing)
+        leaving.may_end.set()
+        await until(lambda: launcher.released == ["e0"])
+        await check_serves(fleet, engines=1)
+
+
+async def test_a_fleet_that_ends_waits_for_an_engine_that_is_ending() -> None:
+    async with launched(2) as (fleet, launcher):
+        leaving = launcher.processes[0]
+        leaving.may_end.clear()
+        removing = begun(fleet.remove("e0"))
+        await asyncio.wait_for(leaving.stopping.wait(), 5.0)
+        ending = begun(fleet.teardown())
+        await until(removing.done)
+        assert not ending.done()
+        leaving.may_end.set()
+        await ending
+        with pytest.raises(StateError, match="torn down"):
+            await removing
+
+
+async def test_an_engine_leaves_though_the_router_does_not_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with launched(2) as (fleet, launcher):
+        leaving = launcher.processes[0]
+        leaving.may_end.clear()
+        removing = begun(fleet.remove("e0"))
+        member = fleet._roster.members[0]
+        await fleet._roster.until(lambda: member.state is State.DRAINING)
+
+        async def late(*_: object) -> None:
+            raise DeadlineError("router did not answer", seconds=10.0)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(fleet._roster.admin, "set_engines", late)
+            await asyncio.wait_for(leaving.stopping.wait(), 5.0)
+        leaving.may_end.set()
+        await removing
+        assert launcher.released == ["e0"]
+        await check_serves(fleet, engines=1)
+
+
+@pytest.mark.parametrize("call", ["add", "replace"])
+@pytest.mark.parametrize("heedless", [False, True])
+async def test_engines_that_start_while_the_fleet_ends_are_ended(call: str, *, heedless: bool) -> None:
+    async with launched(1) as (fleet, launcher):
+        launcher.launching.clear()
+        launcher.may_start.clear()
+        launcher.heedless = heedless
+        starting = begun(fleet.add_engines(2) if call == "add" else fleet.replace("e0"))
+        await launcher.launching.wait()
+        ending = begun(fleet.teardown())
+        await asyncio.sleep(0)
+        launcher.may_start.set()
+        await ending
+        with pytest.raises(StateError, match="torn down"):
+            await asyncio.wait_for(starting, 5.0)
+        with pytest.raises(StateError, match="torn down"):
+            await fleet._elastic.add(1)
+
+
+async def test_nothing_starts_once_all_have_been_ended() -> None:
+    launcher = Launcher(1)
+    engines = LaunchedEngines(CONFIG, launcher, api_key=None, parallel_starts=1, stop_timeout_s=1.0)
+    launcher.may_start.clear()
+    life, later = Lifecycle("e0"), Lifecycle("e1")
+    starting = begun(engines.start(life, ()))
+    await launcher.launching.wait()
+    await engines.end_all()
+    launcher.may_start.set()
+    with pytest.raises(StateError, match="no engine of it can start any more"):
+        await asyncio.wait_for(starting, 5.0)
+    assert [process.ended.is_set() for process in launcher.processes] == [True]
+    assert life.state is State.DEAD
+    with pytest.raises(StateError, match="no engine of it can start any more"):
+        await engines.start(later, ())
+    assert len(launcher.processes) == 1
+
+
+async def test_an_engine_whose_start_is_given_up_when_it_runs_is_ended_and_its_gpu_another_s() -> None:
+    async with launched(1, gpus=2) as (fleet, launcher):
+        async with Silent() as silent:
+            launcher.url = silent.url
+            adding = begun(fleet.add_engines())
+            await silent.asked.wait()
+            await give_up(adding)
+        assert launcher.processes[1].ended.is_set()
+        assert launcher.released == ["e1"]
+        launcher.url = None
+        assert await fleet.add_engines() == ("e2",)
+        assert fleet._roster.members[-1].gpus == ("1",)
+
+
+async def test_a_drain_ends_with_the_fleet() -> None:
+    async with launched(2) as (fleet, _):
+        await fleet.sample([1, 2], 1, {"max_tokens": 2}, session_id="s")
+        home = next(s.name for s in await fleet.engines() if s.stats is not None and s.stats.generation_tokens)
+        draining = begun(fleet.drain(home))
+        await until(lambda: fleet._elastic.find(home).state is State.DRAINING and not fleet._operations.turns.taken)
+        await fleet.teardown()
+        with pytest.raises(StateError, match="torn down"):
+            await asyncio.wait_for(draining, 5.0)
+
+
+async def test_nobody_is_watched_once_the_watch_has_ended() -> None:
+    async with launched(1) as (fleet, _):
+        supervisor = fleet._elastic._supervisor
+        await fleet.teardown()
+        with pytest.raises(StateError, match="engine e0 cannot join: this fleet was torn down"):
+            supervisor.watch(fleet._roster.members[0])
+        before = asyncio.all_tasks()
+        await supervisor.look()
+        assert asyncio.all_tasks() == before
+
+
+# --- servers of others -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["caller", "fleet"])
+async def test_a_server_that_is_asked_what_it_is_is_let_go_with_the_caller_or_the_fleet(who: str) -> None:
+    async with Silent() as silent, launched(1) as (fleet, _):
+        attaching = begun(fleet.attach(silent.url))
+        await silent.asked.wait()
+        if who == "caller":
+            await give_up(attaching)
+        else:
+            await fleet.teardown()
+            with pytest.raises(StateError, match="torn down"):
+                await asyncio.wait_for(attaching, 5.0)
+        await asyncio.wait_for(silent.left.wait(), 5.0)
+
+
+async def test_one_server_is_attached_once_by_two_who_attach_it_at_once() -> None:
+    async with SimServer(SimConfig(tokens_per_second=500, max_model_len=512)) as server, launched(1) as (fleet, _):
+        both = await asyncio.gather(fleet.attach(server.url), fleet.attach(server.url), return_exceptions=True)
+        (name,) = [outcome for outcome in both if isinstance(outcome, tuple)]
+        (refusal,) = [outcome for outcome in both if isinstance(outcome, BaseException)]
+        assert isinstance(refusal, UserError)
+        assert str(refusal) == f"the server {server.url} belongs to this fleet already; remove it first"
+        await check_serves(fleet, engines=2)
+        await fleet.remove(*name)
+        await fleet.attach(server.url)
+
+
+async def test_a_server_that_was_let_go_can_be_attached_again() -> None:
+    async with Silent() as silent, launched(1) as (fleet, _):
+        for _ in range(2):
+            silent.asked.clear()
+            attaching = begun(fleet.attach(silent.url))
+            await silent.asked.wait()
+            await give_up(attaching)
