@@ -50,7 +50,8 @@ async def fan_out(
         members: a snapshot; who joins later is not asked.
         call: the control call, such as `lambda engine: engine.resume()`.
         deadline_s: seconds that each engine has; then its outcome is a `DeadlineError`.
-        on_failure: awaited for a failed engine as soon as it has failed, while others may still be at work.
+        on_failure: awaited for a failed engine as soon as it has failed, while others may still be at work; not where
+            the engine has been started anew since it was asked.
     """
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(_outcome(m, call, deadline_s, on_failure)) for m in members]
@@ -68,15 +69,16 @@ class _Failed:
 
 async def _outcome(member: Member, call: Call[T], deadline_s: float, on_failure: OnFailure | None) -> T | _Failed:
     error: PenstockError
+    control = member.control
     try:
         async with asyncio.timeout(deadline_s):
-            return await call(member.control)
+            return await call(control)
     except TimeoutError:
         error = DeadlineError(f"no answer within {deadline_s:g} s", seconds=deadline_s, engine=member.name)
     except PenstockError as failed:
         error = failed
     except (KeyError, TypeError, ValueError) as malformed:
         error = EngineError(f"answered something that cannot be read: {malformed!r}", engine=member.name)
-    if on_failure is not None:
+    if on_failure is not None and member.control is control:
         await on_failure(member, error)
     return _Failed(error)

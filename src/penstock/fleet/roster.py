@@ -286,7 +286,7 @@ class Roster:
         torn = torn or member.control in self._tearing
         if torn and member.torn is None:
             member.torn = member.info.instance
-        if member.state not in {State.DEAD, State.STOPPED}:
+        if member.state not in {State.DEAD, State.LAUNCHING, State.STOPPED}:  # LAUNCHING, it has died, and starts anew
             await self._bury(member, reason)
         elif member.state is State.STOPPED:
             return
@@ -349,8 +349,10 @@ class Roster:
                 await self.bury(member, f"{what} failed: {error}", torn=tears)
 
         made = self.tears(call) if tears else call
+        asked = {m.name: m.control for m in members}
         outcome = await fan_out(members, made, deadline_s=deadline_s, on_failure=failed)
-        failed_alive = [m for m in members if m.name in outcome.failures and m.state in SERVABLE]
+        same = (m for m in members if m.control is asked[m.name])  # others have been started anew
+        failed_alive = [m for m in same if m.name in outcome.failures and m.state in SERVABLE]
         refused = [] if may_be_late else failed_alive
         if refused and outcome.results:
             for member in refused:  # the others did it: this engine is in another state than the fleet

@@ -208,10 +208,11 @@ class Supervisor:
                 new = await attached.join(member.lifecycle, spec)
             except PenstockError:
                 continue
-            await member.control.close()
+            old = member.control
             member.become(new)
             member.ranks = new.ranks
             self._roster.announce()
+            await old.close()
             return True
         return False
 
@@ -238,8 +239,9 @@ class Supervisor:
                 if member.state is not State.DEAD:
                     member.lifecycle.to(State.DEAD, f"did not start: {error}")
                 continue
-            await member.control.close()
-            member.become(new)
+            old = member.control
+            member.become(new)  # with nothing awaited since it answered: who buries the engine buries this one
             self._roster.announce()
+            await old.close()
             return True
         return False

@@ -1,0 +1,110 @@
+"""Calls to an engine that died before it answered, and that fail when it has been started anew: it is another one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fleet_fakes import Bench, until
+from launched_rig import CONFIG, Launcher
+from supervise_rig import begins_to_return, dies_and_returns, restarting, until_serves
+
+from penstock.errors import PenstockError, StateError
+from penstock.fleet.control import fan_out
+from penstock.fleet.launched_engines import LaunchedEngines
+from penstock.fleet.lifecycle import Lifecycle, State
+from penstock.fleet.member import EngineControl, Member
+
+
+async def asked(bench: Bench) -> None:
+    await until(lambda: ("a", "abort") in bench.journal)
+
+
+async def test_what_was_asked_of_an_engine_that_died_is_no_failure_of_its_successor() -> None:
+    bench = await Bench("ab").started()
+    failed: list[str] = []
+
+    async def on_failure(member: Member, _: PenstockError) -> None:
+        failed.append(member.name)
+
+    async with restarting(bench) as restarts:
+        old = bench.engine["a"]
+        old.faults["abort"] = "die"
+        for engine in bench.engine.values():
+            engine.busy = asyncio.Event()
+
+        async def abort(engine: EngineControl) -> None:
+            await bench.engine["b"].busy.wait()
+            await engine.abort()
+
+        asking = asyncio.create_task(fan_out(bench.roster.live(), abort, deadline_s=5.0, on_failure=on_failure))
+        await dies_and_returns(bench, restarts, "a", 0)
+        bench.engine["b"].busy.set()
+        outcome = await asking
+        assert (list(outcome.results), list(outcome.failures), failed) == (["b"], ["a"], [])
+
+
+@pytest.mark.parametrize("refusable", [False, True])
+async def test_an_engine_lives_though_its_predecessor_fails_a_command_late(*, refusable: bool) -> None:
+    bench = await Bench("ab").started()
+    async with restarting(bench) as restarts:
+        go = asyncio.Event()
+        bench.engine["a"].faults["abort"] = "refuse"
+
+        async def abort(engine: EngineControl) -> None:
+            if engine is old:
+                await go.wait()
+            await engine.abort()
+
+        old = bench.roster.members[0].control
+        asking = asyncio.create_task(bench.roster.command(abort, what="abort", deadline_s=5.0, refusable=refusable))
+        await dies_and_returns(bench, restarts, "a", 0)
+        go.set()
+        await asking
+        assert bench.state("a") is State.SERVING
+        bench.check_belief()
+
+
+async def test_an_engine_that_is_being_started_is_not_given_up_for_what_its_predecessor_failed() -> None:
+    bench = await Bench("ab").started()
+    async with restarting(bench) as restarts:
+        bench.engine["a"].faults["abort"] = "hang"
+        asking = asyncio.create_task(bench.roster.command(lambda e: e.abort(), what="abort", deadline_s=0.1))
+        await asked(bench)
+        await begins_to_return(bench, restarts, "a")
+        await asking
+        assert bench.state("a") is State.LAUNCHING
+        restarts.engines.gate.set()
+        await until_serves(bench, "a", 0)
+        assert len(restarts.engines.starts) == 1
+        bench.check_belief()
+
+
+async def test_the_successor_is_in_the_place_of_the_dead_one_before_anything_else_happens() -> None:
+    bench = await Bench("ab").started()
+    async with restarting(bench) as restarts:
+        old, member = bench.engine["a"], bench.roster.members[0]
+        closing = asyncio.Event()
+        old.close = closing.wait
+        bench.process["a"].kill()
+        await until(lambda: member.state is State.SYNCING)
+        assert member.control is bench.engine["a"]
+        assert member.control is not old
+        assert len(restarts.engines.starts) == 1
+        closing.set()
+        await until_serves(bench, "a", 0)
+
+
+async def test_an_engine_that_was_found_dead_while_it_started_leaves_no_process() -> None:
+    launcher = Launcher(1)
+    engines = LaunchedEngines(CONFIG, launcher, api_key=None, parallel_starts=1, stop_timeout_s=1.0)
+    life = Lifecycle("e0")
+    launcher.may_start.clear()
+    starting = asyncio.create_task(engines.start(life, ()))
+    await launcher.launching.wait()
+    life.to(State.DEAD, "a call to the one before it failed")
+    launcher.may_start.set()
+    with pytest.raises(StateError, match="cannot go from dead to syncing"):
+        await starting
+    assert [process.ended.is_set() for process in launcher.processes] == [True]
+    await engines.end_all()
