@@ -25,7 +25,8 @@ PROMPT = [5, 6, 7]
 @asynccontextmanager
 async def plain(**config: Any) -> AsyncIterator[tuple[HTTPEngine, SimServer]]:
     """One whose requests of `LONG` take 0.25 s."""
-    async with SimServer(SimConfig(plain=True, tokens_per_second=500, max_model_len=512, **config)) as server:
+    options: dict[str, Any] = {"plain": True, "tokens_per_second": 500, "max_model_len": 512, **config}
+    async with SimServer(SimConfig(**options)) as server:
         one = await HTTPEngine.connect(server.url, name="e0", control_timeout_s=30.0, request_timeout_s=60.0)
         try:
             yield one, server
@@ -176,7 +177,12 @@ async def test_what_it_lacks_is_said_before_anything_is_sent() -> None:
                 await call
         assert sent.prompt_tokens == 0
         assert (await one.completion({"prompt": "ab", "max_tokens": 3}))["usage"]["completion_tokens"] == 3
-    async with plain(logprobs_mode="raw_logprobs") as (one, _):
+
+
+@pytest.mark.parametrize("plugin", [False, True])
+async def test_logprobs_before_temperature_are_refused(plugin: bool) -> None:  # noqa: FBT001
+    """Of an engine with our plugin too, which a person has started without the option."""
+    async with plain(plain=not plugin, logprobs_mode="raw_logprobs") as (one, _):
         with pytest.raises(MissingCapabilityError, match="e0 lacks logprobs of what it samples from"):
             await one.sample(PROMPT, 1, LONG)
         (sample,) = await one.sample(PROMPT, 1, {"max_tokens": 3, "logprobs": False})

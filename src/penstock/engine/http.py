@@ -46,8 +46,9 @@ class HTTPEngine(Engine):
         self._kept: set[int] = set()
         data.kept = lambda: self._kept
         self._stretches = Stretches(info.weight_version)
-        plain = () if info.capabilities.plugin else ((control.name, info.capabilities),)
-        data.plain = PlainEngines(lambda: plain, self._stretches)
+        itself = ((control.name, info.capabilities),)
+        plain = () if info.capabilities.plugin else itself
+        data.plain = PlainEngines(lambda: plain, self._stretches, everyone=lambda: itself)
 
     @classmethod
     async def connect(

@@ -63,10 +63,11 @@ class Stretches:
 
 @dataclass(slots=True)
 class PlainEngines:
-    """What a client has to know of the engines without our plugin that may get its requests.
+    """What a client has to know of the engines that may get its requests, above all of those without our plugin.
 
     Attributes:
-        here: name and capabilities of each, at this moment.
+        here: name and capabilities of each that has not our plugin, at this moment.
+        everyone: of each, with our plugin or without: it may have been started without what a request needs.
         stretches: what all engines serve and served. None: nobody here knows that for certain.
         aborts: how often somebody has asked to end all requests. One that comes back aborted after that is not to go
             on; plain vLLM does not say why it aborts.
@@ -75,14 +76,13 @@ class PlainEngines:
     here: Callable[[], Sequence[Named]] = _nobody
     stretches: Stretches | None = None
     aborts: int = 0
+    everyone: Callable[[], Sequence[Named]] = _nobody
 
     def check(self, params: SamplingParams) -> None:
         """Raise MissingCapabilityError where one of them cannot do what a token request asks for."""
-        engines = self.here()
-        if engines:
-            require(engines, "tokens", "generate")
-            if params.logprobs:
-                require(engines, "sampled_logprobs", "generate with logprobs")
+        require(self.here(), "tokens", "generate")
+        if params.logprobs:
+            require(self.everyone(), "sampled_logprobs", "generate with logprobs")
 
 
 class HandedOverError(Exception):

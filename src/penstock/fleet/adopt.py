@@ -76,7 +76,7 @@ async def adopt(
         data.http.back = roster.router_back
         data.kept = lambda: roster.kept
         data.http.suspect = orders.look
-        data.plain = PlainEngines(roster.plain)
+        data.plain = PlainEngines(roster.plain, everyone=roster.asked)
         owned.push_async_callback(data.close)
         follower = asyncio.create_task(roster.follow(link, state.change), name="follow-fleet")
         owned.push_async_callback(cancelled, follower)

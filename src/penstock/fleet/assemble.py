@@ -149,7 +149,7 @@ def _data_client(
     )
     data.http.back = roster.router_back
     data.kept = lambda: roster.kept
-    data.plain = PlainEngines(roster.plain, roster.stretches)
+    data.plain = PlainEngines(roster.plain, roster.stretches, everyone=roster.asked)
     owned.push_async_callback(data.close)
     return data
 

@@ -90,13 +90,13 @@ class Roster:
         """A snapshot of those whose weights are confirmed: SERVING, PAUSED or DRAINING."""
         return tuple(m for m in self.members if m.state in SERVABLE)
 
+    def asked(self) -> list[tuple[str, Capabilities]]:
+        """Engines that get requests, or may soon."""
+        return [(m.name, m.info.capabilities) for m in self.members if m.state not in {State.DEAD, State.STOPPED}]
+
     def plain(self) -> list[tuple[str, Capabilities]]:
-        """Engines without our plugin that get requests, or may soon."""
-        return [
-            (m.name, m.info.capabilities)
-            for m in self.members
-            if not m.info.capabilities.plugin and m.state not in {State.DEAD, State.STOPPED}
-        ]
+        """Those of them without our plugin."""
+        return [(name, has) for name, has in self.asked() if not has.plugin]
 
     def hopeless(self) -> bool:
         """Whether no engine is left and none is coming back, or the fleet ends."""
