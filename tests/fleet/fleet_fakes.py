@@ -28,7 +28,7 @@ Journal = list[tuple[str, str]]
 
 async def until(reached: Callable[[], bool]) -> None:
     """Let others run until `reached()` is so."""
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(60.0):
         while not reached():  # noqa: ASYNC110 - any state of the fakes can be waited for
             await asyncio.sleep(0.001)
 
@@ -240,7 +240,7 @@ class Bench:
             url = f"http://127.0.0.1:{port}"
             self.roster.admit(Member(name, url, fake, info, lifecycle, 0, self.process[name]))
         self.operations = Operations(
-            self.roster, self.store, min_engines=min_engines, control_timeout_s=DEADLINE_S, request_timeout_s=1.0
+            self.roster, self.store, min_engines=min_engines, control_timeout_s=DEADLINE_S, request_timeout_s=30.0
         )
 
     async def started(self) -> Bench:

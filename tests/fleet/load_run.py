@@ -49,7 +49,10 @@ class Load:
     fleet: Fleet
     router: psutil.Process
     end: float
-    """When no new request is begun, by `time.monotonic()`."""
+    """When no new request is begun, by `time.monotonic()`, if enough was done by then."""
+    least_updates: int = 0
+    least_deaths: int = 0
+    """On a machine that stands still for seconds, so many may take longer."""
     began: float = field(default_factory=time.monotonic)
     asked: int = 0
     answered: int = 0
@@ -65,11 +68,16 @@ class Load:
     memory: list[tuple[float, int, int]] = field(default_factory=list)
     """Seconds since the beginning, and resident bytes of this process and of the router's."""
 
+    def over(self, in_s: float = 0.0) -> bool:
+        """Whether nothing new is begun in so many seconds."""
+        enough = len(self.bubbles) >= self.least_updates and len(self.returns) >= self.least_deaths
+        return enough and time.monotonic() + in_s > self.end
+
     async def ask(self, worker: int) -> None:
         """One request after another."""
         draw = random.Random(worker)
         for turn in itertools.count():
-            if time.monotonic() > self.end:
+            if self.over():
                 return
             prompt = [1 + worker % 1000, 1 + worker // 1000, 1 + turn % 1000, *range(1, draw.randrange(2, 40))]
             params = SamplingParams(max_tokens=draw.randrange(*TOKENS), detokenize=False)
@@ -125,7 +133,7 @@ class Load:
         """Do it every so many seconds, until the end."""
         async with asyncio.TaskGroup() as group:
             for number in itertools.count():
-                if time.monotonic() + seconds > self.end:
+                if self.over(seconds):
                     return
                 await asyncio.sleep(seconds)
                 group.create_task(self._guarded(do(number)))
@@ -141,12 +149,15 @@ class Load:
         own, router = psutil.Process().memory_info().rss, self.router.memory_info().rss
         self.memory.append((time.monotonic() - self.began, own, router))
 
-    def growth(self, column: int) -> float:
-        """Memory in the last sixth by that after the first fifth (of five minutes: after the first minute)."""
+    def growth(self, column: int) -> float | None:
+        """Memory in the last sixth by that after the first fifth (of five minutes: after the first minute).
+
+        None where the run was so short that it was not read then.
+        """
         whole = self.end - self.began
         early = [row[column] for row in self.memory if whole / 5 <= row[0] <= whole / 5 + whole / 6]
         late = [row[column] for row in self.memory if row[0] >= whole * 5 / 6]
-        return statistics.median(late) / statistics.median(early) - 1
+        return round(statistics.median(late) / statistics.median(early) - 1, 4) if early and late else None
 
     def document(self) -> dict[str, Any]:
         """As it is printed."""
@@ -161,8 +172,8 @@ class Load:
             "memory": {
                 "client_mib": round(self.memory[-1][1] / 2**20, 1),
                 "router_mib": round(self.memory[-1][2] / 2**20, 1),
-                "client_growth": round(self.growth(1), 4),
-                "router_growth": round(self.growth(2), 4),
+                "client_growth": self.growth(1),
+                "router_growth": self.growth(2),
             },
             "states": Counter(str(m.state) for m in self.fleet._roster.members),
         }
@@ -179,7 +190,7 @@ async def main() -> int:
         options.add_argument(f"--{name}", type=float, default=default)
     # Of each sample: so slow that two cores bear thousands in flight.
     options.add_argument("--tokens-per-second", type=float, default=4.0)
-    for name, number in (("concurrent", 2000), ("engines", 4)):
+    for name, number in (("concurrent", 2000), ("engines", 4), ("least-updates", 0), ("least-deaths", 0)):
         options.add_argument(f"--{name}", type=int, default=number)
     args = options.parse_args()
     sim = {
@@ -194,7 +205,8 @@ async def main() -> int:
         async with Fleet.launch(
             "sim-model", args.engines, profile="sim", log_dir=logs, **options_of_fleet, **restarts
         ) as fleet:
-            load = Load(fleet, children("router")[0], time.monotonic() + args.seconds)
+            end, least = time.monotonic() + args.seconds, (args.least_updates, args.least_deaths)
+            load = Load(fleet, children("router")[0], end, *least)
             await load.weigh(0)
             async with asyncio.timeout(args.seconds + END_S), asyncio.TaskGroup() as group:
                 for worker in range(args.concurrent):

@@ -9,14 +9,16 @@ from typing import Any
 import psutil
 
 from penstock import Fleet, GenerateOutput, Sample, SamplingParams
+from penstock.engine.control import ControlClient
 from penstock.fleet.lifecycle import State
+from penstock.fleet.member import Member
 from penstock.sim.tokens import verify
 
 CONTEXT = 512
 SIM: dict[str, Any] = {
     "profile": "sim",
     "max_model_len": CONTEXT,
-    "control_timeout_s": 5.0,
+    "control_timeout_s": 30.0,
     "extra_args": {"tokens-per-second": 500},
 }
 """Options of a fleet of simulated engines: two milliseconds a token."""
@@ -43,7 +45,7 @@ async def check_serves(fleet: Fleet, *, engines: int) -> None:
     """It serves at its version, on so many engines."""
     params = SamplingParams(max_tokens=4)
     prompts = [[7, 8, i] for i in range(1, 9)]
-    out = await asyncio.wait_for(fleet.generate(prompt_token_ids=prompts, sampling_params=params), 20.0)
+    out = await asyncio.wait_for(fleet.generate(prompt_token_ids=prompts, sampling_params=params), 60.0)
     check(prompts, out, params)
     assert {span.version for spans in out.response_spans for span in spans} == {fleet.weight_version}
     statuses = await fleet.engines()
@@ -57,11 +59,34 @@ async def made(fleet: Fleet) -> dict[str, int]:
     return {s.name: s.stats.generation_tokens for s in await fleet.engines() if s.stats is not None}
 
 
+async def generated(fleet: Fleet, tokens: int) -> None:
+    """Return when its engines have made so many tokens more."""
+    before = sum((await made(fleet)).values())
+    async with asyncio.timeout(60.0):
+        while sum((await made(fleet)).values()) < before + tokens:  # noqa: ASYNC110 - engines send no event
+            await asyncio.sleep(0.005)
+
+
 async def in_flight(fleet: Fleet, reached: Callable[[int], bool]) -> None:
     """Return when `reached` of the number of requests on the engines."""
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60.0):
         while not reached(await fleet.get_num_unfinished_requests()):  # noqa: ASYNC110 - engines send no event
             await asyncio.sleep(0.005)
+
+
+def impatient(member: Member, deadline_s: float = 0.5) -> None:
+    """Let no call to this engine take longer, until it is started anew.
+
+    It is the one that hangs: a deadline so short for the others would end those too when the machine stands still.
+    """
+    control = member.control
+    assert isinstance(control, ControlClient)
+    call = control.http.call
+
+    async def cut_short(*request: Any, timeout_s: float, **options: Any) -> Any:
+        return await call(*request, timeout_s=min(timeout_s, deadline_s), **options)
+
+    control.http.call = cut_short
 
 
 def children(kind: str) -> list[psutil.Process]:

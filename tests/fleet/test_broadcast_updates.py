@@ -24,8 +24,8 @@ from penstock.fleet.stores import Stores
 PARAMS = SamplingParams(max_tokens=400, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(9)]
 OPTIONS: dict[str, Any] = {
-    **SIM, "weight_transport": "broadcast", "control_timeout_s": 30.0, "hang_timeout_s": 1.5,
-    "restart_backoff_s": 0.05, "restart_window_s": 0.5, "max_restarts": 1000, "weight_host_copy": True,
+    **SIM, "weight_transport": "broadcast", "hang_timeout_s": 15.0, "restart_backoff_s": 0.05,
+    "restart_window_s": 0.5, "max_restarts": 1000, "weight_host_copy": True,
 }  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def broadcast(fleet: Fleet) -> Any:
 
 async def fault(fleet: Fleet, index: int, **what: Any) -> None:
     http = HttpTransport(fleet._roster.members[index].url)
-    await http.post("/sim/fault", what, timeout_s=5.0)
+    await http.post("/sim/fault", what, timeout_s=30.0)
     await http.close()
 
 
@@ -63,7 +63,7 @@ async def updated(fleet: Fleet, tensors: Any) -> Any:
 
 async def whole_again(fleet: Fleet) -> None:
     members = fleet._roster.members
-    assert await fleet._roster.until(lambda: all(m.state is State.SERVING for m in members), deadline_s=30.0), members
+    assert await fleet._roster.until(lambda: all(m.state is State.SERVING for m in members), deadline_s=60.0), members
     await check_serves(fleet, engines=3)
     for member in members:
         info = await member.control.info()
@@ -86,7 +86,7 @@ async def test_one_group_carries_every_version(fleet: Fleet) -> None:
 async def test_who_fails_in_it_takes_nobody_along(fleet: Fleet, kind: str) -> None:
     await fleet.update_weights(weights(4.0))
     group = broadcast(fleet)._group
-    group.spec = replace(group.spec, timeout_s=2.0)  # what hangs is not noticed before this deadline
+    group.spec = replace(group.spec, timeout_s=4.0)  # what hangs is not noticed before this deadline
     before = group.spec.epoch
     await fault(fleet, 1, kind=kind, phase="load")
     report = await updated(fleet, weights(5.0))
@@ -140,7 +140,7 @@ async def test_tensors_that_are_not_twice_the_same_commit_nowhere(fleet: Fleet) 
 
     version = fleet.weight_version
     with pytest.raises(UpdateError, match="the second pass over the tensors gave"):
-        await asyncio.wait_for(fleet.update_weights(Fickle()), 30.0)
+        await asyncio.wait_for(fleet.update_weights(Fickle()), 60.0)
     assert fleet.weight_version == version
     await whole_again(fleet)
 

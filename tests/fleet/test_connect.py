@@ -8,11 +8,12 @@ import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from sim_fleets import check, check_serves, in_flight
+from sim_fleets import check, check_serves, impatient, in_flight
 
 from penstock import Fleet, SamplingParams
 from penstock.config import EngineConfig
@@ -39,7 +40,7 @@ from penstock.types import TensorSpec
 SPECS = (TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "float32", (4,)))
 GOOD = [("a", torch.ones(2, 3)), ("b", torch.zeros(4))]
 PROMPTS = [[1 + i, 2] for i in range(12)]
-PARAMS = SamplingParams(max_tokens=60, detokenize=False)
+PARAMS = SamplingParams(max_tokens=100, detokenize=False)
 
 
 @asynccontextmanager
@@ -50,7 +51,7 @@ async def engines(count: int = 3, *, api_key: str | None = None) -> AsyncIterato
 
 
 @asynccontextmanager
-async def connected(servers: list[SimServer], *, control_timeout_s: float = 1.0) -> AsyncIterator[Fleet]:
+async def connected(servers: list[SimServer]) -> AsyncIterator[Fleet]:
     """A fleet over them by way of a router in this process, which starts in no time."""
     async with AsyncExitStack() as stack:
         router = Router()
@@ -59,9 +60,8 @@ async def connected(servers: list[SimServer], *, control_timeout_s: float = 1.0)
         admin = RouterAdmin(router.url)
         stack.push_async_callback(admin.close)
         await admin.set_engines(0, [EngineEntry(f"e{i}", server.url) for i, server in enumerate(servers)])
-        yield await stack.enter_async_context(
-            Fleet.connect(router.url, control_timeout_s=control_timeout_s, health_interval_s=0.1)
-        )
+        opening = Fleet.connect(router.url, control_timeout_s=30.0, health_interval_s=0.1)
+        yield await stack.enter_async_context(opening)
 
 
 async def states(fleet: Fleet) -> list[State]:
@@ -92,7 +92,7 @@ async def test_who_connects_second_adopts_what_the_first_holds() -> None:
             async with Fleet.connect(first.url) as third:
                 assert await states(third) == [State.PAUSED] * 2
                 await third.resume_generation()
-            await second.load_adapter("style", "/adapters/style", timeout_s=5.0)
+            await second.load_adapter("style", "/adapters/style", timeout_s=30.0)
             assert all(server.engine.adapters.path("style") for server in servers)
             await second.update_weights(GOOD)
             assert (first.weight_version, (await first.update_weights(GOOD)).version) == (2, 3), "one count for all"
@@ -119,7 +119,7 @@ async def test_when_its_holder_has_ended_the_next_one_holds_a_fleet() -> None:
 async def test_a_second_hand_on_another_machine_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     async with engines(2) as servers, connected(servers) as first:
         await first.update_weights(GOOD)
-        assert caplog.messages == []
+        assert [r.getMessage() for r in caplog.records if r.name.startswith("penstock")] == []
         admin = RouterAdmin(first.url)
         await admin.set_engines(99, [EngineEntry("e1", servers[1].url)])
         await admin.close()
@@ -194,16 +194,17 @@ FAULTS = [
 
 @pytest.mark.parametrize(("kind", "phase"), FAULTS)
 async def test_a_fault_in_an_update_takes_one_engine_out_and_not_the_fleet(kind: FaultKind, phase: Phase) -> None:
-    async with engines(3) as servers, connected(servers, control_timeout_s=0.5) as fleet:
+    async with engines(3) as servers, connected(servers) as fleet:
         servers[1].engine.faults.add(Fault(kind, phase))
         running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
         await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-        report = await asyncio.wait_for(fleet.update_weights(GOOD), 5.0)
+        impatient(fleet._roster.members[1])
+        report = await asyncio.wait_for(fleet.update_weights(GOOD), 60.0)
         assert [update.engine for update in report.engines] == ["e0", "e2"]
         assert list(report.failures) == ["e1"]
         assert await states(fleet) == [State.SERVING, State.DEAD, State.SERVING]
         await servers[1].stop()  # as a launcher would; its requests go on elsewhere
-        check(PROMPTS, await asyncio.wait_for(running, 10.0), PARAMS)
+        check(PROMPTS, await asyncio.wait_for(running, 60.0), PARAMS)
         await check_serves(fleet, engines=2)
 
 
@@ -214,14 +215,15 @@ async def test_an_engine_whose_weights_nobody_knows_makes_no_more_tokens_though_
         await in_flight(fleet, lambda requests: requests == len(PROMPTS))
         await fleet.update_weights(GOOD)
         assert await states(fleet) == [State.SERVING, State.DEAD, State.SERVING]
-        check(PROMPTS, await asyncio.wait_for(running, 10.0), PARAMS)
+        check(PROMPTS, await asyncio.wait_for(running, 60.0), PARAMS)
         assert servers[1].engine.paused
 
 
 @pytest.mark.parametrize("kind", [FaultKind.REFUSE, FaultKind.HANG, FaultKind.EXIT])
 @pytest.mark.parametrize("phase", [Phase.PAUSE, Phase.RESUME])
 async def test_a_fault_in_a_pause_or_resume_takes_one_engine_out(kind: FaultKind, phase: Phase) -> None:
-    async with engines(2) as servers, connected(servers, control_timeout_s=0.5) as fleet:
+    async with engines(2) as servers, connected(servers) as fleet:
+        impatient(fleet._roster.members[0])
         servers[0].engine.faults.add(Fault(kind, phase))
         await fleet.pause_generation()
         await fleet.resume_generation()
@@ -232,7 +234,7 @@ async def test_a_fault_in_a_pause_or_resume_takes_one_engine_out(kind: FaultKind
 async def test_an_engine_that_dies_by_itself_is_noticed_and_with_none_left_an_update_is_an_error() -> None:
     async with engines(2) as servers, connected(servers) as fleet:
         await servers[0].stop()
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             while (await states(fleet))[0] is not State.DEAD:  # noqa: ASYNC110 - a fleet sends no event
                 await asyncio.sleep(0.02)
         await check_serves(fleet, engines=1)
@@ -245,7 +247,7 @@ async def test_an_engine_that_dies_by_itself_is_noticed_and_with_none_left_an_up
         with pytest.raises(EngineDeadError, match="no engine is left"):
             await fleet.get_num_unfinished_requests()
         with pytest.raises(EngineDeadError, match="no engine is left, and none is coming back"):
-            await asyncio.wait_for(held, 5.0)
+            await asyncio.wait_for(held, 60.0)
 
 
 @pytest.mark.parametrize("through", ["router", "holder"])
@@ -256,16 +258,18 @@ async def test_a_stopped_engine_that_nobody_can_end_keeps_no_request(through: st
         for i in range(2):
             processes.append(await EngineProcess.launch(config, name=f"e{i}", log_dir=tmp_path))
             stack.push_async_callback(processes[i].stop, 0.0)
-        opening = Fleet.connect([p.url for p in processes], hang_timeout_s=0.6, health_interval_s=0.1)
+        opening = Fleet.connect([p.url for p in processes], hang_timeout_s=30.0, health_interval_s=0.1)
         holder = await stack.enter_async_context(opening)
         fleet = holder if through == "holder" else await stack.enter_async_context(Fleet.connect(holder.url))
-        batch = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-        stream = fleet.completion_stream({"model": "sim-model", "prompt": "x", "max_tokens": 100, "n": 2})
+        params = replace(PARAMS, max_tokens=400)
+        batch = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=params))
+        stream = fleet.completion_stream({"model": "sim-model", "prompt": "x", "max_tokens": 400, "n": 2})
         await anext(stream)
         await in_flight(fleet, lambda requests: requests > len(PROMPTS))
+        impatient(holder._roster.members[1], 0.3)
         os.killpg(processes[1].pid, signal.SIGSTOP)
-        check(PROMPTS, await asyncio.wait_for(batch, 5.0), PARAMS)
-        async with asyncio.timeout(5.0):
+        check(PROMPTS, await asyncio.wait_for(batch, 60.0), params)
+        async with asyncio.timeout(60.0):
             ends = [c["finish_reason"] async for chunk in stream for c in chunk["choices"] if c["finish_reason"]]
         assert ends == ["length"] * 2
         assert await states(fleet) == [State.SERVING, State.DEAD]
@@ -279,13 +283,13 @@ async def test_what_an_engine_of_others_has_not_ended_when_it_is_removed_goes_on
         running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
         await in_flight(fleet, lambda requests: requests == len(PROMPTS))
         await fleet.remove("e0", timeout_s=0.1)
-        check(PROMPTS, await asyncio.wait_for(running, 5.0), PARAMS)
+        check(PROMPTS, await asyncio.wait_for(running, 60.0), PARAMS)
 
 
 async def test_an_engine_that_hangs_is_left_out_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.fleet.assemble.JOIN_S", 0.3)
     async with engines(2) as servers:
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             with socket.create_server(("127.0.0.1", 0)) as silent:
                 urls = [servers[0].url, f"http://127.0.0.1:{silent.getsockname()[1]}", servers[1].url]
                 with pytest.raises(DeadlineError, match=r"engine e1: .* did not say what it is within 0.3 s"):

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from sim_fleets import CONTEXT, SIM, check, check_serves, children, in_flight
+from sim_fleets import CONTEXT, SIM, check, check_serves, children, impatient, in_flight
 
 from penstock import Fleet, SamplingParams
 from penstock.engine.data import DataClient
@@ -24,9 +24,10 @@ from penstock.fleet.lifecycle import State
 from penstock.fleet.member import Member
 from penstock.sim.tokens import verify
 
-PARAMS = SamplingParams(max_tokens=100, detokenize=False)
+PARAMS = SamplingParams(max_tokens=300, detokenize=False)
+SHORT = SamplingParams(max_tokens=20, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(12)]
-HANG_S = 1.5
+HANG_S = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ async def mortal(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Flee
 async def fault(member: Member, **fields: object) -> None:
     http = HttpTransport(member.url)
     try:
-        await http.post("/sim/fault", fields, timeout_s=5.0)
+        await http.post("/sim/fault", fields, timeout_s=30.0)
     finally:
         await http.close()
 
@@ -55,6 +56,7 @@ async def kill(member: Member) -> None:
 
 
 async def stop(member: Member) -> None:
+    impatient(member)
     os.killpg(pid(member), signal.SIGSTOP)
 
 
@@ -82,7 +84,7 @@ async def returned(fleet: Fleet, member: Member, before: int) -> None:
     def back() -> bool:
         return len(member.lifecycle.history) > before and member.state is State.SERVING
 
-    assert await fleet._roster.until(back, deadline_s=20.0), member.lifecycle.history
+    assert await fleet._roster.until(back, deadline_s=60.0), member.lifecycle.history
 
 
 async def serves_the_weights_in_force(fleet: Fleet, member: Member) -> None:
@@ -90,10 +92,10 @@ async def serves_the_weights_in_force(fleet: Fleet, member: Member) -> None:
     assert (await member.control.info()).weight_version == fleet.weight_version
     engine = DataClient(member.url)
     try:
-        (sample,) = await engine.sample([3, 1, 4], 1, PARAMS)
+        (sample,) = await engine.sample([3, 1, 4], 1, SHORT)
     finally:
         await engine.close()
-    assert verify([3, 1, 4], sample, params=PARAMS, context=CONTEXT) == []
+    assert verify([3, 1, 4], sample, params=SHORT, context=CONTEXT) == []
     assert set(sample.versions()) == {fleet.weight_version}
 
 
@@ -106,14 +108,14 @@ async def test_an_engine_that_dies_costs_no_request_and_returns(mortal: Fleet, d
     fleet = mortal
     await fleet.update_weights([("w", torch.ones(4))])
     member = fleet._roster.members[1]
-    url, before = member.url, len(member.lifecycle.history)
+    process, before = member.process, len(member.lifecycle.history)
     running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
     await in_flight(fleet, lambda requests: requests == len(PROMPTS))
     await death(member)
-    check(PROMPTS, await asyncio.wait_for(running, 20.0), PARAMS)
+    check(PROMPTS, await asyncio.wait_for(running, 60.0), PARAMS)
     await returned(fleet, member, before)
     assert [m.name for m in fleet._roster.members] == ["e0", "e1", "e2"]
-    assert member.url != url
+    assert member.process is not process
     await serves_the_weights_in_force(fleet, member)
     report = await fleet.update_weights([("w", torch.zeros(4))])
     assert len(report.engines) == 3
@@ -123,10 +125,11 @@ async def test_an_engine_that_dies_costs_no_request_and_returns(mortal: Fleet, d
 
 @pytest.mark.parametrize("through", ["holder", "adopted"])
 async def test_one_death_of_a_core_costs_a_request_one_try_and_the_engine_one_restart(
-    through: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    through: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its server lives on for 0.3 s, and answers everything at once with an error."""
     caplog.set_level("INFO", "penstock.fleet.supervise")
+    monkeypatch.setattr("penstock.fleet.supervise.LOOK_S", 10.0)
     options = {"max_restarts": 1, "restart_backoff_s": 0.05, "log_dir": tmp_path}
     async with AsyncExitStack() as stack:
         holder = await stack.enter_async_context(Fleet.launch("sim-model", engines=2, **SIM, **options))
@@ -136,7 +139,7 @@ async def test_one_death_of_a_core_costs_a_request_one_try_and_the_engine_one_re
         await in_flight(fleet, lambda requests: requests == len(PROMPTS))
         before = len(member.lifecycle.history)
         await die_in_the_core(member)
-        check(PROMPTS, await asyncio.wait_for(running, 20.0), PARAMS)
+        check(PROMPTS, await asyncio.wait_for(running, 60.0), PARAMS)
         assert fleet.counters.deaths == len(PROMPTS) // 2, "one for each request that it had"
         await returned(holder, member, before)
         assert caplog.text.count("engine e1 is started anew in 0.05 s") == 1
@@ -150,11 +153,11 @@ async def test_all_die_at_once_and_requests_wait_for_them(mortal: Fleet) -> None
         await kill(member)
     for member, length in zip(fleet._roster.members, before, strict=True):
         noticed = lambda m=member, b=length: len(m.lifecycle.history) > b  # noqa: E731
-        assert await fleet._roster.until(noticed, deadline_s=10.0)
-    held = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-    report = await asyncio.wait_for(fleet.update_weights([("w", torch.zeros(4))]), 20.0)
+        assert await fleet._roster.until(noticed, deadline_s=60.0)
+    held = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=SHORT))
+    report = await asyncio.wait_for(fleet.update_weights([("w", torch.zeros(4))]), 60.0)
     assert report.engines, "it waited for an engine that came back"
-    check(PROMPTS, await asyncio.wait_for(held, 20.0), PARAMS)
+    check(PROMPTS, await asyncio.wait_for(held, 60.0), SHORT)
     for member, length in zip(fleet._roster.members, before, strict=True):
         await returned(fleet, member, length)
         await serves_the_weights_in_force(fleet, member)
@@ -171,19 +174,19 @@ async def test_a_router_that_dies_is_back_on_its_port_with_its_engines_and_gate(
     (router,) = [p for p in children("router") if p.ppid() == os.getpid() and port in listens(p)]
     begin = asyncio.get_running_loop().time()
     router.send_signal(number)
-    await asyncio.to_thread(psutil.wait_procs, [router], timeout=10.0)
-    assert asyncio.get_running_loop().time() - begin < HANG_S + 3.0, "nothing is waited for besides"
+    await asyncio.to_thread(psutil.wait_procs, [router], timeout=60.0)
+    assert asyncio.get_running_loop().time() - begin < HANG_S + 30.0, "nothing is waited for besides"
     begin = asyncio.get_running_loop().time()
-    await asyncio.wait_for(fleet.update_weights([("w", torch.ones(4))]), 15.0)
-    assert asyncio.get_running_loop().time() - begin < 10.0
+    await asyncio.wait_for(fleet.update_weights([("w", torch.ones(4))]), 60.0)
+    assert asyncio.get_running_loop().time() - begin < 30.0
     state = await fleet._roster.admin.engines()
     assert state.gate_closed, "the fleet is paused"
     assert {e.name: e.weight_version for e in state.engines} == dict.fromkeys(["e0", "e1", "e2"], fleet.weight_version)
-    late = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+    late = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=SHORT))
     await asyncio.sleep(0.1)
     assert not late.done()
     await fleet.resume_generation()
-    check(PROMPTS, await asyncio.wait_for(late, 20.0), PARAMS)
+    check(PROMPTS, await asyncio.wait_for(late, 60.0), SHORT)
     await check_serves(fleet, engines=3)
 
 
@@ -198,11 +201,11 @@ async def test_a_start_may_take_longer_than_the_router_holds_a_request(tmp_path:
         running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
         await in_flight(fleet, lambda requests: requests == len(PROMPTS))
         await kill(fleet._roster.members[0])
-        check(PROMPTS, await asyncio.wait_for(running, 20.0), PARAMS)
+        check(PROMPTS, await asyncio.wait_for(running, 60.0), PARAMS)
 
 
 def streams(fleet: Fleet) -> list[AsyncGenerator[dict[str, Any]]]:
-    body = {"model": "sim-model", "max_tokens": 100}
+    body = {"model": "sim-model", "max_tokens": 300}
     chat = [{"role": "user", "content": "x"}]
     return [
         fleet.completion_stream({**body, "prompt": "x"}),
@@ -219,7 +222,7 @@ async def test_an_exhausted_budget_is_said_and_with_none_left_nobody_waits(tmp_p
     async with Fleet.launch("sim-model", engines=2, max_restarts=0, log_dir=tmp_path, **SIM) as fleet:
         first, second = fleet._roster.members
         await kill(first)
-        assert await fleet._roster.until(lambda: first.state is State.DEAD, deadline_s=10.0)
+        assert await fleet._roster.until(lambda: first.state is State.DEAD, deadline_s=60.0)
         report = await fleet.update_weights([("w", torch.ones(4))])
         assert [update.engine for update in report.engines] == ["e1"]
         await check_serves(fleet, engines=1)
@@ -231,12 +234,12 @@ async def test_an_exhausted_budget_is_said_and_with_none_left_nobody_waits(tmp_p
         await in_flight(fleet, lambda requests: requests == len(PROMPTS) + 2)
         await kill(second)
         with pytest.raises(EngineDeadError, match="no engine is left"):
-            await asyncio.wait_for(running, 20.0)
+            await asyncio.wait_for(running, 60.0)
         for stream in (*open_ones, *streams(fleet)):
             with pytest.raises(EngineDeadError, match="no engine is left, and none is coming back"):
-                await asyncio.wait_for(read(stream), 10.0)
+                await asyncio.wait_for(read(stream), 60.0)
         with pytest.raises(EngineDeadError, match="no engine is left, and none is coming back"):
-            await asyncio.wait_for(fleet.sample([1], 1, PARAMS), 10.0)
+            await asyncio.wait_for(fleet.sample([1], 1, PARAMS), 60.0)
         with pytest.raises(EngineDeadError, match="no engine is left, and none is coming back"):
             await fleet.pause_generation()
         with pytest.raises(UpdateError, match="0 engines were good before it began"):

@@ -15,7 +15,8 @@ from penstock import Fleet, GenerateOutput, SamplingParams
 from penstock.errors import EngineStartError, StateError, UserError
 from penstock.fleet.lifecycle import State
 
-PARAMS = SamplingParams(max_tokens=120, detokenize=False)
+PARAMS = SamplingParams(max_tokens=400, detokenize=False)
+QUICK = SamplingParams(max_tokens=120, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(16)]
 
 
@@ -36,7 +37,7 @@ class Load:
 
     async def _generate(self) -> None:
         while not self._ending:
-            self.outs.append(await self.fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+            self.outs.append(await self.fleet.generate(prompt_token_ids=PROMPTS, sampling_params=QUICK))
 
     async def _update(self) -> None:
         while not self._ending:
@@ -47,16 +48,16 @@ class Load:
 
     async def end(self) -> None:
         self._ending = True
-        await asyncio.wait_for(self._task, 30.0)
+        await asyncio.wait_for(self._task, 60.0)
         assert self.outs
         for out in self.outs:
-            check(PROMPTS, out, PARAMS)
+            check(PROMPTS, out, QUICK)
             assert set(out.stop_reasons) == {"length"}
 
 
 @pytest.fixture
 async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    async with Fleet.launch("sim-model", engines=2, drain_timeout_s=20.0, log_dir=tmp_path, **SIM) as fleet:
+    async with Fleet.launch("sim-model", engines=2, drain_timeout_s=60.0, log_dir=tmp_path, **SIM) as fleet:
         yield fleet
 
 
@@ -93,7 +94,9 @@ async def test_a_joining_engine_has_the_weights_before_its_first_request(fleet: 
         (name,) = await fleet.add_engines()
         member = fleet._elastic.find(name)
         assert member.weight_version >= 3
-        assert (await member.control.info()).weight_version == fleet.weight_version
+        oldest = fleet.weight_version
+        # An update may be under way, and the engine has taken it before the fleet's version is its.
+        assert oldest <= (await member.control.info()).weight_version <= fleet.weight_version + 1
         assert [c.new for c in member.lifecycle.history] == [State.SYNCING, State.SERVING]
     finally:
         await load.end()
@@ -113,7 +116,7 @@ async def test_an_engine_joins_a_paused_fleet_paused_and_a_drained_one_is_paused
     for member in fleet._roster.members:
         assert (await member.control.info()).paused
     await fleet.resume_generation()
-    out = await asyncio.wait_for(running, 20.0)
+    out = await asyncio.wait_for(running, 60.0)
     check(PROMPTS, out, PARAMS)
     assert {span.version for spans in out.response_spans for span in spans} == {0, 1}
     assert await fleet.drain("e0")
@@ -126,24 +129,24 @@ async def test_a_router_that_dies_meanwhile_does_not_end_a_drain(fleet: Fleet) -
     await in_flight(fleet, lambda requests: requests == len(PROMPTS))
     await fleet.pause_generation()
     leaving = asyncio.create_task(fleet.remove("e0"))
-    await fleet._roster.until(lambda: fleet._roster.members[0].state is State.DRAINING, deadline_s=5.0)
+    assert await fleet._roster.until(lambda: fleet._roster.members[0].state is State.DRAINING, deadline_s=60.0)
     await asyncio.sleep(0.2)  # the router is asked every 50 ms
     assert not leaving.done()
     router_process(fleet.url).kill()
     await asyncio.sleep(0.2)
     await fleet.resume_generation()
-    await asyncio.wait_for(leaving, 20.0)
+    await asyncio.wait_for(leaving, 60.0)
     assert (await states(fleet))["e0"] is State.STOPPED
-    check(PROMPTS, await asyncio.wait_for(running, 20.0), PARAMS)
+    check(PROMPTS, await asyncio.wait_for(running, 60.0), PARAMS)
     await check_serves(fleet, engines=1)
 
 
 async def test_what_an_engine_has_left_at_the_end_of_its_time_goes_on_elsewhere(fleet: Fleet) -> None:
+    await fleet.add_engines()
     running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
     await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-    await fleet.add_engines()
     await fleet.remove("e0", timeout_s=0.0)
-    check(PROMPTS, await asyncio.wait_for(running, 30.0), PARAMS)
+    check(PROMPTS, await asyncio.wait_for(running, 60.0), PARAMS)
     await check_serves(fleet, engines=2)
 
 
@@ -158,7 +161,7 @@ async def test_sessions_end_where_they_live_before_an_engine_is_drained(fleet: F
         await fleet.sample([1, session, 5], 1, params, session_id=f"s{session}")
     made = {s.name: s.stats.generation_tokens for s in await fleet.engines() if s.stats is not None}
     assert set(made.values()) == {12}, "their later turns still go where they live"
-    await fleet.remove("e0", timeout_s=5.0)
+    await fleet.remove("e0", timeout_s=60.0)
     for session in range(4):
         await fleet.sample([1, session, 6], 1, params, session_id=f"s{session}")
     await check_serves(fleet, engines=1)
@@ -185,7 +188,7 @@ async def test_the_last_engines_stay_and_errors_name_what_is_there(fleet: Fleet)
 async def test_a_dead_engine_is_taken_out_or_replaced(tmp_path: Path) -> None:
     async with Fleet.launch("sim-model", engines=2, max_restarts=0, log_dir=tmp_path, **SIM) as fleet:
         engine_process((await fleet.engines())[0].url).kill()
-        await fleet._roster.until(lambda: fleet._roster.members[0].state is State.DEAD, deadline_s=10.0)
+        assert await fleet._roster.until(lambda: fleet._roster.members[0].state is State.DEAD, deadline_s=60.0)
         assert (await states(fleet))["e0"] is State.DEAD
         assert await fleet.replace("e0") == "e2"
         assert await states(fleet) == {"e0": State.STOPPED, "e1": State.SERVING, "e2": State.SERVING}

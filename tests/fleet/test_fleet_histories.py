@@ -18,7 +18,8 @@ from penstock import Fleet, GenerateOutput, PauseMode, SamplingParams
 from penstock.errors import StateError
 
 BUDGET_S = 15.0
-"""After so many seconds the remaining histories are empty: the machine may be slow."""
+LEAST = 10
+"""After so many seconds and so many histories the remaining ones are empty: the machine may be slow."""
 
 Step = tuple[str, int]
 STEPS = st.lists(
@@ -48,7 +49,7 @@ class History:
         if self.paused:
             await self.fleet.resume_generation()
         for prompts, params, task in self.asked:
-            out = await asyncio.wait_for(task, 20.0)
+            out = await asyncio.wait_for(task, 60.0)
             check(prompts, out, params)
             assert set(out.stop_reasons) <= ({"length", "abort"} if self.aborted else {"length"})
             versions = [span.version for spans in out.response_spans for span in spans]
@@ -130,9 +131,9 @@ def test_as_many_answers_as_requests_in_order_and_every_token_true(loop_and_flee
     @given(STEPS)
     def histories(steps: list[Step]) -> None:
         nonlocal done
-        if time.monotonic() < end:
+        if done < LEAST or time.monotonic() < end:
             runner.run(History(fleet).run(steps))
             done += 1
 
     histories()
-    assert done >= 10
+    assert done >= LEAST

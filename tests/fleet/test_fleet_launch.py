@@ -152,7 +152,7 @@ async def test_a_start_that_takes_too_long() -> None:
 
 async def test_a_start_that_is_cancelled_leaves_nothing(ours: set[int], logs_go_to: Path) -> None:
     start = asyncio.ensure_future(Fleet.launch("sim-model", engines=2, profile="sim").__aenter__())
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60.0):
         while len([p for p in children("sim") if p.pid not in ours]) < 2:  # noqa: ASYNC110 - no event for this
             await asyncio.sleep(0.01)
     start.cancel()
@@ -162,12 +162,12 @@ async def test_a_start_that_is_cancelled_leaves_nothing(ours: set[int], logs_go_
 
 
 async def test_a_killed_engine_costs_no_request_and_an_update_commits_on_the_rest(logs_go_to: Path) -> None:
-    prompts, params = [[1 + i] for i in range(20)], SamplingParams(max_tokens=100, detokenize=False)
+    prompts, params = [[1 + i] for i in range(20)], SamplingParams(max_tokens=400, detokenize=False)
     async with Fleet.launch("sim-model", engines=2, max_restarts=0, **SIM) as fleet:
         running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=params))
         await in_flight(fleet, lambda requests: requests == len(prompts))
         engine_process((await fleet.engines())[0].url).kill()
-        check(prompts, await asyncio.wait_for(running, 20.0), params)
+        check(prompts, await asyncio.wait_for(running, 60.0), params)
         first, second = await fleet.engines()
         assert (first.state, first.reason) == (State.DEAD, "its process exited with status -9")
         assert second.state is State.SERVING
@@ -193,7 +193,7 @@ async def test_more_requests_than_a_shells_limit_of_open_files() -> None:
         sys.executable, "-c", FEW_FILES, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     out, err = await asyncio.wait_for(launcher.communicate(), 60.0)
-    assert (out, err.decode()) == (b"200\n", "")
+    assert (out, launcher.returncode) == (b"200\n", 0), err.decode()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -209,9 +209,9 @@ async def test_when_the_launcher_ends_nothing_is_left(number: signal.Signals, tm
         family = psutil.Process(launcher.pid).children(recursive=True)
         assert len(family) == 3
         launcher.send_signal(number)
-        assert await asyncio.wait_for(launcher.wait(), 15.0) != 0
+        assert await asyncio.wait_for(launcher.wait(), 60.0) != 0
     finally:
         if launcher.returncode is None:
             launcher.kill()
-    _, left = await asyncio.to_thread(psutil.wait_procs, family, timeout=5.0)
+    _, left = await asyncio.to_thread(psutil.wait_procs, family, timeout=60.0)
     assert left == []

@@ -15,7 +15,7 @@ from penstock.config import RouterConfig
 from penstock.router.admin_client import RouterAdmin
 
 PROMPTS = [[1 + i, 2, 3] for i in range(24)]
-LONG = SamplingParams(max_tokens=100, detokenize=False)
+LONG = SamplingParams(max_tokens=450, detokenize=False)
 
 
 def weights(value: float) -> list[tuple[str, torch.Tensor]]:

@@ -13,7 +13,8 @@ from penstock.errors import DeadlineError, StateError, UserError, WeightsError
 from penstock.fleet.lifecycle import State
 
 PROMPTS = [[1 + i, 2, 3] for i in range(24)]
-LONG = SamplingParams(max_tokens=150, detokenize=False)
+LONG = SamplingParams(max_tokens=300, detokenize=False)
+LONGER = SamplingParams(max_tokens=450, detokenize=False)
 
 
 def weights(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:
@@ -24,9 +25,14 @@ def batch(fleet: Fleet, params: SamplingParams = LONG) -> asyncio.Task:
     return asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=params))
 
 
+async def preemptions(fleet: Fleet) -> int:
+    """How often an engine has put a request back, to compute it again."""
+    return sum(status.stats.preemptions for status in await fleet.engines() if status.stats is not None)
+
+
 async def test_updates_in_the_middle_of_a_batch(fleet: Fleet) -> None:
     first = fleet.weight_version
-    running = batch(fleet)
+    running = batch(fleet, LONGER)
     for i in range(3):
         await in_flight(fleet, lambda requests: requests == len(PROMPTS))
         await asyncio.sleep(0.03)
@@ -38,7 +44,7 @@ async def test_updates_in_the_middle_of_a_batch(fleet: Fleet) -> None:
         assert report.bytes == 4 * (12 + 4)
         assert report.failures == {}
     out = await running
-    check(PROMPTS, out, LONG)
+    check(PROMPTS, out, LONGER)
     assert out.stop_reasons == ["length"] * len(PROMPTS)
     versions = [[span.version for span in spans] for spans in out.response_spans]
     assert versions == [list(range(first, first + 4))] * len(PROMPTS), "every sample went on through every update"
@@ -57,6 +63,8 @@ async def test_requests_before_and_during_a_pause_wait_and_none_fails(fleet: Fle
     chat = asyncio.create_task(
         fleet.chat_completion({"model": "sim-model", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3})
     )
+    if mode is PauseMode.WAIT:
+        await asyncio.wait_for(asyncio.shield(running), 60.0)  # the engines have made all of it; it is on its way
     before = await made(fleet)
     await asyncio.sleep(0.1)
     assert await made(fleet) == before, "no token is made while paused"
@@ -78,17 +86,15 @@ async def test_requests_before_and_during_a_pause_wait_and_none_fails(fleet: Fle
 
 
 async def test_a_pause_that_waits_longer_than_it_may_leaves_everything_as_it_was(fleet: Fleet) -> None:
-    running = batch(fleet, SamplingParams(max_tokens=400, detokenize=False))
+    running = batch(fleet)
     await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-    begin = asyncio.get_running_loop().time()
     with pytest.raises(DeadlineError, match=r"e0, e1, e2 did not pause within 0.1 s; every engine goes on as before"):
         await fleet.pause_generation(PauseMode.WAIT, timeout_s=0.1)
-    assert asyncio.get_running_loop().time() - begin < 0.7, "requests take longer"
     assert {status.state for status in await fleet.engines()} == {State.SERVING}
-    assert not running.done()
+    assert not running.done(), "it was not waited for"
     await fleet.sample([9], 1, {"max_tokens": 3})
-    check(PROMPTS, await running, SamplingParams(max_tokens=400))
-    await fleet.pause_generation(PauseMode.WAIT, timeout_s=5.0)
+    check(PROMPTS, await running, LONG)
+    await fleet.pause_generation(PauseMode.WAIT, timeout_s=60.0)
     await fleet.resume_generation()
 
 
@@ -132,12 +138,13 @@ async def test_abort_ends_what_runs_and_serves_what_comes(fleet: Fleet) -> None:
 )
 async def test_weights_that_cannot_be_sent_change_nothing(fleet: Fleet, tensors, message: str) -> None:
     before = fleet.weight_version
-    running = batch(fleet)
+    params = SamplingParams(max_tokens=60, detokenize=False)
+    running = batch(fleet, params)
     with pytest.raises(WeightsError, match=message):
         await fleet.update_weights(tensors)
     assert fleet.weight_version == before
     out = await running
-    check(PROMPTS, out, LONG)
+    check(PROMPTS, out, params)
     assert {span.version for spans in out.response_spans for span in spans} == {before}
 
 
@@ -182,10 +189,12 @@ async def test_sleep_and_wake_around_an_update(fleet: Fleet) -> None:
 
 
 async def test_a_reset_of_the_prefix_cache_recomputes_what_runs(fleet: Fleet) -> None:
+    before = await preemptions(fleet)
     running = batch(fleet)
     await in_flight(fleet, lambda requests: requests == len(PROMPTS))
     await fleet.reset_prefix_cache()
     check(PROMPTS, await running, LONG)
+    assert await preemptions(fleet) > before
 
 
 async def test_a_caller_that_gives_up_pausing_leaves_a_fleet_that_knows_its_state(fleet: Fleet) -> None:

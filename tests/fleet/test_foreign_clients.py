@@ -9,11 +9,12 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 import torch
+from sim_fleets import generated, in_flight
 
 from penstock.fleet.fleet import Fleet
 from penstock.types import PauseMode, SamplingParams
 
-TOKENS = 900
+TOKENS = 1200
 BODY = {"model": "sim-model", "prompt": [1, 2, 3], "max_tokens": TOKENS, "n": 2}
 WEIGHTS = [("w", torch.ones(2))]
 
@@ -65,12 +66,13 @@ async def test_nothing_is_cut(fleet: Fleet, between, updates: int) -> None:
     start = fleet.weight_version
     foreign = asyncio.create_task(ask(fleet))
     ours = asyncio.create_task(fleet.sample([4, 5], 2, SamplingParams(max_tokens=TOKENS)))
-    await asyncio.sleep(0.3)
+    await in_flight(fleet, lambda samples: samples == 4)
+    await generated(fleet, 40)
     await between(fleet)
-    reasons, spans = await asyncio.wait_for(foreign, 30)
+    reasons, spans = await asyncio.wait_for(foreign, 60)
     assert reasons == ["length"] * 2
     assert [version for version, _, _ in spans] == list(range(start, start + updates + 1))
     assert (spans[0][1], spans[-1][2]) == (0, TOKENS)
-    for sample in await asyncio.wait_for(ours, 30):
+    for sample in await asyncio.wait_for(ours, 60):
         assert [span.version for span in sample.spans] == list(range(start, start + updates + 1))
     assert fleet.counters.continued == 0, "our client sends nothing again either"

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 import torch
-from sim_fleets import SIM, in_flight
+from sim_fleets import SIM, generated, in_flight
 
 from penstock import Fleet, SamplingParams
 from penstock.engine.http import HTTPEngine
@@ -24,12 +24,13 @@ async def test_tokens_of_a_version_that_kept_the_cache_say_so():
     async with Fleet.launch("sim-model", engines=2, **slow) as fleet:
         running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
         await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        await generated(fleet, 30)
         kept = await fleet.update_weights(WEIGHTS, kv="keep")
         assert sum(engine.preempted for engine in kept.engines) == 0, "nothing is computed again"
-        await asyncio.sleep(0.03)
+        await generated(fleet, 30)
         async with Fleet.connect(fleet.url) as other:  # in the place of another process
             again = await other.update_weights(WEIGHTS, kv="keep")
-            await asyncio.sleep(0.03)
+            await generated(fleet, 30)
             assert sum(engine.preempted for engine in again.engines) == 0
             recomputed = await other.update_weights(WEIGHTS)
             assert sum(engine.preempted for engine in recomputed.engines) == len(PROMPTS)

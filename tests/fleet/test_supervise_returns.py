@@ -98,7 +98,7 @@ async def test_an_update_while_an_engine_starts_is_the_version_it_comes_in_with(
 
 async def test_an_update_waits_for_an_engine_that_is_being_admitted_and_brings_it_along() -> None:
     bench = await Bench("ab").started()
-    bench.operations._control_s = 5.0
+    bench.operations._control_s = 60.0
     async with restarting(bench) as restarts:
         await bench.operations.update([], None)
         await begins_to_return(bench, restarts, "a")
@@ -206,7 +206,7 @@ async def test_when_none_is_left_and_none_comes_back_it_is_said() -> None:
 
 async def test_an_update_waits_for_engines_that_come_back_where_too_few_are_left() -> None:
     bench = await Bench("a").started()
-    bench.operations._recovery_s = 5.0
+    bench.operations._recovery_s = 60.0
     async with restarting(bench) as restarts:
         await begins_to_return(bench, restarts, "a")
         update = asyncio.create_task(bench.operations.update([], None))

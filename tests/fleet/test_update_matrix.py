@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from sim_fleets import SIM, check, check_serves, children, in_flight
+from sim_fleets import SIM, check, check_serves, children, impatient, in_flight
 
 from penstock import Fleet, SamplingParams
 from penstock.engine.process import EngineProcess
@@ -20,13 +20,12 @@ from penstock.errors import EngineHTTPError, UpdateError, WeightsError
 from penstock.fleet.lifecycle import State
 from penstock.fleet.member import Member
 
-PARAMS = SamplingParams(max_tokens=150, detokenize=False)
+PARAMS = SamplingParams(max_tokens=300, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(9)]
 GOOD = [("w", torch.ones(64))]
 FAULT = {"refused": "refuse", "hung": "hang", "killed": "exit"}
 OPTIONS: dict[str, Any] = {
-    **SIM, "control_timeout_s": 0.7, "hang_timeout_s": 1.5, "restart_backoff_s": 0.05, "restart_window_s": 0.5,
-    "max_restarts": 1000,
+    **SIM, "hang_timeout_s": 30.0, "restart_backoff_s": 0.05, "restart_window_s": 0.5, "max_restarts": 1000,
 }  # fmt: skip
 
 
@@ -37,12 +36,16 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
 
 
 async def arm(member: Member, phase: str, kind: str) -> None:
+    if kind == "hung":
+        impatient(member)
     http = HttpTransport(member.url)
-    await http.post("/sim/fault", {"kind": FAULT[kind], "phase": phase}, timeout_s=5.0)
+    await http.post("/sim/fault", {"kind": FAULT[kind], "phase": phase}, timeout_s=30.0)
     await http.close()
 
 
 def send(member: Member, kind: str) -> None:
+    if kind == "hung":
+        impatient(member)
     assert isinstance(member.process, EngineProcess)
     os.killpg(member.process.pid, signal.SIGSTOP if kind == "hung" else signal.SIGKILL)
 
@@ -55,13 +58,13 @@ async def update_under_load(fleet: Fleet, tensors: Any, before: Callable[[], Any
     await in_flight(fleet, lambda requests: requests == len(PROMPTS))
     await before()
     try:
-        outcome: Any = await asyncio.wait_for(fleet.update_weights(tensors), 15.0)
+        outcome: Any = await asyncio.wait_for(fleet.update_weights(tensors), 60.0)
     except (WeightsError, EngineHTTPError, UpdateError) as error:
         outcome = error
-    check(PROMPTS, await asyncio.wait_for(running, 20.0), PARAMS)
+    check(PROMPTS, await asyncio.wait_for(running, 60.0), PARAMS)
     if not isinstance(outcome, Exception) and outcome.failures:
         back = lambda: len(member.lifecycle.history) > changes and member.state is State.SERVING  # noqa: E731
-        assert await fleet._roster.until(back, deadline_s=20.0), member.lifecycle.history
+        assert await fleet._roster.until(back, deadline_s=60.0), member.lifecycle.history
     await check_serves(fleet, engines=3)
     for each in fleet._roster.members:
         info = await each.control.info()
@@ -145,7 +148,7 @@ async def test_too_few_made_it_and_all_are_back_at_the_version_before(tmp_path: 
         with pytest.raises(UpdateError, match="version 2 was not committed: 1 engines were good when it was applied"):
             await fleet.update_weights(GOOD)
         assert fleet.weight_version == 1
-        await fleet._roster.until(lambda: len(fleet._roster.live()) == 2, deadline_s=20.0)
+        assert await fleet._roster.until(lambda: len(fleet._roster.live()) == 2, deadline_s=60.0)
         await check_serves(fleet, engines=2)
         for member in fleet._roster.members:
             assert (await member.control.info()).weight_version == 1

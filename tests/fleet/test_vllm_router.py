@@ -32,8 +32,7 @@ installed = pytest.mark.skipif(
     find_spec("vllm_router") is None, reason="vllm-router is not installed (requirements/cpu.lock has it)"
 )
 PROMPTS = [[1 + i, 2, 3] for i in range(24)]
-LONG = SamplingParams(max_tokens=150, detokenize=False)
-LONGER = SamplingParams(max_tokens=400, detokenize=False)
+LONG = SamplingParams(max_tokens=400, detokenize=False)
 SHORT = SamplingParams(max_tokens=5, detokenize=False)
 
 
@@ -94,7 +93,7 @@ async def test_updates_under_load_lose_nothing_though_there_is_no_gate(fleet: Fl
         return served
 
     others = [asyncio.create_task(arrivals()) for _ in range(4)]
-    running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONGER))
+    running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG))
     try:
         await in_flight(fleet, lambda requests: requests >= len(PROMPTS))
         for i in range(3):
@@ -106,7 +105,7 @@ async def test_updates_under_load_lose_nothing_though_there_is_no_gate(fleet: Fl
     finally:
         stop.set()
     assert min(await asyncio.gather(*others)) > 0
-    check(PROMPTS, out, LONGER)
+    check(PROMPTS, out, LONG)
     assert any(len(spans) > 1 for spans in out.response_spans), "no request was in flight during an update"
 
 
@@ -152,7 +151,7 @@ async def test_an_engine_that_comes_back_is_a_worker_again_and_so_is_a_router() 
         victim, other = await fleet.engines()
         engine_process(victim.url).kill()
         await until_workers(admin, {other.url})
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(await workers(admin)) < 2:  # noqa: ASYNC110 - it sends no event
                 await asyncio.sleep(0.02)
         await check_serves(fleet, engines=2)
@@ -165,7 +164,7 @@ async def test_an_engine_that_comes_back_is_a_worker_again_and_so_is_a_router() 
 
 
 async def until_workers(admin: VllmRouterAdmin, urls: set[str]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             with suppress(EngineDeadError):  # of a router that is on its way back
                 if await workers(admin) == urls:
@@ -186,7 +185,7 @@ async def test_engines_ask_for_the_key_and_the_router_has_none() -> None:
         stranger = VllmRouterAdmin(fleet.url)._http
         for path, body in (("/v1/completions", b'{"model":"sim-model","prompt":"a"}'), ("/pause", b"{}")):
             with pytest.raises(EngineHTTPError) as error:
-                await stranger.call("POST", path, body, timeout_s=10)
+                await stranger.call("POST", path, body, timeout_s=30)
             assert error.value.status == 401, path
         await stranger.close()
         assert engine.state is State.SERVING
@@ -319,13 +318,13 @@ async def test_when_its_launcher_ends_it_is_gone(number: signal.Signals, tmp_pat
     )
     try:
         assert launcher.stdout is not None
-        assert await asyncio.wait_for(launcher.stdout.readline(), 30) == b"ready\n"
+        assert await asyncio.wait_for(launcher.stdout.readline(), 60) == b"ready\n"
         family = psutil.Process(launcher.pid).children(recursive=True)
         assert len(family) == 2
     finally:
         launcher.send_signal(number)
-        await asyncio.wait_for(launcher.wait(), 15)
-    _, left = await asyncio.to_thread(psutil.wait_procs, family, timeout=5.0)
+        await asyncio.wait_for(launcher.wait(), 60)
+    _, left = await asyncio.to_thread(psutil.wait_procs, family, timeout=60.0)
     assert left == []
 
 
