@@ -13,7 +13,7 @@ from penstock import Fleet
 from penstock.errors import EngineHTTPError, WeightsError
 from penstock.types import PauseMode, SamplingParams
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.vllm
 
 LONG = SamplingParams(max_tokens=150, ignore_eos=True, detokenize=False)
 
@@ -81,8 +81,9 @@ async def test_both_engines_work_and_a_session_stays_on_one(fleet):
 
 
 async def test_requests_wait_through_a_pause_and_none_fails(fleet, history):
-    running = asyncio.create_task(fleet.generate(prompt_token_ids=[[5, 6]] * 6, sampling_params=LONG))
-    await asyncio.sleep(0.2)
+    longer = replace(LONG, max_tokens=450)
+    running = asyncio.create_task(fleet.generate(prompt_token_ids=[[5, 6]] * 6, sampling_params=longer))
+    await _made(fleet, 50)
     await fleet.pause_generation(PauseMode.KEEP)
     late = asyncio.create_task(fleet.sample([5, 6], 2, LONG))
     done, _ = await asyncio.wait({running, late}, timeout=0.3)

@@ -124,9 +124,10 @@ async def test_sigkill_of_the_launcher_leaves_no_process_no_shared_memory_and_no
     assert len(members) >= 2, "expected the API server and the engine core"
     launcher.send_signal(signal.SIGKILL)
     await launcher.wait()
-    deadline = time.monotonic() + 5
+    # They end with their launcher by an event, far within 5 s; but a machine that stands still counts for them too.
+    deadline = time.monotonic() + 60
     while any(_group(p.pid) == group and p.status() != psutil.STATUS_ZOMBIE for p in members if p.is_running()):
-        assert time.monotonic() < deadline, "engine processes outlived their launcher by 5 s"
+        assert time.monotonic() < deadline, "engine processes outlived their launcher by a minute"
         await asyncio.sleep(0.05)
     while not _named() <= before:  # Python's resource tracker cleans up after the dead
         assert time.monotonic() < deadline, _named() - before

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from test_vllm_pausing import made
 
 from nano_models import changed, logprobs_of
 from penstock.engine.wire import UNKNOWN_VERSION
@@ -110,7 +112,7 @@ async def test_every_token_has_the_version_that_made_it(live):
     prompts = [[5, 6, 7 + i] for i in range(12)]
     tasks = [asyncio.create_task(live.engine.sample(p, 2, LONG)) for p in prompts]
     for seed in (1, 2):
-        await asyncio.sleep(0.25)
+        await made(live, 200)
         report = await live.update(changed(live.history.latest, seed))
         assert report.engines[0].seconds["bubble"] == report.bubble > 0
     answers = [sample for task in tasks for sample in await task]
@@ -137,11 +139,11 @@ async def test_every_token_has_the_version_that_made_it(live):
 
 @pytest.mark.skipif("PENSTOCK_TEST_ENGINE" in os.environ, reason="on GPUs sums depend on the batch in the last bits")
 async def test_pause_keep_changes_nothing_in_a_seeded_run(live):
-    prompts = [[40, 41, 42 + i] for i in range(8)]
-    undisturbed = await live.engine.generate(prompt_token_ids=prompts, sampling_params=LONG)
-    task = asyncio.create_task(live.engine.generate(prompt_token_ids=prompts, sampling_params=LONG))
+    prompts, params = [[40, 41, 42 + i] for i in range(8)], replace(LONG, max_tokens=450)
+    undisturbed = await live.engine.generate(prompt_token_ids=prompts, sampling_params=params)
+    task = asyncio.create_task(live.engine.generate(prompt_token_ids=prompts, sampling_params=params))
     for _ in range(3):
-        await asyncio.sleep(0.1)
+        await made(live, 40)
         await live.engine.pause_generation()
         late = asyncio.create_task(live.engine.sample([9, 9], 1, SamplingParams(max_tokens=2)))
         done, _ = await asyncio.wait({task, late}, timeout=0.2)
@@ -265,7 +267,7 @@ async def test_native_endpoints_drive_our_backend(live):
         await engine.update_named_weights({"manifest": manifest.to_json()}, version=manifest.version)
     await engine.init_weight_update_communicator({})
     task = asyncio.create_task(engine.sample([5, 6, 7], 4, LONG))
-    await asyncio.sleep(0.2)
+    await made(live, 20)
     await engine.pause_generation()
     await engine.update_named_weights({"manifest": manifest.to_json()}, version=manifest.version)
     engine._store.commit(manifest)
@@ -278,7 +280,7 @@ async def test_native_endpoints_drive_our_backend(live):
 
 async def test_abort_keeps_what_was_made(live):
     task = asyncio.create_task(live.engine.sample([5, 6, 7], 2, SamplingParams(max_tokens=500, ignore_eos=True)))
-    await asyncio.sleep(0.3)
+    await made(live, 20)
     await live.engine.abort_generation()
     for sample in await task:
         assert sample.finish_reason == "abort"
@@ -316,7 +318,7 @@ async def test_a_prompt_over_the_context_is_the_engines_400(live):
 async def test_figures_are_the_engines_own(live):
     assert await live.engine.get_num_unfinished_requests() == 0
     task = asyncio.create_task(live.engine.sample([5, 6, 7], 4, SamplingParams(max_tokens=500, ignore_eos=True)))
-    await asyncio.sleep(0.3)
+    await made(live, 20)
     assert await live.engine.get_num_unfinished_requests() == 4
     assert 0 < await live.engine.get_cache_usage(0) < 1
     await live.engine.abort_generation()
