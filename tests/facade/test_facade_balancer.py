@@ -109,8 +109,8 @@ def test_nowhere_to_go_is_said(service):
 def test_a_router_that_is_started_anew_keeps_it(service, monkeypatch):
     told, check = [], Roster.check_router
 
-    async def noted(roster):
-        state = await check(roster)
+    async def noted(roster, *answer_s):
+        state = await check(roster, *answer_s)
         told.append(state.policy.get("prefix_length"))
         return state
 
