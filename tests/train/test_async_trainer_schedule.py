@@ -37,7 +37,7 @@ class CountingLearner:
         self.version += 1
         return {}
 
-    def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
+    def served_tensors(self) -> list[tuple[str, torch.Tensor]]:
         return []
 
     def state(self) -> Snapshot:
