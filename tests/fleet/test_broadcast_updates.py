@@ -18,6 +18,7 @@ from penstock import Fleet, SamplingParams
 from penstock.engine.process import EngineProcess
 from penstock.engine.transport import HttpTransport
 from penstock.errors import ConfigError, UpdateError, WeightsError
+from penstock.fleet import delivery
 from penstock.fleet.lifecycle import State
 from penstock.fleet.stores import Stores
 
@@ -33,6 +34,12 @@ OPTIONS: dict[str, Any] = {
 async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
     async with Fleet.launch("sim-model", engines=3, log_dir=tmp_path_factory.mktemp("logs"), **OPTIONS) as fleet:
         yield fleet
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stands still makes none of those dead whose transfer another's death has cut."""
+    monkeypatch.setattr(delivery, "ANSWER_S", 60.0)
 
 
 def weights(value: float, count: int = 3) -> list[tuple[str, torch.Tensor]]:
@@ -83,7 +90,9 @@ async def test_one_group_carries_every_version(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("kind", ["exit", "refuse", "hang"])
-async def test_who_fails_in_it_takes_nobody_along(fleet: Fleet, kind: str) -> None:
+async def test_who_fails_in_it_takes_nobody_along(fleet: Fleet, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "hang":
+        monkeypatch.setattr(delivery, "ANSWER_S", 4.0)  # it gives no answer
     await fleet.update_weights(weights(4.0))
     group = broadcast(fleet)._group
     group.spec = replace(group.spec, timeout_s=4.0)  # what hangs is not noticed before this deadline
