@@ -20,6 +20,7 @@ SHORT = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 async def test_a_killed_demo_is_taken_up_again_and_ends(tmp_path):
     arguments = [str(DEMO), *SHORT, f"run_dir={tmp_path}", "name=short"]
     folder = tmp_path / "short"
