@@ -214,11 +214,14 @@ async def test_when_the_holder_dies_or_hangs_nobody_waits(
             await asyncio.wait_for(fleet.sample([1], 1, PARAMS), 60.0)
         with pytest.raises((EngineDeadError, DeadlineError)):
             await asyncio.wait_for(fleet.update_weights([("w", torch.ones(2))]), 60.0)
+        if number == signal.SIGKILL:  # router and engines end a moment after it, and can be taken over until then
+            await asyncio.to_thread(psutil.wait_procs, family, timeout=60.0)
         with pytest.raises((EngineDeadError, DeadlineError)):
             await asyncio.wait_for(asyncio.ensure_future(_connect(fleet.url)), 60.0)
     finally:
         await fleet.teardown()
-        holder.kill()
+        if holder.is_running():
+            holder.kill()
     _, left = await asyncio.to_thread(psutil.wait_procs, family, timeout=60.0)
     assert left == [], "engines end with who holds them"
     assert present() == {}
