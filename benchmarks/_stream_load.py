@@ -1,6 +1,6 @@
 """Requests in flight at one engine, each a stream of single tokens, as agents' clients have: a process of its own.
 
-python benchmarks/_stream_load.py URL MODEL REQUESTS SHORTEST LONGEST
+python benchmarks/_stream_load.py URL MODEL REQUESTS SHORTEST LONGEST SEED
 
 Reads lines on stdin: `mark` forgets the gaps seen so far, `after` which streams have had a token; `end` ends it. `gaps`
 answers with a line of JSON, `{"streams", "tokens", "silent", "median_gap_s", "max_gap_s"}`: how many had no token since
@@ -25,11 +25,11 @@ VOCAB_USED = 1000
 class Load:
     """Keeps so many streams open; a stream that ends is replaced."""
 
-    def __init__(self, url: str, model: str, shortest: int, longest: int) -> None:
+    def __init__(self, url: str, model: str, shortest: int, longest: int, seed: int) -> None:
         self._url = f"{url}/v1/completions"
         self._model = model
         self._lengths = (shortest, longest)
-        self._random = random.Random(0)
+        self._random = random.Random(seed)
         self.tokens = 0
         self.last: dict[int, float] = {}
         self.gap: dict[int, float] = {}
@@ -73,8 +73,8 @@ class Load:
 
 async def main() -> None:
     """Run until `end` or the end of stdin."""
-    url, model, requests, shortest, longest = sys.argv[1:]
-    load = Load(url, model, int(shortest), int(longest))
+    url, model, requests, shortest, longest, seed = sys.argv[1:]
+    load = Load(url, model, int(shortest), int(longest), int(seed))
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

@@ -31,7 +31,10 @@ from penstock.engine.process import free_port
 from penstock.fleet.fleet import Fleet
 from penstock.types import KV
 
-SETTLE_S, RECOVER_S = 8.0, 90.0
+CLIENTS = 4
+"""Processes that read the streams of one engine: one alone reads fewer tokens than an API process can write, and it is
+that process's work behind which control calls wait."""
+SETTLE_S, RECOVER_S = 5.0, 90.0
 """Between two rounds under load, after every stream has gone on, so that each round finds the same load; and how long
 that may take: an update makes engines compute the KV of what is in flight anew."""
 STATES: tuple[tuple[str, KV], ...] = (("idle", "recompute"), ("load", "recompute"), ("load, KV kept", "keep"))
@@ -41,25 +44,31 @@ LINK_BAR, ROUND_BAR_S, ROUND_BAR, IPC_BAR_S = 1.5, 0.2, 0.1, 0.06
 
 
 class Load:
-    """`_stream_load.py`, or nothing."""
+    """`_stream_load.py`, several to each engine, or nothing."""
 
     def __init__(self, urls: Sequence[str], model: str, requests: int) -> None:
         argv = [sys.executable, str(Path(__file__).parent / "_stream_load.py")]
-        work = [model, str(requests), "1000", "4000"]
-        self._processes = [LineProcess([*argv, url, *work]) for url in urls if requests]
-        self.requests = requests
+        shares = [requests // CLIENTS + (seed < requests % CLIENTS) for seed in range(CLIENTS)]
+        self._processes = [
+            LineProcess([*argv, url, model, str(share), "1000", "4000", str(seed)])
+            for url in urls
+            for seed, share in enumerate(shares)
+            if share
+        ]
+        self._share = min(shares)
 
     async def _ask(self, command: str) -> list[dict[str, float]]:
         async with asyncio.timeout(60):
-            return [json.loads(await asyncio.to_thread(process.ask, command)) for process in self._processes]
+            asked = [asyncio.to_thread(process.ask, command) for process in self._processes]
+            return [json.loads(line) for line in await asyncio.gather(*asked)]
 
     async def ready(self) -> None:
         """Return when every stream has begun."""
         for _ in range(120):
-            if all(answer["streams"] >= (1 - STRAGGLERS) * self.requests for answer in await self._ask("gaps")):
+            if all(answer["streams"] >= (1 - STRAGGLERS) * self._share for answer in await self._ask("gaps")):
                 return
             await asyncio.sleep(1)
-        raise SystemExit(f"not all of {self.requests} streams have begun after 120 s")
+        raise SystemExit("not all streams have begun after 120 s")
 
     async def mark(self) -> None:
         """From here on."""
@@ -82,7 +91,15 @@ class Load:
             "until_all_streams_go_on": recovered,
             "stream_gap_median": max(answer["median_gap_s"] for answer in answers),
             "stream_gap_max": max(answer["max_gap_s"] for answer in answers),
+            "tokens_per_s": await self._speed(),
         }
+
+    async def _speed(self) -> float:
+        """What all streams bring, over a second."""
+        before = sum(answer["tokens"] for answer in await self._ask("gaps"))
+        began = time.perf_counter()
+        await asyncio.sleep(1)
+        return (sum(answer["tokens"] for answer in await self._ask("gaps")) - before) / (time.perf_counter() - began)
 
     def close(self) -> None:
         """End them."""
@@ -137,8 +154,8 @@ def _sides(args: Any, urls: Sequence[str], tensors: list[tuple[str, Any]]) -> tu
     import _native_sync  # noqa: PLC0415 - needs vLLM 0.26
     import _raw_broadcast  # noqa: PLC0415
 
-    if args.transport == "cuda_ipc":
-        return _native_sync.NativeIpc(urls), None
+    if args.transport == "cuda_ipc":  # vLLM's own shows the memory of one GPU to one engine
+        return _native_sync.NativeIpc(urls) if args.engines * args.tp == 1 else None, None
     gpus = range(torch.cuda.device_count() - args.engines * args.tp, torch.cuda.device_count())
     peers = _raw_broadcast.Peers(free_port(), gpus, [tensor for _, tensor in tensors])
     return _native_sync.NativeNccl(urls, free_port(), args.tp), peers
@@ -173,10 +190,12 @@ def rows(args: Any, found: dict[str, Any]) -> list[_common.Row]:
         loading = median("idle", "penstock", "start_to_finish")
         case = f"{name}, idle, start to finish against the link, s"
         out = [_common.compare(case, loading, link, bar=LINK_BAR, want="at most")]
-    for state in found:
-        mine, theirs = median(state, "penstock", "round"), median(state, "vllm", "round")
-        case = f"{name}, {state}, pause to resume against vLLM's own, s"
-        out.append(_common.compare(case, mine, theirs, bar=1.0 if state == "idle" else ROUND_BAR, want="at most"))
+    for state, sides in found.items():
+        mine = median(state, "penstock", "round")
+        if "vllm" in sides:
+            case = f"{name}, {state}, pause to resume against vLLM's own, s"
+            bar = 1.0 if state == "idle" else ROUND_BAR
+            out.append(_common.compare(case, mine, median(state, "vllm", "round"), bar=bar, want="at most"))
         if state != "idle" and args.transport != "cuda_ipc":
             out.append(_common.single(f"{name}, {state}, pause to resume, s", mine, bar=ROUND_BAR_S, want="at most"))
     return out
@@ -196,7 +215,7 @@ async def main() -> int:
     args = options.parse_args()
     if args.quick:
         args.rounds = 2
-    if torch.cuda.device_count() < (1 if args.transport == "cuda_ipc" else 1 + args.engines * args.tp):
+    if torch.cuda.device_count() < args.engines * args.tp + (args.transport == "broadcast"):
         _common.note(f"{torch.cuda.device_count()} GPUs are too few for this: nothing is measured")
         return _common.report("weight_sync", [])
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM's own IPC pickles its handles

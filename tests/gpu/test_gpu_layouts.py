@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nano_models import History, changed, save_dense, save_moe
+from nano_models import History, changed, save_biased, save_dense, save_moe, save_routed
 from penstock import Fleet
 from penstock.config import EngineConfig
 from penstock.engine.http import HTTPEngine
@@ -42,6 +42,10 @@ DENSE: list[Layout] = [
 MOE: list[Layout] = [
     (1, 1, 1, False), (2, 1, 1, False), (2, 1, 1, True), (1, 1, 2, False), (1, 1, 2, True), (1, 2, 1, False),
 ]  # fmt: skip
+FEW: list[Layout] = [(1, 1, 1, False), (2, 1, 1, False)]
+KINDS = {
+    "dense": (save_dense, DENSE), "moe": (save_moe, MOE), "biased": (save_biased, FEW), "routed": (save_routed, FEW),
+}  # fmt: skip
 
 
 def engine_config(model: Path, layout: Layout) -> EngineConfig:
@@ -84,15 +88,16 @@ def _name(layout: Layout) -> str:
     return f"tp{tp}pp{pp}dp{dp}{'ep' if spread else ''}"
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("kind", KINDS)
 async def test_an_update_in_flight_reaches_every_rank_of_every_layout(kind: str, tmp_path: Path) -> None:
-    if kind == "moe" and importlib.util.find_spec("vllm._moe_C_stable_libtorch") is None:
+    if kind in {"moe", "routed"} and importlib.util.find_spec("vllm._moe_C_stable_libtorch") is None:
         pytest.skip("this vLLM was installed without its kernels for experts")
-    path = save_moe(tmp_path / kind) if kind == "moe" else save_dense(tmp_path / kind)
+    save, layouts = KINDS[kind]
+    path = save(tmp_path / kind)
     history = History({0: AutoModelForCausalLM.from_pretrained(path, dtype="float32")})
-    model = changed(history.latest, 1, scale=0.1 if kind == "moe" else 0.02)
+    model = changed(history.latest, 1, scale=0.1 if kind in {"moe", "routed"} else 0.02)
     async with AsyncExitStack() as owned:
-        processes = await launch_all(path, MOE if kind == "moe" else DENSE, tmp_path, owned)
+        processes = await launch_all(path, layouts, tmp_path, owned)
         fleet = await owned.enter_async_context(Fleet.connect([process.url for process in processes.values()]))
         prompts = [[5, 6, 7 + i] for i in range(8 * len(processes))]
         running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=LONG))
@@ -112,6 +117,9 @@ async def test_an_update_in_flight_reaches_every_rank_of_every_layout(kind: str,
         for name, process in processes.items():
             worst[name] = await _worst_of(process.url, history, prompts[:8])
         assert max(worst.values()) < 1e-4, worst
+        logs = {name: (tmp_path / f"{name}.log").read_text() for name in processes}
+        assert [name for name, log in logs.items() if "are copied to their places" not in log] == [], "slow updates"
+        assert [name for name, log in logs.items() if "layerwise reload" in log] == [], "some ranks are slow"
 
 
 def _check_ranks(name: str, kind: str, checksums: list[str]) -> None:

@@ -28,7 +28,8 @@ from penstock.engine.vllm_plugin.direct_plan import DirectPlan, NotDirectError, 
 from penstock.engine.vllm_plugin.direct_proof import Proof
 from penstock.weights.manifest import TensorEntry
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.penstock")
+"""Below vLLM's own, which alone has a handler in a worker: what is said here is in the engine's log."""
 
 PLAIN_METHODS = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"})
 """vLLM's methods that keep nothing else of the weights than the parameters themselves."""
@@ -47,8 +48,9 @@ def make_plan(
             plan = DirectPlan(trace(model, entries))
             Proof(model, entries, plan, device).run(model_config)
     except Exception as error:  # noqa: BLE001 - the reload of vLLM is right in any case, and only slower
-        logger.info("weights are loaded by vLLM's layerwise reload, not in place: %r", error)
+        logger.warning("updates are loaded by vLLM's layerwise reload, which takes longer than copies: %r", error)
         return None
+    logger.info("updates of %d tensors are copied to their places", len(entries))
     return plan
 
 
