@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from penstock.engine.vllm_plugin.checksum import weights_checksum
+from penstock.weights.manifest import kind_of
 
 
 class Model(torch.nn.Module):
@@ -40,6 +41,14 @@ def test_what_changes_the_model_changes_the_checksum(change) -> None:
     with torch.no_grad():
         change(model)
     assert weights_checksum(model) != weights_checksum(Model())
+
+
+def test_only_weights_of_equal_shapes_are_compared() -> None:
+    same, split = Model(), Model()
+    with torch.no_grad():
+        same.experts.mul_(2)
+    split.experts = torch.nn.Parameter(split.experts[:, :2].clone())
+    assert kind_of(weights_checksum(same)) == kind_of(weights_checksum(Model())) != kind_of(weights_checksum(split))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn], ids=str)

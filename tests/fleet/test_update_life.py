@@ -276,6 +276,8 @@ async def test_checksums_are_compared_rank_by_rank_where_they_are_of_one_kind() 
     assert odd(a="sums:x-p", b="sums:x-p", c="q-r")["c"] == "checksum r on rank 1 differs from its peers' p"
     assert set(odd(a="sums:x-p", b="sums:x-q", c="sums:x-sums:x")) == {"a", "b"}
     assert set(odd(a="p-q", b="p-r", c="s-q", d="p-q")) == {"b", "c"}
+    assert odd(a="split:p-split:q", b="spread:r-spread:s") == {}, "experts that are spread are others"
+    assert set(odd(a="split:p-split:q", b="spread:r-spread:s", c="spread:r-spread:t")) == {"b", "c"}
 
 
 def says(bench: Bench, **checksums: str) -> None:
@@ -294,7 +296,7 @@ async def test_engines_whose_ranks_were_loaded_in_different_ways_all_commit() ->
     bench = await Bench("abc", layouts=dict.fromkeys("abc", (2, 1, 1))).started()
     says(bench, a="sums:x-sums:x", b="sums:x-p", c="sums:x-sums:x")
     assert (await bench.operations.update([], None)).failures == {}
-    assert bench.roster.checksums == {(2, 1, 1): "sums:x-p"}
+    assert bench.roster.checksums == {(2, 1, 1): {"sums:x-sums:x", "sums:x-p"}}
     bench.check_belief()
 
 

@@ -123,8 +123,8 @@ def test_two_engines_map_one_trainer_and_its_memory_is_free_after_close(engine: 
     other = Engine()
     warm = CudaIpcStore()
     try:
-        first = warm.publish(1, [("w", torch.ones(8, device="cuda"))])
-        for each in (engine, other):  # contexts and kernels take memory of their own
+        first = warm.publish(1, [("w", torch.ones(9 * MIB + 5, device="cuda"))])
+        for each in (engine, other):  # contexts and kernels take memory of their own, so: the kernels of large tensors
             each.ask("prepare", first)
             each.ask("load", first)
         before = torch.cuda.mem_get_info()[0]
@@ -135,17 +135,17 @@ def test_two_engines_map_one_trainer_and_its_memory_is_free_after_close(engine: 
         store.close()
         weights.clear()
         torch.cuda.empty_cache()
-        wait_for(lambda: torch.cuda.mem_get_info()[0] >= before - 256 * MIB)
+        wait_for(lambda: torch.cuda.mem_get_info()[0] >= before - 256 * MIB, said=lambda: f"{before} bytes were free")
         assert "lends" in engine.ask("prepare", manifest)
     finally:
         warm.close()
         other.stop()
 
 
-def wait_for(condition: Any, seconds: float = 20) -> None:
+def wait_for(condition: Any, seconds: float = 20, said: Any = lambda: "") -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, f"{said()}, now {torch.cuda.mem_get_info()[0]}"
         time.sleep(0.05)
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from nano_models import save_moe, save_routed
 from penstock.config import TrainConfig
 from penstock.engine.vllm_plugin.spec import expected_weights
 from penstock.errors import CheckpointError, ConfigError, UserError, WeightsError
@@ -268,6 +269,12 @@ def test_where_the_dtypes_agree_nothing_is_copied(micro_model: str, served_dtype
     learner = learner_of(micro_model, served_dtype=served_dtype)
     live = {name: tensor.data_ptr() for name, tensor in learner.named_tensors()}
     assert {name: tensor.data_ptr() for name, tensor in learner.served_tensors()} == live
+
+
+@pytest.mark.parametrize("save", [save_moe, save_routed])
+def test_experts_and_buffers_are_served_as_their_checkpoint_has_them(save: Callable[[Path], Path], tmp_path: Path):
+    learner = learner_of(str(save(tmp_path / "model")))
+    check_as_an_engine_does(str(tmp_path / "model"), learner.served_tensors())
 
 
 def test_a_given_dtype_is_that_of_every_tensor(micro_model: str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.weights.manifest import differ, joint
+from penstock.weights.manifest import differ
 
 
 @pytest.mark.parametrize(
@@ -21,21 +21,9 @@ from penstock.weights.manifest import differ, joint
         ("sums:x-b", "sums:x-c", True),
         ("sums:x-sums:x", "sums:y-b", True),
         ("b-sums:x", "sums:x-c", False),
+        ("spread:b-spread:c", "split:b-split:d", False),
+        ("spread:b-spread:c", "spread:b-spread:d", True),
     ],
 )
 def test_engines_differ_where_a_rank_of_one_kind_does(one: str, other: str, *, differing: bool) -> None:
     assert differ(one, other) == differ(other, one) == differing
-
-
-@pytest.mark.parametrize(
-    ("checksums", "together"),
-    [
-        (["a-b"], "a-b"),
-        (["sums:x-sums:x", "sums:x-b"], "sums:x-b"),
-        (["sums:x-b", "sums:x-sums:x"], "sums:x-b"),
-        (["a-sums:x", "sums:x-b"], "a-b"),
-        (["sums:x", "sums:x"], "sums:x"),
-    ],
-)
-def test_engines_that_do_not_differ_say_together_what_any_of_them_has(checksums: list[str], together: str) -> None:
-    assert joint(checksums) == together

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from penstock.engine.capabilities import Capabilities
@@ -61,8 +61,8 @@ class Roster:
         """The greatest version under which a token may have been made: what did not commit has its number for good."""
         self.kept: frozenset[int] = frozenset()
         """Versions that were put in force with the KV cache kept."""
-        self.checksums: Mapping[tuple[int, int, int], str] = {}
-        """Of the fleet's weights on an engine of a layout; empty where nobody has said."""
+        self.checksums: Mapping[tuple[int, int, int], Collection[str]] = {}
+        """What engines of a layout have said of the fleet's weights; empty where nobody has."""
         self.stretches = Stretches(version)
         """What was served between closings of the gate; for engines that label no token."""
         self.changes = 0
@@ -137,7 +137,7 @@ class Roster:
         if member not in self.members:
             self.members = (*self.members, member)
 
-    def commit(self, version: int, checksums: Mapping[tuple[int, int, int], str] | None = None) -> None:
+    def commit(self, version: int, checksums: Mapping[tuple[int, int, int], Collection[str]] | None = None) -> None:
         """Every live engine has confirmed `version`: it is the fleet's from now on."""
         self.version = version
         self.stretches.change(version)

@@ -20,7 +20,7 @@ from penstock.fleet.stores import Store, Stores
 from penstock.fleet.sync import put, source
 from penstock.types import EngineUpdate, UpdateReport
 from penstock.weights.broadcast import TRANSPORT as BROADCAST
-from penstock.weights.manifest import WeightManifest, by_rank, joint, kind_of
+from penstock.weights.manifest import WeightManifest, by_rank, kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -137,10 +137,10 @@ class Updater:
             self._keep(manifest)
         for member in made_it:
             member.weight_version, member.torn = manifest.version, None
-        said: defaultdict[tuple[int, int, int], list[str]] = defaultdict(list)
+        said: defaultdict[tuple[int, int, int], set[str]] = defaultdict(set)
         for member in made_it:
-            said[member.layout].append(applied[member.name].checksum)
-        self.roster.commit(manifest.version, {layout: joint(checksums) for layout, checksums in said.items()})
+            said[member.layout].add(applied[member.name].checksum)
+        self.roster.commit(manifest.version, said)
 
     def _keep(self, manifest: WeightManifest) -> None:
         """Let the store commit. Engines serve the version already, so the update did not fail where the store does."""
@@ -260,7 +260,7 @@ def sender_of(store: Store, manifest: WeightManifest) -> Sender | None:
 def odd_ones_out(checksums: Mapping[str, str], layouts: Mapping[str, Hashable]) -> dict[str, str]:
     """Engines whose checksum of some rank is not that of the majority of their layout, with the reason.
 
-    Of each rank, like is compared with like (`manifest.SUMS`); one that has no like is believed. Without a strict
+    Of each rank, like is compared with like (`manifest.kind_of`); one that has no like is believed. Without a strict
     majority nobody knows who is right, so all are named.
     """
     said: defaultdict[tuple[Hashable, int, str], dict[str, str]] = defaultdict(dict)

@@ -24,6 +24,7 @@ from penstock.train.batching import MicroBatch, collate, micro_batches
 from penstock.train.checkpoint import Snapshot
 from penstock.train.losses import LOSSES, Limits, LossTerms, Totals
 from penstock.types import Trajectory
+from penstock.weights.checkpoint_names import checkpoint_tensors
 
 _HEAD_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Config entries of models that do something to the logits after the output matrix."""
@@ -133,7 +134,7 @@ class Learner:
         }
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """`(checkpoint name, tensor)` of every weight, tied ones once.
+        """`(name in the model, tensor)` of every weight, tied ones once.
 
         The tensors are the live ones, detached: the next `step` changes them, so copy before it.
         """
@@ -141,12 +142,14 @@ class Learner:
             yield name, parameter.detach()
 
     def served_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """`named_tensors` in the dtypes that engines take: the live tensors where they have those, else copies.
+        """`(checkpoint name, tensor)` in the dtypes that engines take: the live tensors where they have those.
 
-        Copies lie in memory that is kept for the next version, so these too are good until the next call. It stays in
-        the same place, which engines that map it (`cuda_ipc`) then do once.
+        Else copies; of experts, which a model holds in one tensor and a checkpoint in many, too. Casts lie in memory
+        that is kept for the next version, so these too are good until the next call. It stays in the same place, which
+        engines that map it (`cuda_ipc`) then do once.
         """
-        for name, tensor in self.named_tensors():
+        for name, weight in checkpoint_tensors(self.model).items():
+            tensor = weight.detach()
             dtype = self._stored_dtypes.get(name, self._served_dtype)
             if dtype == tensor.dtype:
                 yield name, tensor

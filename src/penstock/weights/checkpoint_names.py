@@ -11,16 +11,20 @@ if TYPE_CHECKING:
 
 
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The parameters of a model, named and shaped as `save_pretrained` would write them.
+    """The tensors of a model, named and shaped as `save_pretrained` would write them.
 
     In memory transformers (5.0 and newer) keeps the experts of a layer in one tensor, `mlp.experts.gate_up_proj` of
     shape `[experts, 2 * width, hidden]`; in checkpoints, and so in vLLM, each expert has its own. For a dense model
-    these are its `named_parameters()`. Tied tensors appear once, under their first name.
+    these are its `named_parameters()`; others have buffers that their checkpoints hold too, such as the biases of a
+    router. Tied tensors appear once, under their first name.
 
     Returns:
         Names to tensors; those that had to be taken apart may be copies.
     """
     from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - slow, and not of the core
 
-    parameters = dict(model.named_parameters())
-    return cast("dict[str, torch.Tensor]", revert_weight_conversion(model, cast("dict[str, torch.Tensor]", parameters)))
+    once: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        once.setdefault(id(tensor), (name, tensor))
+    tensors = dict(once.values())
+    return cast("dict[str, torch.Tensor]", revert_weight_conversion(model, tensors))

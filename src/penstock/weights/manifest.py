@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -17,13 +17,14 @@ DTYPE_BYTES: Mapping[str, int] = {
 
 SUMS = "sums:"
 """What a rank's checksum begins with if it is of the sums that its sender gave, with which it has compared what it
-loaded; any other is of its weights as its kernels have them, and only like is compared with like. Ranks of one engine
-may differ in it, and so may engines: on a rank that had no memory for a plan, vLLM's own reload loads."""
+loaded. Ranks of one engine may differ in it, and so may engines: on a rank that had no memory for a plan, vLLM's own
+reload loads. Any other begins with what its weights are, name by name, as its kernels have them: experts that are
+spread over ranks are others than experts of which each rank has a part."""
 
 
 def kind_of(rank: str) -> str:
-    """Of the checksum of one rank: `SUMS`, or nothing."""
-    return SUMS if rank.startswith(SUMS) else ""
+    """Of what the checksum of one rank is: the part before its colon. Only like is compared with like."""
+    return rank.rpartition(":")[0]
 
 
 def by_rank(checksum: str) -> list[str]:
@@ -35,15 +36,6 @@ def differ(checksum: str, other: str) -> bool:
     """Whether engines of one layout with these checksums have other weights, on any rank where both are of one kind."""
     ranks = zip(by_rank(checksum), by_rank(other), strict=False)
     return any(mine != its and kind_of(mine) == kind_of(its) for mine, its in ranks)
-
-
-def joint(checksums: Iterable[str]) -> str:
-    """What engines of one layout, none of which differ, say together of every rank: of its weights where any does.
-
-    An engine that returns takes a copy which nobody compares on its device, so that is what its own is of.
-    """
-    ranks = zip(*map(by_rank, checksums), strict=False)
-    return "-".join(min(said, key=lambda rank: kind_of(rank) == SUMS) for said in ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,16 +19,16 @@ def checksum_of_sums(manifest: WeightManifest) -> str:
 
 
 def weights_checksum(model: torch.nn.Module) -> str:
-    """Digest over every parameter, and over what packed CPU kernels compute.
+    """What the parameters are, a colon, and a digest over them and over what packed CPU kernels compute.
 
     Of each parameter its sum (`device_sum.py`) enters: only sums leave the device. Packed CPU kernels hide their
     weights (`cpu_linear`), so what enters is their output for a fixed input.
     """
-    digest = hashlib.blake2b(digest_size=16)
+    kind, digest = hashlib.blake2b(digest_size=4), hashlib.blake2b(digest_size=16)
     sums = DeviceSums()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
+            kind.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
             if parameter.numel():
                 sums.add(parameter)
         digest.update(repr(sums.values()).encode())
@@ -42,4 +42,4 @@ def weights_checksum(model: torch.nn.Module) -> str:
                 probe = torch.linspace(-1.0, 1.0, width).unsqueeze(0).to(weight.dtype)
                 digest.update(name.encode())
                 digest.update(packed(probe, weight, None).float().numpy().tobytes())
-    return digest.hexdigest()
+    return f"{kind.hexdigest()}:{digest.hexdigest()}"

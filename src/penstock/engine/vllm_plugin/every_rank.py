@@ -47,7 +47,7 @@ async def _of_all_cores(
 
 
 def check_replicas(checksums: Sequence[str], replicas: int) -> None:
-    """Compare the data-parallel replicas of a dense model rank by rank, like with like (`manifest.SUMS`).
+    """Compare the data-parallel replicas of a dense model rank by rank, like with like (`manifest.kind_of`).
 
     A mixture of experts must not be compared: vLLM spreads its experts over the replicas.
 
