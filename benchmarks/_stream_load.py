@@ -2,9 +2,9 @@
 
 python benchmarks/_stream_load.py URL MODEL REQUESTS SHORTEST LONGEST SEED
 
-Reads lines on stdin: `mark` forgets the gaps seen so far, `after` which streams have had a token; `end` ends it. `gaps`
-answers with a line of JSON, `{"streams", "tokens", "silent", "median_gap_s", "max_gap_s"}`: how many had no token since
-`after`, and the longest time that each was without one.
+Reads lines on stdin: `mark` forgets the gaps seen so far, `end` ends it. `gaps` and `mark` answer with a line of JSON,
+`{"streams", "tokens", "median_gap_s", "max_gap_s"}`: how many have begun, the tokens of all since the start, and the
+longest time that each was without one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class Load:
         self.tokens = 0
         self.last: dict[int, float] = {}
         self.gap: dict[int, float] = {}
-        self.spoke: set[int] = set()
 
     def mark(self) -> None:
         """Count gaps from now on."""
@@ -58,7 +57,6 @@ class Load:
                         if before is not None:
                             self.gap[number] = max(self.gap.get(number, 0.0), now - before)
                         self.last[number] = now
-                        self.spoke.add(number)
                         self.tokens += 1
             self.last.pop(number, None)
 
@@ -66,8 +64,7 @@ class Load:
         """What was asked with `gaps`; a stream that is still waiting counts with the time it has waited."""
         now = time.perf_counter()
         gaps = [max(self.gap.get(number, 0.0), now - last) for number, last in self.last.items()] or [0.0]
-        silent = len(self.last.keys() - self.spoke)
-        figures = {"streams": len(self.last), "tokens": self.tokens, "silent": silent}
+        figures = {"streams": len(self.last), "tokens": self.tokens}
         return json.dumps({**figures, "median_gap_s": statistics.median(gaps), "max_gap_s": max(gaps)})
 
 
@@ -88,8 +85,6 @@ async def main() -> None:
                 failed.result()
             if command == "mark":
                 load.mark()
-            elif command == "after":
-                load.spoke.clear()
             print(load.report(), flush=True)
         for stream in streams:
             stream.cancel()

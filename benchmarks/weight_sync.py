@@ -34,12 +34,14 @@ from penstock.types import KV
 CLIENTS = 4
 """Processes that read the streams of one engine: one alone reads fewer tokens than an API process can write, and it is
 that process's work behind which control calls wait."""
-SETTLE_S, RECOVER_S = 5.0, 90.0
-"""Between two rounds under load, after every stream has gone on, so that each round finds the same load; and how long
-that may take: an update makes engines compute the KV of what is in flight anew."""
+SETTLE_S, RECOVER_S = 2.0, 90.0
+"""Between two rounds under load, once tokens come again as fast as before the first, so that each round finds the same
+load; and how long that may take: an update makes engines compute the KV of what is in flight anew."""
+AGAIN = 0.8
+"""Of the speed before the first round."""
 STATES: tuple[tuple[str, KV], ...] = (("idle", "recompute"), ("load", "recompute"), ("load, KV kept", "keep"))
 STRAGGLERS = 0.1
-"""Share of the streams that need not have begun, or gone on: those that an engine holds back for want of KV cache."""
+"""Share of the streams that need not have begun: those that an engine holds back for want of KV cache."""
 LINK_BAR, ROUND_BAR_S, ROUND_BAR, IPC_BAR_S = 1.5, 0.2, 0.1, 0.06
 
 
@@ -56,6 +58,7 @@ class Load:
             if share
         ]
         self._share = min(shares)
+        self._steady = 0.0
 
     async def _ask(self, command: str) -> list[dict[str, float]]:
         async with asyncio.timeout(60):
@@ -66,6 +69,8 @@ class Load:
         """Return when every stream has begun."""
         for _ in range(120):
             if all(answer["streams"] >= (1 - STRAGGLERS) * self._share for answer in await self._ask("gaps")):
+                await asyncio.sleep(SETTLE_S)
+                self._steady = await self._speed(3 * SETTLE_S) if self._processes else 0.0
                 return
             await asyncio.sleep(1)
         raise SystemExit("not all streams have begun after 120 s")
@@ -75,30 +80,26 @@ class Load:
         await self._ask("mark")
 
     async def gaps(self) -> dict[str, float]:
-        """When every stream has gone on: their longest silences since the mark, and how long that took; seconds."""
+        """When tokens come as before: the streams' longest silences since the mark, and how long that took; seconds."""
         if not self._processes:
             return {}
         began = time.perf_counter()
-        await self._ask("after")
-        while time.perf_counter() - began < RECOVER_S:
-            answers = await self._ask("gaps")
-            if all(answer["silent"] <= STRAGGLERS * answer["streams"] for answer in answers):
-                break
-            await asyncio.sleep(0.1)
-        recovered = time.perf_counter() - began
+        while await self._speed(0.5) < AGAIN * self._steady and time.perf_counter() - began < RECOVER_S:
+            pass
+        recovered, answers = time.perf_counter() - began, await self._ask("gaps")
         await asyncio.sleep(SETTLE_S)
         return {
-            "until_all_streams_go_on": recovered,
+            "until_as_fast_as_before": recovered,
+            "tokens_per_s_before": self._steady,
             "stream_gap_median": max(answer["median_gap_s"] for answer in answers),
             "stream_gap_max": max(answer["max_gap_s"] for answer in answers),
-            "tokens_per_s": await self._speed(),
         }
 
-    async def _speed(self) -> float:
-        """What all streams bring, over a second."""
+    async def _speed(self, seconds: float) -> float:
+        """Tokens/s that all streams bring."""
         before = sum(answer["tokens"] for answer in await self._ask("gaps"))
         began = time.perf_counter()
-        await asyncio.sleep(1)
+        await asyncio.sleep(seconds)
         return (sum(answer["tokens"] for answer in await self._ask("gaps")) - before) / (time.perf_counter() - began)
 
     def close(self) -> None:
@@ -123,31 +124,39 @@ async def measure(args: Any, fleet: Fleet, urls: Sequence[str], tensors: list[tu
     """Rounds of every side, turn by turn: `{state: {side: {phase: [seconds of each round]}}}`."""
     native, peers = _sides(args, urls, tensors)
     flat = [tensor for _, tensor in tensors]
+
+    async def one(side: str, kv: KV) -> dict[str, float]:
+        if side == "penstock":
+            return await ours(fleet, tensors, kv)
+        if side == "vllm":
+            return await asyncio.to_thread(native.update, tensors, kv == "recompute")
+        return {"start_to_finish": _link(peers, flat)}
+
+    sides = [side for side in ("link", "vllm", "penstock") if side != "vllm" or native is not None]
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     for state, kv in STATES if args.load else STATES[:1]:
         load = Load(urls, args.path, 0 if state == "idle" else args.load)
         await load.ready()
-        await asyncio.sleep(0 if state == "idle" else SETTLE_S)
         for number in range(args.rounds + 1):
-            for side in ("link", "vllm", "penstock") if number % 2 else ("penstock", "vllm", "link"):
+            if time.monotonic() > args.until and state in found:
+                _common.note(f"{state}: {number - 1} rounds until the limit")
+                break
+            for side in sides[:: 1 if number % 2 else -1]:
                 await load.mark()
-                if side == "penstock":
-                    seconds = await ours(fleet, tensors, kv)
-                elif side == "vllm" and native is not None:
-                    seconds = await asyncio.to_thread(native.update, tensors, kv == "recompute")
-                elif side == "link":
-                    seconds = {"start_to_finish": _link(peers, flat)}
-                else:
-                    continue
+                seconds = await one(side, kv)
                 seconds |= await load.gaps() if side != "link" else {}
-                if number:  # the first round of each makes groups, plans and caches
-                    for phase, value in seconds.items():
-                        found.setdefault(state, {}).setdefault(side, {}).setdefault(phase, []).append(value)
                 _common.note(f"{state} {side}: " + ", ".join(f"{k} {v:.4f}" for k, v in seconds.items()))
+                if number:  # the first round of each makes groups, plans and caches
+                    _add(found.setdefault(state, {}).setdefault(side, {}), seconds)
         load.close()
     if peers is not None:
         peers.close()
     return found
+
+
+def _add(rounds: dict[str, list[float]], seconds: dict[str, float]) -> None:
+    for phase, value in seconds.items():
+        rounds.setdefault(phase, []).append(value)
 
 
 def _sides(args: Any, urls: Sequence[str], tensors: list[tuple[str, Any]]) -> tuple[Any, Any]:
@@ -210,9 +219,11 @@ async def main() -> int:
     options.add_argument("--tp", type=int, default=1)
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--load", type=int, default=256, help="requests in flight at each engine; 0: idle only")
+    options.add_argument("--limit", type=float, default=3600, help="seconds after which no further round is begun")
     options.add_argument("--logs", help="folder for the engines' logs")
     options.add_argument("--memory", type=float, default=0.9, help="gpu_memory_utilization of an engine")
     args = options.parse_args()
+    args.until = time.monotonic() + args.limit
     if args.quick:
         args.rounds = 2
     if torch.cuda.device_count() < args.engines * args.tp + (args.transport == "broadcast"):
