@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,27 +60,36 @@ def through(fleet: Fleet) -> Ask:
     return ask
 
 
+def straight(engines: Sequence[DataClient]) -> Ask:
+    """To one after the other."""
+
+    async def ask(i: int, params: SamplingParams) -> list[Sample]:
+        return await engines[i % len(engines)].sample([5 + i % 80, 6, 7], 1, params)
+
+    return ask
+
+
 async def measure(args: Any, fleet: Fleet) -> list[_common.Row]:
     """Both sides, turn by turn, on the same engines with the same requests."""
     direct = [DataClient(engine.url) for engine in await fleet.engines()]
 
-    async def straight(i: int, params: SamplingParams) -> list[Sample]:
-        return await direct[i % len(direct)].sample([5 + i % 80, 6, 7], 1, params)
-
     rows: list[_common.Row] = []
     for concurrent in (64, 256):
-        sides = {through(fleet): concurrent, straight: concurrent}
+        sides = {through(fleet): concurrent, straight(direct): concurrent}
         case = f"{concurrent} concurrent, {len(direct)} engines, {args.tokens} tokens each, tokens/s"
         rows.append(_common.compare(case, *await turns(args, sides), bar=BAR, want="at least"))
-    for client in direct:
-        await client.close()
     if args.scaling and len(direct) > 1:
-        async with Fleet.connect([direct[0].url]) as one:
+        async with Fleet.connect([(await fleet.engines())[0].url]) as one:
+            sides = {through(one): 128, straight(direct[:1]): 128}
+            case = f"128 concurrent, 1 engine, {args.tokens} tokens each, tokens/s"
+            rows.append(_common.compare(case, *await turns(args, sides), bar=BAR, want="at least"))
             for each in (64, 128):
                 sides = {through(fleet): each * len(direct), through(one): each}
                 case = f"{each} concurrent at each engine, {len(direct)} engines against one, tokens/s"
                 bar = SCALING_BAR * len(direct)
                 rows.append(_common.compare(case, *await turns(args, sides), bar=bar, want="at least"))
+    for client in direct:
+        await client.close()
     return rows
 
 
