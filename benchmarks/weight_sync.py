@@ -230,6 +230,7 @@ async def main() -> int:
         _common.note(f"{torch.cuda.device_count()} GPUs are too few for this: nothing is measured")
         return _common.report("weight_sync", [])
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM's own IPC pickles its handles
+    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # stdout is for the document
     with tempfile.TemporaryDirectory() as folder:
         path = _dummy_models.save(Path(folder), args.model)
         args.path = str(path)
