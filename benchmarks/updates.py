@@ -6,18 +6,20 @@ Four ways take turns on the same engines, in rounds: no updates; `keep` (an upda
 abort, update, resume: what was in flight goes on from its tokens); and the naive loop: pause with vLLM's own abort,
 five seconds of grace, update, resume, while clients that were cut ask every half second whether they may go on, and
 begin anew. Before each round the same updates on idle engines. A token is wasted when an engine made it and no answer
-has it. About nine minutes in all, the start of the engines included; one and a half with `--quick`.
+has it. The clients are a process of their own (`_update_load.py`). About nine minutes in all, the start of the engines
+included; one and a half with `--quick`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,20 +27,16 @@ from typing import Any
 
 import _common
 import torch
-from _closed_loop import ClosedLoop, made
+from _closed_loop import made
+from _line_process import LineProcess
 from transformers import AutoModelForCausalLM
 
-from penstock.engine import wire
 from penstock.engine.concurrent import all_or_first_error
 from penstock.engine.control import ControlClient
-from penstock.engine.data import GENERATE
-from penstock.engine.transport import HttpTransport
 from penstock.fleet.fleet import Fleet
-from penstock.types import PauseMode, SamplingParams
+from penstock.types import PauseMode
 
 MODEL = Path(__file__).parent.parent / "examples" / "models" / "sorter-0.8m"
-TOKENS = 128
-PARAMS = SamplingParams(max_tokens=TOKENS, ignore_eos=True, detokenize=False)
 ROUNDS = 4
 BETWEEN_S = 1.0
 """From one update to the next."""
@@ -47,8 +45,8 @@ QUIET_S = 6.0
 GRACE_S = 5.0
 AFTER_S = 6.0
 """The same of the naive loop: its clients need seconds to make again what was thrown away."""
-POLL_S = 0.5
-REQUEST_S = 300.0
+ANSWER_S = 300.0
+"""Deadline of the load's answers; one of them is given when all requests in flight have ended."""
 BUBBLE_BAR = 2.0
 """Times the idle round: control must not queue behind data."""
 GOODPUT_BAR = 0.85
@@ -78,20 +76,40 @@ class Side:
         return self.good / self.seconds
 
 
+class Load:
+    """`_update_load.py`."""
+
+    def __init__(self, router: str, urls: Sequence[str]) -> None:
+        path = str(Path(__file__).parent / "_update_load.py")
+        self._process = LineProcess([sys.executable, path, router, *urls])
+
+    async def ask(self, command: str) -> dict[str, int]:
+        """Its answer to a line."""
+        async with asyncio.timeout(ANSWER_S):
+            line = await asyncio.to_thread(self._process.ask, command)
+        if not line:
+            raise RuntimeError("the process with the load has ended")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End it."""
+        self._process.close()
+
+
 class Bench:
-    """A fleet, and the same engines as the naive loop sees them."""
+    """A fleet, the same engines as the naive loop sees them, and the load on both."""
 
     def __init__(self, fleet: Fleet, urls: list[str]) -> None:
         self.fleet = fleet
         self.model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
         self.controls = [ControlClient(f"e{i}", url) for i, url in enumerate(urls)]
-        self.https = [HttpTransport(url) for url in urls]
-        self.thrown_away = 0
+        self.load = Load(fleet.url, urls)
 
     async def close(self) -> None:
-        """Close the connections."""
-        for client in (*self.controls, *self.https):
-            await client.close()
+        """End the load and close the connections."""
+        self.load.close()
+        for control in self.controls:
+            await control.close()
 
     # --- ways to update ----------------------------------------------------------------------------------------------
 
@@ -122,41 +140,26 @@ class Bench:
                 parameter.add_(torch.randn_like(parameter) * 1e-4)
         return await self.fleet.update_weights(self.model.named_parameters())
 
-    # --- requests ----------------------------------------------------------------------------------------------------
-
-    async def ask(self, i: int) -> int:
-        """One request as a user of the fleet makes it."""
-        (sample,) = await self.fleet.sample([5 + i % 80, 6, 7], 1, PARAMS)
-        return len(sample.token_ids)
-
-    async def ask_naively(self, i: int) -> int:
-        """One request to one engine, from the start again where it was cut."""
-        http = self.https[i % len(self.https)]
-        body = wire.generate_body([5 + i % 80, 6, 7], PARAMS)
-        while True:
-            (choice,) = (await http.post(GENERATE, body, timeout_s=REQUEST_S))["choices"]
-            if choice["finish_reason"] != "abort":
-                return len(choice["token_ids"])
-            self.thrown_away += len(choice["token_ids"])
-            while (await http.get("/is_paused", timeout_s=REQUEST_S))["is_paused"]:  # noqa: ASYNC110 - as the field does
-                await asyncio.sleep(POLL_S)
-
     # --- measurement -------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def window(self, side: Side, ask: Callable[[int], Awaitable[int]], concurrent: int) -> AsyncGenerator[None]:
+    async def window(self, side: Side, way: str, concurrent: int) -> AsyncGenerator[None]:
         """Load around what is measured; everything in flight ends before the next side's turn."""
-        whole, thrown, requeued = await made(self.fleet), self.thrown_away, self.fleet.counters.requeued_tokens
-        async with ClosedLoop(ask, concurrent) as loop:
-            await asyncio.sleep(2.0)
-            before, thrown_before, began = await made(self.fleet), self.thrown_away, time.perf_counter()
-            yield
-            side.seconds += time.perf_counter() - began
-            side.good += await made(self.fleet) - before - (self.thrown_away - thrown_before)
-        side.wasted += await made(self.fleet) - whole - loop.received
-        side.failed += len(loop.failed)
-        side.requeued += self.fleet.counters.requeued_tokens - requeued
-        if side.wasted < 0 or self.thrown_away - thrown > side.wasted:
+        whole = await made(self.fleet)
+        await self.load.ask(f"{way} {concurrent}")
+        await asyncio.sleep(2.0)
+        thrown = (await self.load.ask("so_far"))["thrown_away"]
+        before, began = await made(self.fleet), time.perf_counter()
+        yield
+        side.seconds += time.perf_counter() - began
+        side.good += await made(self.fleet) - before + thrown
+        side.good -= (await self.load.ask("so_far"))["thrown_away"]
+        ended = await self.load.ask("stop")
+        wasted = await made(self.fleet) - whole - ended["received"]
+        side.wasted += wasted
+        side.failed += ended["failed"]
+        side.requeued += ended["requeued"]
+        if not 0 <= ended["thrown_away"] <= wasted:
             raise RuntimeError(f"the counts of tokens do not add up: {side}")
 
     async def round(self, sides: dict[str, Side], concurrent: int, updates: int, naive_updates: int) -> None:
@@ -164,15 +167,15 @@ class Bench:
         for name in ("keep", "abort"):
             for _ in range(updates):
                 sides[name].idle.append(await getattr(self, name)())
-        async with self.window(sides["none"], self.ask, concurrent):
+        async with self.window(sides["none"], "ask", concurrent):
             await asyncio.sleep(QUIET_S)
-        for name, ask, count, between_s in (
-            ("keep", self.ask, updates, BETWEEN_S),
-            ("abort", self.ask, updates, BETWEEN_S),
-            ("naive", self.ask_naively, naive_updates, AFTER_S),
+        for name, way, count, between_s in (
+            ("keep", "ask", updates, BETWEEN_S),
+            ("abort", "ask", updates, BETWEEN_S),
+            ("naive", "ask_naively", naive_updates, AFTER_S),
         ):
             side = sides[name]
-            async with self.window(side, ask, concurrent):
+            async with self.window(side, way, concurrent):
                 for _ in range(count):
                     side.bubbles.append(await getattr(self, name)())
                     await asyncio.sleep(between_s)
@@ -242,10 +245,11 @@ async def main() -> int:
     made_rows: list[_common.Row] = []
     async with Fleet.launch(MODEL, args.engines, profile="cpu", max_model_len=256, max_num_seqs=256) as fleet:
         bench = Bench(fleet, [engine.url for engine in await fleet.engines()])
-        async with ClosedLoop(bench.ask, max(args.concurrent)):  # the first requests warm kernels up
-            await asyncio.sleep(1.0)
-        # The load and the clock share this process: a collection over all that torch and transformers have imported
-        # takes up to a second, which would be found in a bubble that no engine had. vLLM's server freezes its own.
+        await bench.load.ask(f"ask {max(args.concurrent)}")  # the first requests warm kernels up
+        await asyncio.sleep(1.0)
+        await bench.load.ask("stop")
+        # The clock shares this process: a collection over all that torch and transformers have imported takes up to a
+        # second, which would be found in a bubble that no engine had. vLLM's server freezes its own.
         gc.collect()
         gc.freeze()
         for concurrent in args.concurrent:

@@ -3,7 +3,7 @@
     python benchmarks/weight_formats.py [--gib 1.0] [--folder FOLDER]
 
 bfloat16 tensors of the sizes of a transformer, changed at random places by the last bits, as a step of training does.
-Bytes that are written, seconds to publish them, to prepare (an engine's API process reads, checks and assembles them)
+Bytes that are written, seconds to publish them, to prepare (an engine reads, checks and assembles them)
 and to apply (a worker copies them to where its weights are). The peer is the version whole, by the transport disk.
 """
 
@@ -46,7 +46,7 @@ class Round:
 
 
 class Engine:
-    """What of an engine takes part: the API process's half and the worker's, and weights in memory of its own."""
+    """What of an engine takes part: who checks and who loads, and weights in memory of its own."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.model = torch.nn.Module()
@@ -54,6 +54,7 @@ class Engine:
             self.model.register_parameter(name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
         self.worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: self.model), device="cpu")
         self._bytes, self._version = HostBytes(), 0
+        self._path: str | None = None
         self._sources: dict[str, Source] = {}
 
     def prepare(self, manifest: WeightManifest) -> WeightManifest:
@@ -68,11 +69,11 @@ class Engine:
         source.partial = True
         for entry, tensor in source.tensors(local, lambda _: None):
             self.model.get_parameter(entry.name).copy_(tensor)
-        self._version = local.version
+        self._version, self._path = local.version, local.location.get("path")
 
     def confirm(self) -> None:
         """What the worker does after each load, of whatever transport."""
-        self.worker.penstock_in_force = self._version, weights_checksum(self.model)
+        self.worker.penstock_in_force = self._version, weights_checksum(self.model), self._path
 
     def _source(self, manifest: WeightManifest) -> Source:
         if manifest.transport not in self._sources:

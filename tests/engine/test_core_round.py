@@ -10,10 +10,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+import torch
 
 from penstock.engine.vllm_plugin import core_round
 from penstock.engine.vllm_plugin.core_server import CoreServer
-from penstock.errors import EngineError, StateError, TransferError
+from penstock.engine.vllm_plugin.spec import WeightSpec
+from penstock.errors import EngineError, StateError, TransferError, WeightsError
+from penstock.weights.shared_memory import SharedMemoryStore
 
 
 class Core:
@@ -29,6 +32,7 @@ class Core:
         self.waiting: Future[None] | None = Future() if step_under_way else None
         self.ranks = ranks or [{"checksum": "c", "seconds": {"load": 0.1, "checksum": 0.01}}]
         self.prepared = 4
+        self.refusals: list[str | None] = [None, None]
 
     def is_scheduler_paused(self) -> bool:
         return self.paused
@@ -57,6 +61,10 @@ class Core:
         self.done.append("reset caches")
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        if method in {"penstock_prepare", "penstock_join_group"}:
+            self.done.append(method)
+            self.given = args[0]
+            return list(self.refusals)
         self.done.append(f"{method}{args or ''}")
         return [self.prepared] if method == "penstock_prepared" else self.ranks
 
@@ -166,6 +174,99 @@ def test_a_sleep_of_level_0_lasts_until_it_is_woken(tags: list[str] | None):
     assert not core.paused
 
 
+FLOATS = frozenset({"float32", "bfloat16"})
+SPEC = WeightSpec({"a": (2, 3), "head": (2,)}, {"a": FLOATS, "head": FLOATS}, frozenset({"head"}))
+
+
+@pytest.fixture
+def store():
+    store = SharedMemoryStore()
+    yield store
+    store.close()
+
+
+def offer(store: SharedMemoryStore, tensor: torch.Tensor) -> dict[str, Any]:
+    return {"manifest": store.publish(4, [("a", tensor)]).to_json()}
+
+
+def prepare(core: Core, body: Any) -> Future[Any]:
+    return core_round._routes(core)["/penstock/weights/prepare"](body)
+
+
+def test_a_version_is_checked_beside_the_core_and_prepared_between_two_of_its_steps(store):
+    core, body = Core(step_under_way=True), offer(store, torch.ones(2, 3))
+    core_round._expect(core, SPEC.to_json())
+    done = prepare(core, body)
+    assert core.done == []
+    core.step()
+    assert done.result(0) == {"ok": True}
+    assert core.done == ["penstock_prepare"], "nothing was paused"
+    assert core.given == body["manifest"]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.ones(3), r"shape \(3,\), the engine's has \(2, 3\)"),
+        (torch.ones(2, 3, dtype=torch.float64), "cast before sending"),
+        (torch.full((2, 3), torch.nan), "NaN"),
+        (None, "must be a JSON object with 'manifest'"),
+    ],
+)
+def test_what_does_not_fit_never_comes_to_the_core(store, tensor, message):
+    core = Core(step_under_way=False)
+    core_round._expect(core, SPEC.to_json())
+    with pytest.raises(WeightsError, match=message):
+        prepare(core, {} if tensor is None else offer(store, tensor)).result(0)
+    assert core.input_queue.empty()
+
+
+def test_workers_that_sleep_or_refuse_prepare_nothing(store):
+    core = Core(step_under_way=False)
+    core_round._expect(core, SPEC.to_json())
+    core.refusals[1] = "there is no such group"
+    refused = prepare(core, offer(store, torch.ones(2, 3)))
+    core.step()
+    with pytest.raises(WeightsError, match="there is no such group"):
+        refused.result(0)
+    core_round.holds_of(core).sleep(1, "keep")
+    asleep = prepare(core, offer(store, torch.ones(2, 3)))
+    core.step()
+    with pytest.raises(StateError, match="weights are asleep"):
+        asleep.result(0)
+    assert core.done.count("penstock_prepare") == 1
+
+
+def test_who_asks_before_the_api_server_has_told_what_fits_waits_for_it(store):
+    core, body, answers = Core(step_under_way=False), offer(store, torch.ones(2, 3)), queue.Queue[Future[Any]]()
+    threading.Thread(target=lambda: answers.put(prepare(core, body)), daemon=True).start()
+    core_round._expect(core, SPEC.to_json())
+    done = answers.get(timeout=20)
+    core.step()
+    assert done.result(0) == {"ok": True}
+
+
+def test_a_spec_that_could_not_be_found_out_is_said_until_it_was(store):
+    core, body = Core(step_under_way=False), offer(store, torch.ones(2, 3))
+    core_round._expect(core, "OSError: the checkpoint is gone")
+    with pytest.raises(EngineError, match="could not be found out: OSError: the checkpoint is gone"):
+        prepare(core, body).result(0)
+    core_round._expect(core, SPEC.to_json())
+    done = prepare(core, body)
+    core.step()
+    assert done.result(0) == {"ok": True}
+
+
+def test_a_group_is_joined_between_two_steps():
+    core = Core(step_under_way=True)
+    join = core_round._routes(core)["/penstock/weights/group"]
+    with pytest.raises(WeightsError, match="must be a JSON object that describes a group"):
+        join([]).result(0)
+    done = join({"epoch": "a"})
+    core.step()
+    assert (done.result(0), core.done, core.given) == ({"ok": True}, ["penstock_join_group"], {"epoch": "a"})
+
+
 @pytest.fixture
 def server():
     def route(body: Any) -> Future[Any]:
@@ -173,6 +274,10 @@ def server():
         match body["what"]:
             case "torn":
                 done.set_exception(TransferError("half of it"))
+            case "refused":
+                done.set_exception(WeightsError("they do not fit"))
+            case "unforeseen":
+                done.set_exception(KeyError("x"))
             case "slow":
                 threading.Timer(0.1, done.set_result, ({"late": True},)).start()
             case _:
@@ -191,7 +296,11 @@ def server():
         ("/do", {}, "secret", 400, {"error": "malformed body: KeyError('what')"}),
         ("/do", {"what": "x"}, "wrong", 401, {"error": "Unauthorized"}),
         ("/no", {}, "secret", 404, {"error": "no such route: POST /no"}),
-        ("/do", {"what": "x" * 2**20}, "secret", 413, {"error": "a body has at most 1048576 bytes, and says how many"}),
+        ("/do", {"what": "refused"}, "secret", 400, {"error": "they do not fit"}),
+        ("/do", {"what": "unforeseen"}, "secret", 500, {"error": "KeyError('x')"}),
+        ("/do", {"what": "x" * 10 * 2**20}, "secret", 200, {"ok": True}),
+        ("/do", {"what": "x" * 64 * 2**20}, "secret", 400, {"error": "the body is larger than 67108864 bytes"}),
+        ("/do", {"what": "x" * 2**20}, "wrong", 401, {"error": "Unauthorized"}),
     ],
 )
 async def test_the_server_in_the_core_answers(server, path, body, key, status, answer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,11 @@ import torch
 from test_vllm_pausing import made
 
 from nano_models import changed, logprobs_of
+from penstock.engine.control import ControlClient
 from penstock.engine.wire import UNKNOWN_VERSION
 from penstock.errors import EngineHTTPError, RequestError, StateError, WeightsError
 from penstock.types import GenerateBatch, SamplingParams, VersionSpan
+from penstock.weights.delta import DeltaStore
 
 pytestmark = pytest.mark.vllm
 
@@ -236,6 +239,54 @@ async def test_bytes_that_changed_on_the_way_are_refused(live):
         file.write(b"\x00\x00\x80\x3f")
     with pytest.raises(WeightsError, match=f"{manifest.tensors[3].name}.*crc32"):
         await live.engine.control.prepare_weights(manifest)
+
+
+async def test_no_step_of_an_update_waits_for_the_api_server(live):
+    """It stands still: behind the tokens of many streams it would only be slow."""
+    engine, control = live.engine, ControlClient("live", live.process.url, timeout_s=20)
+    model, version = changed(live.history.latest, 25), engine.weight_version + 1
+    manifest = engine._store.publish(version, model.named_parameters())
+    await control.info()
+    await control.prepare_weights(manifest)  # the first one may wait for it, which says what tensors the model has
+    os.kill(live.process.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(WeightsError, match="missing"):
+            await control.prepare_weights(replace(manifest, tensors=manifest.tensors[1:]))
+        with pytest.raises(WeightsError, match="group"):
+            await control.join_group({"epoch": "none"})
+        await control.prepare_weights(manifest)
+        await control.apply_weights(version)
+    finally:
+        os.kill(live.process.pid, signal.SIGCONT)
+        await control.close()
+    engine._store.commit(manifest)
+    engine._version = version
+    live.history.models[version] = model
+    (sample,) = await engine.sample([5, 6, 7], 1, LONG)
+    assert set(sample.versions()) == {version}
+    assert live.history.worst_difference([5, 6, 7], sample) < 1e-4
+
+
+@pytest.mark.parametrize("way", ["the core", "the API server"])
+async def test_by_either_way_deltas_are_checked_against_what_is_in_force(live, way, tmp_path):
+    engine, control = live.engine, ControlClient("live", live.process.url, timeout_s=60)
+    store = DeltaStore(tmp_path)
+    if way == "the core":
+        await control.info()  # else nobody has told where it listens
+    for seed in (51, 52):
+        model, version = changed(live.history.latest, seed), engine.weight_version + 1
+        manifest = store.publish(version, model.named_parameters())
+        await control.prepare_weights(manifest)
+        await control.apply_weights(version)
+        store.commit(manifest)
+        engine._version = version
+        live.history.models[version] = model
+        (sample,) = await engine.sample([5, 6, 7], 1, LONG)
+        assert live.history.worst_difference([5, 6, 7], sample) < 1e-4
+    assert (control._core is None) == (way == "the API server")
+    with pytest.raises(WeightsError, match="missing"):
+        await control.prepare_weights(replace(manifest, tensors=manifest.tensors[1:]))
+    await control.close()
 
 
 async def test_update_during_an_update_is_refused(live):

@@ -33,7 +33,7 @@ class Model(torch.nn.Module):
 
 
 class Engine:
-    """API process and worker of one engine, without the vLLM between them."""
+    """Who checks and who loads, of one engine, without the vLLM between them."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.model = Model(tensors)
@@ -51,7 +51,7 @@ class Engine:
             self.model.get_parameter(entry.name).copy_(tensor)
             brought.append(entry.name)
         self.version = manifest.version
-        self.worker.penstock_in_force = manifest.version, weights_checksum(self.model)
+        self.worker.penstock_in_force = manifest.version, weights_checksum(self.model), local.location["path"]
         return brought
 
     def prepare(self, manifest: WeightManifest) -> WeightManifest:
@@ -150,15 +150,17 @@ def test_an_engine_goes_back_to_the_version_before(store):
     assert engine.has(tensors)
 
 
-@pytest.mark.parametrize("what", ["weights", "label"])
+@pytest.mark.parametrize("what", ["weights", "label", "image"])
 def test_all_is_brought_where_the_base_is_not_in_force(store, what):
     tensors = start()
     engine = Engine(tensors)
     engine.update(published(store, 1, tensors))
     if what == "weights":  # a sleep that drops them leaves the label
         engine.model.get_parameter("b").zero_()
-    else:  # an update by another transport
+    elif what == "label":  # an update by another transport
         engine.version = 7
+    else:  # that version 1 was made in another process of the engine, maybe of another chain
+        engine.worker.penstock_in_force = *engine.worker.penstock_in_force[:2], "/proc/1/fd/1"
     tensors["a"] += 1
     assert set(engine.update(published(store, 8, tensors))) == set(tensors)
     assert engine.has(tensors)

@@ -170,7 +170,7 @@ class ControlClient:
             WeightsError: it cannot.
         """
         try:
-            await self._post("/penstock/weights/group", group)
+            await self._weights("group", group)
         except EngineHTTPError as error:
             if error.status in {BAD_REQUEST, NOT_FOUND}:
                 raise WeightsError(str(error)) from error
@@ -183,7 +183,7 @@ class ControlClient:
             WeightsError: names, shapes, dtypes or checksums do not fit.
         """
         try:
-            await self._post("/penstock/weights/prepare", {"manifest": manifest.to_json()})
+            await self._weights("prepare", {"manifest": manifest.to_json()})
         except EngineHTTPError as error:
             if error.status == BAD_REQUEST:
                 raise WeightsError(str(error)) from error
@@ -199,9 +199,7 @@ class ControlClient:
         """
         body = {"version": version, "clear_cache": clear_cache}
         try:
-            answer: Any = await self._at_core("/penstock/weights/apply", body, self._timeout_s)
-            if answer is _NO_CORE:
-                answer = await self._post("/penstock/weights/apply", body)
+            answer: Any = await self._weights("apply", body)
         except EngineHTTPError as error:
             if error.error_type == TORN:
                 raise TransferError(str(error)) from error
@@ -231,6 +229,12 @@ class ControlClient:
             self._core = None
         if url is not None and self._core is None:
             self._core = HttpTransport(url, api_key=self._key, name=self.name)
+
+    async def _weights(self, step: str, body: Mapping[str, Any]) -> Any:
+        """A step of an update: asked of the core itself where it can be reached, else of the API server."""
+        path = f"/penstock/weights/{step}"
+        answer: Any = await self._at_core(path, body, self._timeout_s)
+        return await self._post(path, body) if answer is _NO_CORE else answer
 
     async def _at_core(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
         """Ask the core itself; `_NO_CORE` where it cannot be reached past the API server (a proxy, a mapped port)."""

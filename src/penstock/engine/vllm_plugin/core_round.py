@@ -3,10 +3,12 @@
 Made of calls on the API server it takes five rounds through that process's event loop, and each waits behind the tokens
 of every stream that is being served there, while the GPU stands still: 2.3 to 3.1 s with 256 streams where 0.13 s are
 needed. Here the core does all of it between two of its steps. `core_server.py` brings the request to it past the API
-server.
+server. The checks before it (`preparing.py`) take the same way, each in the thread of its connection, and only what
+workers do for them is a piece of the core's own work.
 
-`EngineCoreProc`, the core's process, has no extension point for this. Two things are hung in, both in vLLM 0.26 and
-0.32: one more kind of item in its input queue, and a utility method that tells where `core_server.py` listens.
+`EngineCoreProc`, the core's process, has no extension point for this. Three things are hung in, all in vLLM 0.26 and
+0.32: one more kind of item in its input queue, a utility method that tells where `core_server.py` listens, and one that
+takes what only the API server knows.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -20,6 +22,8 @@ from typing import Any
 
 from penstock.engine.vllm_plugin.core_server import CoreServer
 from penstock.engine.vllm_plugin.pausing import holds_of, mode_in_core
+from penstock.engine.vllm_plugin.preparing import Preparing, group_of, raise_refusal, version_of
+from penstock.engine.vllm_plugin.spec import WeightSpec
 from penstock.errors import EngineError, StateError, TransferError
 
 VERSION_MARK = "penstock-weight-version:"
@@ -46,6 +50,7 @@ def install() -> None:
 
     EngineCoreProc._handle_client_request = handle_or_call  # noqa: SLF001
     EngineCoreProc.penstock_control_port = _control_port  # pyright: ignore[reportAttributeAccessIssue]
+    EngineCoreProc.penstock_expect = _expect  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _control_port(core: Any, keys: list[str]) -> int:
@@ -56,6 +61,17 @@ def _control_port(core: Any, keys: list[str]) -> int:
     return server.port
 
 
+def _expect(core: Any, spec: Any) -> None:
+    """Take the spec of the engine's weights (`WeightSpec` as JSON), or why there is none."""
+    _preparing_of(core).expect(spec if isinstance(spec, str) else WeightSpec.from_json(spec))
+
+
+def _preparing_of(core: Any) -> Preparing:
+    if not hasattr(core, "_penstock_preparing"):
+        core._penstock_preparing = Preparing()  # noqa: SLF001
+    return core._penstock_preparing  # noqa: SLF001
+
+
 def _routes(core: Any) -> dict[str, Callable[[Any], Future[Any]]]:
     """What a body says is read before the core is asked."""
 
@@ -63,11 +79,31 @@ def _routes(core: Any) -> dict[str, Callable[[Any], Future[Any]]]:
         version, clear_cache = int(body["version"]), bool(body["clear_cache"])
         return _in_core(core, lambda done: _Round(core, version, clear_cache, done).begin())
 
+    preparing = _preparing_of(core)
+
+    def prepare(body: Any) -> Future[Any]:
+        return _checked(lambda: preparing.check(body, lambda: _version(core)), lambda given: _prepare(core, given))
+
+    def group(body: Any) -> Future[Any]:
+        return _checked(lambda: group_of(body), lambda given: _tell_workers(core, "penstock_join_group", given))
+
+    def _checked(check: Callable[[], Any], work: Callable[[Any], Any]) -> Future[Any]:
+        """Check in this thread; then let the core work with what came of it."""
+        try:
+            given = check()
+        except Exception as error:  # noqa: BLE001 - handed to who asked
+            refused: Future[Any] = Future()
+            refused.set_exception(error)
+            return refused
+        return _in_core(core, lambda done: done.set_result(work(given)))
+
     def pause(body: Any) -> Future[Any]:
         mode, clear_cache = mode_in_core(str(body["mode"])), bool(body["clear_cache"])
         return _in_core(core, lambda done: _pause(core, mode, clear_cache, done))
 
     return {
+        "/penstock/weights/prepare": prepare,
+        "/penstock/weights/group": group,
         "/penstock/weights/apply": apply,
         "/penstock/pause": pause,
         "/penstock/resume": lambda _: _in_core(core, lambda done: done.set_result(holds_of(core).resume())),
@@ -103,6 +139,24 @@ def _copy(ended: Future[Any], done: Future[Any]) -> None:
         done.set_result(ended.result())
     else:
         done.set_exception(error)
+
+
+def _prepare(core: Any, manifest: dict[str, Any]) -> dict[str, Any]:
+    if asleep := holds_of(core).check_awake():
+        raise StateError(asleep)
+    return _tell_workers(core, "penstock_prepare", manifest)
+
+
+def _tell_workers(core: Any, method: str, given: dict[str, Any]) -> dict[str, Any]:
+    raise_refusal(core.collective_rpc(method, args=(given,)))
+    return {"ok": True}
+
+
+def _version(core: Any) -> int:
+    """The core's own label where it has one (0.32), else that of the last update of ours."""
+    if hasattr(core, "get_weight_version"):
+        return version_of(core.get_weight_version())
+    return getattr(core, "_penstock_version", 0)
 
 
 def _state(core: Any) -> dict[str, Any]:
@@ -162,6 +216,7 @@ class _Round:
         raise_failure(ranks)
         if hasattr(core, "set_weight_version"):  # vLLM 0.32 labels what it makes
             core.set_weight_version(str(self._version))
+        core._penstock_version = self._version  # noqa: SLF001
         _mark(core, self._version)
         loaded = time.perf_counter()
         holds.weights_are_in()  # and goes on, unless somebody has paused it or put it to sleep

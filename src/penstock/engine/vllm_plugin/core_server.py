@@ -18,19 +18,36 @@ from typing import Any
 
 import orjson
 
-from penstock.errors import StateError, TransferError
+from penstock.errors import PenstockError, StateError, TransferError, WeightsError
 
-MAX_BODY = 2**20
+MAX_BODY = 64 * 2**20
+"""A manifest of a 100k-tensor model is about 10 MB."""
 IDLE_S = 300.0
 """After so many seconds without a request a connection is closed."""
 WORK_S = 3600.0
 """Who asks has a deadline of its own; this one ends the thread of one that went away."""
 
+_PIECE = 2**16
+
 Route = Callable[[Any], Future[Any]]
 
 
+def refusal(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and answer that say what went wrong. 400: nothing was changed; 409: not in this state; 500: anything."""
+    if isinstance(error, WeightsError):
+        return 400, {"error": str(error)}
+    if isinstance(error, TransferError):
+        return 409, {"error": str(error), "torn": True}
+    if isinstance(error, StateError):
+        return 409, {"error": str(error)}
+    return 500, {"error": str(error) if isinstance(error, PenstockError) else repr(error)}
+
+
 class CoreServer:
-    """Answers `POST PATH` with what the route's future brings. 409: it cannot be done in this state."""
+    """Answers `POST PATH` with what the route's future brings, or `refusal`.
+
+    Each connection has a thread of its own, in which a route may take its time.
+    """
 
     def __init__(self, routes: Mapping[str, Route], keys: Sequence[str] = ()) -> None:
         taken = [f"Bearer {key}".encode() for key in keys]
@@ -55,15 +72,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = self.headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > MAX_BODY:
+        if not length.isdecimal():
             self.close_connection = True
-            self._answer(413, {"error": f"a body has at most {MAX_BODY} bytes, and says how many"})
+            self._answer(400, {"error": f"a body says how many bytes it has, and not {length!r}"})
+            return
+        given = self.headers.get("authorization", "").encode()
+        may = not self.keys or any(hmac.compare_digest(given, key) for key in self.keys)
+        if not may or int(length) > MAX_BODY:
+            self._skip(int(length))
+            error = f"the body is larger than {MAX_BODY} bytes" if may else "Unauthorized"
+            self._answer(400 if may else 401, {"error": error})
             return
         data = self.rfile.read(int(length))
-        given = self.headers.get("authorization", "").encode()
-        if self.keys and not any(hmac.compare_digest(given, key) for key in self.keys):
-            self._answer(401, {"error": "Unauthorized"})
-            return
         route = self.routes.get(self.path)
         if route is None:
             self._answer(404, {"error": f"no such route: POST {self.path}"})
@@ -76,14 +96,15 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             answer = asked.result(WORK_S)
-        except TransferError as error:
-            self._answer(409, {"error": str(error), "torn": True})
-        except StateError as error:
-            self._answer(409, {"error": str(error)})
         except Exception as error:  # noqa: BLE001 - whatever went wrong in the core, who asked has to know
-            self._answer(500, {"error": repr(error)})
+            self._answer(*refusal(error))
         else:
             self._answer(200, answer)
+
+    def _skip(self, length: int) -> None:
+        """Read a body and keep nothing of it: to one that is still being sent, an answer may get lost."""
+        while length > 0 and (piece := self.rfile.read(min(length, _PIECE))):
+            length -= len(piece)
 
     def _answer(self, status: int, answer: Any) -> None:
         body = orjson.dumps(answer)

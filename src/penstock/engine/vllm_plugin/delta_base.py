@@ -1,4 +1,4 @@
-"""The whole of one version in host memory, to which deltas are applied; of an engine's API process, for its workers.
+"""The whole of one version in host memory, to which deltas are applied; of an engine, for its workers.
 
 It is kept only where the transport `delta` is used. Workers map it as they map shared memory, through `/proc/PID/fd/N`.
 """

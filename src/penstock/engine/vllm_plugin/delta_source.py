@@ -1,4 +1,4 @@
-"""A worker's view of a version that its API process made of deltas (`delta_base.py`)."""
+"""A worker's view of a version that its engine made of deltas (`delta_base.py`)."""
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ class DeltaSource:
         """See whether the model has the base in force, by the checksum that it had when the base was loaded.
 
         A label would not do: after a sleep that dropped the weights, or a load that failed half-way, it is as before.
+        And a base of the same number out of another image, that of another process, may be of another chain.
         """
         self._changed = None
         if "base" in manifest.location:
             checksum = weights_checksum(self._worker.model_runner.get_model())
-            if (int(manifest.location["base"]), checksum) == getattr(self._worker, "penstock_in_force", None):
+            base = int(manifest.location["base"]), checksum, manifest.location.get("path")
+            if base == getattr(self._worker, "penstock_in_force", None):
                 self._changed = _numbers(manifest)
 
     def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:

@@ -15,7 +15,7 @@ from penstock.weights.pack import view
 
 
 class DiskSource:
-    """Maps the file; its bytes were checked before, by the API process."""
+    """Maps the file; its bytes were checked before (`host_bytes.py`)."""
 
     partial = False
     compares = False
@@ -24,7 +24,7 @@ class DiskSource:
         del worker
 
     def prepare(self, manifest: WeightManifest) -> None:
-        """See that the file can be mapped from here too: a worker may be on another host than its API process."""
+        """See that the file can be mapped from here too: a worker may be on another host than who checked it."""
         open_version(manifest).close()
 
     def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:

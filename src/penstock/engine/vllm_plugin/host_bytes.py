@@ -1,6 +1,7 @@
-"""What an engine's API process checks of a version before its workers see it: bytes that lie in the host's memory.
+"""What is checked of a version's bytes that lie in the host's memory, before workers see it.
 
-It is done there, in a thread, because it takes seconds for large models and the engine core generates meanwhile.
+It is done in a thread (`preparing.py`), because it takes seconds for large models and the engine generates meanwhile.
+What takes so long, checksums and the search for NaN, lets other threads of the process run.
 """
 # pyright: basic, reportMissingImports=false
 

@@ -1,4 +1,7 @@
-"""Our routes on vLLM's API server, as an ASGI middleware (`--middleware`): info, prepare, apply."""
+"""Our routes on vLLM's API server, as an ASGI middleware (`--middleware`): info, prepare, apply.
+
+An engine with one core does all but info and label itself (`core_round.py`), where it is reached past this server.
+"""
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
@@ -6,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hmac
+import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -15,18 +19,15 @@ from typing import Any
 import orjson
 
 from penstock.engine.vllm_plugin.core_round import raise_failure
+from penstock.engine.vllm_plugin.core_server import MAX_BODY, refusal
 from penstock.engine.vllm_plugin.every_rank import check_replicas, on_every_rank
-from penstock.engine.vllm_plugin.host_bytes import HostBytes
+from penstock.engine.vllm_plugin.preparing import Preparing, field, group_of, raise_refusal, version_of
 from penstock.engine.vllm_plugin.sources import SOURCES
-from penstock.engine.vllm_plugin.spec import WeightSpec, expected_weights
+from penstock.engine.vllm_plugin.spec import expected_weights
 from penstock.engine.vllm_plugin.version_spans import VersionSpans
-from penstock.engine.wire import version_number
 from penstock.errors import EngineError, StateError, TransferError, WeightsError
-from penstock.weights import delta
-from penstock.weights.manifest import WeightManifest
 
-MAX_BODY = 64 * 2**20
-"""A manifest of a 100k-tensor model is about 10 MB."""
+logger = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/health", "/ping", "/metrics", "/version")
 """What needs no API key: probes and scrapers have none, and these change nothing and tell nothing of a request."""
@@ -45,8 +46,8 @@ class PenstockMiddleware:
 
     def __init__(self, app: Any) -> None:
         self.app = app
-        self._spec: WeightSpec | None = None
-        self._bytes = HostBytes()
+        self._preparing = Preparing()
+        self._expecting: asyncio.Task[bool] | None = None
         self._spans = VersionSpans()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,14 +71,10 @@ class PenstockMiddleware:
         try:
             body = await _body(receive)
             status, answer = 200, await route(scope["app"].state.engine_client, body)
-        except (WeightsError, orjson.JSONDecodeError) as error:
+        except orjson.JSONDecodeError as error:
             status, answer = 400, {"error": str(error)}
-        except TransferError as error:
-            status, answer = 409, {"error": str(error), "torn": True}
-        except StateError as error:
-            status, answer = 409, {"error": str(error)}
-        except EngineError as error:
-            status, answer = 500, {"error": str(error)}
+        except (WeightsError, TransferError, StateError, EngineError) as error:
+            status, answer = refusal(error)
         await _answer(send, status, answer)
 
     async def _info(self, keys: list[str], engine: Any, _body: Any) -> dict[str, Any]:
@@ -103,40 +100,55 @@ class PenstockMiddleware:
 
     async def _control_port(self, engine: Any, keys: list[str]) -> int | None:
         """Where the engine's one core listens; several cores have to be paused together, from here."""
-        if engine.vllm_config.parallel_config.data_parallel_size > 1:
+        if not _one_core(engine):
             return None
+        self._expect(engine)
         return await engine.engine_core.call_utility_async("penstock_control_port", keys)
 
     async def _group(self, engine: Any, body: Any) -> dict[str, Any]:
         """Let every worker begin to join a group, while the engine generates."""
-        if not isinstance(body, dict):
-            raise WeightsError("the body must be a JSON object that describes a group")
-        _raise_first(await on_every_rank(engine, "penstock_join_group", (body,)))
+        raise_refusal(await on_every_rank(engine, "penstock_join_group", (group_of(body),)))
         return {"ok": True}
 
     async def _prepare(self, engine: Any, body: Any) -> dict[str, Any]:
         """Check a version in a thread of this process, then on the workers: the engine generates on."""
-        manifest = WeightManifest.from_json(_field(body, "manifest"))
+        loop = asyncio.get_running_loop()
+
+        def in_force() -> int:
+            return asyncio.run_coroutine_threadsafe(self._current_version(engine), loop).result()
+
         self._spans.install(engine)
-        if self._spec is None:
-            self._spec = await asyncio.to_thread(expected_weights, engine.vllm_config.model_config)
-        self._spec.check(manifest)
+        self._expect(engine)
         # Where this loop has many streams to serve, every await costs it a round over them: these share one.
         manifest, asleep = await asyncio.gather(
-            self._checked(engine, manifest), engine.engine_core.call_utility_async("penstock_check_awake")
+            asyncio.to_thread(self._preparing.check, body, in_force),
+            engine.engine_core.call_utility_async("penstock_check_awake"),
         )
         if asleep:
             raise StateError(asleep)
-        _raise_first(await on_every_rank(engine, "penstock_prepare", (manifest.to_json(),)))
+        raise_refusal(await on_every_rank(engine, "penstock_prepare", (manifest,)))
         return {"ok": True}
 
-    async def _checked(self, engine: Any, manifest: WeightManifest) -> WeightManifest:
-        in_force = await self._current_version(engine) if manifest.transport == delta.TRANSPORT else 0
-        return await asyncio.to_thread(self._bytes.check, manifest, in_force)
+    def _expect(self, engine: Any) -> None:
+        """Begin to find out what tensors the model has, for whoever checks; again where that has failed."""
+        if self._expecting is None or (self._expecting.done() and not self._expecting.result()):
+            self._expecting = asyncio.create_task(self._find_spec(engine))
+
+    async def _find_spec(self, engine: Any) -> bool:
+        try:
+            spec = await asyncio.to_thread(expected_weights, engine.vllm_config.model_config)
+        except Exception as error:
+            logger.exception("the tensors of the engine's model could not be found out")
+            spec = f"{type(error).__name__}: {error}"
+        self._preparing.expect(spec)
+        if _one_core(engine):
+            told = spec if isinstance(spec, str) else spec.to_json()
+            await engine.engine_core.call_utility_async("penstock_expect", told)
+        return not isinstance(spec, str)
 
     async def _apply(self, engine: Any, body: Any) -> dict[str, Any]:
         """A round over several cores, paused and resumed together; of one core, `core_round.py` does it there."""
-        version, clear_cache = int(_field(body, "version")), bool(_field(body, "clear_cache"))
+        version, clear_cache = int(field(body, "version")), bool(field(body, "clear_cache"))
         async with self._spans.pausing.changing:
             if asleep := await engine.engine_core.call_utility_async("penstock_check_awake"):
                 raise StateError(asleep)
@@ -147,7 +159,7 @@ class PenstockMiddleware:
 
     async def _label(self, engine: Any, body: Any) -> dict[str, Any]:
         """Tokens from here on are of this version; the engine must be paused, its weights loaded."""
-        version = int(_field(body, "version"))
+        version = int(field(body, "version"))
         if hasattr(engine, "update_weight_version"):  # vLLM 0.32 labels every token itself
             await engine.update_weight_version(str(version))
         else:
@@ -187,14 +199,7 @@ class PenstockMiddleware:
         """The core's own label where it has one (0.32), else ours."""
         if not hasattr(engine, "get_weight_version"):
             return self._spans.version
-        label = await engine.get_weight_version()
-        try:
-            return version_number(label)
-        except ValueError:
-            raise StateError(
-                f"the engine's weights are labelled {label!r}, and a version is a whole number; relabel them by POST "
-                '/update_weight_version with {"new_version": "0"}, or the number that they have'
-            ) from None
+        return version_of(await engine.get_weight_version())
 
 
 def _may(scope: Scope) -> bool:
@@ -212,9 +217,8 @@ def _keys(scope: Scope) -> list[str]:
     return keys or [key for key in (os.environ.get("VLLM_API_KEY"),) if key]
 
 
-def _raise_first(problems: list[str | None]) -> None:
-    if problem := next((problem for problem in problems if problem is not None), None):
-        raise WeightsError(problem)
+def _one_core(engine: Any) -> bool:
+    return engine.vllm_config.parallel_config.data_parallel_size == 1
 
 
 def _vllm_version() -> str:
@@ -224,12 +228,6 @@ def _vllm_version() -> str:
         except metadata.PackageNotFoundError:
             continue
     return "unknown"
-
-
-def _field(body: Any, name: str) -> Any:
-    if not isinstance(body, dict) or name not in body:
-        raise WeightsError(f"the body must be a JSON object with {name!r}")
-    return body[name]
 
 
 async def _body(receive: Receive) -> Any:

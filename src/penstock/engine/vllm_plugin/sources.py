@@ -46,7 +46,7 @@ class Source(Protocol):
 
 
 class SharedMemorySource:
-    """Maps the file of `weights.shared_memory`; its bytes were checked before, by the API process."""
+    """Maps the file of `weights.shared_memory`; its bytes were checked before (`host_bytes.py`)."""
 
     partial = False
     compares = False

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -44,6 +44,18 @@ class WeightSpec:
             if entry.dtype not in self.dtypes[name]:
                 allowed = " or ".join(sorted(self.dtypes[name]))
                 raise WeightsError(f"tensor {name!r} is {entry.dtype}; the engine takes {allowed}: cast before sending")
+
+    def to_json(self) -> dict[str, Any]:
+        """For another process of the engine."""
+        tensors = [[name, list(shape), sorted(self.dtypes[name])] for name, shape in self.shapes.items()]
+        return {"tensors": tensors, "optional": sorted(self.optional)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what `to_json` wrote."""
+        shapes = {name: tuple(shape) for name, shape, _ in data["tensors"]}
+        dtypes = {name: frozenset(allowed) for name, _, allowed in data["tensors"]}
+        return cls(shapes, dtypes, frozenset(data["optional"]))
 
 
 def check_bytes(manifest: WeightManifest) -> None:

@@ -74,7 +74,7 @@ class WorkerExtension(BroadcastWorker, DroppedWeights):
         except Exception as error:
             logger.exception("weight version %d was not loaded", version)
             return {"fault": _named(error)}
-        self.penstock_in_force = version, checksum
+        self.penstock_in_force = version, checksum, manifest.location.get("path")
         return {"checksum": checksum, "seconds": {"load": loaded - began, "checksum": time.perf_counter() - loaded}}
 
     def penstock_checksum(self) -> str:
