@@ -17,12 +17,23 @@ if TYPE_CHECKING:
     from penstock.engine.http import HTTPEngine
     from penstock.engine.process import EngineProcess
 
+# Models here are so small that a second thread costs more than it gives; before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 if find_spec("hypothesis") is not None:  # a GPU machine need not have it
     from hypothesis import HealthCheck, settings
 
     # That a machine stands still for a while says nothing about what is tested.
     settings.register_profile("ours", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("ours")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n`, what needs real engines is left to one process."""
+    from spread import ByFile
+
+    return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @dataclass

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,7 @@ def check_command(line: str) -> None:
             assert option in text, f"{line!r}: penstock {match[1]} has no {option}"
 
 
+@cache
 def command_help(command: str) -> str:
     argv = [BIN / "penstock", command, "--help"]
     done = subprocess.run(

@@ -35,7 +35,7 @@ async def test_updates_in_flight_lose_nothing_and_every_token_has_its_version(fl
     batch = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=longer))
     groups = [asyncio.create_task(fleet.sample([40, 41, 42 + i], 3, longer, session_id=i)) for i in range(4)]
     for seed in (1, 2):
-        await _made(fleet, 1000)
+        await _made(fleet, 1000, batch, *groups)
         model = changed(history.latest, seed)
         report = await fleet.update_weights(model.named_parameters())
         history.models[report.version] = model
@@ -57,15 +57,15 @@ async def test_updates_in_flight_lose_nothing_and_every_token_has_its_version(fl
     del history.models[last + 1]
 
 
-async def _made(fleet, tokens):
-    """Return when the engines have made so many tokens more."""
+async def _made(fleet, tokens, *asked):
+    """Return when the engines have made so many tokens more, or all that was asked for."""
 
     async def total():
         return sum(engine.stats.generation_tokens for engine in await fleet.engines())
 
     before = await total()
     async with asyncio.timeout(60):
-        while await total() < before + tokens:  # noqa: ASYNC110 - engines send no event
+        while await total() < before + tokens and not (asked and all(task.done() for task in asked)):  # noqa: ASYNC110 - engines send no event
             await asyncio.sleep(0.02)
 
 

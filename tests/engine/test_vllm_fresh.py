@@ -24,7 +24,10 @@ GREEDY = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True, detokeni
 async def test_updated_engine_equals_a_fresh_one_also_for_requests_in_flight(live, tmp_path):
     prompt = [8, 9, 10]
     task = asyncio.create_task(live.engine.sample(prompt, 1, GREEDY))
-    await asyncio.sleep(0.1)
+    before = (await live.engine.control.stats()).generation_tokens
+    async with asyncio.timeout(60):
+        while (await live.engine.control.stats()).generation_tokens < before + 10 and not task.done():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # engines send no event
     await live.update(changed(live.history.latest, 61))
     crossed = (await task)[0]
     after = (await live.engine.sample(prompt, 1, GREEDY))[0]

@@ -8,7 +8,7 @@ from sim_fleets import SIM, check_serves
 from penstock import Fleet
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # where nobody uses it, its keeper would stand still for as long as a test blocks
 async def shared_fleet() -> AsyncIterator[Fleet]:
     async with Fleet.launch("sim-model", engines=3, **SIM) as fleet:
         yield fleet
@@ -16,6 +16,6 @@ async def shared_fleet() -> AsyncIterator[Fleet]:
 
 @pytest.fixture
 async def fleet(shared_fleet: Fleet) -> AsyncIterator[Fleet]:
-    """Three simulated engine processes and a router, shared by the tests; each leaves it serving on all engines."""
+    """Three simulated engine processes and a router, shared by a module; each test leaves it serving on all engines."""
     yield shared_fleet
     await check_serves(shared_fleet, engines=3)

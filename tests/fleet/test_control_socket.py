@@ -8,7 +8,8 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import AsyncIterator
+import uuid
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -233,14 +234,15 @@ async def _connect(url: str) -> None:
         pass
 
 
-async def test_a_detached_fleet_that_does_not_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
-    before = daemons()
+async def test_a_detached_fleet_that_does_not_start_says_why_and_leaves_nothing(
+    tmp_path: Path, daemons: Callable[[], set[psutil.Process]]
+) -> None:
     with pytest.raises(EngineStartError, match="no-such-option"):
         await Fleet.launch(
             "sim-model", engines=2, detach=True, profile="sim", extra_args={"no-such-option": 1}, log_dir=tmp_path
         )
     assert {log.name for log in tmp_path.iterdir()} >= {"e0.log", "router.log", "fleet.log"}
-    assert await asyncio.to_thread(gone, daemons() - before)
+    assert await asyncio.to_thread(gone, daemons())
 
 
 async def test_a_process_that_does_not_begin_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,18 +256,27 @@ async def test_a_process_that_does_not_begin_is_not_waited_for(tmp_path: Path, m
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
-async def test_a_start_that_is_given_up_does_not_stay() -> None:
-    before = daemons()
+async def test_a_start_that_is_given_up_does_not_stay(daemons: Callable[[], set[psutil.Process]]) -> None:
     opening = asyncio.ensure_future(Fleet.launch("sim-model", engines=2, detach=True, **OPTIONS).__aenter__())
     await asyncio.sleep(0.7)
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
         await opening
-    assert await asyncio.to_thread(gone, daemons() - before)
+    assert await asyncio.to_thread(gone, daemons())
 
 
-def daemons() -> set[psutil.Process]:
-    return {p for p in psutil.process_iter(["cmdline"]) if "penstock.fleet.daemon" in (p.info["cmdline"] or [])}
+@pytest.fixture
+def daemons(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[psutil.Process]]:
+    """Finds the processes that hold the fleets of this test, by a mark that they inherit: others' are not counted."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("PENSTOCK_TEST", mark)
+
+    def found() -> set[psutil.Process]:
+        every = psutil.process_iter(["cmdline", "environ"])
+        ours = (p for p in every if (p.info["environ"] or {}).get("PENSTOCK_TEST") == mark)
+        return {p for p in ours if "penstock.fleet.daemon" in (p.info["cmdline"] or [])}
+
+    return found
 
 
 def gone(processes: set[psutil.Process]) -> bool:

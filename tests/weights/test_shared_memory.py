@@ -135,9 +135,12 @@ def test_nothing_has_a_name_that_could_be_left_behind():
     script = (
         "import os, signal, torch\n"
         "from penstock.weights.shared_memory import SharedMemoryStore\n"
-        "before = set(os.listdir('/dev/shm'))\n"
-        "store = SharedMemoryStore(); store.publish(1, [('w', torch.ones(1000))])\n"
-        "print(set(os.listdir('/dev/shm')) - before, flush=True)\n"
+        "stores, made = [], []\n"
+        "for _ in range(5):  # other processes of the machine may make a name meanwhile, but not every time\n"
+        "    before = set(os.listdir('/dev/shm'))\n"
+        "    stores.append(SharedMemoryStore()); stores[-1].publish(1, [('w', torch.ones(1000))])\n"
+        "    made.append(set(os.listdir('/dev/shm')) - before)\n"
+        "print(min(made, key=len), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
