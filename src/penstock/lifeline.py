@@ -7,6 +7,7 @@ polling, and unlike PR_SET_PDEATHSIG it does not fire when merely the thread tha
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
@@ -31,12 +32,16 @@ def watch() -> None:
     if fd_text is None:
         return
     fd = int(fd_text)
-    scratch = os.environ.get(leftovers.SCRATCH_ENV)
     os.set_inheritable(fd, False)  # noqa: FBT003 - the os module's own signature
-    thread = threading.Thread(
-        target=_end_group_at_eof, args=(fd, scratch and Path(scratch)), name="penstock-lifeline", daemon=True
-    )
-    thread.start()
+    scratch = Path(given) if (given := os.environ.get(leftovers.SCRATCH_ENV)) else None
+    if scratch is not None:  # who started us may end while we do, by the second of two signals
+        atexit.register(_remove, scratch, os.getpid())
+    threading.Thread(target=_end_group_at_eof, args=(fd, scratch), name="penstock-lifeline", daemon=True).start()
+
+
+def _remove(scratch: Path, owner: int) -> None:
+    if os.getpid() == owner:  # what we fork inherits this
+        leftovers.remove((), scratch)
 
 
 def _end_group_at_eof(fd: int, scratch: Path | None) -> None:

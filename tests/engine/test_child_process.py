@@ -41,6 +41,15 @@ print("there", flush=True)
 time.sleep(600)
 """
 
+ENDS_WHEN_ASKED = """
+import os, signal, time
+from penstock import lifeline
+lifeline.watch()
+signal.signal(signal.SIGTERM, lambda *_: exit(0))
+print(os.getpid(), "there", flush=True)
+time.sleep(600)
+"""
+
 LAUNCHES_NAMES = """
 import asyncio, pathlib, sys
 from penstock.process import ChildProcess
@@ -134,6 +143,27 @@ async def test_names_that_a_killed_group_leaves_are_taken_away(killed: str, tmp_
     finally:
         stranger.unlink()
         shared.unlink(missing_ok=True)
+
+
+async def test_what_ends_in_order_takes_its_folder_along(tmp_path: Path) -> None:
+    """Who started it may be gone by then, by the second of two signals; here it stands still."""
+    scratch, log = tmp_path / "scratch", tmp_path / "log"
+    scratch.mkdir()
+    launcher = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", LAUNCHES_NAMES, ENDS_WHEN_ASKED, "", str(log), str(scratch)
+    )
+    await written(log)
+    launcher.send_signal(signal.SIGSTOP)
+    try:
+        pid = int(log.read_text().split()[0])
+        os.kill(pid, signal.SIGTERM)
+        async with asyncio.timeout(10):
+            while alive(pid):  # noqa: ASYNC110 - not a child of ours
+                await asyncio.sleep(0.01)
+        assert not scratch.exists()
+    finally:
+        launcher.kill()
+        await launcher.wait()
 
 
 def test_killing_a_group_does_not_wait_for_its_end() -> None:
