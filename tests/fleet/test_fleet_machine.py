@@ -40,6 +40,7 @@ from penstock.errors import (
     UpdateError,
     UserError,
 )
+from penstock.fleet.core_watch import YOUNG
 from penstock.fleet.lifecycle import State
 from penstock.sim import Fault, FaultKind, SimConfig
 from penstock.sim import Phase as SimPhase
@@ -51,8 +52,8 @@ LIVES = 4
 """A request is given up after this many deaths under it and one more (`continuation.RETRY_S`): so many are dealt."""
 ENDLESS_S = 7200.0
 """Virtual: what takes longer hangs."""
-NOTICED_S = 10.0
-"""An engine that hangs is found out by then."""
+NOTICED_S = (YOUNG + 2) * FLEET["hang_timeout_s"]
+"""An engine that hangs is found out by then, one too that has made no token yet."""
 OPEN = 3
 """Batches in flight, at least, when something happens."""
 MILLISECONDS = st.sampled_from([0, 1, 3, 10, 40, 150, 700, 3000])
@@ -164,6 +165,17 @@ class FleetMachine(RuleBasedStateMachine):
 
         self.runner.run(strike())
 
+    @rule(which=WHICH, ms=MILLISECONDS)
+    def go_on(self, which: int, ms: int) -> None:
+        """What hangs does so no more, where that comes before it was noticed."""
+        if (node := self.alive(which)) is not None:
+
+            async def let_go() -> None:
+                node.go_on()
+                await asyncio.sleep(ms / 1000)
+
+            self.runner.run(let_go())
+
     @rule(ms=MILLISECONDS)
     @precondition(lambda self: len(self.fleet._roster.members) < 7)
     def add(self, ms: int) -> None:
@@ -209,7 +221,9 @@ class FleetMachine(RuleBasedStateMachine):
         """Everything ends: every answer is right, and the fleet is what it believes."""
         self.engines.failures = 0
         async with asyncio.timeout(ENDLESS_S):
-            await asyncio.wait([asyncio.create_task(asyncio.sleep(NOTICED_S)), *(task for _, task in self.begun)])
+            await asyncio.gather(*(task for _, task in self.begun), return_exceptions=True)
+            noticed = await self.fleet._roster.until(lambda: not self.unnoticed(), deadline_s=NOTICED_S)
+            assert noticed, f"after {NOTICED_S:g} s nobody has noticed what became of {self.unnoticed()}"
             for node in self.network.nodes.values():
                 node.engine.faults.clear()
             await self.fleet._roster.until(self.whole)
@@ -266,6 +280,15 @@ class FleetMachine(RuleBasedStateMachine):
         """Every engine is where it stays."""
         return all(not m.coming for m in self.fleet._roster.members)
 
+    def unnoticed(self) -> list[str]:
+        """Engines that hang, and those that have died and are taken to live."""
+        live = {m.url for m in self.fleet._roster.live()}
+        return [
+            node.name
+            for url, node in self.network.nodes.items()
+            if (node.hangs if node.engine.death is None else url in live)
+        ]
+
     async def updated(self) -> None:
         self.updates += 1
         await self.fleet.update_weights([("w", torch.full((2,), float(self.updates)))])
@@ -293,8 +316,8 @@ class FleetMachine(RuleBasedStateMachine):
         return nodes[which % len(nodes)] if nodes else None
 
 
-def histories(examples: int, steps: int, *phases: Phase) -> None:
-    """Run so many; a failing one is shrunk and printed."""
+def histories(examples: int, steps: int, *, shrink: bool) -> None:
+    """Run so many; one that fails is printed, where `shrink` as short as it can be made, which takes minutes."""
     logging.getLogger("penstock").setLevel(logging.CRITICAL)  # engines die by the thousand
     try:
         run_state_machine_as_test(
@@ -305,7 +328,7 @@ def histories(examples: int, steps: int, *phases: Phase) -> None:
                 deadline=None,
                 database=None,
                 print_blob=True,
-                phases=phases or [Phase.generate, Phase.shrink],
+                phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
                 suppress_health_check=list(HealthCheck),
             ),
         )
@@ -334,11 +357,27 @@ def test_the_last_engine_that_is_coming_back_is_not_taken_out() -> None:
         runner.run(run())
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_core_that_hangs_before_its_first_token_costs_no_request(goes_on: bool) -> None:  # noqa: FBT001 - pytest's
+    machine = FleetMachine()
+    machine.start(engines=2, least=1, chunk=0)
+    machine.die(which=1, how="kill", ms=1)
+    for ms in (0, 0, 0, 3):
+        machine.abort(ms)
+    for _ in range(2):
+        machine.die(which=0, how="hang in the core", ms=0)
+    machine.let_pass(40)  # the requests are in that core
+    if goes_on:
+        machine.go_on(which=0, ms=3000)
+        assert all(task.done() for *_, task in machine.asked)
+    machine.teardown()
+
+
 def test_histories() -> None:
-    histories(150, 12)
+    histories(150, 12, shrink=False)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_thousands_of_histories() -> None:
-    histories(5000, 24)
+    histories(5000, 24, shrink=True)

@@ -57,6 +57,8 @@ class Node:
         self.app = _app(config, (self.engine,))
         self.app.freeze()
         self.listening = True
+        self.hangs = False
+        """It was made to, and has not gone on since."""
         self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.open: set[Exchange] = set()
         self.engine.weights = _Recorded(self.engine, network)
@@ -76,12 +78,20 @@ class Node:
 
     def hang(self) -> None:
         """It makes no token and answers no health check any more."""
-        for phase in (Phase.TOKENS, Phase.HEALTH, Phase.REQUEST):
-            self.engine.faults.add(Fault(FaultKind.HANG, phase, times=1 << 30))
+        self._hang_at(Phase.TOKENS, Phase.HEALTH, Phase.REQUEST)
 
     def hang_in_the_core(self) -> None:
         """It makes no token any more, and its server says that it is well."""
-        for phase in (Phase.TOKENS, Phase.CONTROL, Phase.REQUEST):
+        self._hang_at(Phase.TOKENS, Phase.CONTROL, Phase.REQUEST)
+
+    def go_on(self) -> None:
+        """It hangs no more, and takes up what it has: SIGCONT."""
+        self.engine.faults.clear()
+        self.hangs = False
+
+    def _hang_at(self, *phases: Phase) -> None:
+        self.hangs = True
+        for phase in phases:
             self.engine.faults.add(Fault(FaultKind.HANG, phase, times=1 << 30))
 
     def _died(self, kind: FaultKind) -> None:

@@ -14,7 +14,8 @@ from sim_http import PROMPT, parse_events, sim_client
 from penstock.engine.wire import samples_of
 from penstock.errors import ConfigError
 from penstock.process import ChildProcess
-from penstock.sim import Fault, FaultKind, Phase, SimConfig, verify
+from penstock.sim import Fault, FaultKind, Phase, SimConfig, run_virtual, verify
+from penstock.sim.faults import FaultPlan
 from penstock.types import SamplingParams
 from penstock.weights.manifest import TensorEntry, WeightManifest
 
@@ -65,6 +66,27 @@ async def test_hang_until_cleared(phase):
         assert not task.done()
         await sim.post("/sim/fault", {"clear": True})
         assert await task == 200
+
+
+@pytest.mark.parametrize(
+    "met",
+    [
+        [Fault(FaultKind.HANG, Phase.REQUEST), Fault(FaultKind.HANG, Phase.REQUEST)],
+        [Fault(FaultKind.HANG, Phase.REQUEST), Fault(FaultKind.REFUSE, Phase.REQUEST)],
+        [Fault(FaultKind.DELAY, Phase.REQUEST, seconds=2.0), Fault(FaultKind.HANG, Phase.REQUEST)],
+    ],
+    ids=lambda met: " and ".join(fault.kind for fault in met),
+)
+def test_who_meets_several_faults_meets_none_of_them_after_they_were_cleared(met):
+    async def main(clock):
+        plan = FaultPlan(clock, tuple(met))
+        visit = asyncio.create_task(plan.at(Phase.REQUEST))
+        await clock.sleep(1.0)
+        assert not visit.done()
+        plan.clear()
+        await visit
+
+    run_virtual(main)
 
 
 @pytest.mark.parametrize("phase", [*PHASES, "now"])

@@ -6,7 +6,9 @@ at, and for nothing else: what is in the queue or in flight does not delay it. S
 step, a fraction of a second even for a full chunk of prefill, but for three cases:
 
 - A call of ours keeps it busy: it loads weights, sleeps, or runs a method of `collective_rpc`. Such a call has a
-  deadline of its own; while it is under way nothing is asked, and an answer that is missing then counts for nothing.
+  deadline of its own; while it is under way nothing is asked, and the time does not count. What was counted before it
+  stays, and so does a question that was put before it, which a core that is well answers by the call's end: calls may
+  come more often than a core needs to be found silent, and most are not for this engine at all.
 - It has not made a token yet: the first steps compile kernels, for as long as that takes. `YOUNG` allows for it.
 - A later step compiles one more kernel. `hang_timeout_s` has to be longer than that.
 """
@@ -50,13 +52,22 @@ class Occupation:
                 self._begun.clear()
                 self._over.set()
 
-    async def begun(self) -> None:
-        """Return when there is one."""
-        await self._begun.wait()
-
     async def over(self) -> None:
         """Return when there is none."""
         await self._over.wait()
+
+    async def without(self, seconds: float) -> None:
+        """Return when there has been none for so many seconds in all, from now on."""
+        now = asyncio.get_running_loop().time
+        while True:
+            await self.over()
+            since = now()
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._begun.wait()
+            except TimeoutError:
+                return
+            seconds -= now() - since
 
 
 async def until_silent(control: EngineControl, occupation: Occupation, *, hang_s: float, interval_s: float) -> float:
@@ -65,15 +76,14 @@ async def until_silent(control: EngineControl, occupation: Occupation, *, hang_s
     Args:
         control: of the engine. Any answer will do, also an error: whether the engine is well is another's question.
         occupation: the calls during which it may be silent.
-        hang_s: it hangs after so many seconds without an answer.
+        hang_s: it hangs after so many seconds without an answer, those of such calls not counted.
         interval_s: seconds between an answer and the next question.
     """
     missed = 0
     while True:
         if not missed:
             await asyncio.sleep(interval_s)
-        await occupation.over()
-        if await _first(_answers(control, hang_s, interval_s), _then(occupation.begun())):
+        if await _first(_answers(control, occupation, interval_s), _in_vain(occupation, hang_s)):
             missed = 0
             continue
         missed += 1
@@ -81,20 +91,22 @@ async def until_silent(control: EngineControl, occupation: Occupation, *, hang_s
             return missed * hang_s
 
 
-async def _answers(control: EngineControl, hang_s: float, pause_s: float) -> bool:
-    try:
-        async with asyncio.timeout(hang_s):
-            while True:
-                try:
-                    await control.is_paused()
-                except DeadlineError:  # the call's own, which is shorter
-                    await asyncio.sleep(pause_s)
-                else:
-                    return True
-    except TimeoutError:
-        return False
-    except (PenstockError, KeyError, TypeError, ValueError):  # an answer, if not one that can be read
-        return True
+async def _answers(control: EngineControl, occupation: Occupation, pause_s: float) -> bool:
+    while True:
+        await occupation.over()
+        try:
+            await control.is_paused()
+        except DeadlineError:  # the call's own
+            await asyncio.sleep(pause_s)
+        except (PenstockError, KeyError, TypeError, ValueError):  # an answer, if not one that can be read
+            return True
+        else:
+            return True
+
+
+async def _in_vain(occupation: Occupation, seconds: float) -> bool:
+    await occupation.without(seconds)
+    return False
 
 
 async def _is_young(control: EngineControl, deadline_s: float) -> bool:
@@ -103,11 +115,6 @@ async def _is_young(control: EngineControl, deadline_s: float) -> bool:
             return (await control.stats()).generation_tokens == 0
     except (TimeoutError, PenstockError):
         return False
-
-
-async def _then(event: Coroutine[Any, Any, None]) -> bool:
-    await event
-    return True
 
 
 async def _first(*coroutines: Coroutine[Any, Any, bool]) -> bool:

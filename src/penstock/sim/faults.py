@@ -185,11 +185,14 @@ class FaultPlan:
             RefusedError: answer with HTTP 500.
             Died: the engine is gone.
         """
+        cleared = self._released
         for fault in [self._spend(armed) for armed in tuple(self._armed) if self._fits(armed, phase, _AT_PHASE)]:
+            if cleared.is_set():  # while this visit waited: what it has not met by then is taken back too
+                return
             if fault.kind is FaultKind.DELAY:
                 await self._clock.sleep(fault.seconds)
             elif fault.kind is FaultKind.HANG:
-                await self._released.wait()
+                await cleared.wait()
             elif fault.kind is FaultKind.REFUSE:
                 raise RefusedError(f"a fault refuses the phase {phase.value!r}")
             else:
