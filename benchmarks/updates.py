@@ -6,7 +6,8 @@ Four ways take turns on the same engines, in rounds: no updates; `keep` (an upda
 abort, update, resume: what was in flight goes on from its tokens); and the naive loop: pause with vLLM's own abort,
 five seconds of grace, update, resume, while clients that were cut ask every half second whether they may go on, and
 begin anew. Before each round the same updates on idle engines. A token is wasted when an engine made it and no answer
-has it. The clients are a process of their own (`_update_load.py`). About nine minutes in all, the start of the engines
+has it. A bubble is the time in which an engine's core was held, by its own clock; of two engines, the longer one.
+The clients are a process of their own (`_update_load.py`). About nine minutes in all, the start of the engines
 included; one and a half with `--quick`.
 """
 
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import _common
+import aiohttp
 import torch
 from _closed_loop import made
 from _line_process import LineProcess
@@ -57,7 +59,7 @@ class Side:
     """What one way to update gave, all rounds together."""
 
     bubbles: list[float] = field(default_factory=list)
-    """Seconds from the first word of each pause to the end of its resume."""
+    """Seconds in which the core was held."""
     idle: list[float] = field(default_factory=list)
     """The same, of engines that have nothing to do."""
     updates: int = 0
@@ -104,9 +106,13 @@ class Bench:
         self.model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
         self.controls = [ControlClient(f"e{i}", url) for i, url in enumerate(urls)]
         self.load = Load(fleet.url, urls)
+        self._urls = urls
+        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(ANSWER_S))
+        self._cores: list[str] = []
 
     async def close(self) -> None:
         """End the load and close the connections."""
+        await self._http.close()
         self.load.close()
         for control in self.controls:
             await control.close()
@@ -115,29 +121,48 @@ class Bench:
 
     async def keep(self) -> float:
         """In flight; the engines say themselves how long each of them made nothing."""
+        self._step()
         return (await self._update()).bubble
 
     async def abort(self) -> float:
         """Everything in flight gives up its KV and goes on: three control calls instead of one."""
-        began = time.perf_counter()
+        self._step()
+        before = await self._held()
         await self.fleet.pause_generation(PauseMode.ABORT)
         await self._update()
         await self.fleet.resume_generation()
-        return time.perf_counter() - began
+        return max(after - began for after, began in zip(await self._held(), before, strict=True))
 
     async def naive(self) -> float:
         """Everything in flight is cut and begins anew."""
-        began = time.perf_counter()
+        self._step()
+        before = await self._held()
         await all_or_first_error(control.release() for control in self.controls)
         await asyncio.sleep(GRACE_S)
         await self._update()
         await all_or_first_error(control.resume() for control in self.controls)
-        return time.perf_counter() - began
+        return max(after - began for after, began in zip(await self._held(), before, strict=True))
 
-    async def _update(self) -> Any:
+    async def _held(self) -> list[float]:
+        """Seconds in which each core was held in its life."""
+        if not self._cores:
+            for url in self._urls:
+                async with self._http.get(f"{url}/penstock/info") as answer:
+                    port = (await answer.json())["control_port"]
+                self._cores.append(f"http://127.0.0.1:{port}/penstock/core")
+        held: list[float] = []
+        for core in self._cores:
+            async with self._http.post(core) as answer:
+                held.append((await answer.json())["held_s"])
+        return held
+
+    def _step(self) -> None:
+        """A trainer's step, which comes before the update and is no part of it."""
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 1e-4)
+
+    async def _update(self) -> Any:
         return await self.fleet.update_weights(self.model.named_parameters())
 
     # --- measurement -------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import aiohttp
 import pytest
 import torch
 
-from penstock.engine.vllm_plugin import core_round
+from penstock.engine.vllm_plugin import core_round, pausing
 from penstock.engine.vllm_plugin.core_server import CoreServer
 from penstock.engine.vllm_plugin.spec import WeightSpec
 from penstock.errors import EngineError, StateError, TransferError, WeightsError
@@ -125,6 +126,28 @@ def test_a_load_that_was_cut_leaves_the_engine_held_whoever_resumes_until_one_co
         core.step()
     assert again.result(0)["version"] == 4
     assert not core.paused
+
+
+def test_a_core_says_how_long_it_was_held_whatever_held_it(monkeypatch: pytest.MonkeyPatch):
+    clock = SimpleNamespace(perf_counter=lambda: clock.now, now=100.0)
+    monkeypatch.setattr(pausing, "time", clock)
+    core = Core(step_under_way=False)
+    holds = core_round.holds_of(core)
+
+    def at(seconds: float, *calls: Callable[[], Any]) -> float:
+        clock.now = 100.0 + seconds
+        for call in calls:
+            call()
+        return holds.held_s
+
+    assert at(1) == 0
+    assert at(2, lambda: holds.pause("keep", clear_cache=False)) == 0
+    assert at(3, holds.begin_update, holds.weights_are_out) == 1
+    assert at(4, holds.weights_are_in) == 2, "it is paused yet"
+    assert at(6, holds.resume, holds.resume) == 4
+    assert at(9) == 4
+    assert at(10, lambda: holds.sleep(1, "keep")) == 4
+    assert at(12, lambda: holds.wake_up(None)) == 6
 
 
 @pytest.mark.parametrize("level", [1, 2])

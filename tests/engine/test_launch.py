@@ -66,6 +66,10 @@ def test_telling_lines_are_the_errors_not_the_traceback():
     assert telling_lines(log) == "RuntimeError: Unsupported CPU attention configuration"
     worker = "(VllmWorker-0 pid=9) ERROR 11-21 16:22:02 [multiproc_executor.py:953] ValueError: too little memory"
     assert telling_lines(worker) == "ValueError: too little memory"
+    refused = (
+        "pydantic_core.ValidationError: 1 validation error for ModelConfig\n  Value error, max_model_len is too long"
+    )
+    assert telling_lines(refused).endswith("\nValue error, max_model_len is too long")
 
 
 @pytest.mark.vllm

@@ -22,8 +22,8 @@ from penstock.process import ChildProcess
 PROBE_S = 0.2
 """Between two readiness probes. vLLM announces readiness only on its port, so this one wait has no event to use."""
 
-TELLING = re.compile(r"(^[\w.]*(Error|Exception)\b: .)|\berror: |out of memory|No space left|Killed")
-"""An error's own line, not the traceback above it."""
+TELLING = re.compile(r"(^[\w.]*(Error|Exception)\b: .)|\berror: |^Value error, |out of memory|No space left|Killed")
+"""An error's own line, not the traceback above it; of a config that vLLM's pydantic refuses, the line that says why."""
 
 LOG_PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?(ERROR|WARNING|INFO) \S+ \S+ \[[^]]*\] ")
 """What vLLM puts before each line of a traceback that it logs."""

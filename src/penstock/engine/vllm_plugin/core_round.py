@@ -161,7 +161,8 @@ def _version(core: Any) -> int:
 
 def _state(core: Any) -> dict[str, Any]:
     running, waiting = core.scheduler.get_request_counts()
-    return {"paused": core.is_scheduler_paused(), "running": running, "waiting": waiting}
+    paused, held_s = core.is_scheduler_paused(), holds_of(core).held_s
+    return {"paused": paused, "running": running, "waiting": waiting, "held_s": held_s}
 
 
 class _Round:

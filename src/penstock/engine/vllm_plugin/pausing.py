@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -55,9 +56,17 @@ class Holds:
         self.without_weights = False
         """They were dropped, or an update has begun to write them and has not come to its end."""
         self._core = core
+        self._held_s = 0.0
+        self._since: float | None = None
+
+    @property
+    def held_s(self) -> float:
+        """Seconds of the core's life in which something held it, from when that was asked for."""
+        return self._held_s + (0.0 if self._since is None else time.perf_counter() - self._since)
 
     def pause(self, mode: str, clear_cache: bool) -> Any:  # noqa: FBT001 - as vLLM has it
         """`/pause`; a future where steps are under way."""
+        self._hold()
         done = self._core.pause_scheduler(mode, clear_cache)
         self.paused = True
         return done
@@ -69,6 +78,7 @@ class Holds:
 
     def sleep(self, level: int, mode: str) -> Any:
         """`/sleep`; a future where steps are under way."""
+        self._hold()
         done = self._core.sleep(level, mode)
         self.asleep |= MEMORY_TAGS if level else SCHEDULING
         self.without_weights |= level == DROPS_WEIGHTS
@@ -96,6 +106,7 @@ class Holds:
 
     def begin_update(self) -> None:
         """Weights are about to be written: nobody else's resume counts from here on."""
+        self._hold()
         self.updating = True
 
     def drop_update(self) -> None:
@@ -105,6 +116,7 @@ class Holds:
 
     def weights_are_out(self) -> None:
         """Nothing may be computed before weights are in."""
+        self._hold()
         self.without_weights = True
 
     def weights_are_in(self) -> None:
@@ -116,6 +128,11 @@ class Holds:
         """Let tokens be made unless something holds them."""
         if not (self.paused or self.asleep or self.updating or self.without_weights):
             self._core.resume_scheduler()
+            self._held_s, self._since = self.held_s, None
+
+    def _hold(self) -> None:
+        if self._since is None:
+            self._since = time.perf_counter()
 
 
 def mode_in_core(mode: str) -> str:
