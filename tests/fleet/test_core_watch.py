@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.fleet.core_watch import YOUNG, Occupation, until_silent
-from penstock.sim import run_virtual
+from penstock.sim import VirtualClock, run_virtual
 
 HANG_S = 6.0
 INTERVAL_S = 0.6
@@ -81,6 +81,27 @@ def test_calls_that_come_often_do_not_hide_a_core_that_hangs(tokens: int, window
     found_s = beside(joins_of_others, lambda: hung(tokens))
     unoccupied = every_s / (every_s + 0.5)
     assert found_s == pytest.approx(INTERVAL_S + windows * HANG_S / unoccupied, abs=1.0)
+
+
+def test_what_this_process_does_not_hear_while_its_loop_stands_still_is_no_silence() -> None:
+    """As where a trainer computes in the thread of the loop: an answer that came meanwhile is read after it."""
+
+    async def main(clock: VirtualClock) -> float:
+        def stand_still() -> None:
+            clock.now += 60.0
+
+        class Asked(Core):
+            async def is_paused(self) -> bool:
+                asyncio.get_running_loop().call_later(0.01, stand_still)
+                await asyncio.sleep(0.02)
+                for _ in range(9):  # from the socket to who has asked
+                    await asyncio.sleep(0)
+                return False
+
+        return await asyncio.wait_for(seconds_until_silent(Asked(), Occupation()), 3000.0)
+
+    with pytest.raises(TimeoutError):
+        run_virtual(main)
 
 
 def test_steps_before_and_behind_a_call_are_not_one_silence() -> None:

@@ -27,6 +27,8 @@ QUESTIONS = 10
 """So often within the time in which an answer must come is a core asked; each question costs it microseconds."""
 YOUNG = 10
 """An engine that has made no token yet may be silent for so many times as long."""
+TICK_S = 1.0
+"""Of one wait for a timer no more than this counts; a loop that stands still makes one wait long."""
 
 
 class Occupation:
@@ -57,17 +59,22 @@ class Occupation:
         await self._over.wait()
 
     async def without(self, seconds: float) -> None:
-        """Return when there has been none for so many seconds in all, from now on."""
+        """Return when there has been none for so many seconds in all, from now on.
+
+        Seconds in which this event loop stood still do not count: a trainer may compute in the thread that runs it, and
+        an answer that came meanwhile has not been read.
+        """
         now = asyncio.get_running_loop().time
-        while True:
+        while seconds > 0:
             await self.over()
-            since = now()
+            since, at_most = now(), min(seconds, TICK_S)
             try:
-                async with asyncio.timeout(seconds):
+                async with asyncio.timeout(at_most):
                     await self._begun.wait()
             except TimeoutError:
-                return
-            seconds -= now() - since
+                seconds -= at_most
+            else:
+                seconds -= min(now() - since, at_most)
 
 
 async def until_silent(control: EngineControl, occupation: Occupation, *, hang_s: float, interval_s: float) -> float:
