@@ -10,12 +10,14 @@ import pytest
 from fleet_fakes import until
 from launched_rig import CONFIG, Launcher, launched
 from sim_fleets import check_serves
+from virtual_fleet import Network, VirtualEngines, open_fleet, virtual_time, without_sockets
 
 from penstock.errors import DeadlineError, StateError, UserError
 from penstock.fleet.launched_engines import LaunchedEngines
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
+from penstock.types import PauseMode
 
 
 class Silent:
@@ -177,6 +179,35 @@ async def test_an_engine_whose_start_is_given_up_when_it_runs_is_ended_and_its_g
         launcher.url = None
         assert await fleet.add_engines() == ("e2",)
         assert fleet._roster.members[-1].gpus == ("1",)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_an_engine_that_returns_while_it_is_taken_out_is_taken_out(*, paused: bool) -> None:
+    async def main() -> None:
+        network = Network(SimConfig())
+        with without_sockets(network):
+            fleet = await open_fleet(network, VirtualEngines(network), 2)
+            if paused:
+                await fleet.pause_generation(PauseMode.KEEP)
+            member, over = fleet._roster.members[0], asyncio.Event()
+            next(iter(network.nodes.values())).kill()
+            await fleet._roster.until(lambda: member.state is State.LAUNCHING)
+            before = begun(fleet._operations.turns.take(over.wait))
+            removing = begun(fleet.remove("e0"))
+            await fleet._roster.until(lambda: member.state is State.SYNCING)
+            await asyncio.sleep(1.0)  # virtual: it waits for its turn to be admitted, behind the removal's
+            over.set()
+            await asyncio.gather(before, removing)
+            assert member.state is State.STOPPED
+            assert list(network.router.dispatcher.engines) == ["e1"]
+            assert [node.name for node in network.nodes.values() if node.engine.death is None] == ["e1"]
+            if paused:
+                await fleet.resume_generation()
+            await check_serves(fleet, engines=1)
+            await fleet.teardown()
+
+    with virtual_time() as runner:
+        runner.run(main())
 
 
 async def test_a_drain_ends_with_the_fleet() -> None:

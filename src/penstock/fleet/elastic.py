@@ -363,6 +363,8 @@ class Elastic:
         async def run() -> None:
             if member.state in {State.LAUNCHING, State.SYNCING}:
                 member.lifecycle.to(State.DEAD, "taken out before it served")
+            elif member.state in {State.SERVING, State.PAUSED}:  # its admission had begun, and so came to its end
+                member.lifecycle.to(State.DRAINING, "taken out as it came back")
             member.lifecycle.to(State.STOPPED, "taken out of the fleet")
             member.returns = False
             self._roster.announce()
