@@ -131,7 +131,7 @@ class Bench:
         await self.fleet.pause_generation(PauseMode.ABORT)
         await self._update()
         await self.fleet.resume_generation()
-        return max(after - began for after, began in zip(await self._held(), before, strict=True))
+        return await self._longest_since(before)
 
     async def naive(self) -> float:
         """Everything in flight is cut and begins anew."""
@@ -141,6 +141,9 @@ class Bench:
         await asyncio.sleep(GRACE_S)
         await self._update()
         await all_or_first_error(control.resume() for control in self.controls)
+        return await self._longest_since(before)
+
+    async def _longest_since(self, before: Sequence[float]) -> float:
         return max(after - began for after, began in zip(await self._held(), before, strict=True))
 
     async def _held(self) -> list[float]:

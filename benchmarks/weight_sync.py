@@ -57,7 +57,7 @@ class Load:
             for seed, share in enumerate(shares)
             if share
         ]
-        self._share = min(shares)
+        self._requests = requests * len(urls)
         self._steady = 0.0
 
     async def _ask(self, command: str) -> list[dict[str, float]]:
@@ -68,7 +68,7 @@ class Load:
     async def ready(self) -> None:
         """Return when every stream has begun."""
         for _ in range(120):
-            if all(answer["streams"] >= (1 - STRAGGLERS) * self._share for answer in await self._ask("gaps")):
+            if sum(answer["streams"] for answer in await self._ask("gaps")) >= (1 - STRAGGLERS) * self._requests:
                 await asyncio.sleep(SETTLE_S)
                 self._steady = await self._speed(3 * SETTLE_S) if self._processes else 0.0
                 return
