@@ -22,7 +22,7 @@ import torch
 
 from penstock.errors import StateError, WeightsError
 from penstock.weights import cuda_driver
-from penstock.weights.device_sum import device_sums
+from penstock.weights.device_sum import DeviceSums
 from penstock.weights.lease import Lease
 from penstock.weights.manifest import TensorEntry, WeightManifest
 from penstock.weights.pack import dtype_name, layout
@@ -142,24 +142,14 @@ def merge(manifests: Sequence[WeightManifest]) -> WeightManifest:
 
 
 def _entries(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> tuple[TensorEntry, ...]:
-    finite = torch.stack([_finite(tensor) for tensor in tensors]).tolist()
-    if not all(finite):
-        name = names[finite.index(False)]
-        raise WeightsError(f"tensor {name!r} holds NaN or infinity; the update was not sent")
-    return tuple(
-        TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, checksum)
-        for name, tensor, checksum in zip(names, tensors, device_sums(tensors), strict=True)
-    )
-
-
-def _finite(tensor: torch.Tensor) -> torch.Tensor:
-    """Whether every element is finite, as a bool on the device; without memory of the tensor's size."""
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=tensor.device)
-    if tensor.element_size() == 1:  # torch has no minimum of float8
-        tensor = tensor.to(torch.float16)
-    low, high = torch.aminmax(tensor)  # NaN makes both NaN
-    return torch.isfinite(low) & torch.isfinite(high)
+    sums = DeviceSums(finite=True)
+    sums.add(*tensors)
+    entries: list[TensorEntry] = []
+    for name, tensor, (number, finite) in zip(names, tensors, sums.found(), strict=True):
+        if not finite:
+            raise WeightsError(f"tensor {name!r} holds NaN or infinity; the update was not sent")
+        entries.append(TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, number))
+    return tuple(entries)
 
 
 def _part(device: torch.device, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:

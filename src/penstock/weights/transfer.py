@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.errors import TransferError, WeightsError
-from penstock.weights.buckets import Bucket, cut
+from penstock.weights.buckets import BUCKET_BYTES, Bucket, cut
 from penstock.weights.device_sum import DeviceSums
 from penstock.weights.manifest import DTYPE_BYTES, TensorEntry
 from penstock.weights.pack import dtype_name
@@ -36,8 +36,8 @@ def describe(named_tensors: NamedTensors) -> tuple[tuple[TensorEntry, ...], torc
         WeightsError: no tensor, a name twice, a dtype no engine loads, NaN or infinity.
     """
     entries: dict[str, TensorEntry] = {}
-    sums = DeviceSums()
-    spans: list[torch.Tensor] = []
+    sums = DeviceSums(finite=True)
+    together: list[torch.Tensor] = []
     device = torch.device("cpu")
     for name, given in named_tensors:
         tensor = given.detach()
@@ -50,15 +50,19 @@ def describe(named_tensors: NamedTensors) -> tuple[tuple[TensorEntry, ...], torc
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # this thread's stream need not be the one that computed them
         entries[name] = TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, 0)
-        sums.add(tensor.to(device))
-        spans.append(_span(tensor).to(device))
+        together.append(tensor.to(device))
+        if sum(map(_nbytes, together)) >= BUCKET_BYTES:  # what is gathered may be freed as soon as it is summed
+            sums.add(*together)
+            together.clear()
     if not entries:
         raise WeightsError("no tensors given: pass every parameter of the model, as model.named_parameters() does")
-    for name, finite in zip(entries, torch.isfinite(torch.stack(spans)).tolist(), strict=True):
+    sums.add(*together)
+    summed: list[TensorEntry] = []
+    for entry, (number, finite) in zip(entries.values(), sums.found(), strict=True):
         if not finite:
-            raise WeightsError(f"tensor {name!r} holds NaN or infinity; the update was not sent")
-    summed = zip(entries.values(), sums.values(), strict=True)
-    return tuple(TensorEntry(e.name, e.dtype, e.shape, 0, number) for e, number in summed), device
+            raise WeightsError(f"tensor {entry.name!r} holds NaN or infinity; the update was not sent")
+        summed.append(TensorEntry(entry.name, entry.dtype, entry.shape, 0, number))
+    return tuple(summed), device
 
 
 def send(group: Group, entries: Sequence[TensorEntry], named_tensors: NamedTensors, *, bucket_bytes: int) -> None:
@@ -105,9 +109,8 @@ def receive(
             works, tensors = coming.pop()
             coming += [_begin(group, following, entries, wanted) for following in plan[index + 1 : index + 2]]
             group.wait(works)
-            for entry, tensor in zip(entries[bucket.start : bucket.stop], tensors, strict=True):
-                sums.add(tensor)
-                yield entry, tensor
+            sums.add(*tensors)
+            yield from zip(entries[bucket.start : bucket.stop], tensors, strict=True)
         group.synchronize()
         found = sums.values()
     for entry, number in zip(entries, found, strict=True):
@@ -165,18 +168,12 @@ def _check_same(entries: Sequence[TensorEntry], tensors: Sequence[tuple[str, tor
         )
 
 
-def _span(tensor: torch.Tensor) -> torch.Tensor:
-    """Greatest less smallest element: finite if and only if every element is."""
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return torch.zeros((), dtype=torch.float64, device=tensor.device)
-    if tensor.element_size() == 1:  # torch has no minimum of float8
-        tensor = tensor.to(torch.float16)
-    least, most = torch.aminmax(tensor)
-    return most.double() / 2 - least.double() / 2  # halves, since the difference of two finite doubles may overflow
-
-
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _nowhere(_: TensorEntry) -> torch.Tensor | None:

@@ -11,6 +11,7 @@ import torch
 
 from penstock.errors import TransferError, WeightsError
 from penstock.weights.collective import Group
+from penstock.weights.device_sum import warm_up
 from penstock.weights.group import GroupSpec
 
 
@@ -56,6 +57,7 @@ def leave_group(worker: Any, why: str) -> None:
 
 
 def _join(group: Group) -> None:
+    warm_up(group.device)
     with suppress(TransferError):  # kept in `group.cut`, and the trainer finds this rank absent
         group.join()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from penstock.weights.device_sum import DeviceSums
+from penstock.weights.device_sum import device_sums
 from penstock.weights.manifest import SUMS, WeightManifest
 
 
@@ -25,13 +25,13 @@ def weights_checksum(model: torch.nn.Module) -> str:
     weights (`cpu_linear`), so what enters is their output for a fixed input.
     """
     kind, digest = hashlib.blake2b(digest_size=4), hashlib.blake2b(digest_size=16)
-    sums = DeviceSums()
+    parameters: list[torch.Tensor] = []
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             kind.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
             if parameter.numel():
-                sums.add(parameter)
-        digest.update(repr(sums.values()).encode())
+                parameters.append(parameter)
+        digest.update(repr(device_sums(parameters)).encode())
         for name, module in model.named_modules():
             packed = getattr(module, "cpu_linear", None)
             if packed is not None:

@@ -15,7 +15,7 @@ import torch
 from penstock.engine.vllm_plugin.sources import Place
 from penstock.errors import TransferError, WeightsError
 from penstock.weights import cuda_driver
-from penstock.weights.device_sum import DeviceSums, device_sums
+from penstock.weights.device_sum import device_sums
 from penstock.weights.lease import borrow
 from penstock.weights.manifest import TensorEntry, WeightManifest
 
@@ -49,11 +49,9 @@ class IpcSource:
         part = self._part(manifest)
         mapped = self._map(part)
         with mapped.lock:  # should the trainer end now, its memory stays mapped until the last view was asked for
-            sums = DeviceSums()
-            for entry, tensor in zip(manifest.tensors, self._views(manifest, mapped, part), strict=True):
-                sums.add(tensor)
-                yield entry, tensor
-            found = sums.values()
+            views = list(self._views(manifest, mapped, part))
+            yield from zip(manifest.tensors, views, strict=True)
+            found = device_sums(views)
         for entry, value in zip(manifest.tensors, found, strict=True):
             if value != entry.crc32:
                 raise TransferError(f"tensor {entry.name!r} was changed by the trainer while the engine loaded it")
