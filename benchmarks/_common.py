@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import platform
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -90,6 +92,23 @@ def parser(description: str) -> argparse.ArgumentParser:
 def note(text: str) -> None:
     """Say on stderr how far a benchmark is; stdout is for the document."""
     print(text, file=sys.stderr, flush=True)
+
+
+async def until_ended(work: Coroutine[Any, Any, None]) -> bool:
+    """Run it; whether it came to its end before SIGTERM or SIGINT, after which what was measured can still be told."""
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        note("ended early: this is what was measured until then")
+        return False
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+    return True
 
 
 def _cpu_model() -> str:

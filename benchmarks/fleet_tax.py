@@ -1,7 +1,7 @@
 """What the fleet and its router cost: tokens/s through them against straight to the same engines, interleaved.
 
 python benchmarks/fleet_tax.py [--engines 2] [--rounds 7]
-python benchmarks/fleet_tax.py --profile gpu --model 0.6b --tokens 512 --scaling   on a GPU for each engine
+python benchmarks/fleet_tax.py --profile gpu --model 0.6b --tokens 512 --clients 8 --scaling   on a GPU for each engine
 
 A model by the name of a shape has weights that vLLM makes up. With `--scaling`, besides: all engines against one of
 them, each with as many requests in flight, in which a CPU's cores that engines share would be what is measured.
@@ -10,20 +10,21 @@ them, each with as many requests in flight, in which a CPU's cores that engines 
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import _common
 import _dummy_models
+from _line_process import LineProcess
 
-from penstock.engine.data import DataClient
 from penstock.fleet.fleet import Fleet
-from penstock.types import Sample, SamplingParams
 
 MODEL = Path(__file__).parent.parent / "examples" / "models" / "sorter-0.8m"
 PROMPT_ROOM = 128
@@ -31,80 +32,83 @@ BAR, SCALING_BAR = 0.97, 0.95
 """At least 3.8 times one engine with four."""
 MANY = 16_384
 """A quarter of the tokens of a round, at least."""
-
-Ask = Callable[[int, SamplingParams], Awaitable[list[Sample]]]
-
-
-async def throughput(ask: Ask, concurrent: int, requests: int, seed: int, tokens: int) -> float:
-    """Tokens/s of `requests` requests of `tokens` tokens, `concurrent` at a time; closed loop."""
-    left = iter(range(requests))
-
-    async def worker() -> int:
-        made = 0
-        for i in left:
-            params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, seed=seed + i)
-            made += sum(len(sample.token_ids) for sample in await ask(i, params))
-        return made
-
-    began = time.perf_counter()
-    made = sum(await asyncio.gather(*(worker() for _ in range(concurrent))))
-    return made / (time.perf_counter() - began)
+ROUND_S = 300.0
 
 
-def through(fleet: Fleet) -> Ask:
-    """By the fleet's router."""
+class Load:
+    """Closed loops in several processes, that one process's own speed is not what is measured."""
 
-    async def ask(i: int, params: SamplingParams) -> list[Sample]:
-        return await fleet.sample([5 + i % 80, 6, 7], 1, params)
+    def __init__(self, clients: int, tokens: int) -> None:
+        argv = [sys.executable, str(Path(__file__).parent / "_sample_load.py")]
+        self._clients = [LineProcess(argv) for _ in range(clients)]
+        self._tokens = tokens
 
-    return ask
+    async def throughput(self, side: Side, requests: int, seed: int) -> float:
+        """Tokens/s of so many requests, all clients together, until the last one has its last answer."""
+        share = len(self._clients)
+        orders = [
+            {
+                "urls": side.urls, "tokens": self._tokens, "seed": seed + number * requests,
+                "concurrent": _part(side.concurrent, number, share), "requests": _part(requests, number, share),
+            }
+            for number in range(share)
+        ]  # fmt: skip
+        began = time.perf_counter()
+        asked = zip(self._clients, orders, strict=True)
+        async with asyncio.timeout(ROUND_S):
+            made = await asyncio.gather(*(asyncio.to_thread(client.ask, json.dumps(order)) for client, order in asked))
+        return sum(map(int, made)) / (time.perf_counter() - began)
+
+    async def turns(self, rounds: int, sides: Sequence[Side]) -> list[float]:
+        """Tokens/s of each side, in rounds that change their order."""
+        for side in sides:
+            await self.throughput(side, side.concurrent, 0)  # warm up
+        figures: list[list[float]] = [[] for _ in sides]
+        for i in range(rounds):
+            for side, of in list(zip(sides, figures, strict=True))[:: 1 if i % 2 else -1]:
+                requests = max(4 * MANY // self._tokens, 2 * side.concurrent)
+                of.append(await self.throughput(side, requests, 1_000_000 * (i + 1)))
+            concurrent = [side.concurrent for side in sides]
+            _common.note(f"{concurrent} concurrent, round {i + 1}: {[round(of[-1]) for of in figures]}")
+        # Every round makes the same number of tokens, so the harmonic mean is all tokens by all seconds.
+        return [statistics.harmonic_mean(of) for of in figures]
+
+    def close(self) -> None:
+        """End them."""
+        for client in self._clients:
+            client.close()
 
 
-def straight(engines: Sequence[DataClient]) -> Ask:
-    """To one after the other."""
+@dataclass(frozen=True)
+class Side:
+    """Where requests go, in turn, and how many at a time."""
 
-    async def ask(i: int, params: SamplingParams) -> list[Sample]:
-        return await engines[i % len(engines)].sample([5 + i % 80, 6, 7], 1, params)
-
-    return ask
+    urls: list[str]
+    concurrent: int
 
 
-async def measure(args: Any, fleet: Fleet) -> list[_common.Row]:
+async def measure(args: Any, fleet: Fleet, load: Load, rows: list[_common.Row]) -> None:
     """Both sides, turn by turn, on the same engines with the same requests."""
-    direct = [DataClient(engine.url) for engine in await fleet.engines()]
+    engines = [engine.url for engine in await fleet.engines()]
 
-    rows: list[_common.Row] = []
+    async def row(case: str, ours: Side, peer: Side, bar: float) -> None:
+        rows.append(_common.compare(case, *await load.turns(args.rounds, [ours, peer]), bar=bar, want="at least"))
+
     for concurrent in (64, 256):
-        sides = {through(fleet): concurrent, straight(direct): concurrent}
-        case = f"{concurrent} concurrent, {len(direct)} engines, {args.tokens} tokens each, tokens/s"
-        rows.append(_common.compare(case, *await turns(args, sides), bar=BAR, want="at least"))
-    if args.scaling and len(direct) > 1:
-        async with Fleet.connect([(await fleet.engines())[0].url]) as one:
-            sides = {through(one): 128, straight(direct[:1]): 128}
+        case = f"{concurrent} concurrent, {len(engines)} engines, {args.tokens} tokens each, tokens/s"
+        await row(case, Side([fleet.url], concurrent), Side(engines, concurrent), BAR)
+    if args.scaling and len(engines) > 1:
+        async with Fleet.connect(engines[:1]) as one:
             case = f"128 concurrent, 1 engine, {args.tokens} tokens each, tokens/s"
-            rows.append(_common.compare(case, *await turns(args, sides), bar=BAR, want="at least"))
+            await row(case, Side([one.url], 128), Side(engines[:1], 128), BAR)
             for each in (64, 128):
-                sides = {through(fleet): each * len(direct), through(one): each}
-                case = f"{each} concurrent at each engine, {len(direct)} engines against one, tokens/s"
-                bar = SCALING_BAR * len(direct)
-                rows.append(_common.compare(case, *await turns(args, sides), bar=bar, want="at least"))
-    for client in direct:
-        await client.close()
-    return rows
+                case = f"{each} concurrent at each engine, {len(engines)} engines against one, tokens/s"
+                sides = Side([fleet.url], each * len(engines)), Side([one.url], each)
+                await row(case, *sides, SCALING_BAR * len(engines))
 
 
-async def turns(args: Any, sides: Mapping[Ask, int]) -> list[float]:
-    """Tokens/s of each side with so many requests at a time, in rounds that change their order."""
-    for ask, concurrent in sides.items():
-        await throughput(ask, concurrent, concurrent, 0, args.tokens)  # warm up
-    figures: dict[Ask, list[float]] = {ask: [] for ask in sides}
-    for i in range(args.rounds):
-        for ask, concurrent in list(sides.items())[:: 1 if i % 2 else -1]:
-            requests = max(4 * MANY // args.tokens, 2 * concurrent)
-            figures[ask].append(await throughput(ask, concurrent, requests, 1000 * i, args.tokens))
-        _common.note(f"{list(sides.values())} concurrent, round {i + 1}: {[round(of[-1]) for of in figures.values()]}")
-    # Every round makes the same number of tokens, so the harmonic mean is all tokens by all seconds.
-    return [statistics.harmonic_mean(of) for of in figures.values()]
+def _part(total: int, number: int, parts: int) -> int:
+    return total // parts + (number < total % parts)
 
 
 async def main() -> int:
@@ -115,6 +119,7 @@ async def main() -> int:
     options.add_argument("--model", default=str(MODEL))
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--tokens", type=int, default=128, help="of each answer")
+    options.add_argument("--clients", type=int, default=1, help="processes that make requests")
     options.add_argument("--scaling", action="store_true", help="also all engines against one")
     args = options.parse_args()
     if args.quick:
@@ -126,7 +131,10 @@ async def main() -> int:
             profile=args.profile, load_format="dummy" if made_up else "auto", max_num_seqs=256,
             max_model_len=args.tokens + PROMPT_ROOM,
         ) as fleet:  # fmt: skip
-            return _common.report("fleet_tax", await measure(args, fleet))
+            load, rows = Load(args.clients, args.tokens), list[_common.Row]()
+            whole = await _common.until_ended(measure(args, fleet, load, rows))
+            load.close()
+    return _common.report("fleet_tax", rows) or int(not whole)
 
 
 if __name__ == "__main__":

@@ -271,6 +271,8 @@ async def main() -> int:
     rounds = 1 if args.quick else ROUNDS
     updates = 2 if args.quick else max(1, args.updates // ROUNDS)
     made_rows: list[_common.Row] = []
+    # As the demo's trainer: where engines have every core, each of torch's loops waits for the thread that got none.
+    torch.set_num_threads(1)
     async with Fleet.launch(MODEL, args.engines, profile="cpu", max_model_len=256, max_num_seqs=256) as fleet:
         bench = Bench(fleet, [engine.url for engine in await fleet.engines()])
         await bench.load.ask(f"ask {max(args.concurrent)}")  # the first requests warm kernels up
