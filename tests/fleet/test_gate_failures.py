@@ -73,6 +73,28 @@ async def test_a_gate_that_closes_after_its_deadline_is_opened_again(operation: 
     await OPERATIONS[operation](bench)
 
 
+async def test_a_router_is_told_once_that_its_gate_is_closed_and_again_where_it_may_not_have_heard() -> None:
+    bench, router = await failing()
+
+    def told() -> list[str]:
+        said = [what for who, what in bench.journal if who == "router" and what.startswith("gate")]
+        bench.journal.clear()
+        return said
+
+    bench.journal.clear()
+    await OPERATIONS["pause"](bench)
+    assert told() == ["gate closed"]
+    await OPERATIONS["update"](bench)
+    assert told() == [], "held engines do not wait for a router that has answered"
+    await bench.operations.resume()
+    assert told() == ["gate open"]
+    router.failures["gate"] = [LATE]
+    with pytest.raises(DeadlineError):
+        await OPERATIONS["pause"](bench)
+    await OPERATIONS["pause"](bench)
+    assert told()[-1] == "gate closed"
+
+
 async def test_an_update_whose_engines_the_router_does_not_take_is_committed_all_the_same(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

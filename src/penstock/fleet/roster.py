@@ -78,6 +78,8 @@ class Roster:
         """The router has a gate."""
         self._tearing: set[EngineControl] = set()
         self._closed = closed
+        self._confirmed: bool | None = None
+        """What the router has said last of its gate; None: it was told, and has not answered."""
         self._epoch = epoch
         self._announced = False
         self._ended = False
@@ -181,17 +183,19 @@ class Roster:
         if closed and not self._closed:
             self.stretches.stop()
         self._closed = closed
-        await self._tell(lambda: self.admin.gate(closed))
+        if self._confirmed is closed and not self.in_doubt:
+            return  # an engine that is held would wait for the answer, behind all that the router has to pass on
+        await self._tell(lambda: self._say_gate(closed=closed))
 
     async def restore(self) -> None:
         """Bring a router, such as one that was started anew, to where the fleet has it; it opens its gate last."""
         async with self._telling:
             self._said += 1
             if closed := self._closed:
-                await self.admin.gate(closed)
+                await self._say_gate(closed=True)
             await self._push()
             if not closed:
-                await self.admin.gate(closed)
+                await self._say_gate(closed=False)
             self._restored += 1
             self.in_doubt = False
         self.announce()
@@ -235,6 +239,11 @@ class Roster:
         """The router will not be started again: nobody needs to wait for it."""
         self.router_returns = False
         self.announce()
+
+    async def _say_gate(self, *, closed: bool) -> None:
+        self._confirmed = None
+        await self.admin.gate(closed)
+        self._confirmed = closed
 
     async def _push(self) -> None:
         self._epoch += 1
