@@ -146,12 +146,15 @@ async def answer(
         break_connection(http)
         return response
     last = {"status": status, "samples": teller.news(), "versions": teller.spans(), "answer": body}
-    await _line(http, response, last)
-    await response.write_eof()
+    await _line(http, response, last, end=True)
     return response
 
 
-async def _line(http: web.Request, response: web.StreamResponse, content: Mapping[str, Any]) -> None:
+async def _line(
+    http: web.Request, response: web.StreamResponse, content: Mapping[str, Any], *, end: bool = False
+) -> None:
     if not response.prepared:
         await response.prepare(http)
-    await response.write(orjson.dumps(content) + b"\n")
+    # The last one and the answer's end are one write, as our plugin has it: with the line alone, a client has what it
+    # wants and may go, which a router takes for a request that was given up.
+    await (response.write_eof if end else response.write)(orjson.dumps(content) + b"\n")
