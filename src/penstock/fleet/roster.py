@@ -183,9 +183,15 @@ class Roster:
         if closed and not self._closed:
             self.stretches.stop()
         self._closed = closed
-        if self._confirmed is closed and not self.in_doubt:
-            return  # an engine that is held would wait for the answer, behind all that the router has to pass on
-        await self._tell(lambda: self._say_gate(closed=closed))
+
+        async def say() -> None:
+            # An engine that is held would wait for the answer, behind all that the router has to pass on. One that
+            # others keep up may have been started anew, with its gate open, and nobody here would know.
+            known = self.router_returns and not self.in_doubt and self._confirmed is closed
+            if not known:
+                await self._say_gate(closed=closed)
+
+        await self._tell(say)
 
     async def restore(self) -> None:
         """Bring a router, such as one that was started anew, to where the fleet has it; it opens its gate last."""
