@@ -388,3 +388,18 @@ def test_a_malformed_group_is_refused() -> None:
 def test_an_entry_of_a_sum_survives_the_wire() -> None:
     entry = TensorEntry("a", "float32", (1,), 0, 2**64 - 1)
     assert orjson.loads(orjson.dumps(entry.crc32)) == entry.crc32
+
+
+def test_a_pass_that_gathers_into_one_buffer_is_summed_tensor_by_tensor() -> None:
+    """What is sent of it would be the last tensor three times; its sums must not fit that."""
+
+    class Gathering:
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            buffer = torch.empty(4, 4)
+            for value in (1.0, 2.0, 3.0):
+                yield f"w{value:g}", buffer.fill_(value)
+
+    entries, _ = describe(Gathering())
+    alone = [(f"w{value:g}", torch.full((4, 4), value)) for value in (1.0, 2.0, 3.0)]
+    assert entries == describe(alone)[0]
+    assert len({entry.crc32 for entry in entries}) == 3

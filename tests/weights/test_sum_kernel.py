@@ -34,7 +34,8 @@ print(len(by_kernel), "alike")
 
 
 def test_one_kernel_finds_what_torchs_operations_find() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     argv = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout.endswith("alike\n"), done.stderr[-3000:]

@@ -57,6 +57,8 @@ class DeviceSums:
                 self._found.append(self._of(together))
 
     def _of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        if devices := {tensor.device for tensor in tensors} - {tensors[0].device}:
+            raise ValueError(f"tensors on {tensors[0].device} and {', '.join(map(str, devices))} have no sums together")
         flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
         if (kernel := _kernel(flat[0].device)) is not None:
             exponents = [_EXPONENTS.get(tensor.dtype, (0, 0)) for tensor in tensors]
@@ -98,6 +100,8 @@ def _kernel(device: torch.device) -> Kernel | None:
         from penstock.weights.sum_kernel import launch  # noqa: PLC0415 - Triton is there where torch has GPUs
 
         launch([torch.zeros(1, dtype=torch.int64, device=device)], [(0, 0)], (_ODD, _EVEN))
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # noqa: BLE001 - without a compiler, Triton raises whatever the attempt came to
         logger.warning("checksums are computed by torch, slower, since Triton cannot: %s", error)
         return None
@@ -105,11 +109,13 @@ def _kernel(device: torch.device) -> Kernel | None:
 
 
 def _bounded(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """So many at once that there is memory for those that have to be copied, being strided."""
+    """So many at once that there is memory for those that have to be copied, being strided or between words."""
     together: list[torch.Tensor] = []
     copied = 0
     for tensor in tensors:
-        copied += 0 if tensor.is_contiguous() else tensor.numel() * tensor.element_size()
+        nbytes = tensor.numel() * tensor.element_size()
+        between_words = nbytes % WORD or tensor.storage_offset() * tensor.element_size() % WORD
+        copied += nbytes if between_words or not tensor.is_contiguous() else 0
         together.append(tensor)
         if copied >= _COPIED_BYTES:
             yield together

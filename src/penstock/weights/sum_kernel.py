@@ -39,14 +39,15 @@ def launch(
     # Pinned: a copy from other memory waits for all that is queued, such as the bucket that is still under way.
     on_gpu = device.type == "cuda"
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu).to(device, non_blocking=True)
+    # Both are passed whole: Triton compiles anew for a pointer that is not aligned as the one before it was.
     found = torch.zeros((2, len(parts)), dtype=torch.int64, device=device)
     with torch.cuda.device(device) if on_gpu else nullcontext():  # Triton's interpreter needs none
-        _kernel[(len(parts), PROGRAMS)](table, found[0], found[1], *mixing, WIDTH)
+        _kernel[(len(parts), PROGRAMS)](table, found, *mixing, WIDTH)
     return found
 
 
 @triton.jit(do_not_specialize=["odd", "even"])
-def _kernel(table, sums, infinite, odd, even, width: tl.constexpr):  # noqa: ANN001, ANN202 - Triton's own types
+def _kernel(table, found, odd, even, width: tl.constexpr):  # noqa: ANN001, ANN202 - Triton's own types
     """Program (i, j) sums row j, j + PROGRAMS and so on of tensor i."""
     of = tl.program_id(0)
     base = tl.load(table + 4 * of).to(tl.pointer_type(tl.int64))
@@ -64,5 +65,5 @@ def _kernel(table, sums, infinite, odd, even, width: tl.constexpr):  # noqa: ANN
         # An exponent of ones alone, plus its lowest bit, carries into the sign's place, and into nothing beyond.
         bad |= ((word & exponents) + lowest) & (exponents + lowest)
     if tl.program_id(1) * width < words:
-        tl.atomic_add(sums + of, tl.sum(total))
-        tl.atomic_max(infinite + of, tl.max((bad != 0).to(tl.int64)))
+        tl.atomic_add(found + of, tl.sum(total))
+        tl.atomic_max(found + tl.num_programs(0) + of, tl.max((bad != 0).to(tl.int64)))

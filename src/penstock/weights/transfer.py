@@ -38,6 +38,9 @@ def describe(named_tensors: NamedTensors) -> tuple[tuple[TensorEntry, ...], torc
     entries: dict[str, TensorEntry] = {}
     sums = DeviceSums(finite=True)
     together: list[torch.Tensor] = []
+    held = 0
+    # What is not a list may gather one after another, into memory that is used again or freed: each is summed at once.
+    limit = BUCKET_BYTES if isinstance(named_tensors, (list, tuple)) else 0
     device = torch.device("cpu")
     for name, given in named_tensors:
         tensor = given.detach()
@@ -51,9 +54,10 @@ def describe(named_tensors: NamedTensors) -> tuple[tuple[TensorEntry, ...], torc
                 torch.cuda.synchronize(device)  # this thread's stream need not be the one that computed them
         entries[name] = TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, 0)
         together.append(tensor.to(device))
-        if sum(map(_nbytes, together)) >= BUCKET_BYTES:  # what is gathered may be freed as soon as it is summed
+        held += tensor.numel() * tensor.element_size()
+        if held >= limit:
             sums.add(*together)
-            together.clear()
+            together, held = [], 0
     if not entries:
         raise WeightsError("no tensors given: pass every parameter of the model, as model.named_parameters() does")
     sums.add(*together)
@@ -170,10 +174,6 @@ def _check_same(entries: Sequence[TensorEntry], tensors: Sequence[tuple[str, tor
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _nowhere(_: TensorEntry) -> torch.Tensor | None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from contextlib import suppress
 from typing import Any
@@ -13,6 +14,8 @@ from penstock.errors import TransferError, WeightsError
 from penstock.weights.collective import Group
 from penstock.weights.device_sum import warm_up
 from penstock.weights.group import GroupSpec
+
+logger = logging.getLogger("vllm.penstock")
 
 
 class BroadcastWorker:
@@ -57,7 +60,10 @@ def leave_group(worker: Any, why: str) -> None:
 
 
 def _join(group: Group) -> None:
-    warm_up(group.device)
+    try:
+        warm_up(group.device)
+    except RuntimeError as error:  # such as no memory: when it is needed there may be
+        logger.warning("nothing was compiled for the checksums of updates: %s", error)
     with suppress(TransferError):  # kept in `group.cut`, and the trainer finds this rank absent
         group.join()
 
