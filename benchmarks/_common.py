@@ -67,7 +67,7 @@ def report(benchmark: str, rows: Sequence[Row]) -> int:
     Returns:
         The exit status: 0 where every row meets its bar, else 1.
     """
-    print(json.dumps(document(benchmark, rows), indent=2))
+    print(json.dumps(document(benchmark, rows), indent=2), flush=True)
     return 0 if all(row.ok for row in rows) else 1
 
 
@@ -98,15 +98,22 @@ async def until_ended(work: Coroutine[Any, Any, None]) -> bool:
     """Run it; whether it came to its end before SIGTERM or SIGINT, after which what was measured can still be told."""
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, task.cancel)
+    signals = (signal.SIGTERM, signal.SIGINT)
+
+    def stop() -> None:
+        for number in signals:  # another one ends the process
+            loop.remove_signal_handler(number)
+        task.cancel()
+
+    for number in signals:
+        loop.add_signal_handler(number, stop)
     try:
         await task
     except asyncio.CancelledError:
         note("ended early: this is what was measured until then")
         return False
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in signals:
             loop.remove_signal_handler(number)
     return True
 

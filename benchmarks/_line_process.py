@@ -27,6 +27,10 @@ class LineProcess:
         self.tell(line)
         return self._stdout.readline()
 
+    def kill(self) -> None:
+        """End it at once, whatever it does."""
+        self._process.kill()
+
     def close(self) -> None:
         """Close its stdin, at which it ends, and wait for it."""
         self._stdin.close()

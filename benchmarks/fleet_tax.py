@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class Load:
         argv = [sys.executable, str(Path(__file__).parent / "_sample_load.py")]
         self._clients = [LineProcess(argv) for _ in range(clients)]
         self._tokens = tokens
+        self._threads = ThreadPoolExecutor(clients)
 
     async def throughput(self, side: Side, requests: int, seed: int) -> float:
         """Tokens/s of so many requests, all clients together, until the last one has its last answer."""
@@ -54,9 +56,10 @@ class Load:
             for number in range(share)
         ]  # fmt: skip
         began = time.perf_counter()
-        asked = zip(self._clients, orders, strict=True)
+        asked = [(client.ask, json.dumps(order)) for client, order in zip(self._clients, orders, strict=True)]
+        loop = asyncio.get_running_loop()
         async with asyncio.timeout(ROUND_S):
-            made = await asyncio.gather(*(asyncio.to_thread(client.ask, json.dumps(order)) for client, order in asked))
+            made = await asyncio.gather(*(loop.run_in_executor(self._threads, ask, order) for ask, order in asked))
         return sum(map(int, made)) / (time.perf_counter() - began)
 
     async def turns(self, rounds: int, sides: Sequence[Side]) -> list[float]:
@@ -73,10 +76,13 @@ class Load:
         # Every round makes the same number of tokens, so the harmonic mean is all tokens by all seconds.
         return [statistics.harmonic_mean(of) for of in figures]
 
-    def close(self) -> None:
-        """End them."""
+    def close(self, *, at_once: bool) -> None:
+        """End them; `at_once`, in the middle of a round."""
         for client in self._clients:
+            if at_once:
+                client.kill()
             client.close()
+        self._threads.shutdown()
 
 
 @dataclass(frozen=True)
@@ -132,8 +138,11 @@ async def main() -> int:
             max_model_len=args.tokens + PROMPT_ROOM,
         ) as fleet:  # fmt: skip
             load, rows = Load(args.clients, args.tokens), list[_common.Row]()
-            whole = await _common.until_ended(measure(args, fleet, load, rows))
-            load.close()
+            whole = False
+            try:
+                whole = await _common.until_ended(measure(args, fleet, load, rows))
+            finally:
+                load.close(at_once=not whole)
     return _common.report("fleet_tax", rows) or int(not whole)
 
 

@@ -139,9 +139,9 @@ async def measure(args: Any, fleet: Fleet, tensors: list[tuple[str, Any]], found
             return await ours(fleet, tensors, kv)
         if side == "vllm":
             return await asyncio.to_thread(native.update, tensors, kv == "recompute")
-        return {"start_to_finish": _link(peers, flat)}
+        return {"start_to_finish": await asyncio.to_thread(_link, peers, flat)}
 
-    sides = [side for side in ("link", "vllm", "penstock") if side != "vllm" or native is not None]
+    sides = side_names(args)
     longest = 0.0
     for state, kv in STATES if args.load else STATES[:1]:
         with closing(Load(urls, args.path, 0 if state == "idle" else args.load)) as load:
@@ -168,12 +168,18 @@ def _add(rounds: dict[str, list[float]], seconds: dict[str, float]) -> None:
         rounds.setdefault(phase, []).append(value)
 
 
+def side_names(args: Any) -> list[str]:
+    """VLLM's own IPC shows the memory of one GPU to one engine."""
+    alone = args.transport == "cuda_ipc" and args.engines * args.tp > 1
+    return ["link", "penstock"] if alone else ["link", "vllm", "penstock"]
+
+
 def _sides(args: Any, urls: Sequence[str], tensors: list[tuple[str, Any]]) -> tuple[Any, Any]:
     import _native_sync  # noqa: PLC0415 - needs vLLM 0.26
     import _raw_broadcast  # noqa: PLC0415
 
-    if args.transport == "cuda_ipc":  # vLLM's own shows the memory of one GPU to one engine
-        return _native_sync.NativeIpc(urls) if args.engines * args.tp == 1 else None, None
+    if args.transport == "cuda_ipc":
+        return _native_sync.NativeIpc(urls) if "vllm" in side_names(args) else None, None
     gpus = range(torch.cuda.device_count() - args.engines * args.tp, torch.cuda.device_count())
     peers = _raw_broadcast.Peers(free_port(), gpus, [tensor for _, tensor in tensors])
     return _native_sync.NativeNccl(urls, free_port(), args.tp), peers
@@ -195,8 +201,7 @@ def _link(peers: Any, tensors: list[Any]) -> float:
 
 def rows(args: Any, found: Found) -> list[_common.Row]:
     """The bars, on medians, of states in which every side had a round."""
-    sides_of = max(map(len, found.values()), default=0)
-    found = {state: sides for state, sides in found.items() if len(sides) == sides_of}
+    found = {state: sides for state, sides in found.items() if len(sides) == len(side_names(args))}
     if "idle" not in found:
         return []
 
@@ -268,7 +273,7 @@ async def main() -> int:
             found: Found = {}
             whole = await _common.until_ended(measure(args, fleet, tensors, found))
     table = rows(args, found)
-    print(json.dumps({**_common.document("weight_sync", table), "seconds": found}, indent=2))
+    print(json.dumps({**_common.document("weight_sync", table), "seconds": found}, indent=2), flush=True)
     return 0 if whole and all(row.ok for row in table) else 1
 
 
