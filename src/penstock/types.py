@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Self
 
-from penstock.errors import RequestError
+from penstock.errors import RequestError, UserError
 
 Message = Mapping[str, Any]
 """One chat message in OpenAI's form: `{"role": ..., "content": ...}`."""
@@ -33,6 +33,10 @@ class PauseMode(StrEnum):
     ABORT = "abort"
     """They give up their KV at once, and are computed again from their tokens after `resume`: as `KEEP` with
     `clear_cache`. An engine without our plugin ends them, and our client sends them again with their tokens."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self:
+        raise UserError(f"unknown pause mode {value!r}; known: {', '.join(cls)}")
 
 
 @dataclass(frozen=True, slots=True)

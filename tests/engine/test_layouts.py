@@ -105,9 +105,10 @@ def test_every_reason_is_given_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["tensor-parallel-size", "--data_parallel_size", "api_server_count", "enable-sleep-mode"]
+    "option",
+    ["tensor-parallel-size", "--data_parallel_size", "api_server_count", "enable-sleep-mode", "port", "--middleware"],
 )
-def test_ranks_cannot_be_smuggled_in(option: str) -> None:
+def test_what_penstock_has_to_know_or_sets_itself_cannot_be_smuggled_in(option: str) -> None:
     with pytest.raises(ConfigError, match=r"extra_args: .* cannot be passed by: "):
         check_layout(config(extra_args={option: 2}), "gpu", None)
 

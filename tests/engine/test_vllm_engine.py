@@ -381,3 +381,18 @@ async def test_collective_rpc_and_the_checksum_of_weights_in_force(live):
     assert await live.engine.collective_rpc("penstock_checksum") == first
     report = await live.update(changed(live.history.latest, 51))
     assert [report.engines[0].checksum] == await live.engine.collective_rpc("penstock_checksum") != first
+
+
+async def test_what_cannot_be_sent_fails_its_call_alone(live):
+    with pytest.raises(EngineHTTPError, match="'get_model' returns cannot be sent to another process"):
+        await live.engine.collective_rpc("get_model", timeout_s=30.0)
+    assert await live.engine.collective_rpc("penstock_checksum", timeout_s=30.0)
+    (sample,) = await live.engine.sample([5, 6, 7], 1, SamplingParams(max_tokens=5, ignore_eos=True))
+    assert len(sample.token_ids) == 5
+
+
+async def test_a_call_after_one_that_has_failed_finds_its_connection_open(live):
+    for _ in range(20):
+        with pytest.raises(EngineHTTPError, match="no_such"):
+            await live.engine.collective_rpc("no_such", timeout_s=30.0)
+        assert await live.engine.collective_rpc("penstock_checksum", timeout_s=30.0)

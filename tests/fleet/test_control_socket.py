@@ -345,7 +345,7 @@ async def test_bad_calls_are_answered(fleet: Fleet) -> None:
             await link.call("dance")
         with pytest.raises(UserError, match="malformed arguments: KeyError"):
             await link.call("pause")
-        with pytest.raises(UserError, match="malformed arguments"):
+        with pytest.raises(UserError, match="unknown pause mode 'quickly'; known: keep, wait, abort"):
             await link.call("pause", mode="quickly", clear_cache=True, timeout_s=None)
         with pytest.raises(WeightsError, match="malformed weight manifest"):
             await link.call("update", manifest={})
@@ -412,3 +412,15 @@ async def test_a_folder_that_others_can_enter_is_refused() -> None:
     assert socket_of("http://example.org:8000") is None
     with pytest.raises(UserError, match="that nobody else can enter"):
         await Fleet.launch("sim-model", profile="sim")
+
+
+async def test_a_folder_that_cannot_be_made_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", "/proc/nowhere")
+    with pytest.raises(UserError, match=r"nowhere/penstock-.* cannot be made: No such file or directory; PENSTOCK_RUN"):
+        await Fleet.launch("sim-model", profile="sim")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8000:", "http://127.0.0.1:99999", "http://[::1"])
+async def test_what_is_no_address_is_said_so(url: str) -> None:
+    with pytest.raises(UserError, match=r"is no address .* give one such as http://127.0.0.1:8000"):
+        await Fleet.connect(url)

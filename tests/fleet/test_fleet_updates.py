@@ -205,3 +205,13 @@ async def test_a_caller_that_gives_up_pausing_leaves_a_fleet_that_knows_its_stat
     check(PROMPTS, await running, LONG)
     await fleet.resume_generation()  # the pause was finished all the same
     await check_serves(fleet, engines=3)
+
+
+async def test_what_is_no_pairs_and_no_mode_is_said_before_anything_is_done() -> None:
+    async with Fleet.launch("sim-model", profile="sim") as fleet:
+        for given in ({"w": torch.ones(1)}, None):
+            with pytest.raises(UserError, match=r"takes pairs of a name and a tensor, not a (dict|NoneType)"):
+                await fleet.update_weights(given)
+        with pytest.raises(UserError, match="unknown pause mode 'foo'; known: keep, wait, abort"):
+            await fleet.pause_generation("foo")
+        assert fleet.weight_version == 0

@@ -90,6 +90,8 @@ def _state(load: EngineLoad, router: RouterState, *, paused: bool) -> str:
         return "not serving"
     if paused:
         return "paused"
+    if load.draining:
+        return "draining"
     return "gate closed" if router.gate_closed else "serving"
 
 

@@ -54,6 +54,10 @@ _BY_PENSTOCK = (
     "penstock.engine.vllm_plugin.middleware.PenstockMiddleware --worker-extension-cls "
     "penstock.engine.vllm_plugin.worker.WorkerExtension`; plain vLLM takes weights by update_named_weights"
 )
+_WITH_SLEEP = (
+    f"{DEV_MODE} and the option --enable-sleep-mode, or launch it by Penstock with enable_sleep_mode=true, on GPUs: on "
+    "a CPU vLLM frees no memory"
+)
 _WITH_LORA = "start it with --enable-lora and the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 _WITH_TRANSFER = f'{DEV_MODE} and the option --weight-transfer-config \'{{"backend": "nccl"}}\' (or another backend)'
 _WITH_LOGPROBS = (
@@ -68,7 +72,7 @@ LACKING: Mapping[Capability, tuple[str, str]] = MappingProxyType(
         "pause": ("/pause and /resume", DEV_MODE),
         "abort": ("/abort_requests", f"{DEV_MODE}, and vLLM 0.32 or newer"),
         "caches": ("/reset_prefix_cache", DEV_MODE),
-        "sleep": ("sleep mode", f"{DEV_MODE} and the option --enable-sleep-mode"),
+        "sleep": ("sleep mode", _WITH_SLEEP),
         "rpc": ("/collective_rpc", DEV_MODE),
         "lora": ("adapters that come and go", _WITH_LORA),
         "weight_transfer": ("native weight transfer", _WITH_TRANSFER),

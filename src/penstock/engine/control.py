@@ -140,7 +140,10 @@ class ControlClient:
         """A worker method on every worker, results in rank order; deadline `timeout_s` seconds."""
         body = {"method": method, "timeout": timeout_s, "args": list(args), "kwargs": dict(kwargs or {})}
         # A second more than the engine's own deadline, so that its message arrives.
-        answer = await self.http.post("/collective_rpc", body, timeout_s=timeout_s + 1.0)
+        # vLLM's server closes a connection after a worker's error without saying so: none is left for the next call.
+        answer = await self.http.post(
+            "/collective_rpc", body, timeout_s=timeout_s + 1.0, headers={"Connection": "close"}
+        )
         return list(answer["results"]) if answer else []
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:

@@ -25,6 +25,11 @@ NOT_EXTRA: Mapping[str, str] = {
     "enable-expert-parallel": "set enable_expert_parallel, which is checked against the model",
     "api-server-count": "versions are kept in one API process of an engine; for more of them start more engines",
     "enable-sleep-mode": "set enable_sleep_mode, which is checked against the device",
+    "model": "set model",
+    "host": "an engine listens where its launcher finds it",
+    "port": "an engine listens where its launcher finds it; router.port is for clients",
+    "middleware": "Penstock's own is there, without which it cannot update an engine",
+    "worker-extension-cls": "Penstock's own is there, without which it cannot update an engine",
 }
 """vLLM's options that `extra_args` must not pass by, with what to do instead."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from penstock.engine.capabilities import Capability, require
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError, UserError
@@ -247,6 +247,13 @@ class Operations:
 
         Where too few engines are left and some are being started anew, it waits for those first.
         """
+        given: Any = named_tensors
+        if isinstance(given, Mapping) or not isinstance(given, Iterable):
+            kind = type(cast("object", named_tensors)).__name__
+            raise UserError(
+                f"update_weights takes pairs of a name and a tensor, not a {kind}; give model.named_parameters(), or "
+                "state_dict().items()"
+            )
         return await self._update(lambda number: self._store.publish(number, named_tensors), version, kv)
 
     async def update_from(self, manifest: WeightManifest, *, kv: KV = "recompute") -> UpdateReport:

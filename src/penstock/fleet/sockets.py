@@ -26,12 +26,15 @@ def folder() -> Path:
     """The folder of this user's sockets; made where it is not there.
 
     Raises:
-        UserError: somebody else could write there, or its path is too long for a socket's name.
+        UserError: somebody else could write there, its path is too long for a socket's name, or it cannot be made.
     """
     path = Path(os.environ.get(FOLDER_ENV) or "/tmp") / f"penstock-{os.getuid()}"  # noqa: S108 - who made it is checked
     if len(os.fsencode(path / "fleet-65535.sock")) > LONGEST:
         raise UserError(f"{path} is too long a path for a socket; set {FOLDER_ENV} to a shorter folder")
-    path.mkdir(mode=FOLDER_MODE, exist_ok=True)
+    try:
+        path.mkdir(mode=FOLDER_MODE, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path} cannot be made: {error.strerror}; {FOLDER_ENV} names the folder it lies in") from error
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise UserError(f"{path} must be a folder of this user that nobody else can enter; remove it, or chmod 700")
@@ -39,14 +42,22 @@ def folder() -> Path:
 
 
 def socket_of(url: str) -> Path | None:
-    """The control socket that a fleet behind the router at `url` would have; None where that is another machine."""
-    parts = urlsplit(url)
+    """The control socket that a fleet behind the router at `url` would have; None where that is another machine.
+
+    Raises:
+        UserError: it is no address.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise UserError(f"{url!r} is no address ({error}); give one such as http://127.0.0.1:8000") from error
     try:
         here = parts.hostname == "localhost" or ipaddress.ip_address(parts.hostname or "").is_loopback
         own = here or ipaddress.ip_address(parts.hostname or "").is_unspecified
     except ValueError:  # a name, which may be any machine's
         return None
-    return folder() / f"fleet-{parts.port}.sock" if own and parts.port else None
+    return folder() / f"fleet-{port}.sock" if own and port else None
 
 
 def refuse_second(url: str | None) -> None:

@@ -49,8 +49,28 @@ def install() -> None:
             handle(self, request_type, request)
 
     EngineCoreProc._handle_client_request = handle_or_call  # noqa: SLF001
+    EngineCoreProc.collective_rpc = _sendable(EngineCoreProc.collective_rpc)
     EngineCoreProc.penstock_control_port = _control_port  # pyright: ignore[reportAttributeAccessIssue]
     EngineCoreProc.penstock_expect = _expect  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _sendable(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
+    """`EngineCore.collective_rpc`, which fails where what workers answer cannot be sent to who asked.
+
+    The core's output thread, which would find that out, ends of it (vLLM 0.26 to 0.32): no request is answered again.
+    """
+    from vllm.v1.serial_utils import MsgpackEncoder, UtilityResult  # noqa: PLC0415 - only inside vLLM
+
+    @functools.wraps(collective_rpc)  # vLLM reads the signature
+    def call(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        results = collective_rpc(core, method, *args, **kwargs)
+        try:
+            MsgpackEncoder().encode(UtilityResult(results))
+        except Exception as error:
+            raise TypeError(f"what {method!r} returns cannot be sent to another process: {error}") from error
+        return results
+
+    return call
 
 
 def _control_port(core: Any, keys: list[str]) -> int:
