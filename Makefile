@@ -14,7 +14,7 @@ setup: $(READY) ## build .venv: torch, vLLM for CPU, everything pinned, penstock
 demo: $(READY) ## train a small model with rollouts from two real vLLM engines, updated in flight
 	@$(BIN)/penstock train examples/DEMO.yaml --fresh
 
-test: $(READY) ## every test but the slow ones, in two processes (12 minutes on two cores)
+test: $(READY) ## every test but the slow ones, in two processes (9 to 12 minutes on two cores)
 	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(READY) ## the tests that take minutes

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,14 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from nano_models import History, changed
 from penstock import Fleet, Sample, SamplingParams
-from penstock.engine.process import reserved_port
-from penstock.engine.transport import HttpTransport
-from penstock.errors import MissingCapabilityError, PenstockError
+from penstock.errors import MissingCapabilityError
 from penstock.fleet.lifecycle import State
-from penstock.process import ChildProcess
 from penstock.router.admin_client import RouterAdmin
 from penstock.types import PauseMode
 from penstock.weights.shared_memory import SharedMemoryStore
+from plain_server import plain_server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -34,8 +30,7 @@ LONG = SamplingParams(max_tokens=300, ignore_eos=True, detokenize=False)
 PROMPTS = [[5 + i, 6, 7] for i in range(12)]
 
 
-@asynccontextmanager
-async def plain_vllm(model: Path, log: Path, ranks: int) -> AsyncIterator[str]:
+def plain_vllm(model: Path, log: Path, ranks: int) -> AbstractAsyncContextManager[str]:
     """The address of plain vLLM, started as docs/fleet.md says (but for what its CPU build needs)."""
     env = {
         "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -46,28 +41,9 @@ async def plain_vllm(model: Path, log: Path, ranks: int) -> AsyncIterator[str]:
     options = {
         "model": model, "max-model-len": 512, "dtype": "float32", "block-size": 32,
         "kv-cache-memory-bytes": 64 << 20, "data-parallel-size": ranks, "logprobs-mode": "processed_logprobs",
-        "weight-transfer-config": '{"backend": "penstock_shm"}', "host": "127.0.0.1",
+        "weight-transfer-config": '{"backend": "penstock_shm"}',
     }  # fmt: skip
-    with reserved_port() as port:
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out", "--enforce-eager"]
-        command += ["--no-enable-chunked-prefill", "--port", str(port)]
-        command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
-        argv = [sys.executable, "-m", "penstock.fleet.under_lifeline", *command]
-        child = await ChildProcess.start(argv, name="plain", log=log, env=env)
-        http = HttpTransport(f"http://127.0.0.1:{port}")
-        try:
-            async with asyncio.timeout(200):
-                while True:
-                    assert child.returncode is None, child.said()
-                    try:
-                        await http.get_text("/health", timeout_s=5.0)
-                        break
-                    except PenstockError:
-                        await asyncio.sleep(0.5)
-            yield http.url
-        finally:
-            await http.close()
-            await child.stop(10.0)
+    return plain_server(options, ["--enable-scale-out", "--enforce-eager", "--no-enable-chunked-prefill"], env, log)
 
 
 def samples(out) -> list[Sample]:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from nano_models import History, changed, save_dense
 from penstock import Fleet, SamplingParams
-from penstock.engine.process import free_port, reserved_port
-from penstock.engine.transport import HttpTransport
-from penstock.errors import MissingCapabilityError, PenstockError
-from penstock.process import ChildProcess
+from penstock.engine.process import free_port
+from penstock.errors import MissingCapabilityError
 from penstock.types import Sample
+from plain_server import plain_server
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,8 +31,7 @@ PARAMS = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, detokeniz
 PROMPTS = [[5 + i, 6, 7] for i in range(12)]
 
 
-@asynccontextmanager
-async def plain_vllm(model: Path, log: Path, gpu: int) -> AsyncIterator[str]:
+def plain_vllm(model: Path, log: Path, gpu: int) -> AbstractAsyncContextManager[str]:
     """The address of vLLM without any plugin, on the GPU of that place among ours."""
     ours = os.environ.get("CUDA_VISIBLE_DEVICES")
     env = {
@@ -45,27 +41,9 @@ async def plain_vllm(model: Path, log: Path, gpu: int) -> AsyncIterator[str]:
     options = {
         "model": model, "max-model-len": 512, "dtype": "float32", "kv-cache-memory-bytes": 64 << 20,
         "gpu-memory-utilization": 0.05, "attention-backend": "TRITON_ATTN", "logprobs-mode": "processed_logprobs",
-        "weight-transfer-config": '{"backend": "nccl"}', "host": "127.0.0.1",
+        "weight-transfer-config": '{"backend": "nccl"}',
     }  # fmt: skip
-    with reserved_port() as port:
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--port", str(port)]
-        command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
-        argv = [sys.executable, "-m", "penstock.fleet.under_lifeline", *command]
-        child = await ChildProcess.start(argv, name="plain", log=log, env=env)
-        http = HttpTransport(f"http://127.0.0.1:{port}")
-        try:
-            async with asyncio.timeout(150):
-                while True:
-                    assert child.returncode is None, child.said()
-                    try:
-                        await http.get_text("/health", timeout_s=5.0)
-                        break
-                    except PenstockError:
-                        await asyncio.sleep(0.5)
-            yield http.url
-        finally:
-            await http.close()
-            await child.stop(20.0)
+    return plain_server(options, ["--enforce-eager"], env, log)
 
 
 class Trainer:

@@ -1,0 +1,41 @@
+"""A vLLM server as others start it: by vLLM's own module, with options of one's own."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from penstock.engine.process import reserved_port
+from penstock.engine.transport import HttpTransport
+from penstock.errors import PenstockError
+from penstock.process import ChildProcess
+
+
+@asynccontextmanager
+async def plain_server(
+    options: Mapping[str, object], flags: Sequence[str], env: Mapping[str, str], log: Path
+) -> AsyncIterator[str]:
+    """Its address on loopback, once it answers; `options` have a value, `flags` none."""
+    with reserved_port() as port:
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
+        given = {**options, "host": "127.0.0.1", "port": port}
+        command += [part for name, value in given.items() for part in (f"--{name}", str(value))]
+        argv = [sys.executable, "-m", "penstock.fleet.under_lifeline", *command]
+        child = await ChildProcess.start(argv, name="plain", log=log, env=env)
+        http = HttpTransport(f"http://127.0.0.1:{port}")
+        try:
+            async with asyncio.timeout(200):
+                while True:
+                    assert child.returncode is None, child.said()
+                    try:
+                        await http.get_text("/health", timeout_s=5.0)
+                        break
+                    except PenstockError:
+                        await asyncio.sleep(0.5)
+            yield http.url
+        finally:
+            await http.close()
+            await child.stop(20.0)
