@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import orjson
 
 from penstock.config import EngineConfig
-from penstock.engine.layouts import check_layout, read_shape
+from penstock.engine.layouts import OURS, check_extra_args, check_layout, read_shape
 from penstock.engine.vllm_plugin import BACKEND
 from penstock.errors import ConfigError
 
@@ -46,6 +46,7 @@ def server_command(
     """
     profile = resolve_profile(config)
     if profile == "sim":
+        check_extra_args(config, OURS)
         return _sim_command(config, port=port, api_key=api_key, host=host)
     _check_model(config.model)
     check_layout(config, profile, read_shape(config.model))

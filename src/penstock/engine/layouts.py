@@ -17,7 +17,17 @@ from penstock.errors import ConfigError
 
 Device = Literal["cpu", "gpu"]
 
+OURS: Mapping[str, str] = {
+    "model": "set model",
+    "host": "an engine listens where its launcher finds it",
+    "port": "an engine listens where its launcher finds it; router.port is for clients",
+    "middleware": "Penstock's own is there, without which it cannot update an engine",
+    "worker-extension-cls": "Penstock's own is there, without which it cannot update an engine",
+}
+"""Options of a server, the simulated one's too, that `extra_args` must not pass by, with what to do instead."""
+
 NOT_EXTRA: Mapping[str, str] = {
+    **OURS,
     "tensor-parallel-size": "set tensor_parallel_size, by which GPUs are counted",
     "pipeline-parallel-size": "set pipeline_parallel_size, by which GPUs are counted",
     "data-parallel-size": "set data_parallel_size, by which GPUs are counted",
@@ -25,13 +35,8 @@ NOT_EXTRA: Mapping[str, str] = {
     "enable-expert-parallel": "set enable_expert_parallel, which is checked against the model",
     "api-server-count": "versions are kept in one API process of an engine; for more of them start more engines",
     "enable-sleep-mode": "set enable_sleep_mode, which is checked against the device",
-    "model": "set model",
-    "host": "an engine listens where its launcher finds it",
-    "port": "an engine listens where its launcher finds it; router.port is for clients",
-    "middleware": "Penstock's own is there, without which it cannot update an engine",
-    "worker-extension-cls": "Penstock's own is there, without which it cannot update an engine",
 }
-"""vLLM's options that `extra_args` must not pass by, with what to do instead."""
+"""The same of vLLM's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,14 @@ def read_shape(model: str) -> ModelShape | None:
     return ModelShape.of(cast("Mapping[str, Any]", config))
 
 
+def check_extra_args(config: EngineConfig, refused: Mapping[str, str]) -> None:
+    """Raise ConfigError for an option of `refused`, with what that says to do instead."""
+    for name in config.extra_args:
+        option = name.removeprefix("--").replace("_", "-")
+        if option in refused:
+            raise ConfigError(f"extra_args: {option!r} cannot be passed by: {refused[option]}")
+
+
 def check_layout(config: EngineConfig, device: Device, shape: ModelShape | None) -> None:
     """Refuse what cannot run.
 
@@ -97,10 +110,7 @@ def check_layout(config: EngineConfig, device: Device, shape: ModelShape | None)
     Raises:
         ConfigError: with the reason, the numbers, and what to change.
     """
-    for name in config.extra_args:
-        option = name.removeprefix("--").replace("_", "-")
-        if option in NOT_EXTRA:
-            raise ConfigError(f"extra_args: {option!r} cannot be passed by: {NOT_EXTRA[option]}")
+    check_extra_args(config, NOT_EXTRA)
     moe = shape is not None and shape.experts > 0
     reasons = list(_not_on_cpu(config, moe=moe)) if device == "cpu" else []
     reasons += _not_of_model(config, shape) if shape is not None else ()
