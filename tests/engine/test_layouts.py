@@ -155,3 +155,9 @@ def test_options_of_adapters_heads_and_sleep_reach_vllm(tmp_path: Path) -> None:
     broken = given.model_copy(update={"extra_args": {"hf-overrides": "rope"}})
     with pytest.raises(ConfigError, match="hf-overrides 'rope' is not valid JSON"):
         server_command(broken, port=1, api_key=None)
+
+
+def test_the_simulated_engine_is_found_where_its_launcher_says_too() -> None:
+    sim = EngineConfig(model="any", profile="sim", extra_args={"port": 1})
+    with pytest.raises(ConfigError, match=r"extra_args: 'port' cannot be passed by"):
+        server_command(sim, port=2, api_key=None)
