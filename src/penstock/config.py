@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
@@ -169,7 +170,7 @@ def refuse_open_host(host: str, api_key: str | bytes | None) -> None:
 class ServerSpec(Section):
     """A server that someone else started; as one text its URL, with `#dp=2` behind it where `dp` is 2."""
 
-    url: Annotated[str, Field(pattern=r"^http://[^/\s]+$")]
+    url: str
     dp: Positive | None = None
     """So many of its data-parallel ranks are addressed one by one, as engines of their own to the router; 1: it places
     requests on its ranks itself. Default: all that it says it has."""
@@ -181,7 +182,11 @@ class ServerSpec(Section):
         if not isinstance(fields, dict):
             return fields
         known = cast("dict[str, Any]", fields)
-        url, mark, ranks = str(known.get("url", "")).partition("#")
+        if "url" not in known:
+            return known
+        url, mark, ranks = str(known["url"]).partition("#")
+        if not re.fullmatch(r"http://[^/\s]+/*", url):
+            raise ValueError("a server's address is http://HOST:PORT")
         if mark and not (ranks.startswith("dp=") and ranks[3:].isdigit()):
             raise ValueError("behind # only dp=N can stand, the number of data-parallel ranks")
         return {**known, "url": url.rstrip("/"), **({"dp": int(ranks[3:])} if mark else {})}
@@ -214,7 +219,7 @@ class FleetConfig(Section):
     drain_timeout_s: Seconds = 600.0
     """How long an engine that is to leave may go on with what it has."""
     stop_timeout_s: Seconds = 10.0
-    weight_transport: Transport | Literal["auto"] = "auto"
+    weight_transport: Literal["auto", Transport] = "auto"
     """`auto`: by where the trainer's tensors and the engines are (docs/weights.md)."""
     weight_folder: Annotated[Path | None, Field(validate_default=True)] = None
     """Of the transports `disk` and `delta`: trainer and engines see it under the same path."""
@@ -378,10 +383,14 @@ def _explain(section: type[Section], error: Mapping[str, Any]) -> str:
 def _fields_at(section: type[Section], path: Sequence[str]) -> list[str]:
     current: type[BaseModel] = section
     for part in path:
+        if part.isdigit():  # of a list, whose items the step before led to
+            continue
         annotation = current.model_fields[part].annotation if part in current.model_fields else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        kinds = (annotation, *get_args(annotation))
+        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not inner:
             return []
-        current = annotation
+        current = inner[0]
     return list(current.model_fields)
 
 

@@ -72,6 +72,14 @@ def test_help_loads_nothing_heavy() -> None:
         (["serve", "m", "--sim", "max_modellen=3"], "did you mean 'max_model_len'?"),
         (["serve", "m", "--sim", "max_model_len=long"], "'engine.max_model_len'"),
         (["serve", "m", "--sim", "router.policy=fastest"], "'router.policy'"),
+        (
+            ["serve", "m", "--sim", "fleet.weight_transport=carrier"],
+            "'fleet.weight_transport': Input should be 'auto', ",
+        ),
+        (["serve", "m", "--sim", "train.steps=3"], "a server has no train"),
+        (["serve", "m", "--attach", "localhost:80"], "a server's address is http://HOST:PORT, got 'localhost:80'"),
+        (["serve", "m", 'fleet.attach=[{"url": "http://h:1", "rank": 2}]'], "known here: dp, url"),
+        (["fleet", "list", "--url", "localhost:8000"], "'localhost:8000' is not an address"),
         (["serve", "m", "--sim", "--engines", "0"], "engines is 0 and there is nothing to attach"),
         (["serve", "m", "--sim", "--engines", "two"], "--engines"),
         (["serve", "m", "--sim", "--port", "70000"], "--port"),
@@ -132,3 +140,10 @@ def test_debug_shows_where_an_error_comes_from(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "no such config file" in done.stderr
+
+
+def test_groups_of_commands_alone_show_their_help() -> None:
+    for group in ((), ("fleet",)):
+        done = penstock(*group)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "Usage: penstock" in done.stdout

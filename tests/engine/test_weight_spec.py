@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nano_models import save_dense, save_moe
-from penstock.engine.vllm_plugin.spec import WeightSpec, expected_weights
+from penstock.engine.vllm_plugin.spec import TIED_HEAD, WeightSpec, expected_weights
 from penstock.errors import WeightsError
 from penstock.weights.checkpoint_names import checkpoint_tensors
 from penstock.weights.manifest import TensorEntry, WeightManifest
@@ -67,3 +67,14 @@ def test_a_trainers_model_is_named_as_its_checkpoint(tmp_path: Path) -> None:
     saved = load_file(tmp_path / "model.safetensors")
     assert tensors.keys() == saved.keys()
     assert all(torch.equal(tensor, saved[name]) for name, tensor in tensors.items())
+
+
+def test_the_head_of_a_model_that_has_none_of_its_own_is_named() -> None:
+    """A trainer's `state_dict()` has it beside the embedding."""
+    embedding = {"model.embed_tokens.weight": torch.ones(2, 2)}
+    tied = WeightSpec(
+        dict.fromkeys(embedding, (2, 2)), dict.fromkeys(embedding, frozenset({"float32"})), frozenset({TIED_HEAD})
+    )
+    tied.check(manifest_of(embedding))
+    with pytest.raises(WeightsError, match=r"lm_head\.weight; the embedding serves as head too: leave it out"):
+        tied.check(manifest_of(embedding | {TIED_HEAD: torch.ones(2, 2)}))

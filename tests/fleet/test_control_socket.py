@@ -420,7 +420,9 @@ async def test_a_folder_that_cannot_be_made_is_one_line(monkeypatch: pytest.Monk
         await Fleet.launch("sim-model", profile="sim")
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:8000:", "http://127.0.0.1:99999", "http://[::1"])
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:8000:", "http://127.0.0.1:99999", "http://[::1", "localhost:8000", "127.0.0.1", "http://"]
+)
 async def test_what_is_no_address_is_said_so(url: str) -> None:
-    with pytest.raises(UserError, match=r"is no address .* give one such as http://127.0.0.1:8000"):
+    with pytest.raises(UserError, match=r"is not an address; give one such as http://127\.0\.0\.1:8000"):
         await Fleet.connect(url)

@@ -120,6 +120,7 @@ async def test_an_engine_joins_a_paused_fleet_paused_and_a_drained_one_is_paused
     check(PROMPTS, out, PARAMS)
     assert {span.version for spans in out.response_spans for span in spans} == {0, 1}
     assert await fleet.drain("e0")
+    assert fleet._roster.members[0].lifecycle.reason == "takes no new session"
     await fleet.remove("e0")
     await check_serves(fleet, engines=2)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from penstock.cli.signals import run_until_signal
+from penstock.cli.waiting import waiting
 from penstock.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ Timeout = Annotated[
 fleet = typer.Typer(
     name="fleet",
     help="Change the engines of a fleet of `penstock serve`, `penstock train` or a detached process, while it serves.",
-    no_args_is_help=True,
+    invoke_without_command=True,
 )
 
 
@@ -81,9 +82,9 @@ def add(
     """
     if attach:
         servers = [{"url": address} for address in attach]
-        names, state = _run(url, lambda link: link.call("attach", servers=servers))
+        names, state = _run(url, lambda link: link.call("attach", servers=servers), f"attaching {', '.join(attach)}")
     else:
-        names, state = _run(url, lambda link: link.call("add", count=count))
+        names, state = _run(url, lambda link: link.call("add", count=count), f"starting {count} more")
     waiting = [m.name for m in state.members if m.name in names and m.state == "syncing"]
     if serving := [name for name in names if name not in waiting]:
         typer.echo(f"serving: {', '.join(serving)}")
@@ -102,7 +103,7 @@ def drain(engine: Name, *, timeout: Timeout = None, url: Url = None) -> None:
     - `penstock fleet drain e1`
     - `penstock fleet drain e1 --timeout 60`
     """
-    done, _ = _run(url, lambda link: link.call("drain", engine=engine, timeout_s=timeout))
+    done, _ = _run(url, lambda link: link.call("drain", engine=engine, timeout_s=timeout), f"draining {engine}")
     typer.echo(f"{engine} is drained" if done else f"{engine} still has requests or sessions", err=not done)
     if not done:
         raise typer.Exit(1)
@@ -116,7 +117,7 @@ def remove(engine: Name, *, timeout: Timeout = None, url: Url = None) -> None:
 
     - `penstock fleet remove e1`
     """
-    _run(url, lambda link: link.call("remove", engine=engine, timeout_s=timeout))
+    _run(url, lambda link: link.call("remove", engine=engine, timeout_s=timeout), f"removing {engine}")
     typer.echo(f"{engine} has left")
 
 
@@ -128,7 +129,7 @@ def replace(engine: Name, *, timeout: Timeout = None, url: Url = None) -> None:
 
     - `penstock fleet replace e1`
     """
-    name, _ = _run(url, lambda link: link.call("replace", engine=engine, timeout_s=timeout))
+    name, _ = _run(url, lambda link: link.call("replace", engine=engine, timeout_s=timeout), f"replacing {engine}")
     typer.echo(f"{name} serves in the place of {engine}")
 
 
@@ -141,16 +142,21 @@ def stop(url: Url = None) -> None:
     - `penstock fleet stop`
     - `penstock fleet stop --url http://127.0.0.1:9000`
     """
-    _run(url, lambda link: link.stop())
+    _run(url, lambda link: link.stop(), "stopping")
     typer.echo("stopped")
 
 
-def _run(url: str | None, call: Callable[[Link], Awaitable[T]]) -> T:
+def _run(url: str | None, call: Callable[[Link], Awaitable[T]], what: str = "asking") -> T:
+    """What the fleet answers; `what`: is under way meanwhile, as a terminal shows it."""
+    from rich.console import Console  # noqa: PLC0415
+
     from penstock.fleet.link import Link  # noqa: PLC0415
+    from penstock.fleet.sockets import router_address  # noqa: PLC0415
 
     async def run() -> T:
-        async with Link.to((url or _only()).rstrip("/").removesuffix("/v1")) as link:
-            return await call(link)
+        async with Link.to(router_address(url) if url else _only()) as link:
+            with waiting(what, Console(stderr=True)):
+                return await call(link)
 
     return run_until_signal(run())
 

@@ -58,6 +58,12 @@ def root(
     ] = False,
 ) -> None:
     """Without a command, show the help."""
+    show_help(context)
+
+
+@fleet.callback()
+def show_help(context: typer.Context) -> None:
+    """What is shown in the place of a command that was not given."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

@@ -14,6 +14,7 @@ import typer
 
 from penstock.cli.checks import check_engine, check_port
 from penstock.cli.signals import run_until_signal
+from penstock.cli.waiting import waiting
 from penstock.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from penstock.config import RunConfig
 
 SECTIONS = ("engine.", "fleet.", "router.")
+OF_TRAIN = ("train", "rollout", "environment", "eval")
+"""Sections of a run that mean nothing to a server."""
 
 
 def serve(
@@ -114,13 +117,15 @@ def _config(
     flags |= {"router.kind": router, "router.host": host, "router.port": port}
     if profiles:
         flags["engine.profile"] = profiles[0]
+    for option in options:
+        if (section := option.partition(".")[0]) in OF_TRAIN:
+            raise UserError(f"{option!r}: a server has no {section}; `penstock train` takes that section's keys")
     given = [option if option.startswith(SECTIONS) else f"engine.{option}" for option in options]
     return load_config(None, [*(f"{key}={json.dumps(value)}" for key, value in flags.items()), *given])
 
 
 async def _serve(config: RunConfig, api_key: str | None, *, detach: bool) -> None:
     from rich.console import Console  # noqa: PLC0415
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
 
     from penstock.fleet.fleet import Fleet  # noqa: PLC0415
     from penstock.fleet.sockets import socket_of  # noqa: PLC0415
@@ -133,9 +138,7 @@ async def _serve(config: RunConfig, api_key: str | None, *, detach: bool) -> Non
     count = config.fleet.engines + len(config.fleet.attach)
     what = f"{count} engine{'' if count == 1 else 's'} of {config.engine.model}"
     opening = Fleet.launch(config.engine, fleet=config.fleet, router=config.router, api_key=api_key, detach=detach)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        progress.add_task(f"starting {what}", total=None)
+    with waiting(f"starting {what}", console):
         fleet = await opening
     async with fleet:
         ordered = socket_of(fleet.url) is not None

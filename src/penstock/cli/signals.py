@@ -1,4 +1,4 @@
-"""Run a coroutine that SIGINT and SIGTERM end in good order."""
+"""Run a coroutine that SIGINT, SIGTERM and SIGHUP end in good order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class Interrupted(BaseException):
 
 
 def run_until_signal(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main`; the first SIGINT or SIGTERM cancels it, so its context managers end what it started.
+    """Run `main`; the first SIGINT, SIGTERM or SIGHUP cancels it, so its context managers end what it started.
+
+    SIGHUP, of a terminal that closes, goes unheard where it was ignored before, as under `nohup`.
 
     A second signal finds the default handlers again and ends this process at once; children then end by their
     lifelines. A `main` that catches the cancellation and returns has its value returned.
@@ -34,7 +36,9 @@ async def _cancel_on_signal(main: Coroutine[Any, Any, T]) -> T:
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(main)
     received: list[signal.Signals] = []
-    watched = (signal.SIGINT, signal.SIGTERM)
+    watched = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        watched.append(signal.SIGHUP)
 
     def on_signal(number: signal.Signals) -> None:
         received.append(number)

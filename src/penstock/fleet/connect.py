@@ -23,7 +23,7 @@ from penstock.fleet.member import RANK, Member
 from penstock.fleet.opening import Opening, reachable
 from penstock.fleet.routers import OpenRouter, check_router, open_router
 from penstock.fleet.settings import refuse_unknown, section, specs_of
-from penstock.fleet.sockets import refuse_second, socket_of
+from penstock.fleet.sockets import refuse_second, router_address, socket_of
 from penstock.router.admin_client import RouterAdmin, RouterState
 
 NOT_FOUND = 404
@@ -53,7 +53,8 @@ def connect(
     if not to_router:
         check_router(plan.router, api_key)
     if isinstance(target, str):
-        return Opening(lambda: plan.to_router(target.rstrip("/")))
+        url = router_address(target)
+        return Opening(lambda: plan.to_router(url))
     specs = specs_of(target)
     return Opening(lambda: plan.to_engines(specs))
 

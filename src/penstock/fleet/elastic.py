@@ -334,7 +334,9 @@ class Elastic:
 
         async def run() -> None:
             if member.state is State.DRAINING:
-                member.leaving = member.leaving or wholly
+                if wholly and not member.leaving:
+                    member.leaving = True
+                    member.lifecycle.explain("is to leave")
                 await self._roster.push()
             returns = member.coming
             if not returns and member.state not in {State.SERVING, State.PAUSED}:
@@ -350,7 +352,7 @@ class Elastic:
                 member.returns = False
                 self._roster.announce()
                 return
-            member.lifecycle.to(State.DRAINING, "is to leave")
+            member.lifecycle.to(State.DRAINING, "is to leave" if wholly else "takes no new session")
             member.leaving = wholly
             self._roster.announce()
             await self._roster.push()

@@ -41,6 +41,22 @@ def folder() -> Path:
     return path
 
 
+def router_address(url: str) -> str:
+    """The address of a router as it was given, without a slash or the `/v1` of OpenAI clients at its end.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        parts = urlsplit(url)
+        complete = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port
+        complete = False
+    if not complete:
+        raise UserError(f"{url!r} is not an address; give one such as http://127.0.0.1:8000")
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def socket_of(url: str) -> Path | None:
     """The control socket that a fleet behind the router at `url` would have; None where that is another machine.
 

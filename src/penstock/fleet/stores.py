@@ -71,11 +71,13 @@ class Stores:
 
     def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
         """Choose the transport and publish by it; raises as that store's `publish` does."""
+        from penstock.weights.pack import checked  # noqa: PLC0415 - the core must import without torch
+
         if self._settings.weight_transport != "auto":
             return self._by(self._settings.weight_transport).publish(version, named_tensors)
         tensors = iter(named_tensors)
         again = tensors is not named_tensors
-        first = next(tensors, None)
+        first = next(checked(tensors), None)
         if first is None:
             raise WeightsError("no tensors given: pass every parameter of the model, as model.named_parameters() does")
         chosen = choose(first[1].device, self._members())

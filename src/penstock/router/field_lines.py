@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 
 import httptools
 
-from penstock.router.refusal import RefusalError
+from penstock.router.refusal import RefusalError, shown
 
 Value = bytes | int | str
 Fields = dict[bytes, Value]
@@ -83,7 +83,7 @@ class FieldLines:
     def _judge(self, line: bytes) -> tuple[bytes, Value] | tuple[()]:
         match = _LINE.fullmatch(line)
         if match is None:
-            raise RefusalError(400, "bad_request", f"malformed head: bad field line {line[:80]!r}")
+            raise RefusalError(400, "bad_request", f"malformed head: bad field line {shown(line)}")
         name = match[1].lower()
         make = self._wanted.get(name)
         field = () if make is None else (name, make(match[2]))

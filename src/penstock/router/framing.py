@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
+from penstock.router.refusal import shown
+
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _CHUNK_SIZE = re.compile(
     rb"([0-9A-Fa-f]{1,15})(?:;" + _TOKEN + rb"(?:=(?:" + _TOKEN + rb'|"[\t !#-\[\]-~]*"))?)*'  # no escapes in quotes
@@ -182,10 +184,10 @@ class ChunkedReader:
                 return
             self._trailer_bytes += line_end - at
             if self._trailer_bytes > _MAX_TRAILERS or not _TRAILER.fullmatch(data, at, line_end):
-                raise FramingError(f"bad trailer line {data[at:line_end][:80]!r}")
+                raise FramingError(f"bad trailer line {shown(data[at:line_end])}")
             return
         size = _CHUNK_SIZE.fullmatch(data, at, line_end)
         if size is None:
-            raise FramingError(f"bad chunk size line {data[at:line_end][:80]!r}")
+            raise FramingError(f"bad chunk size line {shown(data[at:line_end])}")
         self._left = int(size[1], 16)
         self._in_trailers = self._left == 0

@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 import httptools
 
 from penstock.router.field_lines import FieldLines, Fields, Value
-from penstock.router.refusal import RefusalError
+from penstock.router.refusal import RefusalError, shown
 
 CHUNKED = -1
 """Body length of a chunked message."""
@@ -44,7 +44,7 @@ Line = TypeVar("Line")
 def _whole_number(field: str) -> Callable[[bytes], int]:
     def make(value: bytes) -> int:
         if not value.isdigit() or len(value) > _MAX_DIGITS:
-            raise RefusalError(400, "bad_request", f"{field} must be a whole number, got {value[:40]!r}")
+            raise RefusalError(400, "bad_request", f"{field} must be a whole number, got {shown(value, 40)}")
         return int(value)
 
     return make
@@ -189,7 +189,7 @@ def _rewrite(request: RequestHead, seen: Fields, *, http_1_1: bool) -> None:
     request.keep_alive = b"close" not in options if http_1_1 else b"keep-alive" in options
     if b"expect" in seen:
         if seen[b"expect"] != b"100-continue":
-            raise RefusalError(417, "bad_expectation", f"cannot meet Expect: {seen[b'expect']!r}"[:160])
+            raise RefusalError(417, "bad_expectation", f"cannot meet Expect: {shown(seen[b'expect'])}")
         drop = drop | {b"expect"}  # the router itself says when to go on
         request.expects_continue = http_1_1
     if drop:
@@ -251,20 +251,20 @@ def _request_line(line: bytes, head: bytes) -> tuple[bytes, bytes, bool]:
 def _request_line_refusal(line: bytes) -> RefusalError:
     parts = line.split(b" ")
     if len(parts) != 3:  # noqa: PLR2004 - method, target, version
-        return RefusalError(400, "bad_request", f"malformed request line {line[:80]!r}")
+        return RefusalError(400, "bad_request", f"malformed request line {shown(line)}")
     method, target, version = parts
     if version not in {b"HTTP/1.1", b"HTTP/1.0"}:
         return RefusalError(505, "version_not_supported", "only HTTP/1.1 and HTTP/1.0 are served")
     if method not in _METHODS:
-        return RefusalError(501, "method_not_supported", f"method {method[:40]!r} is not supported")
-    return RefusalError(400, "bad_request", f"request target {target[:80]!r} must be a path, /... without #")
+        return RefusalError(501, "method_not_supported", f"method {shown(method, 40)} is not supported")
+    return RefusalError(400, "bad_request", f"request target {shown(target)} must be a path, /... without #")
 
 
 def _status_line(line: bytes, head: bytes) -> tuple[int, bool]:
     """Status, and whether it is HTTP/1.1 and not 1.0."""
     match = _STATUS_LINE.fullmatch(line)
     if match is None:
-        raise RefusalError(502, "bad_engine_response", f"malformed status line {line[:80]!r}")
+        raise RefusalError(502, "bad_engine_response", f"malformed status line {shown(line)}")
     _RESPONSE_FIELDS.check(head)
     return _keep(_status_lines, line, (int(match[2]), match[1] == b"1"))
 
@@ -282,7 +282,7 @@ def _chunked(seen: Fields, *, http_1_1: bool) -> int:
     if b"content-length" in seen or not http_1_1:
         raise RefusalError(400, "bad_request", "Transfer-Encoding does not go with Content-Length or HTTP/1.0")
     if coding != b"chunked":
-        what = f"Transfer-Encoding {coding!r}"[:160]
+        what = f"Transfer-Encoding {shown(coding)}"
         raise RefusalError(501, "coding_not_supported", f"{what}: only chunked is supported")
     return CHUNKED
 
@@ -292,7 +292,7 @@ def _response_length(seen: Fields, status: int, method: bytes) -> int:
         return 0
     if b"transfer-encoding" in seen:
         if b"content-length" in seen or seen[b"transfer-encoding"] != b"chunked":
-            what = f"Transfer-Encoding {seen[b'transfer-encoding']!r}"[:160]
+            what = f"Transfer-Encoding {shown(seen[b'transfer-encoding'])}"
             raise RefusalError(502, "bad_engine_response", what)
         return CHUNKED
     return cast("int", seen.get(b"content-length", UNTIL_CLOSE))

@@ -13,6 +13,12 @@ RETRY_AFTER_S = 5
 """What a 503 asks a client to wait."""
 
 
+def shown(given: object, most: int = 80) -> str:
+    """What somebody sent, in quotes, as a message has it: of bytes the characters."""
+    text = given.decode(errors="replace") if isinstance(given, bytes) else str(given)
+    return repr(text[:most])
+
+
 class RefusalError(PenstockError):
     """The router answers this request itself.
 

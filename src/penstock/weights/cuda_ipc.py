@@ -25,7 +25,7 @@ from penstock.weights import cuda_driver
 from penstock.weights.device_sum import DeviceSums
 from penstock.weights.lease import Lease
 from penstock.weights.manifest import TensorEntry, WeightManifest
-from penstock.weights.pack import dtype_name, layout
+from penstock.weights.pack import checked, dtype_name, layout
 
 TRANSPORT = "cuda_ipc"
 
@@ -107,7 +107,7 @@ class CudaIpcStore:
         """Names, and on every device a contiguous tensor for each."""
         names: list[str] = []
         shown: dict[torch.device, list[torch.Tensor]] = {device: [] for device in self._given}
-        for name, tensor in named_tensors:
+        for name, tensor in checked(named_tensors):
             source = tensor.detach()
             if not shown:
                 on_gpu = source.device.type == "cuda"

@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -17,6 +18,33 @@ ALIGNMENT = 256
 """Bytes; satisfies every dtype and a device copy."""
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
+
+
+def checked(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What was given, pair by pair.
+
+    Raises:
+        WeightsError: something that is no pair of a name and a tensor, or a tensor whose values are not all here.
+    """
+    given: Iterable[Any] = named_tensors
+    for pair in given:
+        match pair:
+            case (str() as name, torch.Tensor() as tensor):
+                pass
+            case [*parts]:
+                kinds = ", ".join(type(part).__name__ for part in parts)
+                raise WeightsError(f"weights are pairs of a name and a torch.Tensor, got one of ({kinds})")
+            case _:
+                raise WeightsError(f"weights are pairs of a name and a torch.Tensor, got a {type(pair).__name__}")
+        if hasattr(tensor, "full_tensor"):
+            raise WeightsError(
+                f"tensor {name!r} is a {type(tensor).__name__}, of which this process has one shard; gather it first, "
+                "with full_tensor() on every rank (docs/weights.md)"
+            )
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            what = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
+            raise WeightsError(f"tensor {name!r} is {what}; only dense tensors with values can be sent")
+        yield name, tensor
 
 
 def layout(tensors: NamedTensors) -> tuple[int, list[int]]:

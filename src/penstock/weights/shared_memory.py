@@ -47,9 +47,9 @@ class SharedMemoryStore:
             WeightsError: a name twice, no tensor at all, a dtype no engine loads, NaN or infinity.
             StateError: the store is closed.
         """
-        from penstock.weights.pack import layout, write  # noqa: PLC0415 - the core must import without torch
+        from penstock.weights.pack import checked, layout, write  # noqa: PLC0415 - the core must import without torch
 
-        tensors = list(named_tensors)
+        tensors = list(checked(named_tensors))
         size, offsets = layout(tensors)
         buffer = self._buffers[0] if self._holds_current(self._buffers[1]) else self._buffers[1]
         view = buffer.resize(size)

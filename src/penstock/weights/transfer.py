@@ -17,7 +17,7 @@ from penstock.errors import TransferError, WeightsError
 from penstock.weights.buckets import BUCKET_BYTES, Bucket, cut
 from penstock.weights.device_sum import DeviceSums
 from penstock.weights.manifest import DTYPE_BYTES, TensorEntry
-from penstock.weights.pack import dtype_name
+from penstock.weights.pack import checked, dtype_name
 
 if TYPE_CHECKING:
     from penstock.weights.collective import Group
@@ -42,7 +42,7 @@ def describe(named_tensors: NamedTensors) -> tuple[tuple[TensorEntry, ...], torc
     # What is not a list may gather one after another, into memory that is used again or freed: each is summed at once.
     limit = BUCKET_BYTES if isinstance(named_tensors, (list, tuple)) else 0
     device = torch.device("cpu")
-    for name, given in named_tensors:
+    for name, given in checked(named_tensors):
         tensor = given.detach()
         if name in entries:
             raise WeightsError(f"tensor {name!r} is given twice")

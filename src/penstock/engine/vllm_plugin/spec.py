@@ -35,7 +35,9 @@ class WeightSpec:
         """Raise WeightsError unless names, shapes and dtypes fit."""
         given = {entry.name: entry for entry in manifest.tensors}
         if extra := sorted(given.keys() - self.shapes.keys()):
-            raise WeightsError(f"{len(extra)} tensors are not in the engine's model: {_some(extra)}")
+            tied = extra == [TIED_HEAD] and TIED_HEAD in self.optional
+            why = "; the embedding serves as head too: leave it out, as named_parameters() does" if tied else ""
+            raise WeightsError(f"{len(extra)} tensors are not in the engine's model: {_some(extra)}{why}")
         if missing := sorted(self.shapes.keys() - given.keys() - self.optional):
             raise WeightsError(f"{len(missing)} tensors of the engine's model are missing: {_some(missing)}")
         for name, entry in given.items():
