@@ -6,8 +6,9 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from penstock.config import Section, ServerSpec, validate
+from penstock.config import ServerSpec
 from penstock.errors import ConfigError, UserError
+from penstock.section import Section, validate
 
 S = TypeVar("S", bound=Section)
 

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 import uvloop
 
 from penstock import lifeline
-from penstock.config import RouterConfig, validate
+from penstock.config import RouterConfig
 from penstock.errors import PenstockError, UserError
 from penstock.process import raise_file_limit
 from penstock.router.hub import Hub
 from penstock.router.malloc import keep_freed_memory
 from penstock.router.server import Router
+from penstock.section import validate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

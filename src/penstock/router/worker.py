@@ -14,7 +14,7 @@ import orjson
 import uvloop
 
 from penstock import lifeline
-from penstock.config import RouterConfig, validate
+from penstock.config import RouterConfig
 from penstock.process import raise_file_limit
 from penstock.router.admin_calls import Answer, execute
 from penstock.router.control_channel import ControlChannel
@@ -28,6 +28,7 @@ from penstock.router.shared_loads import SharedLoads
 from penstock.router.shared_sessions import SharedSessions
 from penstock.router.shared_state import SharedState
 from penstock.router.worker_process import WorkerPlace
+from penstock.section import validate
 
 RELAY_S = 9.0
 """Deadline of what is relayed to the hub; a client of the admin endpoints waits for 10 s."""

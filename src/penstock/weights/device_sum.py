@@ -27,7 +27,7 @@ _EXPONENTS = {
 }
 """Bits of a word that are all set in NaN and infinity, and the lowest of them in each number."""
 _COPIED_BYTES = 256 * 2**20
-Kernel = Callable[[Sequence[torch.Tensor], Sequence[tuple[int, int]], tuple[int, int]], torch.Tensor]
+Kernel = Callable[[Sequence[torch.Tensor], Sequence[tuple[int, int]], tuple[int, int, int]], torch.Tensor]
 logger = logging.getLogger("vllm.penstock")  # workers of vLLM show no others
 
 
@@ -62,7 +62,7 @@ class DeviceSums:
         flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
         if (kernel := _kernel(flat[0].device)) is not None:
             exponents = [_EXPONENTS.get(tensor.dtype, (0, 0)) for tensor in tensors]
-            return kernel([_words(part) for part in flat], exponents, (_ODD, _EVEN))
+            return kernel([_words(part) for part in flat], exponents, (_ODD, _EVEN, WIDTH))
         sums = _sums([_rows(part) for part in flat])
         bad = [_bad(tensor) if self._finite else sums.new_zeros(()) for tensor in tensors]
         return torch.stack([sums, torch.stack(bad)])
@@ -99,7 +99,7 @@ def _kernel(device: torch.device) -> Kernel | None:
     try:
         from penstock.weights.sum_kernel import launch  # noqa: PLC0415 - Triton is there where torch has GPUs
 
-        launch([torch.zeros(1, dtype=torch.int64, device=device)], [(0, 0)], (_ODD, _EVEN))
+        launch([torch.zeros(1, dtype=torch.int64, device=device)], [(0, 0)], (_ODD, _EVEN, WIDTH))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - without a compiler, Triton raises whatever the attempt came to

@@ -14,22 +14,20 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.weights.device_sum import WIDTH
-
 PROGRAMS = 128
 """Of each tensor, at most: each sums every 128th row. With one embedding among many small tensors the whole GPU works
 on the former, and those that have no row end at once."""
 
 
 def launch(
-    parts: Sequence[torch.Tensor], exponents: Sequence[tuple[int, int]], mixing: tuple[int, int]
+    parts: Sequence[torch.Tensor], exponents: Sequence[tuple[int, int]], mixing: tuple[int, int, int]
 ) -> torch.Tensor:
     """Sums and NaN of many tensors, queued on the current stream.
 
     Args:
         parts: flat int64 tensors of one device, as `device_sum` cuts them.
         exponents: for each, the bits of a word that are set in NaN and infinity, and the lowest of them in each number.
-        mixing: the numbers with which `device_sum` mixes places.
+        mixing: the two numbers with which `device_sum` mixes places, and the words of a row.
 
     Returns:
         int64 of shape `[2, parts]`: the sums, and 1 for NaN or infinity.
@@ -42,7 +40,7 @@ def launch(
     # Both are passed whole: Triton compiles anew for a pointer that is not aligned as the one before it was.
     found = torch.zeros((2, len(parts)), dtype=torch.int64, device=device)
     with torch.cuda.device(device) if on_gpu else nullcontext():  # Triton's interpreter needs none
-        _kernel[(len(parts), PROGRAMS)](table, found, *mixing, WIDTH)
+        _kernel[(len(parts), PROGRAMS)](table, found, *mixing)
     return found
 
 
