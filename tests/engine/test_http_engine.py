@@ -53,7 +53,7 @@ async def test_pause_wait_may_take_as_long_as_a_request() -> None:
     async with engine(control_timeout_s=0.3) as one:
         request = asyncio.create_task(one.sample([1], 1, TOKENS))
         await running(one)
-        await one.pause_generation(PauseMode.WAIT)
+        await one.pause_generation("wait")
         assert len((await request)[0].token_ids) == TOKENS.max_tokens
         await one.resume_generation()
 

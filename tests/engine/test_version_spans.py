@@ -198,6 +198,30 @@ async def test_who_asks_is_told_in_a_stream_before_the_event_that_shows_the_toke
     assert event == bodies[0]
 
 
+@pytest.mark.parametrize("told", [(), (0,), (0, 1)])
+async def test_a_stream_says_of_each_choice_once_that_it_was_aborted(told):
+    spans, engine = VersionSpans(), Engine()
+
+    async def during():
+        for index in (0, 1):
+            engine.step(engine.sample("cmpl-x-0", index), 0, "abort")
+        engine.step(engine.sample("cmpl-x-1"), 1, "stop")
+
+    head = {"id": "cmpl-x", "object": "text_completion", "created": 1, "model": "m"}
+    ended = [{"index": index, "text": "prompt", "finish_reason": "abort"} for index in told]
+    events = [{**head, "choices": [choice]} for choice in [{"index": 2, "text": "a", "finish_reason": "stop"}, *ended]]
+    bodies = [b"data: " + orjson.dumps(event) + b"\n\n" for event in events]
+    sent = await serve(spans, engine, during, kind=b"text/event-stream", bodies=(*bodies, b"data: [DONE]\n\n"))
+    lines = b"".join(m["body"] for m in sent[1:]).split(b"\n\n")
+    seen = [orjson.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: {")]
+    assert sorted((c["index"], c["finish_reason"]) for event in seen for c in event["choices"]) == [
+        (0, "abort"),
+        (1, "abort"),
+        (2, "stop"),
+    ]
+    assert all(event | head == event for event in seen)
+
+
 async def test_who_asks_is_told_every_so_many_tokens_and_then_the_whole_answer():
     spans, engine = VersionSpans(), Engine()
 

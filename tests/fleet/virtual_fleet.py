@@ -256,6 +256,9 @@ class _Waiting:
         else:
             self.placed.set_result(engine)
 
+    def needs(self) -> str:
+        return ""
+
     def refuse(self, refusal: RefusalError) -> None:
         if not self.placed.done():
             self.placed.set_exception(EngineHTTPError(str(refusal), status=refusal.status))

@@ -38,6 +38,9 @@ class Request:
     def held(self) -> int:
         return self.size
 
+    def needs(self) -> str:
+        return ""
+
     def refuse(self, refusal: RefusalError) -> None:
         self.refusal = refusal.code
 

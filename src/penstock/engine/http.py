@@ -142,6 +142,7 @@ class HTTPEngine(Engine):
         self, mode: PauseMode = PauseMode.KEEP, *, clear_cache: bool = True, timeout_s: float | None = None
     ) -> None:
         """Stop making tokens (R22, R23). Whether it is paused is asked of the engine, which others may pause too."""
+        mode = PauseMode(mode)  # its name will do, as for a fleet
         self._require("pause", "pause_generation")
         if await self.control.is_paused():
             raise StateError("generation is already paused; call resume_generation first")

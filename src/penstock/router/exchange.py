@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from penstock.router.head import CHUNKED, UNTIL_CLOSE, RequestHead, ResponseHead, without_chunked
-from penstock.router.refusal import RefusalError
+from penstock.router.refusal import RefusalError, shown
 
 if TYPE_CHECKING:
     from penstock.router.client_connection import ClientConnection
@@ -136,6 +136,14 @@ class Exchange:
             return self._buffered
         length = self.request.length
         return REPLAY_LIMIT if length < 0 else min(len(self.request.forward) + length, REPLAY_LIMIT)
+
+    def needs(self) -> str:
+        """What its headers ask of an engine, for the message that there was none."""
+        version, adapter = self.request.min_weight_version, self.request.adapter
+        needs = ([f"weight version {version} or newer"] if version else []) + (
+            [f"adapter {shown(adapter)}"] if adapter is not None else []
+        )
+        return f" with {' and '.join(needs)}" if needs else ""
 
     def refuse(self, refusal: RefusalError) -> None:
         """Answer it here; where an answer is under way already, break that off."""

@@ -39,6 +39,10 @@ class Waiting(Protocol):
         """It starts to wait. Answers the most bytes that are kept of it meanwhile."""
         ...
 
+    def needs(self) -> str:
+        """What it asks of an engine, to be read behind "no engine"; empty where any will do."""
+        ...
+
     def refuse(self, refusal: RefusalError) -> None:
         """It cannot wait, or not any longer."""
         ...
@@ -202,7 +206,8 @@ class Gate:
         self._first_late = min((deadline for deadline in deadlines.values() if deadline > now), default=_NEVER)
         for request, deadline in deadlines.items():
             if deadline <= now:
-                why = f"no engine could serve it for {self._max_hold_s:g} s; retry later or raise max_hold_s"
+                needs, hold = request.needs(), f"{self._max_hold_s:g} s"
+                why = f"no engine{needs} could serve it for {hold}; retry later or raise max_hold_s"
                 self.discard(request)
                 request.refuse(RefusalError(503, "held_too_long", why))
 

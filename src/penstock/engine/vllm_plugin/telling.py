@@ -1,6 +1,7 @@
 """Adds to vLLM's answers which version made which token and, where a client asks, what each sample has so far.
 
-- Without `PROGRESS_HEADER`, in one piece: the header `SPANS_HEADER`. As a stream: a comment before `[DONE]`.
+- Without `PROGRESS_HEADER`, in one piece: the header `SPANS_HEADER`. As a stream: a comment before `[DONE]`, and
+  before that the ends of choices of which vLLM says nothing.
 - With a number in it, for an answer in one piece: lines of JSON, `{"samples": [...]}` whenever a sample has so many
   tokens more, and at last `{"status", "samples", "versions", "answer"}`, vLLM's own answer in it as it is.
 - With `stream`, for a stream: a comment with `{"samples": [...]}` before every event that has tokens.
@@ -20,6 +21,10 @@ from penstock.engine.wire import COMMENT, LINES_TYPE, SPANS_HEADER, STREAM_PROGR
 MAX_HEADER = 8000
 """Clients refuse longer header lines (aiohttp: 8190). A body of hundreds of prompts has none; send them one by one."""
 DONE = b"data: [DONE]"
+EVENT = b"data: {"
+ABORTED = b'"finish_reason":"abort"'
+EMPTY: dict[str, dict[str, Any]] = {"/v1/completions": {"text": ""}, "/v1/chat/completions": {"delta": {}}}
+"""What a choice of a stream holds that has no text."""
 OK = 200
 
 
@@ -28,11 +33,14 @@ async def serve(app: Any, scope: Any, receive: Any, send: Any, request: InFlight
     if wanted is not None and wanted.isdigit():
         await _Lines(send, request).serve(app, scope, receive)
     else:
-        await app(scope, receive, _with_spans(send, request, progress=wanted == STREAM_PROGRESS.encode()))
+        await app(
+            scope, receive, _with_spans(send, request, scope["path"], progress=wanted == STREAM_PROGRESS.encode())
+        )
 
 
-def _with_spans(send: Any, request: InFlight, *, progress: bool) -> Any:
+def _with_spans(send: Any, request: InFlight, path: str, *, progress: bool) -> Any:
     streams = False
+    aborts = _Aborts(request, path)
 
     async def send_more(message: dict[str, Any]) -> None:
         nonlocal streams
@@ -44,11 +52,13 @@ def _with_spans(send: Any, request: InFlight, *, progress: bool) -> Any:
             if len(spans) > len(b"[]") and len(spans) < MAX_HEADER:
                 message = {**message, "headers": [*message["headers"], (SPANS_HEADER.lower().encode(), spans)]}
         elif streams and (body := message.get("body")):
+            aborts.read(body)
             if progress and (news := request.news()):
                 body = _comment({"samples": news}) + body
             place = body.rfind(DONE)
             if place >= 0:
-                body = body[:place] + _comment({"versions": request.spans()}) + body[place:]
+                last = aborts.untold() + _comment({"versions": request.spans()})
+                body = body[:place] + last + body[place:]
             message = {**message, "body": body}
         await send(message)
 
@@ -57,6 +67,45 @@ def _with_spans(send: Any, request: InFlight, *, progress: bool) -> Any:
 
 def _comment(content: dict[str, Any]) -> bytes:
     return COMMENT + orjson.dumps(content) + b"\n\n"
+
+
+class _Aborts:
+    """Ends that vLLM's streams leave out.
+
+    It sends no event without a token before a choice's first one, so one that is aborted while it waits would end
+    without a finish reason, as if it were whole. Needed until vLLM sends those events; 0.26 and 0.32 do not.
+    """
+
+    def __init__(self, request: InFlight, path: str) -> None:
+        self._request = request
+        self._path = path
+        self._first = b""
+        self._told: set[int] = set()
+
+    def read(self, body: bytes) -> None:
+        """Note what a part of the stream says, which is one event of vLLM's."""
+        if not body.startswith(EVENT):
+            return
+        self._first = self._first or body
+        if ABORTED in body:
+            choices = _event(body).get("choices", ())
+            self._told.update(choice["index"] for choice in choices if choice["finish_reason"] == "abort")
+
+    def untold(self) -> bytes:
+        """An event for each choice that was aborted and whose reader does not know."""
+        samples = self._request.samples.values() if self._path in EMPTY else ()
+        places = sorted({made.place for made in samples if made.finish == "abort"} - self._told)
+        first = _event(self._first) if places and self._first else {}
+        if "error" in first:
+            return b""
+        head = {key: first[key] for key in ("id", "object", "created", "model") if key in first}
+        end = {**EMPTY[self._path], "logprobs": None, "finish_reason": "abort", "stop_reason": None} if places else {}
+        events = ({**head, "choices": [{"index": place, **end}]} for place in places)
+        return b"".join(b"data: " + orjson.dumps(event) + b"\n\n" for event in events)
+
+
+def _event(body: bytes) -> dict[str, Any]:
+    return orjson.loads(body[len(b"data: ") :].partition(b"\n\n")[0])
 
 
 class _Lines:
