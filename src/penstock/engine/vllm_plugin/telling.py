@@ -89,7 +89,7 @@ class _Aborts:
         self._first = self._first or body
         if ABORTED in body:
             choices = _event(body).get("choices", ())
-            self._told.update(choice["index"] for choice in choices if choice["finish_reason"] == "abort")
+            self._told.update(choice["index"] for choice in choices if choice.get("finish_reason") == "abort")
 
     def untold(self) -> bytes:
         """An event for each choice that was aborted and whose reader does not know."""
