@@ -146,6 +146,8 @@ def sampling_of(
         if any(not isinstance(item, kind) for item in items):
             raise InvalidFieldError(name, f"Input should be a list of {kind.__name__}, got {value!r}")
         values[name] = tuple(items)
+    if values.get("temperature") == 0 and values.get("n", 1) > 1:
+        raise RequestError(f"n must be 1 when using greedy sampling, got {values['n']}.")
     return SamplingParams.of(values)
 
 
