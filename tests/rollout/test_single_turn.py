@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.http import HTTPEngine
-from penstock.errors import ConfigError, PenstockError, RequestError
+from penstock.errors import ConfigError, PenstockError, RequestError, UserError
 from penstock.rollout.char_tokenizer import save_char_tokenizer
 from penstock.rollout.environment import Environment, Task
 from penstock.rollout.generator import GeneratorInput
@@ -147,6 +150,31 @@ async def test_an_error_ends_the_whole_batch_and_says_why(client: HTTPEngine) ->
         await generator.generate(batch)
     output = await generator.generate(GeneratorInput(tasks(1)))  # no place was lost
     assert len(output.trajectories) == 1
+
+
+@pytest.mark.parametrize("reward", [1, True, np.float32(1.0), torch.tensor(1.0)])
+async def test_a_reward_of_numpy_or_torch_is_a_float(
+    client: HTTPEngine, monkeypatch: pytest.MonkeyPatch, reward: object
+) -> None:
+    monkeypatch.setattr(Lengths, "reward", lambda *_: reward)
+    output = await generator_of(client).generate(GeneratorInput(tasks(1)))
+    assert [type(reward) for reward in output.rewards] == [float]
+    assert output.rewards == [1.0]
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, None, "1", torch.ones(2)])
+async def test_a_reward_that_is_no_number_is_refused(
+    client: HTTPEngine, monkeypatch: pytest.MonkeyPatch, reward: object
+) -> None:
+    monkeypatch.setattr(Lengths, "reward", lambda *_: reward)
+    with pytest.raises(UserError, match="reward of task 't0' must be a finite number, got"):
+        await generator_of(client).generate(GeneratorInput(tasks(1)))
+
+
+async def test_a_reward_that_raises_is_named_with_its_line(client: HTTPEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lengths, "reward", lambda *_: 1 / 0)
+    with pytest.raises(UserError, match=r"reward of task 't0' failed: ZeroDivisionError: .*test_single_turn.py, line"):
+        await generator_of(client).generate(GeneratorInput(tasks(1)))
 
 
 async def test_a_cancelled_batch_gives_its_places_back(client: HTTPEngine) -> None:

@@ -34,6 +34,22 @@ class Few(Letters):
         raise ValueError(f"3 at most, not {n}")
 
 
+class NoTasks(Letters):
+    def heldout_tasks(self, n: int) -> list[Task]:
+        return super().heldout_tasks(n)[:0]
+
+
+class NoTrainTasks(Letters):
+    def train_task(self, index: int) -> Task:
+        del index
+        return None  # type: ignore[return-value]
+
+
+class Prompts(Letters):
+    def train_task(self, index: int) -> Task:
+        return Task(f"t{index}", "")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_nano_model(tmp_path_factory.mktemp("nano"))
@@ -167,6 +183,9 @@ async def test_a_fresh_run_replaces_the_one_of_its_name(model: Path, tmp_path: P
         ({"environment": {"name": "nowhere:Nothing"}}, "cannot be imported"),
         ({"environment": {"options": {"dataset": "number_sorting", "compact": True, **ONE_DIGIT}}}, "too few distinct"),
         ({"environment": {"name": "test_training_run:Few"}}, "no 16 held-out tasks .eval.size.: ValueError: 3 at most"),
+        ({"environment": {"name": "test_training_run:NoTasks"}}, r"heldout_tasks.16. .* must give 16 tasks, got 0"),
+        ({"environment": {"name": "test_training_run:NoTrainTasks"}}, r"train_task.0. of .* got None"),
+        ({"environment": {"name": "test_training_run:Prompts"}}, r"train_task.0. of .* not empty"),
         ({"engine": {"model": "/nowhere", "profile": "sim"}}, "no tokenizer in /nowhere"),
     ],
 )
