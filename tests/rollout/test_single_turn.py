@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.http import HTTPEngine
-from penstock.errors import ConfigError, PenstockError, RequestError, UserError
+from penstock.errors import ConfigError, PenstockError, RequestError
 from penstock.rollout.char_tokenizer import save_char_tokenizer
 from penstock.rollout.environment import Environment, Task
 from penstock.rollout.generator import GeneratorInput
@@ -167,13 +167,15 @@ async def test_a_reward_that_is_no_number_is_refused(
     client: HTTPEngine, monkeypatch: pytest.MonkeyPatch, reward: object
 ) -> None:
     monkeypatch.setattr(Lengths, "reward", lambda *_: reward)
-    with pytest.raises(UserError, match="reward of task 't0' must be a finite number, got"):
+    with pytest.raises(PenstockError, match="reward of task 't0' must be a finite number, got"):
         await generator_of(client).generate(GeneratorInput(tasks(1)))
 
 
 async def test_a_reward_that_raises_is_named_with_its_line(client: HTTPEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lengths, "reward", lambda *_: 1 / 0)
-    with pytest.raises(UserError, match=r"reward of task 't0' failed: ZeroDivisionError: .*test_single_turn.py, line"):
+    with pytest.raises(
+        PenstockError, match=r"reward of task 't0' failed: ZeroDivisionError: .*test_single_turn.py, line"
+    ):
         await generator_of(client).generate(GeneratorInput(tasks(1)))
 
 
@@ -251,3 +253,8 @@ def test_a_folder_without_a_tokenizer_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer in .*test_a_folder") as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_is_not_there_is_said_to_be_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer in .*nowhere: there is no such folder"):
+        load_tokenizer(tmp_path / "nowhere")

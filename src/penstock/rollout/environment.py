@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import sysconfig
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -90,8 +91,10 @@ def load_environment(config: EnvironmentConfig, seed: int) -> Environment:
 
 
 def told(error: Exception) -> str:
-    """An error of somebody's own code, with the line of it that raised, as the command line shows no traceback."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
+    """An error of somebody's own code, with the last line of it, as the command line shows no traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+    last = next((frame for frame in reversed(frames) if not frame.filename.startswith(libraries)), frames[-1])
     return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
 
 

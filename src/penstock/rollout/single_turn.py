@@ -10,7 +10,7 @@ from typing import SupportsFloat, cast
 
 from penstock.engine.base import Engine
 from penstock.engine.concurrent import all_or_first_error
-from penstock.errors import ConfigError, EngineError, PenstockError, UserError
+from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.rollout.environment import Environment, Task, told
 from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
 from penstock.rollout.tokenizer import Tokenizer
@@ -98,7 +98,7 @@ class SingleTurnGenerator(Generator):
         except PenstockError:
             raise
         except Exception as error:
-            raise UserError(f"the environment's reward of task {task.id!r} failed: {told(error)}") from error
+            raise PenstockError(f"the environment's reward of task {task.id!r} failed: {told(error)}") from error
         return _finite(reward, task)
 
 
@@ -109,7 +109,7 @@ def _finite(reward: object, task: Task) -> float:
     except (TypeError, ValueError, RuntimeError):  # the last: a tensor of several elements
         value = math.nan
     if not math.isfinite(value):
-        raise UserError(f"the environment's reward of task {task.id!r} must be a finite number, got {reward!r}")
+        raise PenstockError(f"the environment's reward of task {task.id!r} must be a finite number, got {reward!r}")
     return value
 
 
