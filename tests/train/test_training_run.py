@@ -199,6 +199,16 @@ async def test_what_is_wrong_is_said_before_anything_is_started_or_written(
         await run(fleet_config(model, tmp_path), resume=True, reporter=Recorder())
 
 
+async def test_fewer_steps_than_a_run_has_are_refused_before_engines_start(model: Path, tmp_path: Path) -> None:
+    config = fleet_config(model, tmp_path)
+    checkpoints = RunFolder.create(tmp_path / "test", config).path / "checkpoints"
+    checkpoints.mkdir()
+    (checkpoints / "step-00000009.safetensors").touch()
+    with pytest.raises(UserError, match=r"is at step 9, beyond train\.steps=4; ask for more steps"):
+        await run(config, resume=True, reporter=Recorder())
+    assert not (tmp_path / "test" / "logs").exists()
+
+
 async def test_engines_that_do_not_start_leave_a_name_that_can_be_used_again(model: Path, tmp_path: Path) -> None:
     broken = {"model": str(model), "profile": "sim", "extra_args": {"vocab-size": -1}}
     with pytest.raises(EngineStartError):

@@ -19,6 +19,7 @@ from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.train.async_trainer import train
 from penstock.train.learner import Learner, ServedDtype
+from penstock.train.resume import check as check_resume
 from penstock.types import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ async def run(config: RunConfig, *, resume: bool, reporter: Reporter, fresh: boo
         log.info("removed the earlier run in %s", path)
     folder = RunFolder.open(path) if resume else RunFolder.create(path, config)
     if resume:
-        folder.check_resumable(config)
+        check_resume(config, folder)
     with folder.capture_log():
         summary = await _run(config, folder, environment, tokenizer, reporter, resume=resume)
     await asyncio.to_thread(draw_plots, folder)
