@@ -24,6 +24,7 @@ from pydantic import (
 
 from penstock.errors import ConfigError
 from penstock.section import Section, validate
+from penstock.yaml_once import read_yaml
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -251,7 +252,7 @@ class RolloutConfig(Section):
     """How episodes are made."""
 
     groups_per_batch: Positive = 64
-    group_size: Positive = 8
+    group_size: Annotated[int, Field(ge=2)] = 8  # the advantage of a single sample is always 0
     max_tokens: Positive = 64
     temperature: Annotated[float, Field(gt=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -316,7 +317,7 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunCo
     if path is not None:
         file = Path(path)
         try:
-            loaded = yaml.safe_load(file.read_text())
+            loaded: object = read_yaml(file.read_text())
         except FileNotFoundError:
             raise ConfigError(f"no such config file: {file}") from None
         except (OSError, UnicodeDecodeError) as error:

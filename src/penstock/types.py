@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from penstock.errors import RequestError, UserError
 
@@ -79,6 +81,7 @@ class SamplingParams:
     """Whether the answer carries text; token-space callers turn it off and save a call."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.n < 1:
             raise RequestError(f"sampling parameter n must be at least 1, got {self.n}")
         if self.max_tokens < 1:
@@ -89,6 +92,19 @@ class SamplingParams:
             raise RequestError(f"sampling parameter top_p must be in (0, 1], got {self.top_p}")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise RequestError(f"sampling parameter min_tokens must be in [0, max_tokens], got {self.min_tokens}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise RequestError(f"sampling parameter seed must be a number of 64 bits, got {self.seed}")
+
+    def _check_types(self) -> None:
+        """What an engine would answer a wrong type with names fields of its own; NaN would reach it as null."""
+        for name, what, convert in _SAMPLING_TYPES:
+            value = getattr(self, name)
+            if value is None and name == "seed":
+                continue
+            try:
+                object.__setattr__(self, name, convert(value))  # frozen; numpy's numbers become Python's
+            except (TypeError, ValueError):
+                raise RequestError(f"sampling parameter {name} must be {what}, got {value!r}") from None
 
     @classmethod
     def of(cls, value: Self | Mapping[str, Any] | None) -> Self:
@@ -112,14 +128,55 @@ class SamplingParams:
         values = dict(value)
         for name in ("stop", "stop_token_ids"):
             given = values.get(name)
-            if given is not None:
-                values[name] = (given,) if isinstance(given, (str, int)) else tuple(given)
-            else:
+            if given is None:
                 values.pop(name, None)
+            elif isinstance(given, (str, int)):
+                values[name] = (given,)
         try:
             return cls(**values)
         except TypeError as error:
             raise RequestError(f"sampling parameters {values!r}: {error}") from error
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
+
+
+def _wholes(value: Any) -> tuple[int, ...]:
+    return tuple(map(_whole, value))
+
+
+def _finite(value: Any) -> float:
+    if isinstance(value, (bool, str)) or not math.isfinite(value):
+        raise TypeError
+    return value if isinstance(value, int) else float(value)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):  # vLLM's `logprobs` is a count, of which 0 asks for the sampled token's
+        raise TypeError
+    return value
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    strings = tuple(value)
+    if isinstance(value, str) or not all(isinstance(s, str) and s for s in strings):
+        raise TypeError
+    return strings
+
+
+_SAMPLING_TYPES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    *((name, "a whole number", _whole) for name in ("max_tokens", "n", "top_k", "seed", "min_tokens")),
+    *(
+        (name, "a finite number", _finite)
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    ),
+    *((name, "true or false", _flag) for name in ("ignore_eos", "skip_special_tokens", "logprobs", "detokenize")),
+    ("stop", "a string or a list of them, none empty", _strings),
+    ("stop_token_ids", "a list of token ids", _wholes),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +218,9 @@ class GenerateBatch:
         # Strings and flat lists are sequences too: taken as such, they would be a prompt for each character or token.
         if isinstance(self.prompts, str):
             raise RequestError(f"prompts is one string; give a list of prompts: [{self.prompts[:40]!r}]")
-        for i, prompt in enumerate(self.prompts or ()):
-            if isinstance(prompt, Mapping):
-                raise RequestError(f"prompts[{i}] is one message; a prompt is a string or a list of messages")
-        for i, ids in enumerate(self.prompt_token_ids or ()):
+        for i, prompt in enumerate(() if self.prompts is None else self.prompts):
+            _check_prompt(prompt, f"prompts[{i}]")
+        for i, ids in enumerate(() if self.prompt_token_ids is None else self.prompt_token_ids):
             if not hasattr(ids, "__len__"):
                 raise RequestError(f"prompt_token_ids[{i}] is {ids!r}; give a list of token ids for each prompt")
             if len(ids) == 0:
@@ -173,6 +229,21 @@ class GenerateBatch:
     def __len__(self) -> int:
         given = self.prompts if self.prompts is not None else self.prompt_token_ids
         return len(given) if given is not None else 0
+
+
+def _check_prompt(prompt: object, where: str) -> None:
+    if isinstance(prompt, str):
+        return
+    if isinstance(prompt, Mapping):
+        raise RequestError(f"{where} is one message; a prompt is a string or a list of messages")
+    if not isinstance(prompt, Sequence):
+        raise RequestError(f"{where} is of type {type(prompt).__name__}; a prompt is a string or a list of messages")
+    messages = cast("Sequence[object]", prompt)
+    if not messages:
+        raise RequestError(f"{where} is a chat without a message")
+    if wrong := next((m for m in messages if not isinstance(m, Mapping)), None):
+        hint = "; give token ids as prompt_token_ids" if isinstance(wrong, int) else ""
+        raise RequestError(f"{where} holds {wrong!r}, which is no message{hint}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,9 +62,14 @@ def test_help_loads_nothing_heavy() -> None:
         (["train", "run.yaml", "name=../elsewhere"], "'name'"),
         (["train", "run.yaml", "train.steps=many"], "'train.steps'"),
         (["train", "run.yaml", "train.steps"], "not of the form section.key=value"),
+        (["train", "twice.yaml"], "config line 2: 'engine' is given twice"),
         (["train", "broken.yaml"], "not valid YAML"),
         (["train", "run.yaml", "engine.profile=cpu", "engine.model=./nowhere"], "./nowhere does not exist"),
         (["train", "run.yaml", "environment.name=own:Sums"], "'own:Sums' is not a subclass of"),
+        (
+            ["train", "run.yaml", "rollout.group_size=1"],
+            "'rollout.group_size': Input should be greater than or equal to 2",
+        ),
         (["train", "run.yaml", "--resume", "--fresh"], "give one of them"),
         (["plot", "nowhere"], "nowhere holds no run"),
         (["status", "nowhere"], "'nowhere' is not an address"),
@@ -100,9 +105,10 @@ def test_help_loads_nothing_heavy() -> None:
 def test_a_wrong_invocation_is_one_line(args: list[str], says: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(SIM)
     (tmp_path / "broken.yaml").write_text("engine: [")
+    (tmp_path / "twice.yaml").write_text("engine: {model: a}\nengine: {model: b}\n")
     (tmp_path / "own.py").write_text("Sums = int")  # found, as it lies where the command was started
     assert says in one_line(penstock(*args, cwd=tmp_path, PYTHONDONTWRITEBYTECODE="1"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.yaml", "own.py", "run.yaml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.yaml", "own.py", "run.yaml", "twice.yaml"]
 
 
 @pytest.mark.parametrize("command", [["serve", "m", "--sim"], ["sim"]], ids=["serve", "sim"])

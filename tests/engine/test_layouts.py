@@ -161,3 +161,15 @@ def test_the_simulated_engine_is_found_where_its_launcher_says_too() -> None:
     sim = EngineConfig(model="any", profile="sim", extra_args={"port": 1})
     with pytest.raises(ConfigError, match=r"extra_args: 'port' cannot be passed by"):
         server_command(sim, port=2, api_key=None)
+
+
+def test_a_simulated_engine_has_the_vocabulary_of_its_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 100}')
+    config = EngineConfig(model=str(tmp_path), profile="sim")
+    argv = server_command(config, port=1, api_key=None).argv
+    assert argv[argv.index("--vocab-size") + 1] == "100"
+    other = config.model_copy(update={"extra_args": {"vocab-size": 7}})
+    argv = server_command(other, port=1, api_key=None).argv
+    assert argv.count("--vocab-size") == 1
+    assert argv[argv.index("--vocab-size") + 1] == "7"
+    assert "--vocab-size" not in server_command(EngineConfig(model="a/b", profile="sim"), port=1, api_key=None).argv

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
+import torch
 from sim_fleets import CONTEXT, check, in_flight, made, samples_of
 
 from penstock import Fleet, GenerateBatch, SamplingParams
@@ -155,6 +157,24 @@ async def test_figures_sizes_and_worker_calls(fleet: Fleet) -> None:
         ({"prompt_token_ids": [[1]], "sampling_params": {"max_tokens": -5}}, "max_tokens must be at least 1, got -5"),
         ({"prompt_token_ids": [[1]], "sampling_params": {"temprature": 1}}, "did you mean 'temperature'"),
         ({"prompt_token_ids": [[1]], "session_ids": ["a", "b"]}, "session_ids has 2 entries for 1 prompts"),
+        ({"prompt_token_ids": [["a"]]}, r"prompt_token_ids\[0\] must be a list of token ids, got \['a'\]"),
+        ({"prompt_token_ids": [[1.5]]}, r"prompt_token_ids\[0\] must be a list of token ids, got \[1.5\]"),
+        ({"prompts": [5]}, r"prompts\[0\] is of type int; a prompt is a string or a list of messages"),
+        ({"prompts": [[1, 2]]}, r"prompts\[0\] holds 1, which is no message; give token ids as prompt_token_ids"),
+        ({"prompts": [[]]}, r"prompts\[0\] is a chat without a message"),
+        ({"prompts": ["a", ""]}, r"prompts\[1\] has no token; give at least one"),
+        (
+            {"prompts": ["a"], "sampling_params": {"max_tokens": "5"}},
+            "max_tokens must be a whole number, got '5'",
+        ),
+        ({"prompts": ["a"], "sampling_params": {"max_tokens": True}}, "max_tokens must be a whole number, got True"),
+        ({"prompts": ["a"], "sampling_params": {"seed": "x"}}, "seed must be a whole number, got 'x'"),
+        ({"prompts": ["a"], "sampling_params": {"seed": 2**70}}, "seed must be a number of 64 bits"),
+        ({"prompts": ["a"], "sampling_params": {"temperature": float("nan")}}, "temperature must be a finite number"),
+        ({"prompts": ["a"], "sampling_params": {"logprobs": 5}}, "logprobs must be true or false, got 5"),
+        ({"prompts": ["a"], "sampling_params": {"stop": 5}}, "stop must be a string or a list of them"),
+        ({"prompts": ["a"], "sampling_params": {"stop": [""]}}, "stop must be a string or a list of them, none empty"),
+        ({"prompts": ["a"], "sampling_params": {"stop_token_ids": ["a"]}}, "stop_token_ids must be a list of token"),
     ],
 )
 async def test_malformed_requests_are_refused_before_anything_is_sent(fleet: Fleet, call, message: str) -> None:
@@ -162,6 +182,20 @@ async def test_malformed_requests_are_refused_before_anything_is_sent(fleet: Fle
     with pytest.raises(RequestError, match=message):
         await fleet.generate(**call)
     assert await made(fleet) == before
+
+
+async def test_numbers_of_numpy_and_torch_are_numbers(fleet: Fleet) -> None:
+    params = SamplingParams(max_tokens=5, seed=3, temperature=0.5)
+    wanted = await fleet.generate(prompt_token_ids=[[1, 2]], sampling_params=params)
+    theirs = {"max_tokens": np.int64(5), "seed": np.int32(3), "temperature": np.float32(0.5)}
+    for ids in (np.array([[1, 2]]), torch.tensor([[1, 2]]), [torch.tensor([1, 2])], [(1, 2)]):
+        assert await fleet.generate(prompt_token_ids=ids, sampling_params=theirs) == wanted
+    (sample,) = await fleet.sample(np.array([1, 2]), 1, theirs)
+    assert sample.token_ids == wanted.response_ids[0]
+    with pytest.raises(RequestError, match=r"n must be a whole number, got 1\.5"):
+        await fleet.sample([1, 2], 1.5)
+    with pytest.raises(RequestError, match="prompt_token_ids must be a list of token ids, got abc"):
+        await fleet.sample("abc", 1)
 
 
 async def test_requests_that_only_the_engine_can_judge_carry_its_message(fleet: Fleet) -> None:

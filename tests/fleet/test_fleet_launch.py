@@ -112,11 +112,43 @@ async def test_options_whole_or_by_name_and_a_teardown_that_may_be_repeated(ours
         ({"parallel_starts": 0}, "parallel_starts must be at least 1"),
         ({"host": "0.0.0.0"}, "router.host '0.0.0.0' opens the router to other machines and there is no API key"),
         ({"profile": "cpu"}, r"model path \./nowhere does not exist"),
+        ({"fleet": 3}, "give a FleetConfig, not 3; or its fields as options of their own"),
     ],
 )
 async def test_wrong_options_are_said_at_once(options, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Fleet.launch("./nowhere", **{"profile": "sim"} | options)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (None, "model must be a checkpoint folder, a hub name or an EngineConfig, got None"),
+        (5, "got 5"),
+        ("  ", "the model is '  '; give a checkpoint folder or a hub name"),
+        ("runs/demo/model", "model path runs/demo/model does not exist"),
+    ],
+)
+def test_what_is_no_model_is_said_before_an_engine_is_started_with_it(model, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Fleet.launch(model, profile="cpu")
+
+
+def test_who_forgets_to_open_a_fleet_is_told_how() -> None:
+    fleet = Fleet.launch("any-name", profile="sim")
+    with pytest.raises(AttributeError, match=r"not open yet, so it has no 'generate'; open it by `async with"):
+        fleet.generate(["a"])  # type: ignore[attr-defined]
+    with pytest.raises(StateError, match="open it by `async with"), fleet:  # type: ignore[attr-defined]
+        pass
+
+
+async def test_a_fleet_that_was_torn_down_is_not_entered_again() -> None:
+    fleet = await Fleet.launch("any-name", profile="sim")
+    async with fleet:
+        pass
+    with pytest.raises(StateError, match="torn down"):
+        async with fleet:
+            pass
 
 
 @pytest.mark.parametrize("found", ["", "somebodys-key"])

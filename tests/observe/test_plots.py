@@ -9,7 +9,15 @@ from sample_run import sample_rows, sample_summary
 
 from penstock.config import EngineConfig, RunConfig
 from penstock.errors import UserError
-from penstock.observe.plots import PLOTS, draw_learning, draw_plots, draw_seconds, draw_staleness
+from penstock.observe.plots import (
+    PLOTS,
+    draw_learning,
+    draw_logprobs,
+    draw_plots,
+    draw_seconds,
+    draw_staleness,
+    draw_throughput,
+)
 from penstock.observe.run_folder import RunFolder
 
 
@@ -65,3 +73,16 @@ def test_staleness_shares_add_up_and_no_age_is_left_out() -> None:
     draw_staleness(figure, [{"staleness/0": 30, "staleness/3": 10}, {"staleness/0": 40}])
     [bars] = figure.axes[0].containers
     assert [bar.get_height() for bar in bars] == pytest.approx([0.875, 0, 0, 0.125])
+
+
+def test_the_steps_of_few_points_are_those_of_the_run_and_whole() -> None:
+    rows = sample_rows(40)
+    for row in rows[1:]:
+        del row["logprob_difference"]
+    figure = Figure()
+    draw_logprobs(figure, rows)
+    [axes] = figure.axes
+    assert axes.get_xlim() == (0, 41)
+    figure = Figure()
+    draw_throughput(figure, rows[:1])
+    assert all(tick == int(tick) for tick in figure.axes[0].get_xticks())

@@ -58,6 +58,15 @@ def test_live_panel_on_a_terminal() -> None:
     assert text.rstrip().endswith("\x1b[?25h"), "the cursor is shown again"
 
 
+def test_of_many_evaluations_the_panel_shows_the_first_and_the_last() -> None:
+    run = Run(terminal=True)
+    run.steps(1)
+    for step in range(10, 300, 10):
+        run.display.on_eval(f"step {step}", step / 1000)
+    run.console.print(run.display._panel())
+    assert "44.1% before, ..., 27.0% step 270, 28.0% step 280, 29.0% step 290" in run.out.getvalue()
+
+
 def test_the_terminal_is_given_back_when_the_run_fails() -> None:
     run = Run(terminal=True)
     with pytest.raises(RuntimeError), run.display:  # noqa: PT012 - the error has to come from inside

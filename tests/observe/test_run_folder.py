@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import RunConfig, load_config
+from penstock.config import EngineConfig, RunConfig, load_config
 from penstock.errors import ConfigError, UserError
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Summary
@@ -222,3 +222,16 @@ def test_the_log_holds_what_penstock_says_while_it_is_captured(tmp_path: Path) -
     text = (tmp_path / "run.log").read_text()
     assert "engine 1 is up" in text
     assert "afterwards" not in text
+
+
+def test_a_folder_that_cannot_be_made_is_said_to_be_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write the run folder .*; choose another run_dir"):
+        RunFolder.create(tmp_path / "file" / "run", RunConfig(engine=EngineConfig(model="m")))
+
+
+def test_a_broken_row_is_named(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, RunConfig(engine=EngineConfig(model="m")))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step"\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2 is not JSON"):
+        folder.metrics()

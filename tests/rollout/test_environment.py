@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import EnvironmentConfig
 from penstock.errors import ConfigError, UserError
-from penstock.rollout.environment import Environment, Task, Turn, load_environment, split_of
+from penstock.rollout.environment import Environment, Task, Turn, load_environment, split_of, told
 from penstock.rollout.reasoning_gym_env import CHUNK, TRIES, ReasoningGymEnvironment
 
 SORTER = {
@@ -42,6 +45,12 @@ class Echo(Environment):
 
     def reward(self, task: Task, response_text: str) -> float:
         return float(response_text == task.prompt.removeprefix("say "))
+
+
+class Broken(Echo):
+    def __init__(self, *, seed: int) -> None:
+        super().__init__(seed=seed)
+        self.word = {}["x"]
 
 
 class Again(Echo):
@@ -140,6 +149,8 @@ async def test_an_environment_of_ones_own():
         ("penstock.types:Sample", {}, "not a subclass"),
         (f"{__name__}:Echo", {"wrod": "x"}, "wrod"),
         (f"{__name__}:Again", {}, r"overrides `step`, and episodes have one turn so far.*fleet\.sample\(.*session_id"),
+        (f"{__name__}:Broken", {}, r"cannot be built: KeyError: 'x' \(.*test_environment.py, line"),
+        ("broken_module:X", {}, r"cannot be imported: NameError: .*broken_module.py, line 1\)"),
         ("reasoning_gym", {}, "dataset"),
         ("reasoning_gym", {"dataset": "number_sortin"}, "number_sortin"),
         ("reasoning_gym", {"dataset": "number_sorting", "min_nmbers": 3}, "min_nmbers"),
@@ -147,7 +158,11 @@ async def test_an_environment_of_ones_own():
         ("reasoning_gym", {"dataset": "chain_sum", "compact": True}, "compact"),
     ],
 )
-def test_bad_names_and_options_say_what_is_wrong(name: str, options: dict[str, object], message: str):
+def test_bad_names_and_options_say_what_is_wrong(
+    name: str, options: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "broken_module.py").write_text("nothing\n")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=message):
         load_environment(EnvironmentConfig(name=name, options=options), 0)
 
@@ -158,3 +173,9 @@ def test_too_small_a_dataset_is_said_to_be_so():
 
 
 ENVIRONMENTS = [sorter(), sorter(compact=False), ReasoningGymEnvironment(dataset="spell_backward", seed=0)]
+
+
+def test_an_error_inside_a_library_is_told_with_the_line_that_called_it():
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        json.loads("{")
+    assert "test_environment.py, line" in told(caught.value)

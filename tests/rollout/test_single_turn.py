@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -149,6 +152,33 @@ async def test_an_error_ends_the_whole_batch_and_says_why(client: HTTPEngine) ->
     assert len(output.trajectories) == 1
 
 
+@pytest.mark.parametrize("reward", [1, True, np.float32(1.0), torch.tensor(1.0)])
+async def test_a_reward_of_numpy_or_torch_is_a_float(
+    client: HTTPEngine, monkeypatch: pytest.MonkeyPatch, reward: object
+) -> None:
+    monkeypatch.setattr(Lengths, "reward", lambda *_: reward)
+    output = await generator_of(client).generate(GeneratorInput(tasks(1)))
+    assert [type(reward) for reward in output.rewards] == [float]
+    assert output.rewards == [1.0]
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, None, "1", torch.ones(2)])
+async def test_a_reward_that_is_no_number_is_refused(
+    client: HTTPEngine, monkeypatch: pytest.MonkeyPatch, reward: object
+) -> None:
+    monkeypatch.setattr(Lengths, "reward", lambda *_: reward)
+    with pytest.raises(PenstockError, match="reward of task 't0' must be a finite number, got"):
+        await generator_of(client).generate(GeneratorInput(tasks(1)))
+
+
+async def test_a_reward_that_raises_is_named_with_its_line(client: HTTPEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lengths, "reward", lambda *_: 1 / 0)
+    with pytest.raises(
+        PenstockError, match=r"reward of task 't0' failed: ZeroDivisionError: .*test_single_turn.py, line"
+    ):
+        await generator_of(client).generate(GeneratorInput(tasks(1)))
+
+
 async def test_a_cancelled_batch_gives_its_places_back(client: HTTPEngine) -> None:
     generator = generator_of(client, concurrency=2, params=SamplingParams(max_tokens=40, ignore_eos=True))
     work = asyncio.create_task(generator.generate(GeneratorInput(tasks(4), num_samples=2)))
@@ -223,3 +253,8 @@ def test_a_folder_without_a_tokenizer_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer in .*test_a_folder") as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_is_not_there_is_said_to_be_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer in .*nowhere: there is no such folder"):
+        load_tokenizer(tmp_path / "nowhere")

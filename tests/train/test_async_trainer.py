@@ -290,7 +290,7 @@ async def test_a_broken_environment_ends_the_run_at_once_and_names_the_group(mod
     tasks_before = asyncio.all_tasks()
     with (
         folder.capture_log(),
-        pytest.raises(PenstockError, match="group 13 failed: ZeroDivisionError: thirteen") as caught,
+        pytest.raises(PenstockError, match="reward of task 'train/13' failed: ZeroDivisionError: thirteen") as caught,
     ):
         await run_on_sim(config, folder, environment=Broken())
     assert isinstance(caught.value.__cause__, ZeroDivisionError)

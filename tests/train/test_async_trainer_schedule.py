@@ -62,7 +62,7 @@ async def run(config: RunConfig, engine: InProcessEngine, learner: CountingLearn
 @given(
     seed=st.integers(0, 2**32),
     groups=st.integers(1, 4),
-    size=st.integers(1, 3),
+    size=st.integers(2, 3),
     staleness=st.integers(0, 3),
     steps=st.integers(1, 6),
     concurrency=st.integers(1, 20),

@@ -34,6 +34,22 @@ class Few(Letters):
         raise ValueError(f"3 at most, not {n}")
 
 
+class NoTasks(Letters):
+    def heldout_tasks(self, n: int) -> list[Task]:
+        return super().heldout_tasks(n)[:0]
+
+
+class NoTrainTasks(Letters):
+    def train_task(self, index: int) -> Task:
+        del index
+        return None  # type: ignore[return-value]
+
+
+class Prompts(Letters):
+    def train_task(self, index: int) -> Task:
+        return Task(f"t{index}", "")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_nano_model(tmp_path_factory.mktemp("nano"))
@@ -167,6 +183,9 @@ async def test_a_fresh_run_replaces_the_one_of_its_name(model: Path, tmp_path: P
         ({"environment": {"name": "nowhere:Nothing"}}, "cannot be imported"),
         ({"environment": {"options": {"dataset": "number_sorting", "compact": True, **ONE_DIGIT}}}, "too few distinct"),
         ({"environment": {"name": "test_training_run:Few"}}, "no 16 held-out tasks .eval.size.: ValueError: 3 at most"),
+        ({"environment": {"name": "test_training_run:NoTasks"}}, r"heldout_tasks.16. .* must give 16 tasks, got 0"),
+        ({"environment": {"name": "test_training_run:NoTrainTasks"}}, r"train_task.0. of .* got None"),
+        ({"environment": {"name": "test_training_run:Prompts"}}, r"train_task.0. of .* not empty"),
         ({"engine": {"model": "/nowhere", "profile": "sim"}}, "no tokenizer in /nowhere"),
     ],
 )
@@ -178,6 +197,16 @@ async def test_what_is_wrong_is_said_before_anything_is_started_or_written(
     assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match="holds no run"):
         await run(fleet_config(model, tmp_path), resume=True, reporter=Recorder())
+
+
+async def test_fewer_steps_than_a_run_has_are_refused_before_engines_start(model: Path, tmp_path: Path) -> None:
+    config = fleet_config(model, tmp_path)
+    checkpoints = RunFolder.create(tmp_path / "test", config).path / "checkpoints"
+    checkpoints.mkdir()
+    (checkpoints / "step-00000009.safetensors").touch()
+    with pytest.raises(UserError, match=r"is at step 9, beyond train\.steps=4; ask for more steps"):
+        await run(config, resume=True, reporter=Recorder())
+    assert not (tmp_path / "test" / "logs").exists()
 
 
 async def test_engines_that_do_not_start_leave_a_name_that_can_be_used_again(model: Path, tmp_path: Path) -> None:

@@ -148,9 +148,12 @@ def _cpu_env(config: EngineConfig) -> dict[str, str]:
 
 
 def _sim_command(config: EngineConfig, *, port: int, api_key: str | None, host: str) -> ServerCommand:
+    shape = read_shape(config.model)
     options: dict[str, Option] = {
         "host": host,
         "port": port,
+        # A trainer that has the model looks up the embeddings of the tokens that are made up for it.
+        "vocab-size": shape.vocabulary if shape is not None else None,
         "max-model-len": config.max_model_len,
         "max-num-seqs": config.max_num_seqs,
         "served-model-name": config.served_model_name or config.model,
@@ -172,8 +175,10 @@ def _arguments(options: dict[str, Option]) -> Sequence[str]:
 
 
 def _check_model(model: str) -> None:
+    if not model.strip():
+        raise ConfigError(f"the model is {model!r}; give a checkpoint folder or a hub name such as Qwen/Qwen3-0.6B")
     path = Path(model).expanduser()
-    looks_like_path = model.startswith(("/", ".", "~")) or path.exists()
+    looks_like_path = model.startswith(("/", ".", "~")) or path.exists() or model.count("/") > 1
     if looks_like_path and not (path / "config.json").is_file():
         what = "has no config.json" if path.is_dir() else "does not exist"
         raise ConfigError(f"model path {model} {what}; give a checkpoint folder or a hub name such as Qwen/Qwen3-0.6B")

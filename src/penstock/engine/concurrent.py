@@ -15,7 +15,8 @@ async def all_or_first_error(coroutines: Iterable[Coroutine[Any, Any, T]]) -> li
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        first = errors.exceptions[0]
+        raise first from first.__cause__
     return [task.result() for task in tasks]
 
 

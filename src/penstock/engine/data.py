@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
@@ -78,11 +79,12 @@ class DataClient:
         params = SamplingParams.of(batch.sampling_params)
         sessions: Sequence[SessionId | None] = batch.session_ids or [None] * len(batch)
         if batch.prompt_token_ids is not None:
-            prompts = batch.prompt_token_ids
-            for i, ids in enumerate(prompts):
-                self._check_ids(ids, f"prompt_token_ids[{i}]")
+            given = enumerate(batch.prompt_token_ids)
+            prompts = [self._checked_ids(ids, f"prompt_token_ids[{i}]") for i, ids in given]
         else:
             prompts = await all_or_first_error(self.tokenize(prompt) for prompt in batch.prompts or ())
+            if [] in prompts:
+                raise RequestError(f"prompts[{prompts.index([])}] has no token; give at least one")
         groups = await all_or_first_error(
             self._generate(ids, params, session, group)
             for ids, session, group in zip(prompts, sessions, _groups(prompts), strict=True)
@@ -97,11 +99,11 @@ class DataClient:
         session_id: SessionId | None = None,
     ) -> list[Sample]:
         """`num_samples` samples of one prompt as one n-way request (R3)."""
-        if not prompt_token_ids:
+        ids = self._checked_ids(prompt_token_ids, "prompt_token_ids")
+        if not ids:
             raise RequestError("prompt_token_ids is empty")
-        self._check_ids(prompt_token_ids, "prompt_token_ids")
         params = replace(SamplingParams.of(sampling_params), n=num_samples)
-        return await self._generate(prompt_token_ids, params, session_id)
+        return await self._generate(ids, params, session_id)
 
     async def completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
         """OpenAI `/v1/completions`; each prompt of the body is a request of its own (R7).
@@ -287,12 +289,18 @@ class DataClient:
             deaths=deaths,
         )
 
-    def _check_ids(self, ids: Sequence[int], where: str) -> None:
+    def _checked_ids(self, given: Sequence[int], where: str) -> list[int]:
+        """As Python's ints: those of numpy and torch cannot be sent."""
+        try:
+            ids = list(map(operator.index, given))
+        except TypeError:
+            raise RequestError(f"{where} must be a list of token ids, got {str(given)[:80]}") from None
         top = self.vocab_size
         for position, token in enumerate(ids):
             if token < 0 or (top is not None and token >= top):
                 known = f"[0, {top})" if top is not None else "the non-negative integers"
                 raise RequestError(f"{where}[{position}] is {token}, outside the vocabulary {known}")
+        return ids
 
 
 def _groups(prompts: Sequence[Sequence[int]]) -> list[str | None]:

@@ -53,6 +53,8 @@ class ModelShape:
     """Routed experts of a layer; 0: the model is dense."""
     expert_width: int | None = None
     """Inner size of one expert."""
+    vocabulary: int | None = None
+    """Rows of the embedding."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
@@ -70,6 +72,7 @@ class ModelShape:
             width=None if experts else width,
             experts=experts,
             expert_width=(_first(given, "moe_intermediate_size") or width) if experts else None,
+            vocabulary=_first(given, "vocab_size"),
         )
 
 

@@ -151,6 +151,7 @@ class Fleet(Engine):
         )
 
     async def __aenter__(self) -> Self:
+        self._check_open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -269,8 +270,7 @@ class Fleet(Engine):
     async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> None:
         """VLLM's native `/init_weight_transfer_engine` on every engine.
 
-        A `rank_offset` in `init_info` is that of the first engine; each later one gets its own, the ranks of those
-        before it added.
+        A `rank_offset` in `init_info` is the first engine's; each later one's has the ranks of those before it added.
         """
         await self._operations.init_weight_transfer(init_info)
 

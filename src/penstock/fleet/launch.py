@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def launch(
-    model: str | Path | EngineConfig,
+    model: object,
     options: Mapping[str, Any],
     *,
     fleet: FleetConfig | None = None,
@@ -49,6 +49,8 @@ def launch(
     refuse_unknown(options, EngineConfig, FleetConfig, RouterConfig)
     if parallel_starts is not None and parallel_starts < 1:
         raise ConfigError(f"parallel_starts must be at least 1, got {parallel_starts}")
+    if not isinstance(model, (str, Path, EngineConfig)):
+        raise ConfigError(f"model must be a checkpoint folder, a hub name or an EngineConfig, got {model!r}")
     given = model if isinstance(model, EngineConfig) else None
     named = options if given is not None else {**options, "model": str(model)}
     engine, of_fleet = section(EngineConfig, given, named), section(FleetConfig, fleet, options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any
+from typing import Any, NoReturn
 
 from penstock.errors import StateError
 from penstock.fleet.fleet import Fleet
@@ -18,6 +18,9 @@ async def reachable(fleet: Fleet) -> Fleet:
             await fleet.teardown()
             raise
     return fleet
+
+
+_HOW = "open it by `async with Fleet.launch(...) as fleet:` or by `fleet = await Fleet.launch(...)`"
 
 
 class Opening:
@@ -38,6 +41,16 @@ class Opening:
     async def __aexit__(self, *_: object) -> None:
         if self._fleet is not None:
             await self._fleet.teardown()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Who forgot to open it asks it for a fleet's methods."""
+        raise AttributeError(f"this fleet is not open yet, so it has no {name!r}; {_HOW}")
+
+    def __enter__(self) -> NoReturn:
+        raise StateError(f"a fleet is opened by a coroutine; {_HOW}")
+
+    def __exit__(self, *_: object) -> None:
+        """There as Python looks for it before it enters."""
 
     async def _open(self) -> Fleet:
         if self._begun:

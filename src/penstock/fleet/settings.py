@@ -19,6 +19,8 @@ def section(kind: type[S], given: S | None, options: Mapping[str, Any]) -> S:
     Raises:
         ConfigError: a value of the wrong type or out of range, or a required one missing.
     """
+    if not isinstance(given, kind | None):
+        raise ConfigError(f"give a {kind.__name__}, not {given!r}; or its fields as options of their own")
     base = given.model_dump() if given is not None else {}
     return validate(kind, base | {name: value for name, value in options.items() if name in kind.model_fields})
 

@@ -128,6 +128,7 @@ def draw_logprobs(figure: Figure, rows: Sequence[Row]) -> None:
     axes.set_yscale("log")
     if points:
         axes.plot(*zip(*points, strict=True), color=BLUE, marker=".", linestyle="none", label="each step")
+    axes.set_xlim(0, rows[-1]["step"] + 1)  # of the run, not of the few steps that had such tokens
     axes.axhline(LOGPROB_BAR, color=ORANGE, linewidth=2, linestyle="--", label=f"bar for fp32, {LOGPROB_BAR:.0e}")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
 
@@ -161,7 +162,7 @@ def _axes(figure: Figure, title: str, y: str, x: str = "step") -> Axes:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return axes
 
 

@@ -29,6 +29,9 @@ LINE_EVERY = 5
 """Steps between two plain lines."""
 REFRESH_PER_SECOND = 4
 PREPARING = "preparing"
+EVALUATIONS = 4
+"""Most held-out accuracies that the panel shows."""
+
 PHASES: Mapping[str, str] = {
     "launch": "starting engines",
     "resume": "resuming from the last checkpoint",
@@ -168,7 +171,9 @@ class RunDisplay:
     def _accuracy(self) -> RenderableType:
         if not self._evaluations:
             return Text("-", style="dim")
-        return ", ".join(f"{value:.1%} {name}" for name, value in self._evaluations.items())
+        each = [f"{value:.1%} {name}" for name, value in self._evaluations.items()]
+        # The first and the last ones: a long run has more than fit into a line.
+        return ", ".join(each if len(each) <= EVALUATIONS else [each[0], "...", *each[1 - EVALUATIONS :]])
 
     def _figure(self, template: str) -> RenderableType:
         return template.format_map(self._last) if self._last else Text("-", style="dim")

@@ -100,14 +100,17 @@ class RunFolder:
         """Make the folder of a new run; what a run without a step left there is removed.
 
         Raises:
-            UserError: the folder holds a run already.
+            UserError: the folder holds a run already, or cannot be written.
         """
         cls.check_unused(path)
-        path.mkdir(parents=True, exist_ok=True)
-        for name in RECORDS:
-            (path / name).unlink(missing_ok=True)
         folder = cls(path, config)
-        folder.write_config(config)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            for name in RECORDS:
+                (path / name).unlink(missing_ok=True)
+            folder.write_config(config)
+        except OSError as error:
+            raise UserError(f"cannot write the run folder {path}: {error}; choose another run_dir") from error
         return folder
 
     @classmethod
@@ -228,7 +231,13 @@ def _read(file: Path) -> list[dict[str, Any]]:
     """Rows of a JSON-lines file. A last line without its end is what a kill in mid-write leaves; it is not a row."""
     text = file.read_text() if file.exists() else ""
     whole, _, _ = text.rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise UserError(f"{file}, line {number} is not JSON ({error}); take it out or restore the file") from error
+    return rows
 
 
 def _replace(file: Path, text: str) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import sysconfig
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from penstock.config import EnvironmentConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError, UserError
 
 Split = Literal["heldout", "warm_start", "train"]
 
@@ -74,14 +76,46 @@ def load_environment(config: EnvironmentConfig, seed: int) -> Environment:
     """Build the environment that `config` names, with its options and `seed`.
 
     Raises:
-        ConfigError: no such environment, not an `Environment`, episodes of several turns, or options that it does not
-            take.
+        ConfigError: no such environment, not an `Environment`, episodes of several turns, options that it does not
+            take, or an error of its own.
     """
     cls = _environment_class(config.name)
     try:
         return cls(seed=seed, **config.options)
+    except PenstockError:
+        raise
     except TypeError as error:
         raise ConfigError(f"environment.options {dict(config.options)!r} of {config.name!r}: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"environment {config.name!r} cannot be built: {told(error)}") from error
+
+
+def told(error: Exception) -> str:
+    """An error of somebody's own code, with the last line of it, as the command line shows no traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+    last = next((frame for frame in reversed(frames) if not frame.filename.startswith(libraries)), frames[-1])
+    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+
+
+def check_tasks(tasks: object, wanted: int, of: str) -> None:
+    """Refuse what is no list of `wanted` tasks.
+
+    Raises:
+        UserError: in words that begin with `of`, the call that gave them.
+    """
+    if not isinstance(tasks, Sequence):
+        raise UserError(f"{of} must give a list of tasks, got {tasks!r}")
+    given = cast("Sequence[object]", tasks)
+    if len(given) != wanted:
+        raise UserError(f"{of} must give {wanted} tasks, got {len(given)}")
+    for task in given:
+        if not isinstance(task, Task):
+            raise UserError(f"{of} must give penstock.rollout.environment.Task, got {task!r}")
+        if not isinstance(task.prompt, str) or not task.prompt:  # pyright: ignore[reportUnnecessaryIsInstance] - untyped code gives it
+            raise UserError(
+                f"{of} gave task {task.id!r}, whose prompt is {task.prompt!r}; it must be a text, not empty"
+            )
 
 
 def _environment_class(name: str) -> Callable[..., Environment]:
@@ -94,6 +128,8 @@ def _environment_class(name: str) -> Callable[..., Environment]:
         cls = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"environment.name {name!r} cannot be imported: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"environment.name {name!r} cannot be imported: {told(error)}") from error
     if not (isinstance(cls, type) and issubclass(cls, Environment)):
         raise ConfigError(f"environment.name {name!r} is not a subclass of penstock.rollout.environment.Environment")
     if cls.step is not Environment.step:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import SupportsFloat, cast
 
 from penstock.engine.base import Engine
 from penstock.engine.concurrent import all_or_first_error
-from penstock.errors import ConfigError, EngineError
-from penstock.rollout.environment import Environment, Task
+from penstock.errors import ConfigError, EngineError, PenstockError
+from penstock.rollout.environment import Environment, Task, told
 from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
 from penstock.rollout.tokenizer import Tokenizer
 from penstock.types import Sample, SamplingParams, SessionId, Trajectory
@@ -85,10 +87,30 @@ class SingleTurnGenerator(Generator):
             loss_mask=(1,) * len(sample.token_ids),
             logprobs=sample.logprobs,
             versions=sample.versions(),
-            reward=self._environment.reward(task, self._tokenizer.decode(sample.token_ids)),
+            reward=self._reward(task, self._tokenizer.decode(sample.token_ids)),
             stop_reason=sample.finish_reason,
             group_id=group_id,
         )
+
+    def _reward(self, task: Task, text: str) -> float:
+        try:
+            reward = self._environment.reward(task, text)
+        except PenstockError:
+            raise
+        except Exception as error:
+            raise PenstockError(f"the environment's reward of task {task.id!r} failed: {told(error)}") from error
+        return _finite(reward, task)
+
+
+def _finite(reward: object, task: Task) -> float:
+    """A reward as Python's float: numpy's and torch's numbers are taken, NaN would spoil the weights in silence."""
+    try:
+        value = math.nan if isinstance(reward, str) else float(cast("SupportsFloat", reward))
+    except (TypeError, ValueError, RuntimeError):  # the last: a tensor of several elements
+        value = math.nan
+    if not math.isfinite(value):
+        raise PenstockError(f"the environment's reward of task {task.id!r} must be a finite number, got {reward!r}")
+    return value
 
 
 def _token_space(params: SamplingParams) -> SamplingParams:

@@ -61,6 +61,8 @@ def load_tokenizer(path: Path | str) -> HFTokenizer:
         from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds and is not a dependency of the core
     except ImportError as error:
         raise ConfigError("a tokenizer needs `pip install 'penstock[train]'`") from error
+    if str(path).startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
+        raise ConfigError(f"no tokenizer in {path}: there is no such folder")
     try:
         return HFTokenizer(AutoTokenizer.from_pretrained(str(path)))
     except (OSError, ValueError) as error:

@@ -23,7 +23,7 @@ from penstock.observe.report import Reporter
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Summary
 from penstock.observe.trajectory_log import TrajectoryRecord, pick
-from penstock.rollout.environment import Environment
+from penstock.rollout.environment import Environment, told
 from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
 from penstock.train.evaluate import greedy_accuracy
 from penstock.train.learner import Learner
@@ -234,7 +234,7 @@ class _Run:
             error.add_note(f"in the rollout of group {group}")
             raise
         except Exception as error:
-            raise PenstockError(f"the rollout of group {group} failed: {type(error).__name__}: {error}") from error
+            raise PenstockError(f"the rollout of group {group} failed: {told(error)}") from error
         self.progress.generated_tokens += policy_tokens(output.trajectories)
         return output
 

@@ -72,6 +72,13 @@ def latest(run_dir: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def latest_step(run_dir: Path) -> int:
+    """The step that `latest` is of; 0 where there is none."""
+    path = latest(run_dir)
+    match = _NAME.fullmatch(path.name) if path is not None else None
+    return int(match[1]) if match else 0
+
+
 def load(path: Path) -> tuple[int, Snapshot]:
     """Read a checkpoint: its step and what `save` was given.
 

@@ -73,6 +73,14 @@ def begin(folder: RunFolder) -> Progress:
     return Progress()
 
 
+def check(config: RunConfig, folder: RunFolder) -> None:
+    """Refuse what `take_up` would, as far as it is known before anything is loaded; raises as it does."""
+    folder.check_resumable(config)
+    step = checkpoint.latest_step(folder.path)
+    if step > config.train.steps:
+        raise UserError(f"{folder.path} is at step {step}, beyond train.steps={config.train.steps}; ask for more steps")
+
+
 def take_up(config: RunConfig, folder: RunFolder, learner: Learner) -> Progress:
     """Load the last checkpoint into `learner`, and cut the folder's records back to it; without one, to the start.
 
@@ -81,19 +89,15 @@ def take_up(config: RunConfig, folder: RunFolder, learner: Learner) -> Progress:
         UserError: the run is further than `train.steps`.
         CheckpointError: the checkpoint is damaged, or of another model; nothing was changed.
     """
-    folder.check_resumable(config)
+    check(config, folder)
     progress = Progress()
     path = checkpoint.latest(folder.path)
     if path is not None:
-        step, snapshot = checkpoint.load(path)
+        _, snapshot = checkpoint.load(path)
         try:
             progress = Progress(**snapshot.values["run"])
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"checkpoint {path} is not one of a training run: {error!r}") from error
-        if step > config.train.steps:
-            raise UserError(
-                f"{folder.path} is at step {step}, beyond train.steps={config.train.steps}; ask for more steps"
-            )
         learner.load_state(snapshot)
     progress.resumed(folder.truncate(progress.step))
     folder.write_config(config)

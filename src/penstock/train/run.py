@@ -14,11 +14,12 @@ from penstock.observe.plots import draw_plots
 from penstock.observe.report import Reporter
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Summary
-from penstock.rollout.environment import Environment, load_environment
+from penstock.rollout.environment import Environment, check_tasks, load_environment, told
 from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.train.async_trainer import train
 from penstock.train.learner import Learner, ServedDtype
+from penstock.train.resume import check as check_resume
 from penstock.types import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -44,28 +45,34 @@ async def run(config: RunConfig, *, resume: bool, reporter: Reporter, fresh: boo
     path = config.run_dir / config.name
     environment = load_environment(config.environment, config.seed)
     tokenizer = load_tokenizer(config.engine.tokenizer or config.engine.model)
-    await _check_heldout(config, environment)
+    await _check_tasks(config, environment)
     if fresh and RunFolder.remove(path):
         log.info("removed the earlier run in %s", path)
     folder = RunFolder.open(path) if resume else RunFolder.create(path, config)
     if resume:
-        folder.check_resumable(config)
+        check_resume(config, folder)
     with folder.capture_log():
         summary = await _run(config, folder, environment, tokenizer, reporter, resume=resume)
     await asyncio.to_thread(draw_plots, folder)
     return summary
 
 
-async def _check_heldout(config: RunConfig, environment: Environment) -> None:
+async def _check_tasks(config: RunConfig, environment: Environment) -> None:
+    name, size = config.environment.name, config.eval.size
     try:
-        await asyncio.to_thread(environment.heldout_tasks, config.eval.size)
+        check_tasks(
+            await asyncio.to_thread(environment.heldout_tasks, size), size, f"heldout_tasks({size}) of {name!r}"
+        )
     except PenstockError:
         raise
     except Exception as error:
-        raise UserError(
-            f"environment {config.environment.name!r} has no {config.eval.size} held-out tasks (eval.size): "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        raise UserError(f"environment {name!r} has no {size} held-out tasks (eval.size): {told(error)}") from error
+    try:
+        check_tasks([await asyncio.to_thread(environment.train_task, 0)], 1, f"train_task(0) of {name!r}")
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise UserError(f"train_task(0) of {name!r} failed: {told(error)}") from error
 
 
 async def _run(
