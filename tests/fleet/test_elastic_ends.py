@@ -210,6 +210,24 @@ def test_an_engine_that_returns_while_it_is_taken_out_is_taken_out(*, paused: bo
         runner.run(main())
 
 
+async def test_one_whose_removal_was_given_up_and_that_dies_serves_again_when_it_is_back() -> None:
+    async with launched(2, restart_backoff_s=0.01) as (fleet, launcher):
+        engines = [process._server.engine for process in launcher.processes]
+        busy = begun(fleet.sample([1, 2], 1, {"max_tokens": 400, "ignore_eos": True}))
+        await until(lambda: any(engine.scheduler.running for engine in engines))
+        home = next(i for i, engine in enumerate(engines) if engine.scheduler.running)
+        member = fleet._roster.members[home]
+        removing = begun(fleet.remove(home))
+        await until(lambda: member.leaving and not fleet._operations.turns.taken)
+        await give_up(removing)
+        launcher.processes[home].kill()
+        await fleet._roster.until(lambda: member.state is State.SERVING)
+        await until(lambda: not fleet._operations.turns.taken)
+        known = (await fleet._roster.admin.engines()).engines
+        assert {engine.name: engine.eligible for engine in known} == {"e0": True, "e1": True}
+        assert len((await busy)[0].token_ids) == 400
+
+
 async def test_a_drain_ends_with_the_fleet() -> None:
     async with launched(2) as (fleet, _):
         await fleet.sample([1, 2], 1, {"max_tokens": 2}, session_id="s")

@@ -131,6 +131,7 @@ class Roster:
                 f"engine {member.name} has weight version {member.weight_version}, the fleet serves {self.version}"
             )
         member.lifecycle.to(State.SERVING, f"weight version {member.weight_version} confirmed")
+        member.leaving = False  # it died as it was to leave, and whoever wanted that has given it up
         self.enlist(member)
         self.announce()
 
@@ -274,6 +275,7 @@ class Roster:
         restored = self._restored
         try:
             async with self._telling:
+                restored = self._restored  # one that was under way has said what was before this
                 self._said += 1
                 await call()
         except BaseException as error:
