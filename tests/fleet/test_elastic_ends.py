@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Coroutine
 from typing import Any, Self
 
@@ -12,7 +13,7 @@ from launched_rig import CONFIG, Launcher, launched
 from sim_fleets import check_serves
 from virtual_fleet import Network, VirtualEngines, open_fleet, virtual_time, without_sockets
 
-from penstock.errors import DeadlineError, StateError, UserError
+from penstock.errors import DeadlineError, EngineStartError, StateError, UserError
 from penstock.fleet.launched_engines import LaunchedEngines
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.sim.config import SimConfig
@@ -179,6 +180,24 @@ async def test_an_engine_whose_start_is_given_up_when_it_runs_is_ended_and_its_g
         launcher.url = None
         assert await fleet.add_engines() == ("e2",)
         assert fleet._roster.members[-1].gpus == ("1",)
+
+
+async def test_a_start_for_which_the_system_has_no_room_is_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with launched(1, restart_backoff_s=0.01) as (fleet, launcher):
+        launch, full = launcher.launch, [OSError(errno.ENOSPC, "No space left on device")]
+
+        async def launch_or_fail(*given: Any) -> Any:
+            if full:
+                raise full.pop()
+            return await launch(*given)
+
+        monkeypatch.setattr(launcher, "launch", launch_or_fail)
+        launcher.processes[0].kill()
+        await until(lambda: not full)
+        await check_serves(fleet, engines=1)
+        full.append(OSError(errno.EMFILE, "Too many open files"))
+        with pytest.raises(EngineStartError, match="engine e1: this system starts no process for it: .*Too many open"):
+            await fleet.add_engines()
 
 
 @pytest.mark.parametrize("paused", [False, True])
