@@ -196,7 +196,7 @@ async def test_a_start_for_which_the_system_has_no_room_is_one_that_failed(monke
         await until(lambda: not full)
         await check_serves(fleet, engines=1)
         full.append(OSError(errno.EMFILE, "Too many open files"))
-        with pytest.raises(EngineStartError, match="engine e1: this system starts no process for it: .*Too many open"):
+        with pytest.raises(EngineStartError, match=r"engine e1: this system starts no process for it: .*Too many open"):
             await fleet.add_engines()
 
 
