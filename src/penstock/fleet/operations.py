@@ -132,6 +132,7 @@ class Operations:
         async def run() -> None:
             self._require("sleep", "sleep")
             async with self._gate_closed():
+                self._roster.note_asleep(MEMORY_TAGS)
                 await self._tell(lambda engine: engine.sleep(level), "sleep")
                 self._asleep = MEMORY_TAGS
                 if level == DROPS_WEIGHTS:
@@ -151,6 +152,7 @@ class Operations:
             async with self._gate_closed():
                 await self._tell(lambda engine: engine.wake_up(tags), "wake-up")
                 self._asleep -= set(tags or MEMORY_TAGS)
+                self._roster.note_asleep(self._asleep)
                 if self.paused and not self._asleep:
                     # Engines with our plugin have stayed paused; vLLM's own wake-up resumes, with nothing in flight.
                     await self._pause_engines(PauseMode.KEEP, clear_cache=False)

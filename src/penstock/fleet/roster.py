@@ -150,6 +150,11 @@ class Roster:
             member.weight_version = version
         self.announce()
 
+    def note_asleep(self, tags: frozenset[str]) -> None:
+        """Every live engine is told to give back this memory, or has taken back all other."""
+        for member in self.live():
+            member.asleep = tags
+
     def announce(self) -> None:
         """Something changed that somebody may wait for with `until`."""
         self.changes += 1
