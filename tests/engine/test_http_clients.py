@@ -52,6 +52,34 @@ async def test_an_answer_that_is_not_json_is_the_engines_fault() -> None:
         await data.close()
 
 
+@pytest.mark.parametrize("first", [b"", b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n"])
+@pytest.mark.parametrize("call", ["tokenize", "detokenize"])
+async def test_text_is_asked_for_again_where_its_server_dies(call: str, first: bytes) -> None:
+    body = b'{"tokens": [1], "prompt": "a"}'
+    answers = [first, b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body]
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"}")
+        writer.write(answers.pop(0))
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        data = DataClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        assert await (data.tokenize("a") if call == "tokenize" else data.detokenize([1])) in ([1], "a")
+        await data.close()
+
+
+async def test_text_has_the_deadline_of_its_request() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        data = DataClient(f"http://127.0.0.1:{silent.getsockname()[1]}", request_timeout_s=0.2)
+        with pytest.raises(DeadlineError, match="no answer to POST /tokenize within"):
+            await data.tokenize("a")
+        with pytest.raises(DeadlineError, match="no time is left for /detokenize"):
+            await data.detokenize([1], end=0.0)
+        await data.close()
+
+
 async def test_what_a_later_engine_says_besides_is_not_read() -> None:
     async with answering(INFO) as url:
         control = ControlClient("e0", url)

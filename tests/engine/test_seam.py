@@ -77,6 +77,15 @@ def test_choices_are_counted_apart_and_an_end_comes_once():
     assert passed == [{"index": 0, "text": "b", "finish_reason": "length"}]
 
 
+def test_usage_comes_once_though_the_stream_broke_off_behind_it():
+    usage = {"id": "first", "created": 5, "choices": [], "usage": {"total_tokens": 3}}
+    chunks = [chunk(text="a", finish="stop"), usage]
+    seam = Seam()
+    assert [seam.new(one) for one in chunks] == chunks
+    seam.again()
+    assert [seam.new(one) for one in chunks] == [None, None]
+
+
 def told(index=0, **of):
     return {"index": index, "ids": [], "logprobs": None, "versions": [], "finish": None, "stop_reason": None, **of}
 

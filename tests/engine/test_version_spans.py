@@ -263,21 +263,35 @@ async def test_an_error_before_the_first_chunk_is_vllms_own_and_one_after_it_com
     assert (sent[0]["status"], last["status"], last["answer"]) == (200, 500, "gone")
 
 
-@pytest.mark.parametrize("path", ["/abort_requests", "/inference/v1/abort_requests"])
-async def test_an_abort_that_somebody_asks_for_is_told_from_one_of_a_pause(path):
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/abort_requests", b"{}", True),
+        ("/abort_requests", b'{"request_ids": ["cmpl-x-0"]}', True),
+        ("/inference/v1/abort_requests", b'{"request_ids": ["cmpl-w-0", "cmpl-x-0"]}', True),
+        ("/abort_requests", b'{"request_ids": ["cmpl-w-0"]}', False),
+    ],
+)
+async def test_an_abort_that_somebody_asks_for_is_told_from_one_of_a_pause(path, body, named):
     spans, engine = VersionSpans(), Engine()
     scope = {"type": "http", "method": "POST", "path": path, "headers": []}
 
-    async def abort(_scope, _receive, _send):
+    pieces = [{"body": body[:4], "more_body": True}, {"body": body[4:]}]
+
+    async def receive():
+        return pieces.pop(0)
+
+    async def abort(_scope, receive, _send):
+        assert (await receive())["body"] + (await receive())["body"] == body, "vLLM reads it too"
         engine.step(next(iter(engine.request_states.values())), 0, "abort")
 
     async def during():
         engine.step(engine.sample("cmpl-x-0"), 1)
-        await spans.pass_on(abort, scope, None, None)
+        await spans.pass_on(abort, scope, receive, None)
 
     sent = await serve(spans, engine, during, headers=asked("0"))
     (news,) = orjson.loads(sent[-1]["body"])["samples"]
-    assert (news["finish"], news["asked"]) == ("abort", True)
+    assert (news["finish"], news["asked"]) == ("abort", named), "of another's abort nobody ends who is cut later"
 
 
 async def test_after_a_pause_everything_made_before_it_is_counted():

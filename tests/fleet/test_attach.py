@@ -223,6 +223,36 @@ async def test_one_that_was_paused_when_it_died_of_an_update_serves_again() -> N
         await check_serves(fleet, engines=2)
 
 
+@pytest.mark.parametrize("level", [1, 2])
+async def test_one_that_was_out_while_the_others_woke_up_is_woken_before_it_serves(level: int) -> None:
+    async with server() as lasting, server() as failing, plain_fleet(lasting, failing) as fleet:
+        await fleet.update_weights(GOOD)
+        await fleet.sleep(level)
+        failing.engine.faults.add(Fault(FaultKind.REFUSE, Phase.HEALTH, times=1 << 30))
+        await until(fleet, "e1", State.DEAD)
+        await fleet.wake_up()
+        if level == operations.DROPS_WEIGHTS:
+            await fleet.update_weights(GOOD)
+        failing.engine.faults.clear()
+        await until(fleet, "e1", State.SERVING)
+        assert not failing.engine.asleep
+        assert not failing.engine.paused
+        await check_serves(fleet, engines=2)
+
+
+async def test_one_that_comes_back_to_a_fleet_that_sleeps_sleeps_as_the_others_do() -> None:
+    async with server() as lasting, server() as failing, plain_fleet(lasting, failing) as fleet:
+        await fleet.update_weights(GOOD)
+        await fleet.sleep(2)
+        failing.engine.faults.add(Fault(FaultKind.REFUSE, Phase.HEALTH))
+        await until(fleet, "e1", State.DEAD)
+        await until(fleet, "e1", State.SERVING)
+        assert failing.engine.asleep == lasting.engine.asleep != frozenset()
+        await fleet.wake_up()
+        await fleet.update_weights(GOOD)
+        await check_serves(fleet, engines=2)
+
+
 @pytest.mark.parametrize("plain", [True, False])
 async def test_a_server_that_its_owner_has_paused_serves_when_it_is_attached(*, plain: bool) -> None:
     async with server() as first, server(plain=plain) as second, plain_fleet(first) as fleet:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Coroutine
 from typing import Any, Self
 
@@ -12,7 +13,7 @@ from launched_rig import CONFIG, Launcher, launched
 from sim_fleets import check_serves
 from virtual_fleet import Network, VirtualEngines, open_fleet, virtual_time, without_sockets
 
-from penstock.errors import DeadlineError, StateError, UserError
+from penstock.errors import DeadlineError, EngineStartError, StateError, UserError
 from penstock.fleet.launched_engines import LaunchedEngines
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.sim.config import SimConfig
@@ -181,6 +182,24 @@ async def test_an_engine_whose_start_is_given_up_when_it_runs_is_ended_and_its_g
         assert fleet._roster.members[-1].gpus == ("1",)
 
 
+async def test_a_start_for_which_the_system_has_no_room_is_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with launched(1, restart_backoff_s=0.01) as (fleet, launcher):
+        launch, full = launcher.launch, [OSError(errno.ENOSPC, "No space left on device")]
+
+        async def launch_or_fail(*given: Any) -> Any:
+            if full:
+                raise full.pop()
+            return await launch(*given)
+
+        monkeypatch.setattr(launcher, "launch", launch_or_fail)
+        launcher.processes[0].kill()
+        await until(lambda: not full)
+        await check_serves(fleet, engines=1)
+        full.append(OSError(errno.EMFILE, "Too many open files"))
+        with pytest.raises(EngineStartError, match=r"engine e1: this system starts no process for it: .*Too many open"):
+            await fleet.add_engines()
+
+
 @pytest.mark.parametrize("paused", [False, True])
 def test_an_engine_that_returns_while_it_is_taken_out_is_taken_out(*, paused: bool) -> None:
     async def main() -> None:
@@ -208,6 +227,24 @@ def test_an_engine_that_returns_while_it_is_taken_out_is_taken_out(*, paused: bo
 
     with virtual_time() as runner:
         runner.run(main())
+
+
+async def test_one_whose_removal_was_given_up_and_that_dies_serves_again_when_it_is_back() -> None:
+    async with launched(2, restart_backoff_s=0.01) as (fleet, launcher):
+        engines = [process._server.engine for process in launcher.processes]
+        busy = begun(fleet.sample([1, 2], 1, {"max_tokens": 400, "ignore_eos": True}))
+        await until(lambda: any(engine.scheduler.running for engine in engines))
+        home = next(i for i, engine in enumerate(engines) if engine.scheduler.running)
+        member = fleet._roster.members[home]
+        removing = begun(fleet.remove(home))
+        await until(lambda: member.leaving and not fleet._operations.turns.taken)
+        await give_up(removing)
+        launcher.processes[home].kill()
+        await fleet._roster.until(lambda: member.state is State.SERVING)
+        await until(lambda: not fleet._operations.turns.taken)
+        known = (await fleet._roster.admin.engines()).engines
+        assert {engine.name: engine.eligible for engine in known} == {"e0": True, "e1": True}
+        assert len((await busy)[0].token_ids) == 400
 
 
 async def test_a_drain_ends_with_the_fleet() -> None:

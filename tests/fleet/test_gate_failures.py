@@ -249,6 +249,40 @@ async def test_an_operation_goes_on_when_a_router_that_stood_still_was_told_agai
         bench.check_belief()
 
 
+async def test_a_gate_that_failed_to_close_is_not_taken_for_closed_by_a_restoration_that_was_under_way() -> None:
+    bench, router = await failing()
+    bench.roster.router_returns = True
+    pushing, go, take = asyncio.Event(), asyncio.Event(), router.set_engines
+
+    async def set_engines(*given: Any) -> None:
+        pushing.set()
+        await go.wait()
+        await take(*given)
+
+    router.set_engines = set_engines  # type: ignore[method-assign]
+    restoring = asyncio.create_task(bench.roster.restore())
+    await pushing.wait()
+    closing = asyncio.create_task(bench.roster.gate(closed=True))
+    await asyncio.sleep(0)
+    say, late = router.gate, [True]
+
+    async def gate(closed: bool) -> None:  # noqa: FBT001 - the router's own signature
+        if closed and late:
+            late.clear()
+            raise LATE
+        await say(closed)
+
+    router.gate = gate  # type: ignore[method-assign]
+    go.set()
+    await restoring
+    await until(lambda: bench.roster.in_doubt)
+    assert not closing.done()
+    assert not router.closed
+    await bench.roster.restore()
+    await closing
+    assert router.closed
+
+
 async def test_a_router_of_others_is_told_again_until_it_has_taken_it_and_once_more() -> None:
     bench, router = await failing()
     say, late = router.gate, [True]

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 import torch
+from fleet_fakes import Bench
 from sim_fleets import SIM, generated, in_flight
 
 from penstock import Fleet, SamplingParams
@@ -13,6 +14,7 @@ from penstock.engine.http import HTTPEngine
 from penstock.errors import RequestError, UserError
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
+from penstock.types import EngineUpdate
 
 PARAMS = SamplingParams(max_tokens=450, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(6)]
@@ -58,3 +60,19 @@ async def test_what_else_is_refused_before_anything_is_done():
         with pytest.raises(UserError, match="kv must be one of recompute, keep"):
             await fleet.update_weights(WEIGHTS, kv="lose")  # type: ignore[arg-type]
         assert fleet.weight_version == 0
+
+
+async def test_who_follows_the_fleet_is_told_before_any_engine_makes_such_tokens() -> None:
+    bench = await Bench().started()
+    told = asyncio.create_task(bench.roster.until(lambda: bench.roster.kept == {1}))
+    apply, heard = bench.engine["a"].apply_weights, list[bool]()
+
+    async def apply_weights(version: int, *, clear_cache: bool = True) -> EngineUpdate:
+        await asyncio.sleep(0)
+        heard.append(told.done())
+        return await apply(version, clear_cache=clear_cache)
+
+    bench.engine["a"].apply_weights = apply_weights  # type: ignore[method-assign]
+    await bench.operations.update([], None, kv="keep")
+    assert heard == [True]
+    assert await told

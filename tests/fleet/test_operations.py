@@ -286,6 +286,19 @@ async def test_a_native_update_needs_a_pause_and_labels_every_engine() -> None:
         await bench.operations.native_update({}, 1)
 
 
+async def test_a_native_update_of_weights_that_sleep_is_refused_before_anyone_is_asked() -> None:
+    bench = await Bench().started()
+    await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
+    await bench.operations.sleep(1)
+    bench.journal.clear()
+    with pytest.raises(StateError, match=r"wake_up\(\['weights'\]\) before an update"):
+        await bench.operations.native_update({}, 1)
+    assert bench.journal == []
+    await bench.operations.wake_up(["weights"])
+    await bench.operations.native_update({}, 1)
+    assert bench.roster.version == 1
+
+
 @pytest.mark.parametrize("way", ["update", "native"])
 async def test_a_number_that_an_engine_may_have_served_is_given_to_no_other_weights(way: str) -> None:
     bench = await Bench("ab").started()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fleet_fakes import FakeProcess, FakeRouter, until
 
-from penstock.config import FleetConfig
+from penstock.config import FleetConfig, RouterConfig
 from penstock.errors import DeadlineError, EngineHTTPError
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_guard import RouterGuard
+from penstock.fleet.router_process import RouterProcess
+from penstock.fleet.routers import open_router
 
 HANG = FleetConfig(health_interval_s=0.02, hang_timeout_s=0.6)
 
@@ -103,3 +108,25 @@ async def test_one_that_answers_now_and_then_does_not_hang() -> None:
     seconds, made = await until_killed(router, None)
     assert seconds > 1.4
     assert len(made) == 1
+
+
+async def test_a_router_for_which_the_system_has_no_room_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = [OSError(errno.ENOMEM, "Cannot allocate memory")]
+    made: list[RouterChild] = []
+
+    async def launch(*_: object, **__: object) -> RouterChild:
+        if len(made) == 1 and full:
+            raise full.pop()
+        made.append(RouterChild())
+        return made[-1]
+
+    monkeypatch.setattr(RouterProcess, "launch", launch)
+    async with AsyncExitStack() as owned:
+        router = await open_router(RouterConfig(), log_dir=tmp_path, api_key=None, owned=owned)
+        assert router.guard is not None
+        router.guard.watch(Roster(Answers([])), FleetConfig(health_interval_s=60.0))
+        made[0].kill()
+        await asyncio.wait_for(until(lambda: len(made) == 2), 10.0)
+    assert not full

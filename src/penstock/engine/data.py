@@ -12,17 +12,15 @@ from typing import Any
 
 from penstock.engine import completion, wire
 from penstock.engine.concurrent import all_or_first_error
-from penstock.engine.continuation import GENERATE, Continuation, Counters
+from penstock.engine.continuation import DEAD_STATUS, GENERATE, RETRY_S, Continuation, Counters
 from penstock.engine.joining import HandedOverError, PlainEngines, joined, rest_of, sample_of
 from penstock.engine.merge import merged
 from penstock.engine.partial import Partial
-from penstock.engine.transport import HttpTransport
-from penstock.errors import RequestError
+from penstock.engine.transport import HttpTransport, UnreachableError
+from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, RequestError
 from penstock.router.prefix_hash import BLOCK, prefix_hashes
 from penstock.types import GenerateBatch, GenerateOutput, Message, Sample, SamplingParams, SessionId
 
-TOKENIZE_S = 60.0
-"""Deadline of /tokenize and /detokenize. They do no model work, but share the server with requests that do."""
 STREAM_CHUNK_TOKENS = 64
 _LEAST_HASHED = 2 * BLOCK
 """Tokens: a shorter prompt is computed anew sooner than it is found."""
@@ -147,12 +145,13 @@ class DataClient:
     async def tokenize(self, prompt: Sequence[Message] | str) -> list[int]:
         """Token ids of a plain string, or of a chat with the template's opening of the assistant's turn."""
         body: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"messages": list(prompt)}
-        answer = await self.http.post("/tokenize", body, timeout_s=TOKENIZE_S)
+        answer = await self._asked("/tokenize", body, asyncio.get_running_loop().time() + self.request_timeout_s)
         return list(answer["tokens"])
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids."""
-        answer = await self.http.post("/detokenize", {"tokens": list(token_ids)}, timeout_s=TOKENIZE_S)
+    async def detokenize(self, token_ids: Sequence[int], *, end: float | None = None) -> str:
+        """Text of token ids, by `end` (of the loop's clock); default: within the deadline of a request."""
+        end = asyncio.get_running_loop().time() + self.request_timeout_s if end is None else end
+        answer = await self._asked("/detokenize", {"tokens": list(token_ids)}, end)
         return str(answer["prompt"])
 
     async def close(self) -> None:
@@ -179,7 +178,7 @@ class DataClient:
         ]
         if not params.detokenize:
             return [sample for sample, _ in made]
-        texts = await all_or_first_error(self._text(sample, params, stop) for sample, stop in made)
+        texts = await all_or_first_error(self._text(sample, params, stop, end) for sample, stop in made)
         return [replace(sample, text=text) for (sample, _), text in zip(made, texts, strict=True)]
 
     async def _made(
@@ -225,15 +224,33 @@ class DataClient:
         ((rest, stop),) = await self._made([*token_ids, *part.ids], rest_params, place, end, deaths)
         return joined(begun, rest), stop
 
-    async def _text(self, sample: Sample, params: SamplingParams, stop: int | str | None) -> str:
+    async def _text(self, sample: Sample, params: SamplingParams, stop: int | str | None, end: float) -> str:
         ids = sample.token_ids
         ended_by_token = sample.finish_reason == "stop" and not isinstance(stop, str)
         if ids and params.skip_special_tokens and ended_by_token:
             # vLLM's /detokenize shows special tokens; its other endpoints leave out the one that ended the text.
             ids = ids if ids[-1] in params.stop_token_ids else ids[:-1]
-        text = await self.detokenize(ids) if ids else ""
+        text = await self.detokenize(ids, end=end) if ids else ""
         # A stop string ends with the last token, so it is the last of its kind; as in vLLM, it is no part of the text.
         return text[: text.rfind(stop)] if isinstance(stop, str) and stop in text else text
+
+    async def _asked(self, path: str, body: Mapping[str, Any], end: float) -> Any:
+        """The answer to what needs no model. The router holds it as long as any request, and tokens wait for it.
+
+        It changes nothing, so where its server dies it is asked again, as often as a request.
+        """
+        for wait_s in (*RETRY_S, None):
+            left = end - asyncio.get_running_loop().time()
+            if left <= 0:
+                raise DeadlineError(f"no time is left for {path}: request_timeout_s is over", seconds=0.0)
+            try:
+                return await self.http.post(path, body, timeout_s=left)
+            except (EngineDeadError, EngineHTTPError) as error:
+                died = isinstance(error, EngineDeadError) or error.status in DEAD_STATUS
+                if wait_s is None or not died or isinstance(error, UnreachableError):
+                    raise
+                await asyncio.sleep(wait_s)
+        raise AssertionError("the last wait is None")
 
     def _hints(self, body: Mapping[str, Any]) -> dict[str, str]:
         """What a router can place a completion of token ids by."""

@@ -16,6 +16,8 @@ class Seam:
     def __init__(self) -> None:
         self.passed_on = False
         """A caller has seen something."""
+        self._over = False
+        """The one event without choices, usage, went on: behind it nothing is new."""
         self._head: dict[str, Any] = {}
         self._passed: dict[tuple[Any, ...], int] = {}
         self._seen: dict[tuple[Any, ...], int] = {}
@@ -31,8 +33,9 @@ class Seam:
         choices: list[dict[str, Any]] = chunk.get("choices") or []
         parts = [self._choice(choice) for choice in choices]
         new = [part for part in parts if part is not None]
-        if choices and not new:
+        if not (new if choices else not self._over):
             return None
+        self._over = not choices
         self.passed_on = True
         return {**chunk, **self._head, "choices": new}
 

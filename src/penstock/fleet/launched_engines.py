@@ -9,7 +9,7 @@ from typing import Protocol
 
 from penstock.config import EngineConfig
 from penstock.engine.concurrent import all_or_first_error
-from penstock.errors import PenstockError, StateError
+from penstock.errors import EngineStartError, PenstockError, StateError
 from penstock.fleet.assemble import join
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import SERVABLE, EngineHandle, Member
@@ -87,7 +87,7 @@ class LaunchedEngines:
         try:
             async with self._limit:
                 self._check_open()
-                process = await self._launcher.launch(self.config, lifecycle.engine, gpus)
+                process = await self._launched(lifecycle.engine, gpus)
                 self._check_open()  # who ends all that there are does not know of this one
                 self._processes[lifecycle] = process
                 member = await join(
@@ -109,6 +109,12 @@ class LaunchedEngines:
             raise
         member.gpus = tuple(gpus)
         return member
+
+    async def _launched(self, name: str, gpus: Sequence[str]) -> EngineHandle:
+        try:
+            return await self._launcher.launch(self.config, name, gpus)
+        except OSError as error:  # no memory, descriptor or room on a disk is left; that may pass
+            raise EngineStartError(f"this system starts no process for it: {error}", engine=name) from error
 
     async def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
         """GPUs for one engine more, where others have `taken`. Raises ConfigError where there is no room."""

@@ -91,12 +91,15 @@ class Member:
     torn: str | None = None
     """Its weights are half of one version and half of another, since an update failed, in this instance of it."""
 
+    asleep: frozenset[str] = frozenset()
+    """Memory tags that it was told to give back, and of which it has not said that it took them again."""
+
     def become(self, new: Member) -> None:
         """Take over where it is and what it is, from a start of the same engine under the same name."""
         self.url, self.control, self.info, self.process = new.url, new.control, new.info, new.process
         self.weight_version = new.weight_version
         if new.process is not None:
-            self.torn = None  # it has loaded them anew
+            self.torn, self.asleep = None, frozenset()  # it has loaded them anew
 
     def entries(self) -> list[EngineEntry]:
         """What the router is told of it."""

@@ -132,6 +132,7 @@ class Operations:
         async def run() -> None:
             self._require("sleep", "sleep")
             async with self._gate_closed():
+                self._roster.note_asleep(MEMORY_TAGS)
                 await self._tell(lambda engine: engine.sleep(level), "sleep")
                 self._asleep = MEMORY_TAGS
                 if level == DROPS_WEIGHTS:
@@ -151,6 +152,7 @@ class Operations:
             async with self._gate_closed():
                 await self._tell(lambda engine: engine.wake_up(tags), "wake-up")
                 self._asleep -= set(tags or MEMORY_TAGS)
+                self._roster.note_asleep(self._asleep)
                 if self.paused and not self._asleep:
                     # Engines with our plugin have stayed paused; vLLM's own wake-up resumes, with nothing in flight.
                     await self._pause_engines(PauseMode.KEEP, clear_cache=False)
@@ -269,8 +271,7 @@ class Operations:
         self._updating = True
 
         async def run() -> UpdateReport:
-            if "weights" in self._asleep:
-                raise StateError("the engines sleep; wake_up(['weights']) before an update")
+            self._check_weights_awake()
             self._require("plugin", "update_weights")
             number = self._roster.used + 1 if version is None else version
             check_version(number, self._roster)
@@ -293,6 +294,7 @@ class Operations:
             check_version(version, self._roster)
             if not self.paused:
                 raise StateError("pause generation before a native weight update: vLLM dies of one while it generates")
+            self._check_weights_awake()
             self._native.check_update(self._roster.live(), update_info)
             self._roster.used = version  # an engine that fails on the way may have taken it
             await self._roster.command(
@@ -323,6 +325,10 @@ class Operations:
             asleep=self._asleep,
             deadline_s=self._control_s,
         )
+
+    def _check_weights_awake(self) -> None:
+        if "weights" in self._asleep:
+            raise StateError("the engines sleep; wake_up(['weights']) before an update")
 
     def _enough_or_none_to_come(self) -> bool:
         return len(self._roster.live()) >= self._min_engines or not any(m.coming for m in self._roster.members)

@@ -131,6 +131,7 @@ class Roster:
                 f"engine {member.name} has weight version {member.weight_version}, the fleet serves {self.version}"
             )
         member.lifecycle.to(State.SERVING, f"weight version {member.weight_version} confirmed")
+        member.leaving = False  # it died as it was to leave, and whoever wanted that has given it up
         self.enlist(member)
         self.announce()
 
@@ -148,6 +149,11 @@ class Roster:
         for member in self.live():
             member.weight_version = version
         self.announce()
+
+    def note_asleep(self, tags: frozenset[str]) -> None:
+        """Every live engine is told to give back this memory, or has taken back all other."""
+        for member in self.live():
+            member.asleep = tags
 
     def announce(self) -> None:
         """Something changed that somebody may wait for with `until`."""
@@ -274,6 +280,7 @@ class Roster:
         restored = self._restored
         try:
             async with self._telling:
+                restored = self._restored  # one that was under way has said what was before this
                 self._said += 1
                 await call()
         except BaseException as error:

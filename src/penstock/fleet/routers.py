@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from penstock.config import RouterConfig, refuse_open_host
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, EngineStartError, PenstockError
 from penstock.fleet.roster import Admin
 from penstock.fleet.router_guard import RouterGuard
 from penstock.fleet.router_process import RouterProcess
@@ -88,9 +88,12 @@ async def open_router(config: RouterConfig, *, log_dir: Path, api_key: str | Non
 
 
 async def _launch(config: RouterConfig, log_dir: Path, api_key: str | None) -> RouterProcess | VllmRouterProcess:
-    if config.kind == "vllm-router":
-        return await VllmRouterProcess.launch(config, log_dir=log_dir)
-    return await RouterProcess.launch(config, log_dir=log_dir, api_key=api_key)
+    try:
+        if config.kind == "vllm-router":
+            return await VllmRouterProcess.launch(config, log_dir=log_dir)
+        return await RouterProcess.launch(config, log_dir=log_dir, api_key=api_key)
+    except OSError as error:  # no memory, descriptor or room on a disk is left; that may pass
+        raise EngineStartError(f"this system starts no process for the router: {error}") from error
 
 
 async def _withdraw(admin: Admin) -> None:

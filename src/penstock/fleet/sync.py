@@ -65,6 +65,18 @@ async def bring_to_version(
     return True
 
 
+async def _wake(member: Member, deadline_s: float) -> None:
+    """It died to us as it slept, and lives: a server of others. To one that is awake this says nothing."""
+    if member.info.capabilities.sleep:
+        for tag in sorted(member.asleep, reverse=True):  # the weights first
+
+            async def wake_up(engine: EngineControl, tag: str = tag) -> None:
+                await engine.wake_up([tag])
+
+            (await fan_out((member,), wake_up, deadline_s=deadline_s)).raise_first()
+    member.asleep = frozenset()
+
+
 async def _look_again(member: Member, deadline_s: float) -> None:
     """What an engine without our plugin has now: its weights are its owner's, who may have brought or reloaded them."""
     outcome = await fan_out((member,), lambda engine: engine.info(), deadline_s=deadline_s)
@@ -101,16 +113,18 @@ async def bring_in(
         EngineError: it failed. MissingCapabilityError: it cannot be brought into the state that the fleet is in.
     """
     control = member.control
+
+    async def ask(call: Call[None]) -> None:
+        (await fan_out((member,), call, deadline_s=deadline_s)).raise_first()
+
+    await _wake(member, deadline_s)
     if not await bring_to_version(member, roster, current, deadline_s=deadline_s):
         return False
     needed: Capability | None = "sleep" if asleep else "pause" if paused else None
     if needed is not None:
         require(((member.name, member.info.capabilities),), needed, "join a fleet that is paused or sleeps")
-
-    async def ask(call: Call[None]) -> None:
-        (await fan_out((member,), call, deadline_s=deadline_s)).raise_first()
-
     if asleep:
+        member.asleep = asleep
         await ask(lambda engine: engine.sleep(1))
         if back := sorted(MEMORY_TAGS - asleep):
             await ask(lambda engine: engine.wake_up(back))

@@ -179,6 +179,7 @@ class Updater:
         self.roster.used = max(self.roster.used, version)
         if not clear_cache:
             self.roster.kept |= {version}
+            self.roster.announce()  # clients in other processes label what they get by it, from the first token on
 
         async def failed(member: Member, error: PenstockError) -> None:
             await self.roster.bury(member, f"apply of weight version {version} failed: {error}", torn=True)

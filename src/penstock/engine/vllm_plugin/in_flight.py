@@ -100,6 +100,8 @@ class InFlight:
         self.moved = asyncio.Event()
         self.samples: dict[str, Made] = {}
         """By vLLM's internal request id."""
+        self.names: set[str] = set()
+        """Of its prompts, by which others can abort them."""
         self.to_finish: dict[str, tuple[Made, dict[str, Any]]] = {}
         """Samples that had ended on another engine, and what they have."""
         self._chunk_tokens = chunk_tokens
@@ -117,6 +119,7 @@ class InFlight:
         )
         made = Made(state, _prompt_number(external) * samples + state.request_index, whole_only=whole_only)
         self.samples[request.request_id] = made
+        self.names.add(external)
         return made
 
     def note(self, made: Made, version: int, finish: Any, stop_reason: int | str | None) -> None:

@@ -15,6 +15,8 @@ import asyncio
 import functools
 from typing import Any
 
+import orjson
+
 from penstock.engine.vllm_plugin import resume
 from penstock.engine.vllm_plugin.core_round import VERSION_MARK
 from penstock.engine.vllm_plugin.in_flight import CURRENT, InFlight, Made
@@ -53,8 +55,9 @@ class VersionSpans:
         """Serve a request of vLLM's own, and tell what it makes (`telling.py`)."""
         posted = scope["path"] if scope["type"] == "http" and scope["method"] == "POST" else None
         if posted in ABORTS:
+            names, receive = await _named(receive)
             for request in self._in_flight:
-                request.asked = True
+                request.asked |= not names or not names.isdisjoint(request.names)
         elif posted in ROUTES:
             self.pausing.install(scope["app"].state.engine_client)
             self.pausing.read(scope.get("query_string", b""))
@@ -155,3 +158,20 @@ class VersionSpans:
                 del in_flight.to_finish[request_id]
                 resume.emit(made.state, part)
                 processor._finish_request(made.state)  # noqa: SLF001 - as vLLM does at the end of a request
+
+
+async def _named(receive: Any) -> tuple[frozenset[str], Any]:
+    """The requests that a call to abort some names, none where it is for all; and what gives its body again."""
+    messages: list[dict[str, Any]] = []
+    while not messages or messages[-1].get("more_body"):
+        messages.append(await receive())
+    try:
+        body = orjson.loads(b"".join(message.get("body", b"") for message in messages))
+    except orjson.JSONDecodeError:  # vLLM says so
+        body = None
+    ids = body.get("request_ids") if isinstance(body, dict) else None
+
+    async def again() -> dict[str, Any]:
+        return messages.pop(0) if messages else await receive()
+
+    return frozenset(name for name in ids if isinstance(name, str)) if isinstance(ids, list) else frozenset(), again
