@@ -194,6 +194,8 @@ async def test_numbers_of_numpy_and_torch_are_numbers(fleet: Fleet) -> None:
     assert sample.token_ids == wanted.response_ids[0]
     with pytest.raises(RequestError, match=r"n must be a whole number, got 1\.5"):
         await fleet.sample([1, 2], 1.5)
+    with pytest.raises(RequestError, match="num_samples is 1, and sampling parameter n is 2; leave n out"):
+        await fleet.sample([1, 2], 1, {"n": 2})
     with pytest.raises(RequestError, match="prompt_token_ids must be a list of token ids, got abc"):
         await fleet.sample("abc", 1)
 

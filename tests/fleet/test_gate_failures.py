@@ -14,6 +14,7 @@ from penstock import Fleet
 from penstock.config import FleetConfig
 from penstock.engine.concurrent import cancelled
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError
+from penstock.fleet.lifecycle import State
 from penstock.fleet.router_guard import RouterGuard, settle
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import EngineEntry
@@ -117,6 +118,20 @@ async def test_an_update_whose_engines_the_router_does_not_take_is_committed_all
     assert "the router was not told that its engines serve weight version 1: router http" in caplog.text
     await bench.roster.check_router()
     bench.check_belief()
+
+
+async def test_an_engine_that_the_router_does_not_hear_of_has_joined_all_the_same() -> None:
+    """It is well, and serves the fleet's weights: to start it anew for a call that came late would help nobody."""
+    bench, router = await failing()
+    member = bench.roster.members[1]
+    await bench.roster.bury(member, "died")
+    member.lifecycle.to(State.LAUNCHING, "is started anew")
+    member.lifecycle.to(State.SYNCING, "answers")
+    router.failures["set"] = [LATE]
+    await bench.operations.admit(member)
+    assert (member.state, router.serves()) == (State.SERVING, {"a": 0})
+    await bench.roster.check_router()
+    assert router.serves() == {"a": 0, "b": 0}
 
 
 async def test_a_native_update_that_the_router_does_not_hear_of_is_committed_too() -> None:

@@ -100,7 +100,10 @@ class DataClient:
         ids = self._checked_ids(prompt_token_ids, "prompt_token_ids")
         if not ids:
             raise RequestError("prompt_token_ids is empty")
-        params = replace(SamplingParams.of(sampling_params), n=num_samples)
+        given = SamplingParams.of(sampling_params)
+        if given.n not in {1, num_samples}:
+            raise RequestError(f"num_samples is {num_samples}, and sampling parameter n is {given.n}; leave n out")
+        params = replace(given, n=num_samples)
         return await self._generate(ids, params, session_id)
 
     async def completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:

@@ -138,5 +138,5 @@ async def bring_in(
     if paused:
         member.lifecycle.to(State.PAUSED, "joined a fleet that is paused")
         roster.announce()
-    await roster.push()
+    await roster.pass_on(f"engine {member.name} has joined")
     return True
