@@ -134,6 +134,11 @@ def test_what_is_no_model_is_said_before_an_engine_is_started_with_it(model, mes
         Fleet.launch(model, profile="cpu")
 
 
+@pytest.mark.parametrize("model", ["s3://bucket/models/one", "gs://bucket/one"])
+def test_a_model_in_a_bucket_is_left_to_vllm(model: str) -> None:
+    Fleet.launch(model, profile="cpu")
+
+
 def test_who_forgets_to_open_a_fleet_is_told_how() -> None:
     fleet = Fleet.launch("any-name", profile="sim")
     with pytest.raises(AttributeError, match=r"not open yet, so it has no 'generate'; open it by `async with"):

@@ -177,6 +177,8 @@ def _arguments(options: dict[str, Option]) -> Sequence[str]:
 def _check_model(model: str) -> None:
     if not model.strip():
         raise ConfigError(f"the model is {model!r}; give a checkpoint folder or a hub name such as Qwen/Qwen3-0.6B")
+    if "://" in model:  # a bucket, of which vLLM knows more
+        return
     path = Path(model).expanduser()
     looks_like_path = model.startswith(("/", ".", "~")) or path.exists() or model.count("/") > 1
     if looks_like_path and not (path / "config.json").is_file():
