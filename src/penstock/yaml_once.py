@@ -20,12 +20,14 @@ def read_yaml(text: str) -> object:
 
 
 class _Once(yaml.SafeLoader):
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
-        seen: set[str] = set()
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """As it is written: later, what a merge key brings stands before the keys that override it."""
+        node = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 continue
-            if key.value in seen:
+            if (key.tag, key.value) in seen:
                 raise ConfigError(f"config line {key.start_mark.line + 1}: {key.value!r} is given twice; take one out")
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
+            seen.add((key.tag, key.value))
+        return node
