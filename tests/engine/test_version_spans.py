@@ -270,6 +270,9 @@ async def test_an_error_before_the_first_chunk_is_vllms_own_and_one_after_it_com
         ("/abort_requests", b'{"request_ids": ["cmpl-x-0"]}', True),
         ("/inference/v1/abort_requests", b'{"request_ids": ["cmpl-w-0", "cmpl-x-0"]}', True),
         ("/abort_requests", b'{"request_ids": ["cmpl-w-0"]}', False),
+        ("/abort_requests", b'{"request_ids": "cmpl-w-0"}', False),
+        ("/abort_requests", b"no JSON", False),
+        ("/abort_requests", b"[1, 2]", False),
     ],
 )
 async def test_an_abort_that_somebody_asks_for_is_told_from_one_of_a_pause(path, body, named):

@@ -57,7 +57,7 @@ class VersionSpans:
         if posted in ABORTS:
             names, receive = await _named(receive)
             for request in self._in_flight:
-                request.asked |= not names or not names.isdisjoint(request.names)
+                request.asked |= names is None or not names.isdisjoint(request.names)
         elif posted in ROUTES:
             self.pausing.install(scope["app"].state.engine_client)
             self.pausing.read(scope.get("query_string", b""))
@@ -160,18 +160,26 @@ class VersionSpans:
                 processor._finish_request(made.state)  # noqa: SLF001 - as vLLM does at the end of a request
 
 
-async def _named(receive: Any) -> tuple[frozenset[str], Any]:
-    """The requests that a call to abort some names, none where it is for all; and what gives its body again."""
+async def _named(receive: Any) -> tuple[frozenset[str] | None, Any]:
+    """The requests that a call to abort some names, None where it is for all; and what gives its body again.
+
+    A call that vLLM refuses, or whose client leaves before all of it is here, names none.
+    """
     messages: list[dict[str, Any]] = []
     while not messages or messages[-1].get("more_body"):
         messages.append(await receive())
-    try:
-        body = orjson.loads(b"".join(message.get("body", b"") for message in messages))
-    except orjson.JSONDecodeError:  # vLLM says so
-        body = None
-    ids = body.get("request_ids") if isinstance(body, dict) else None
 
     async def again() -> dict[str, Any]:
         return messages.pop(0) if messages else await receive()
 
-    return frozenset(name for name in ids if isinstance(name, str)) if isinstance(ids, list) else frozenset(), again
+    try:
+        body = orjson.loads(b"".join(message.get("body", b"") for message in messages))
+    except orjson.JSONDecodeError:
+        body = None
+    if not isinstance(body, dict):
+        return frozenset(), again
+    ids = body.get("request_ids")
+    if not ids:
+        return None, again
+    names = [ids] if isinstance(ids, str) else ids if isinstance(ids, list) else ()
+    return frozenset(name for name in names if isinstance(name, str)), again
