@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -250,6 +250,29 @@ async def test_one_that_comes_back_to_a_fleet_that_sleeps_sleeps_as_the_others_d
         assert failing.engine.asleep == lasting.engine.asleep != frozenset()
         await fleet.wake_up()
         await fleet.update_weights(GOOD)
+        await check_serves(fleet, engines=2)
+
+
+async def test_one_that_comes_back_to_a_fleet_that_sleeps_takes_no_memory_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with server() as lasting, server() as failing, plain_fleet(lasting, failing) as fleet:
+        await fleet.update_weights(GOOD)
+        await fleet.sleep()
+        woken: list[object] = []
+        wake_up = failing.engine.wake_up
+
+        async def noted(tags: Sequence[str] | None = None, *, resume: bool = True) -> bool:
+            woken.append(tags)
+            return await wake_up(tags, resume=resume)
+
+        monkeypatch.setattr(failing.engine, "wake_up", noted)
+        failing.engine.faults.add(Fault(FaultKind.REFUSE, Phase.HEALTH))
+        await until(fleet, "e1", State.DEAD)
+        await until(fleet, "e1", State.SERVING)
+        assert not woken, "the trainer may use that memory"
+        await fleet.wake_up()
+        assert woken
         await check_serves(fleet, engines=2)
 
 

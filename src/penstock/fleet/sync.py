@@ -65,16 +65,22 @@ async def bring_to_version(
     return True
 
 
-async def _wake(member: Member, deadline_s: float) -> None:
-    """It died to us as it slept, and lives: a server of others. To one that is awake this says nothing."""
+async def _wake(member: Member, roster: Roster, asleep: frozenset[str], deadline_s: float) -> None:
+    """It died to us as it slept, and lives: a server of others. To one that is awake this says nothing.
+
+    What the fleet has given back stays so, since others may use that memory now; only weights that it has to load need
+    theirs.
+    """
     if member.info.capabilities.sleep:
-        for tag in sorted(member.asleep, reverse=True):  # the weights first
+        loads = member.info.capabilities.plugin and (member.weight_version != roster.version or member.torn is not None)
+        tags = member.asleep - (asleep - {"weights"} if loads else asleep)
+        for tag in sorted(tags, reverse=True):  # the weights first
 
             async def wake_up(engine: EngineControl, tag: str = tag) -> None:
                 await engine.wake_up([tag])
 
             (await fan_out((member,), wake_up, deadline_s=deadline_s)).raise_first()
-    member.asleep = frozenset()
+            member.asleep -= {tag}
 
 
 async def _look_again(member: Member, deadline_s: float) -> None:
@@ -117,7 +123,7 @@ async def bring_in(
     async def ask(call: Call[None]) -> None:
         (await fan_out((member,), call, deadline_s=deadline_s)).raise_first()
 
-    await _wake(member, deadline_s)
+    await _wake(member, roster, asleep, deadline_s)
     if not await bring_to_version(member, roster, current, deadline_s=deadline_s):
         return False
     needed: Capability | None = "sleep" if asleep else "pause" if paused else None
