@@ -103,7 +103,7 @@ class SamplingParams:
                 continue
             try:
                 object.__setattr__(self, name, convert(value))  # frozen; numpy's numbers become Python's
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 raise RequestError(f"sampling parameter {name} must be {what}, got {value!r}") from None
 
     @classmethod
@@ -160,6 +160,10 @@ def _flag(value: Any) -> bool:
     return value
 
 
+def _flag_or_none(value: Any) -> bool:
+    return value is not None and _flag(value)  # vLLM's default of `logprobs` is None
+
+
 def _strings(value: Any) -> tuple[str, ...]:
     strings = tuple(value)
     if isinstance(value, str) or not all(isinstance(s, str) and s for s in strings):
@@ -173,7 +177,8 @@ _SAMPLING_TYPES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
         (name, "a finite number", _finite)
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
     ),
-    *((name, "true or false", _flag) for name in ("ignore_eos", "skip_special_tokens", "logprobs", "detokenize")),
+    *((name, "true or false", _flag) for name in ("ignore_eos", "skip_special_tokens", "detokenize")),
+    ("logprobs", "true or false", _flag_or_none),
     ("stop", "a string or a list of them, none empty", _strings),
     ("stop_token_ids", "a list of token ids", _wholes),
 )

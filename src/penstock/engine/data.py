@@ -75,12 +75,14 @@ class DataClient:
     async def generate_batch(self, batch: GenerateBatch) -> GenerateOutput:
         """Complete a batch (R2); answers in input order, `n` samples of a prompt side by side."""
         params = SamplingParams.of(batch.sampling_params)
-        sessions: Sequence[SessionId | None] = batch.session_ids or [None] * len(batch)
+        sessions: Sequence[SessionId | None] = [None] * len(batch) if batch.session_ids is None else batch.session_ids
         if batch.prompt_token_ids is not None:
             given = enumerate(batch.prompt_token_ids)
             prompts = [self._checked_ids(ids, f"prompt_token_ids[{i}]") for i, ids in given]
         else:
-            prompts = await all_or_first_error(self.tokenize(prompt) for prompt in batch.prompts or ())
+            prompts = await all_or_first_error(
+                self.tokenize(prompt) for prompt in (() if batch.prompts is None else batch.prompts)
+            )
             if [] in prompts:
                 raise RequestError(f"prompts[{prompts.index([])}] has no token; give at least one")
         groups = await all_or_first_error(
