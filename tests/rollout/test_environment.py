@@ -151,6 +151,7 @@ async def test_an_environment_of_ones_own():
         (f"{__name__}:Again", {}, r"overrides `step`, and episodes have one turn so far.*fleet\.sample\(.*session_id"),
         (f"{__name__}:Broken", {}, r"cannot be built: KeyError: 'x' \(.*test_environment.py, line"),
         ("broken_module:X", {}, r"cannot be imported: NameError: .*broken_module.py, line 1\)"),
+        ("unread_module:X", {}, r"cannot be imported: SyntaxError: .* \(/.*unread_module.py, line 1\)$"),
         ("reasoning_gym", {}, "dataset"),
         ("reasoning_gym", {"dataset": "number_sortin"}, "number_sortin"),
         ("reasoning_gym", {"dataset": "number_sorting", "min_nmbers": 3}, "min_nmbers"),
@@ -162,6 +163,7 @@ def test_bad_names_and_options_say_what_is_wrong(
     name: str, options: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "broken_module.py").write_text("nothing\n")
+    (tmp_path / "unread_module.py").write_text("def f(:\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=message):
         load_environment(EnvironmentConfig(name=name, options=options), 0)

@@ -92,6 +92,8 @@ def load_environment(config: EnvironmentConfig, seed: int) -> Environment:
 
 def told(error: Exception) -> str:
     """An error of somebody's own code, with the last line of it, as the command line shows no traceback."""
+    if isinstance(error, SyntaxError) and error.filename:  # of a module, of which no line was run
+        return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
     libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
     last = next((frame for frame in reversed(frames) if not frame.filename.startswith(libraries)), frames[-1])
