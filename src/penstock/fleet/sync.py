@@ -68,12 +68,13 @@ async def bring_to_version(
 async def _wake(member: Member, roster: Roster, asleep: frozenset[str], deadline_s: float) -> None:
     """It died to us as it slept, and lives: a server of others. To one that is awake this says nothing.
 
-    What the fleet has given back stays so, since others may use that memory now; only weights that it has to load need
-    theirs.
+    Where the fleet sleeps as well, and it needs no weights, it sleeps on: others may use that memory now. One of which
+    a part sleeps is woken wholly, since vLLM's sleep takes an engine that is all awake.
     """
     if member.info.capabilities.sleep:
         loads = member.info.capabilities.plugin and (member.weight_version != roster.version or member.torn is not None)
-        tags = member.asleep - (asleep - {"weights"} if loads else asleep)
+        sleeps_on = "weights" in asleep and asleep == member.asleep and not loads
+        tags = frozenset[str]() if sleeps_on else member.asleep
         for tag in sorted(tags, reverse=True):  # the weights first
 
             async def wake_up(engine: EngineControl, tag: str = tag) -> None:
