@@ -155,13 +155,18 @@ def _finite(value: Any) -> float:
 
 
 def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):  # vLLM's `logprobs` is a count, of which 0 asks for the sampled token's
+    if not isinstance(value, bool):
         raise TypeError
     return value
 
 
-def _flag_or_none(value: Any) -> bool:
-    return value is not None and _flag(value)  # vLLM's default of `logprobs` is None
+def _logprobs(value: Any) -> bool:
+    """A flag, or as in vLLM None for none, 0 and 1 for the sampled token's; of others there is no place in an answer."""
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    if operator.index(value) not in {0, 1}:
+        raise ValueError
+    return True
 
 
 def _strings(value: Any) -> tuple[str, ...]:
@@ -178,7 +183,7 @@ _SAMPLING_TYPES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
     ),
     *((name, "true or false", _flag) for name in ("ignore_eos", "skip_special_tokens", "detokenize")),
-    ("logprobs", "true or false", _flag_or_none),
+    ("logprobs", "true or false, or vLLM's 0 or 1", _logprobs),
     ("stop", "a string or a list of them, none empty", _strings),
     ("stop_token_ids", "a list of token ids", _wholes),
 )

@@ -172,7 +172,10 @@ async def test_figures_sizes_and_worker_calls(fleet: Fleet) -> None:
         ({"prompts": ["a"], "sampling_params": {"seed": 2**70}}, "seed must be a number of 64 bits"),
         ({"prompts": ["a"], "sampling_params": {"temperature": float("nan")}}, "temperature must be a finite number"),
         ({"prompts": ["a"], "sampling_params": {"temperature": 10**400}}, "temperature must be a finite number"),
-        ({"prompts": ["a"], "sampling_params": {"logprobs": 5}}, "logprobs must be true or false, got 5"),
+        (
+            {"prompts": ["a"], "sampling_params": {"logprobs": 5}},
+            "logprobs must be true or false, or vLLM's 0 or 1, got 5",
+        ),
         ({"prompts": ["a"], "sampling_params": {"stop": 5}}, "stop must be a string or a list of them"),
         ({"prompts": ["a"], "sampling_params": {"stop": [""]}}, "stop must be a string or a list of them, none empty"),
         ({"prompts": ["a"], "sampling_params": {"stop_token_ids": ["a"]}}, "stop_token_ids must be a list of token"),
@@ -195,6 +198,9 @@ async def test_numbers_of_numpy_and_torch_are_numbers(fleet: Fleet) -> None:
     assert await fleet.generate(np.array(["a", "b"]), sampling_params=params, session_ids=np.array(["s", "t"])) == texts
     without = await fleet.generate(["a"], sampling_params={"max_tokens": 5, "logprobs": None})  # vLLM's default
     assert without.response_logprobs is None
+    counted = await fleet.generate(["a"], sampling_params={"max_tokens": 5, "logprobs": 0})  # the sampled token's
+    assert counted.response_logprobs is not None
+    assert len(counted.response_logprobs[0]) == 5
     (sample,) = await fleet.sample(np.array([1, 2]), 1, theirs)
     assert sample.token_ids == wanted.response_ids[0]
     with pytest.raises(RequestError, match=r"n must be a whole number, got 1\.5"):
