@@ -161,7 +161,7 @@ def _flag(value: Any) -> bool:
 
 
 def _logprobs(value: Any) -> bool:
-    """A flag, or as in vLLM None for none, 0 and 1 for the sampled token's; of others there is no place in an answer."""
+    """A flag, or as in vLLM None for none, 0 and 1 for the sampled token's; an answer has no place for others."""
     if value is None or isinstance(value, bool):
         return bool(value)
     if operator.index(value) not in {0, 1}:
