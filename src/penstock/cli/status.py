@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, PenstockError, UserError
+from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, PenstockError
 
 if TYPE_CHECKING:
     from penstock.router.admin_client import EngineLoad, RouterState
@@ -34,9 +34,9 @@ def status(
     - `penstock status`
     - `penstock status http://127.0.0.1:9000 --json`
     """
-    if not url.startswith(("http://", "https://")):
-        raise UserError(f"{url!r} is not an address; give one such as {DEFAULT_URL}")
-    report = asyncio.run(_collect(url.rstrip("/").removesuffix("/v1"), api_key or None))
+    from penstock.fleet.sockets import router_address  # noqa: PLC0415
+
+    report = asyncio.run(_collect(router_address(url), api_key or None))
     if as_json:
         import json  # noqa: PLC0415
 
