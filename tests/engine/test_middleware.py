@@ -87,6 +87,10 @@ async def test_it_tells_which_logprobs_the_server_gives(mode: str, monkeypatch) 
     async def paused() -> bool:
         return False
 
+    async def on_workers(method: str, **_: Any) -> list[None]:
+        assert method == "penstock_warm_up"
+        return [None]
+
     model = SimpleNamespace(get_vocab_size=lambda: 32, max_model_len=64, enable_sleep_mode=False, logprobs_mode=mode)
     parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=2)
     engine = SimpleNamespace(
@@ -95,6 +99,7 @@ async def test_it_tells_which_logprobs_the_server_gives(mode: str, monkeypatch) 
         vllm_config=SimpleNamespace(model_config=model, parallel_config=parallel),
         get_weight_version=version,
         is_paused=paused,
+        collective_rpc=on_workers,
     )
     app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
     start, body = await answer("GET", "/penstock/info", app=app)

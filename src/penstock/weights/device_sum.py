@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
@@ -29,6 +30,7 @@ _EXPONENTS = {
 _COPIED_BYTES = 256 * 2**20
 Kernel = Callable[[Sequence[torch.Tensor], Sequence[tuple[int, int]], tuple[int, int, int]], torch.Tensor]
 logger = logging.getLogger("vllm.penstock")  # workers of vLLM show no others
+_WARMING = threading.Lock()
 
 
 class DeviceSums:
@@ -87,8 +89,12 @@ def device_sums(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def warm_up(device: torch.device) -> None:
-    """Compile and load what sums on this device, which takes a second that no paused engine should spend."""
-    device_sums([torch.zeros(1, device=device)])
+    """Compile and load what sums on this device, which takes seconds that no paused engine should spend."""
+    try:
+        with _WARMING:  # who comes second, waits for what the first compiles
+            device_sums([torch.zeros(1, device=device)])
+    except RuntimeError as error:  # such as no memory: when it is needed there may be
+        logger.warning("nothing was compiled for the checksums of updates: %s", error)
 
 
 @lru_cache(maxsize=64)

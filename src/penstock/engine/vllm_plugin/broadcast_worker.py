@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from contextlib import suppress
 from typing import Any
@@ -14,8 +13,6 @@ from penstock.errors import TransferError, WeightsError
 from penstock.weights.collective import Group
 from penstock.weights.device_sum import warm_up
 from penstock.weights.group import GroupSpec
-
-logger = logging.getLogger("vllm.penstock")
 
 
 class BroadcastWorker:
@@ -60,10 +57,7 @@ def leave_group(worker: Any, why: str) -> None:
 
 
 def _join(group: Group) -> None:
-    try:
-        warm_up(group.device)
-    except RuntimeError as error:  # such as no memory: when it is needed there may be
-        logger.warning("nothing was compiled for the checksums of updates: %s", error)
+    warm_up(group.device)
     with suppress(TransferError):  # kept in `group.cut`, and the trainer finds this rank absent
         group.join()
 

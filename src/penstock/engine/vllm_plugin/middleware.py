@@ -48,6 +48,7 @@ class PenstockMiddleware:
         self.app = app
         self._preparing = Preparing()
         self._expecting: asyncio.Task[bool] | None = None
+        self._warm = False
         self._spans = VersionSpans()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,6 +82,9 @@ class PenstockMiddleware:
         config = engine.vllm_config
         parallel = config.parallel_config
         self._spans.install(engine)
+        if not self._warm:
+            await on_every_rank(engine, "penstock_warm_up")
+            self._warm = True
         return {
             "engine": "vllm",
             "vllm": _vllm_version(),

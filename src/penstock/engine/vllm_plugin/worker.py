@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ from penstock.engine.vllm_plugin.dropped import DroppedWeights
 from penstock.engine.vllm_plugin.reload import Loader
 from penstock.engine.vllm_plugin.sources import Source, make_source
 from penstock.errors import PenstockError
+from penstock.weights.device_sum import warm_up
 from penstock.weights.manifest import WeightManifest
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,11 @@ class WorkerExtension(BroadcastWorker, DroppedWeights):
         if transport not in sources:
             sources[transport] = make_source(transport, self)
         return sources[transport]
+
+    def penstock_warm_up(self) -> None:
+        """Begin to compile what sums weights, in a thread: in the first update's `prepare` no step could be made."""
+        if self.device.type != "cpu":
+            threading.Thread(target=warm_up, args=(self.device,), name="penstock-warm-up", daemon=True).start()
 
     def penstock_prepare(self, manifest: dict[str, Any]) -> str | None:
         """Do what can be done while the engine generates (see `Source.prepare`). Why it cannot be loaded, if so."""
