@@ -94,8 +94,12 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+class Unmeasured(Exception):  # noqa: N818 - not of the program, but of what it is to measure
+    """A benchmark cannot go on, and says why."""
+
+
 async def until_ended(work: Coroutine[Any, Any, None]) -> bool:
-    """Run it; whether it came to its end before SIGTERM or SIGINT, after which what was measured can still be told."""
+    """Run it; whether it came to its end before SIGTERM, SIGINT or `Unmeasured`: what was found can still be told."""
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
     signals = (signal.SIGTERM, signal.SIGINT)
@@ -111,6 +115,9 @@ async def until_ended(work: Coroutine[Any, Any, None]) -> bool:
         await task
     except asyncio.CancelledError:
         note("ended early: this is what was measured until then")
+        return False
+    except Unmeasured as error:
+        note(f"{error}: this is what was measured until then")
         return False
     finally:
         for number in signals:

@@ -25,6 +25,7 @@ from typing import Any
 
 import _common
 import _dummy_models
+import requests
 import torch
 from _line_process import LineProcess
 
@@ -36,11 +37,13 @@ CLIENTS = 4
 """Processes that read the streams of one engine: one alone reads fewer tokens than an API process can write, and it is
 that process's work behind which control calls wait."""
 SETTLE_S, RECOVER_S = 2.0, 90.0
-"""Between two rounds under load, once tokens come again as fast as before the first, so that each round finds the same
-load; and how long that may take: an update makes engines compute the KV of what is in flight anew."""
+"""Over how long tokens must come as fast again as before the first round, so that each round under load finds the same;
+and how long it may take until they do: an update makes engines compute the KV of what is in flight anew."""
 AGAIN = 0.8
 """Of the speed before the first round."""
 STATES: tuple[tuple[str, KV], ...] = (("idle", "recompute"), ("load", "recompute"), ("load, KV kept", "keep"))
+BEGIN_S = 120.0
+"""How long all streams may take to begin."""
 STRAGGLERS = 0.1
 """Share of the streams that need not have begun: those that an engine holds back for want of KV cache."""
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -65,6 +68,7 @@ class Load:
             for seed, share in enumerate(shares)
             if share
         ]
+        self._urls = urls
         self._requests = requests * len(urls)
         self._steady = 0.0
 
@@ -74,14 +78,28 @@ class Load:
             return [json.loads(line) for line in await asyncio.gather(*asked)]
 
     async def ready(self) -> None:
-        """Return when every stream has begun."""
-        for _ in range(120):
-            if sum(answer["streams"] for answer in await self._ask("gaps")) >= (1 - STRAGGLERS) * self._requests:
-                await asyncio.sleep(SETTLE_S)
-                self._steady = await self._speed(3 * SETTLE_S) if self._processes else 0.0
-                return
+        """Return when every stream has begun.
+
+        Raises:
+            Unmeasured: they have not after `BEGIN_S` seconds.
+        """
+        began, told = time.monotonic(), 0
+        while (streams := await self._streams()) < (1 - STRAGGLERS) * self._requests:
+            waited = time.monotonic() - began
+            if waited >= BEGIN_S * (told + 1) / 4:
+                told += 1
+                held = [await asyncio.to_thread(_requests_at, url) for url in self._urls]
+                _common.note(f"{streams} of {self._requests} streams have begun after {waited:.0f} s; {held}")
+            if told == 4:
+                raise _common.Unmeasured(f"not all streams have begun after {BEGIN_S} s")
             await asyncio.sleep(1)
-        raise SystemExit("not all streams have begun after 120 s")
+        if self._processes:
+            _common.note(f"{streams} of {self._requests} streams have begun after {time.monotonic() - began:.0f} s")
+            await asyncio.sleep(SETTLE_S)
+            self._steady = await self._speed(3 * SETTLE_S)
+
+    async def _streams(self) -> float:
+        return sum(answer["streams"] for answer in await self._ask("gaps"))
 
     async def mark(self) -> None:
         """From here on."""
@@ -92,10 +110,10 @@ class Load:
         if not self._processes:
             return {}
         began = time.perf_counter()
-        while await self._speed(0.5) < AGAIN * self._steady and time.perf_counter() - began < RECOVER_S:
+        await asyncio.sleep(SETTLE_S)  # in which tokens come that were made before the round, and waited
+        while await self._speed(SETTLE_S) < AGAIN * self._steady and time.perf_counter() - began < RECOVER_S:
             pass
         recovered, answers = time.perf_counter() - began, await self._ask("gaps")
-        await asyncio.sleep(SETTLE_S)
         return {
             "until_as_fast_as_before": recovered,
             "tokens_per_s_before": self._steady,
@@ -114,6 +132,13 @@ class Load:
         """End them."""
         for process in self._processes:
             process.close()
+
+
+def _requests_at(url: str) -> str:
+    """Which requests an engine computes, and which wait there."""
+    lines = requests.get(f"{url}/metrics", timeout=30).text.splitlines()
+    counts = [line for line in lines if line.startswith(("vllm:num_requests_running", "vllm:num_requests_waiting{"))]
+    return ", ".join(f"{line.partition('{')[0]} {line.split()[-1]}" for line in counts)
 
 
 async def ours(fleet: Fleet, tensors: list[tuple[str, Any]], kv: KV) -> dict[str, float]:
@@ -272,8 +297,8 @@ async def main() -> int:
             ]
             found: Found = {}
             whole = await _common.until_ended(measure(args, fleet, tensors, found))
-    table = rows(args, found)
-    print(json.dumps({**_common.document("weight_sync", table), "seconds": found}, indent=2), flush=True)
+            table = rows(args, found)  # told before the engines end, which a limit of time may cut
+            print(json.dumps({**_common.document("weight_sync", table), "seconds": found}, indent=2), flush=True)
     return 0 if whole and all(row.ok for row in table) else 1
 
 
