@@ -45,7 +45,6 @@ class Peers:
 
     def __init__(self, port: int, gpus: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         largest = max(tensor.nbytes for tensor in tensors)
-        largest = max(tensor.nbytes for tensor in tensors)
         self._peers: list[LineProcess] = []
         for rank, gpu in enumerate(gpus, 1):
             place = map(str, (port, rank, 1 + len(gpus), largest, gpu))

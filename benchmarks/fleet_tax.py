@@ -1,10 +1,11 @@
 """What the fleet and its router cost: tokens/s through them against straight to the same engines, interleaved.
 
 python benchmarks/fleet_tax.py [--engines 2] [--rounds 7]
-python benchmarks/fleet_tax.py --profile gpu --model 0.6b --tokens 512 --clients 8 --scaling   on a GPU for each engine
+python benchmarks/fleet_tax.py --profile gpu --model 0.6b --tokens 512 --clients 8 --measure tax scaling
+    on a GPU for each engine
 
-A model by the name of a shape has weights that vLLM makes up. With `--scaling`, besides: all engines against one of
-them, each with as many requests in flight, in which a CPU's cores that engines share would be what is measured.
+A model by the name of a shape has weights that vLLM makes up. `scaling` is all engines against one of them, each with
+as many requests in flight, in which a CPU's cores that engines share would be what is measured.
 """
 
 from __future__ import annotations
@@ -100,10 +101,10 @@ async def measure(args: Any, fleet: Fleet, load: Load, rows: list[_common.Row]) 
     async def row(case: str, ours: Side, peer: Side, bar: float) -> None:
         rows.append(_common.compare(case, *await load.turns(args.rounds, [ours, peer]), bar=bar, want="at least"))
 
-    for concurrent in (64, 256):
+    for concurrent in (64, 256) if "tax" in args.measure else ():
         case = f"{concurrent} concurrent, {len(engines)} engines, {args.tokens} tokens each, tokens/s"
         await row(case, Side([fleet.url], concurrent), Side(engines, concurrent), BAR)
-    if args.scaling and len(engines) > 1:
+    if "scaling" in args.measure:
         async with Fleet.connect(engines[:1]) as one:
             case = f"128 concurrent, 1 engine, {args.tokens} tokens each, tokens/s"
             await row(case, Side([one.url], 128), Side(engines[:1], 128), BAR)
@@ -126,8 +127,10 @@ async def main() -> int:
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--tokens", type=int, default=128, help="of each answer")
     options.add_argument("--clients", type=int, default=1, help="processes that make requests")
-    options.add_argument("--scaling", action="store_true", help="also all engines against one")
+    options.add_argument("--measure", nargs="+", choices=("tax", "scaling"), default=["tax"])
     args = options.parse_args()
+    if "scaling" in args.measure and args.engines < 2:
+        options.error(f"scaling is of two engines or more; --engines is {args.engines}")
     if args.quick:
         args.rounds = 1
     with tempfile.TemporaryDirectory() as folder:

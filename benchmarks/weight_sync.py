@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,14 @@ async def measure(args: Any, fleet: Fleet, tensors: list[tuple[str, Any]], found
     """Rounds of every side, turn by turn."""
     urls = [engine.url for engine in await fleet.engines()]
     native, peers = _sides(args, urls, tensors)
+    with closing(peers) if peers is not None else nullcontext():
+        await _rounds(args, fleet, tensors, found, native, peers)
+
+
+async def _rounds(
+    args: Any, fleet: Fleet, tensors: list[tuple[str, Any]], found: Found, native: Any, peers: Any
+) -> None:
+    urls = [engine.url for engine in await fleet.engines()]
     flat = [tensor for _, tensor in tensors]
 
     async def one(side: str, kv: KV) -> dict[str, float]:
@@ -184,8 +192,6 @@ async def measure(args: Any, fleet: Fleet, tensors: list[tuple[str, Any]], found
                     if number:  # the first round of each makes groups, plans and caches
                         _add(found.setdefault(state, {}).setdefault(side, {}), seconds)
                 longest = max(longest, time.monotonic() - began)
-    if peers is not None:
-        peers.close()
 
 
 def _add(rounds: dict[str, list[float]], seconds: dict[str, float]) -> None:
