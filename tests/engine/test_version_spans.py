@@ -54,12 +54,14 @@ class Engine:
         self.vllm_config = SimpleNamespace(model_config=None)
 
     def add_request(self, request, _prompt, _parent, index, _queue) -> None:
-        self.request_states[request.request_id] = State(request.external, index)
+        self.request_states[request.request_id] = State(request.external_req_id, index)
 
     def sample(self, external: str, index: int = 0) -> State:
         params = SimpleNamespace(structured_outputs=None, prompt_logprobs=None, extra_args=None)
         key = f"{index}_{external}"
-        request = SimpleNamespace(request_id=key, external=external, sampling_params=params, prompt_token_ids=[1])
+        request = SimpleNamespace(
+            request_id=key, external_req_id=external, sampling_params=params, prompt_token_ids=[1]
+        )
         self.add_request(request, None, None, index, None)
         return self.request_states[key]
 
@@ -159,6 +161,24 @@ async def test_prompts_stay_in_order_and_a_sample_without_tokens_has_no_span():
 
     given = header(await serve(spans, engine, during))
     assert [s[0][2] if s else 0 for s in given] == [0 if (p, i) == (3, 0) else 1 + p for p in range(12) for i in (0, 1)]
+
+
+async def test_of_beams_nothing_is_told():
+    spans, engine = VersionSpans(), Engine()
+
+    async def during():
+        for step in range(3):
+            for beam in range(2):
+                engine.step(engine.sample(f"cmpl-a-0-0123456789abcde{step}-beam-{beam}"), 1)
+
+    sent = await serve(spans, engine, during, headers=asked("1"))
+    (line,) = [orjson.loads(line) for message in sent for line in message.get("body", b"").splitlines()]
+    assert (line["samples"], line["versions"]) == ([], [])
+
+    async def named_like_one():
+        engine.step(engine.sample("cmpl-a-run-of-beam-0"), 4)
+
+    assert header(await serve(spans, engine, named_like_one)) == [[[0, 0, 4]]]
 
 
 async def test_a_header_too_long_for_clients_is_left_out():

@@ -295,6 +295,15 @@ async def test_openais_client_reads_streams_and_versions(live):
     assert text == whole_answer.parse().choices[0].message.content
 
 
+async def test_beams_have_no_versions_rather_than_wrong_ones(live):
+    beams = {"n": 2, "extra_body": {"use_beam_search": True, "ignore_eos": True}}
+    async with openai.AsyncOpenAI(base_url=f"{live.engine.control.url}/v1", api_key="none") as client:
+        given = {"model": str(live.model_path), "messages": MESSAGES, "max_tokens": 3, "temperature": 0, **beams}
+        answer = await client.chat.completions.with_raw_response.create(**given)
+    assert len(answer.parse().choices) == 2
+    assert "X-Penstock-Weight-Versions" not in answer.headers
+
+
 async def test_what_cannot_be_taken_up_here_is_a_400(live):
     part = {"ids": [10_000], "logprobs": [], "versions": [[0, 1]], "finish": None, "stop_reason": None}
     extra = {"vllm_xargs": {"penstock_resume": json.dumps([part])}}

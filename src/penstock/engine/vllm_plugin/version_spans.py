@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 from typing import Any
 
 import orjson
@@ -26,6 +27,9 @@ from penstock.engine.wire import PROGRESS_HEADER
 
 GENERATION = frozenset({"/inference/v1/generate", "/v1/completions", "/v1/chat/completions"})
 ABORTS = frozenset({"/abort_requests", "/inference/v1/abort_requests"})
+BEAM = re.compile("-[0-9a-f]{16}-beam-[0-9]+$")
+"""What vLLM makes of beam search: a request for every token of every beam. Of answers put together of such, which beam
+they were for and in what order is not known here, so nothing is told of their versions, nor of how far they are."""
 OUTPUTS_PER_TICK = 128
 """vLLM's output handler yields to the loop after so many outputs (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE's default)."""
 
@@ -110,7 +114,7 @@ class VersionSpans:
         queue: Any = None,
     ) -> None:
         in_flight = CURRENT.get()
-        if in_flight is None or request.sampling_params is None:
+        if in_flight is None or request.sampling_params is None or BEAM.search(request.external_req_id):
             add_request(request, prompt, parent_req, request_index, queue)
             return
         part = resume.part_of(request, request_index, self._model)
