@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,3 +108,11 @@ def test_files_need_a_folder() -> None:
     settings = FleetConfig().model_copy(update={"weight_transport": "disk"})
     with pytest.raises(ConfigError, match=r"needs fleet\.weight_folder"):
         Stores(settings, list, 10.0)
+
+
+def test_deltas_without_zstd_are_refused_before_engines_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "penstock.weights.compression", raising=False)
+    for package in ("backports", "compression"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(WeightsError, match=r"pip install 'penstock\[delta\]', or use disk"):
+        Stores(FleetConfig(weight_transport="delta", weight_folder=tmp_path), list, 10.0)

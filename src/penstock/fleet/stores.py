@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -57,6 +58,8 @@ class Stores:
                 f"fleet.weight_transport {settings.weight_transport!r} needs fleet.weight_folder, which trainer and "
                 "engines see under the same path"
             )
+        if settings.weight_transport == "delta":
+            importlib.import_module("penstock.weights.compression")  # refused here if it must be: before engines start
         self._settings = settings
         self._members = members
         self._timeout_s = timeout_s

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
@@ -22,16 +21,9 @@ from typing import Any, BinaryIO
 import torch
 
 from penstock.errors import WeightsError
+from penstock.weights.compression import zstd
 from penstock.weights.manifest import TensorEntry
 from penstock.weights.pack import view
-
-try:
-    if sys.version_info >= (3, 14):
-        from compression import zstd
-    else:
-        from backports import zstd
-except ImportError as error:
-    raise WeightsError("the transport delta needs zstd: pip install 'penstock[delta]', or use disk") from error
 
 CHUNK = 4 * 2**20
 """Elements of a chunk: what is worked on at once, and compressed as one."""
