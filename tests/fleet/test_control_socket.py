@@ -32,6 +32,7 @@ from penstock.errors import (
     WeightsError,
 )
 from penstock.fleet import detach as detach_module
+from penstock.fleet import launch as launch_module
 from penstock.fleet import link as link_module
 from penstock.fleet.adopt import AdoptedRoster
 from penstock.fleet.lifecycle import State
@@ -263,6 +264,28 @@ async def test_a_start_that_is_given_up_does_not_stay(daemons: Callable[[], set[
     with pytest.raises(asyncio.CancelledError):
         await opening
     assert await asyncio.to_thread(gone, daemons())
+
+
+async def test_a_start_that_fails_at_its_last_step_does_not_stay_either(
+    daemons: Callable[[], set[psutil.Process]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: set[psutil.Process] = set()
+
+    async def not_adopted(*_: object, **__: object) -> Fleet:
+        held.update(daemons())
+        raise EngineDeadError("no engine is left")
+
+    monkeypatch.setattr(launch_module, "adopt", not_adopted)
+    try:
+        with pytest.raises(EngineDeadError, match="no engine is left"):
+            await Fleet.launch("sim-model", engines=1, detach=True, **OPTIONS)
+        assert held
+        _, left = await asyncio.to_thread(psutil.wait_procs, list(held), timeout=10.0)
+        assert left == []
+    finally:
+        for process in held:
+            if process.is_running():
+                process.kill()
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from penstock.engine.concurrent import in_thread
 from penstock.errors import EngineStartError
 from penstock.fleet.control_wire import error_of
 from penstock.fleet.daemon import API_KEY_ENV, Plan
+from penstock.fleet.settings import made
 from penstock.fleet.sockets import folder
 
 MARGIN_S = 60.0
@@ -113,8 +114,7 @@ def _spawn(plan: Plan, env: dict[str, str], log: Path, stdout: int) -> None:
 
 def _log_file(fleet: FleetConfig) -> Path:
     if fleet.log_dir is not None:
-        fleet.log_dir.mkdir(parents=True, exist_ok=True)
-        return fleet.log_dir.absolute() / "fleet.log"
+        return made(fleet.log_dir).absolute() / "fleet.log"
     handle, path = tempfile.mkstemp(prefix="fleet-", suffix=".log", dir=folder())
     os.close(handle)
     return Path(path)
