@@ -64,7 +64,7 @@ async def start_detached(
             with os.fdopen(write_fd, "wb"):
                 await in_thread(lambda: _spawn(plan, env, log, write_fd))
         except asyncio.CancelledError:  # it has begun all the same
-            os.set_blocking(read_fd, False)  # noqa: FBT003 - the os module's own signature
+            os.set_blocking(read_fd, False)
             _give_up(orjson.loads(output.readline() or b"{}").get("pid", 0))
             raise
         lines = asyncio.StreamReader()
