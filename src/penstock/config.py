@@ -239,6 +239,13 @@ class FleetConfig(Section):
     ray_cpus: Annotated[float, Field(ge=0)] | None = None
     """CPUs that Ray sets aside for each engine; default: one for each of its ranks."""
 
+    @field_validator("ray_address", "ray_cpus")
+    @classmethod
+    def _of_ray(cls, given: str | float | None, info: ValidationInfo) -> str | float | None:
+        if given is not None and info.data.get("launcher") == "local":
+            raise ValueError("has an effect with the launcher 'ray' only")
+        return given
+
 
 class EnvironmentConfig(Section):
     """What the policy is trained on."""

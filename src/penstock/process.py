@@ -76,8 +76,8 @@ class ChildProcess:
         added = dict(env or {})
         if scratch is not None:
             added[leftovers.SCRATCH_ENV] = str(scratch)
-        read_fd, write_fd = os.pipe()
         log.parent.mkdir(parents=True, exist_ok=True)
+        read_fd, write_fd = os.pipe()
         try:
             with log.open("ab") as out:
                 earlier = out.tell()

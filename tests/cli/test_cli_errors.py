@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -118,16 +119,27 @@ def test_a_port_in_use_is_one_line(command: list[str]) -> None:
         assert f"port {port} of 127.0.0.1 is in use" in one_line(penstock(*command, "--port", str(port)))
 
 
-def test_a_missing_extra_is_one_line(tmp_path: Path) -> None:
-    """In a Python without torch and vLLM: this one, told not to find them."""
-    (tmp_path / "sitecustomize.py").write_text(
+def python_without(folder: Path, *absent: str) -> dict[str, str]:
+    """The environment of this Python, told not to find some modules."""
+    (folder / "sitecustomize.py").write_text(
         "import importlib.util\n"
         "find = importlib.util.find_spec\n"
-        "absent = ('torch', 'vllm', 'matplotlib')\n"
+        f"absent = {absent!r}\n"
         "importlib.util.find_spec = lambda name, *rest: None if name in absent else find(name, *rest)\n"
     )
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+
+
+def test_engines_of_others_need_no_vllm_here(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("engine: {model: ./m, profile: cpu}\n")
+    of_others = ("fleet.engines=0", "fleet.attach=[http://127.0.0.1:9]")
+    said = one_line(penstock("train", "run.yaml", *of_others, cwd=tmp_path, **python_without(tmp_path, "vllm")))
+    assert "environment.options" in said, "what is looked at next"
+
+
+def test_a_missing_extra_is_one_line(tmp_path: Path) -> None:
+    without = python_without(tmp_path, "torch", "vllm", "matplotlib")
     (tmp_path / "run.yaml").write_text(SIM)
-    without = {"PYTHONPATH": str(tmp_path)}
     said = one_line(penstock("train", "run.yaml", cwd=tmp_path, **without))
     assert "not installed: torch, matplotlib; pip install 'penstock[train]'" in said
     assert "penstock[vllm]" in one_line(penstock("serve", "any/model", "--cpu", **without))

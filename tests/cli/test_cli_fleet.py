@@ -72,6 +72,7 @@ def test_what_cannot_be_done_is_one_line(server: Server, runtime: str, tmp_path:
         (("drain", "e9"), "there is no engine 'e9'; the fleet has e0, e1"),
         (("list", "--url", "http://127.0.0.1:1"), f"known here: {server.url}"),
         (("add", "0"), "'N'"),
+        (("add", "2", "--attach", "http://127.0.0.1:9"), "2 to start and servers to --attach are two calls"),
         (("dance",), "No such command 'dance'"),
     ):
         done = penstock("fleet", *args, PENSTOCK_RUNTIME_DIR=runtime)

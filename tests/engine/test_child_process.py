@@ -187,3 +187,12 @@ def test_a_reserved_port_is_nobody_elses_but_a_server_can_listen_on_it() -> None
             stranger.bind(("127.0.0.1", port))
         with socket.create_server(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port)):
             pass
+
+
+async def test_a_log_that_cannot_be_written_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        with pytest.raises(OSError, match=r"exists|Not a directory"):
+            await ChildProcess.start([sys.executable], name="x", log=tmp_path / "file" / "x.log")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

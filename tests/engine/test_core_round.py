@@ -197,6 +197,18 @@ def test_a_sleep_of_level_0_lasts_until_it_is_woken(tags: list[str] | None):
     assert not core.paused
 
 
+def test_a_wake_up_asks_vllm_only_for_what_sleeps():
+    """Asked for memory that is there too, vLLM takes back none, and a step without its KV cache ends the engine."""
+    core = Core(step_under_way=False)
+    holds = core_round.holds_of(core)
+    holds.sleep(1, "keep")
+    holds.wake_up(["weights"])
+    holds.wake_up(["weights"])
+    holds.wake_up(["weights", "kv_cache"])
+    assert [said for said in core.done if said.startswith("wake")] == ["wake up ['weights']", "wake up ['kv_cache']"]
+    assert holds.asleep == frozenset()
+
+
 FLOATS = frozenset({"float32", "bfloat16"})
 SPEC = WeightSpec({"a": (2, 3), "head": (2,)}, {"a": FLOATS, "head": FLOATS}, frozenset({"head"}))
 

@@ -17,7 +17,7 @@ from penstock.config import EngineConfig
 from penstock.engine.capabilities import DEV_MODE, LACKING, PENSTOCK, Capabilities, EngineInfo, require
 from penstock.engine.command import server_command
 from penstock.engine.control import ControlClient
-from penstock.errors import EngineError, EngineHTTPError, MissingCapabilityError, UserError
+from penstock.errors import EngineError, MissingCapabilityError, UserError
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 
@@ -100,19 +100,29 @@ async def test_a_native_update_of_a_server_that_keeps_no_version_is_remembered()
             await control.close()
 
 
-async def test_something_else_is_said_to_be_something_else() -> None:
-    async def other(_: web.Request) -> web.Response:
-        return web.json_response({"hello": "world"})
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        ({"/v1/models": {"hello": "world"}}, "is neither an engine of Penstock nor a vLLM server"),
+        ({"/version": 2}, "is neither an engine of Penstock nor a vLLM server"),
+        ({"/version": {"version": "1"}, "/v1/models": {"data": [{"id": "m"}]}}, "KeyError: 'max_model_len'"),
+        ({"/version": {"version": "1"}, "/v1/models": []}, "answers as a vLLM server does, but not what one answers"),
+    ],
+)
+async def test_something_else_is_said_to_be_something_else(answers: dict[str, Any], says: str) -> None:
+    async def other(http: web.Request) -> web.Response:
+        return web.json_response(answers[http.path])
 
     app = web.Application()
-    app.router.add_get("/v1/models", other)
+    for path in answers:
+        app.router.add_get(path, other)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     control = ControlClient("e0", f"http://127.0.0.1:{runner.addresses[0][1]}")
     try:
-        with pytest.raises(EngineHTTPError, match="e0: is neither an engine of Penstock nor a vLLM server"):
+        with pytest.raises(EngineError, match=f"e0: .*{says}"):
             await control.info()
     finally:
         await control.close()

@@ -135,3 +135,13 @@ def sent_after_restart(service, router):
     psutil.wait_procs([router], timeout=60)
     service.generate([[5, i] for i in range(9)], PARAMS, timeout_seconds=30)
     return counts(service)
+
+
+def test_a_rank_that_is_chosen_is_its_engines():
+    """The router places on data-parallel ranks, which are no engines of their own here."""
+    ranks = {**SIM, "extra_args": {"data-parallel-size": 2}}
+    with AsyncVLLM.from_pretrained("any-name", num_replicas=2, **ranks) as service:
+        balancer = service.create_load_balancer("round-robin")
+        assert balancer.select_actor() in range(2)
+        service.generate([[5, 6]], PARAMS)
+        assert balancer.select_actor([5, 6]) in range(2)

@@ -9,6 +9,7 @@ pytest.importorskip("vllm")
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from penstock import AsyncVLLM
 from penstock.errors import ConfigError, EngineError, RequestError
 from penstock.facade.options import changed_fields, launch_options
 from penstock.facade.outputs import request_output
@@ -102,6 +103,22 @@ def test_engine_arguments_become_options(nano_path):
         "max_model_len": 100,
         "extra_args": {"block-size": 64, "no-enable-chunked-prefill": True, "hf-overrides": '{"a":1}'},
     }
+
+
+def test_options_beside_engine_arguments_are_added_to_them(nano_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(AsyncVLLM, "_start", lambda options, *_: started.append(options))
+    given = AsyncEngineArgs(model=str(nano_path), block_size=64, max_model_len=100)
+    AsyncVLLM.launch(given, extra_args={"stream-interval": 4}, max_model_len=200)
+    assert started == [
+        {
+            "model": str(nano_path),
+            "max_model_len": 200,
+            "extra_args": {"block-size": 64, "stream-interval": 4},
+        }
+    ]
+    with pytest.raises(ConfigError, match="num_replicas"):
+        AsyncVLLM.launch(given, engines=2)
 
 
 def test_wrong_options_are_refused():

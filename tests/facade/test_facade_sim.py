@@ -20,6 +20,7 @@ from vllm.lora.request import LoRARequest
 
 from penstock import AsyncVLLM
 from penstock.errors import ConfigError, EngineError, EngineHTTPError, RequestError, StateError, UserError
+from penstock.facade import vllm_like
 
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=0)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -203,6 +204,22 @@ def test_wrong_options_start_nothing():
     with pytest.raises(ConfigError, match="does not exist"):
         AsyncVLLM.from_pretrained("/nowhere/model", profile="cpu")
     assert (len(psutil.Process().children(recursive=True)), threading.active_count()) == before
+
+
+def test_a_missing_tokenizer_starts_nothing(monkeypatch):
+    """An engine may need none (`skip_tokenizer_init`), and nobody would have a service to shut down."""
+
+    def missing(_):
+        raise ConfigError("no tokenizer in any-name")
+
+    monkeypatch.setattr(vllm_like, "_tokenizer", missing)
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        AsyncVLLM.from_pretrained("any-name", **SIM)
+    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    for process in left:
+        process.kill()
+    assert left == []
 
 
 def test_shutdown_ends_what_it_started_and_later_calls_say_so():

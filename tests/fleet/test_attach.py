@@ -15,7 +15,8 @@ from penstock import Fleet, SamplingParams
 from penstock.config import ServerSpec
 from penstock.errors import ConfigError, EngineDeadError, MissingCapabilityError, StateError, UpdateError, UserError
 from penstock.fleet import operations
-from penstock.fleet.lifecycle import State
+from penstock.fleet.attach import AttachedServers
+from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
@@ -98,6 +99,23 @@ async def test_native_updates_of_plain_servers_lose_and_mislabel_nothing(vllm: s
         assert {0, 2} <= {span.version for spans in out.response_spans for span in spans}
         assert fleet.counters.wasted_tokens == 0
         await check_serves(fleet, engines=2)
+
+
+async def test_joins_that_are_given_up_do_not_go_on() -> None:
+    async def hangs(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    async with await asyncio.start_server(hangs, "127.0.0.1", 0) as silent:
+        url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+        servers = AttachedServers(api_key=None, control_timeout_s=30.0)
+        lives = [Lifecycle("e0"), Lifecycle("e1")]
+        with pytest.raises(EngineDeadError, match="e1"):
+            await servers.join_all(lives, [ServerSpec(url=url), ServerSpec(url="http://127.0.0.1:9")])
+        left = [task for task in asyncio.all_tasks() if "AttachedServers" in repr(task.get_coro())]
+        await servers.close()
+        for task in left:
+            task.cancel()
+    assert left == []
 
 
 async def test_what_one_lacks_is_refused_before_any_other_is_asked() -> None:

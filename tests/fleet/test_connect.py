@@ -154,6 +154,10 @@ async def test_what_is_not_there_or_something_else() -> None:
         Fleet.connect(server.url, port=1)
     with pytest.raises(ConfigError, match="no API key"):
         Fleet.connect([server.url], host="::")
+    with pytest.raises(ConfigError, match=r"attach, engines would have no effect: connect .* starts none"):
+        Fleet.connect([server.url], engines=2, attach=["http://127.0.0.1:9"])
+    with pytest.raises(ConfigError, match="log_dir would have no effect"):
+        Fleet.connect(server.url, log_dir="logs")
 
 
 async def test_a_wrong_key_is_said() -> None:

@@ -7,7 +7,9 @@ import os
 import signal
 import socket
 import stat
+import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -19,6 +21,7 @@ import torch
 from sim_fleets import SIM, check, check_serves, in_flight
 
 from penstock import Fleet, PauseMode, SamplingParams
+from penstock.config import EngineConfig, FleetConfig
 from penstock.engine.transport import HttpTransport
 from penstock.errors import (
     ConfigError,
@@ -32,7 +35,9 @@ from penstock.errors import (
     WeightsError,
 )
 from penstock.fleet import detach as detach_module
+from penstock.fleet import launch as launch_module
 from penstock.fleet import link as link_module
+from penstock.fleet import ray_engines
 from penstock.fleet.adopt import AdoptedRoster
 from penstock.fleet.lifecycle import State
 from penstock.fleet.link import Link
@@ -263,6 +268,58 @@ async def test_a_start_that_is_given_up_does_not_stay(daemons: Callable[[], set[
     with pytest.raises(asyncio.CancelledError):
         await opening
     assert await asyncio.to_thread(gone, daemons())
+
+
+async def test_a_start_that_is_given_up_as_it_begins_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is there by then, and would start engines for minutes before it misses who wanted them."""
+    begun, may_end, processes = threading.Event(), threading.Event(), list[subprocess.Popen[bytes]]()
+
+    def spawn(_plan: object, _env: object, _log: Path, stdout: int) -> None:
+        processes.append(subprocess.Popen(["/bin/sleep", "600"]))
+        os.write(stdout, b'{"pid": %d}\n' % processes[0].pid)
+        begun.set()
+        may_end.wait()
+
+    monkeypatch.setattr(detach_module, "_spawn", spawn)
+    opening = asyncio.ensure_future(Fleet.launch("sim-model", detach=True, **OPTIONS).__aenter__())
+    try:
+        await asyncio.to_thread(begun.wait)
+        opening.cancel()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert await asyncio.to_thread(processes[0].wait, 10.0) == -signal.SIGTERM
+    finally:
+        processes[0].kill()
+
+
+def test_a_detached_start_has_the_time_that_ray_has() -> None:
+    engine = EngineConfig(model="m", start_timeout_s=100.0)
+    local, ray = (detach_module.deadline_s(engine, FleetConfig(launcher=launcher)) for launcher in ("local", "ray"))
+    assert local > engine.start_timeout_s
+    assert ray > 2 * engine.start_timeout_s + ray_engines.OPEN_S + ray_engines.MARGIN_S
+
+
+async def test_a_start_that_fails_at_its_last_step_does_not_stay_either(
+    daemons: Callable[[], set[psutil.Process]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: set[psutil.Process] = set()
+
+    async def not_adopted(*_: object, **__: object) -> Fleet:
+        held.update(daemons())
+        raise EngineDeadError("no engine is left")
+
+    monkeypatch.setattr(launch_module, "adopt", not_adopted)
+    try:
+        with pytest.raises(EngineDeadError, match="no engine is left"):
+            await Fleet.launch("sim-model", engines=1, detach=True, **OPTIONS)
+        assert held
+        _, left = await asyncio.to_thread(psutil.wait_procs, list(held), timeout=10.0)
+        assert left == []
+    finally:
+        for process in held:
+            if process.is_running():
+                process.kill()
 
 
 @pytest.fixture

@@ -112,6 +112,8 @@ async def test_options_whole_or_by_name_and_a_teardown_that_may_be_repeated(ours
         ({"parallel_starts": 0}, "parallel_starts must be at least 1"),
         ({"host": "0.0.0.0"}, "router.host '0.0.0.0' opens the router to other machines and there is no API key"),
         ({"profile": "cpu"}, r"model path \./nowhere does not exist"),
+        ({"ray_address": "auto"}, "'ray_address': has an effect with the launcher 'ray' only, got 'auto'"),
+        ({"ray_cpus": 0}, "'ray_cpus': has an effect with the launcher 'ray' only"),
         ({"fleet": 3}, "give a FleetConfig, not 3; or its fields as options of their own"),
     ],
 )
@@ -223,6 +225,13 @@ async def test_a_folder_for_logs(tmp_path: Path) -> None:
         async with Fleet.launch("sim-model", profile="sim", log_dir=logs) as fleet:
             await check_serves(fleet, engines=1)
     assert {log.name for log in logs.iterdir()} == {"e0.log", "router.log"}
+
+
+@pytest.mark.parametrize("detach", [False, True])
+async def test_a_folder_for_logs_that_cannot_be_made_is_a_wrong_value(tmp_path: Path, *, detach: bool) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=f"fleet.log_dir {tmp_path}/file/logs cannot be made: "):
+        await Fleet.launch("sim-model", profile="sim", detach=detach, log_dir=tmp_path / "file" / "logs")
 
 
 async def test_more_requests_than_a_shells_limit_of_open_files() -> None:

@@ -241,6 +241,21 @@ async def test_a_sleeping_fleet_is_gated_until_all_memory_is_back() -> None:
     assert bench.engine["b"].calls == {"sleep": 1, "wake": ["kv_cache"]}
 
 
+@pytest.mark.parametrize(("tags", "told"), [(["weights", "kv_cache"], ["kv_cache"]), (["kv_cache"], ["kv_cache"])])
+async def test_engines_are_not_asked_for_memory_that_is_back(tags: list[str], told: list[str]) -> None:
+    """Of such a call vLLM says "not in sleeping tags", answers 200, and takes nothing back."""
+    bench = await Bench("ab").started()
+    await bench.operations.sleep(1)
+    await bench.operations.wake_up(["weights"])
+    bench.journal.clear()
+    await bench.operations.wake_up(["weights"])
+    assert bench.router.closed
+    assert not [said for who, said in bench.journal if who != "router"]
+    await bench.operations.wake_up(tags)
+    assert [engine.calls["wake"] for engine in bench.engine.values()] == [told, told]
+    assert not bench.router.closed
+
+
 async def test_a_paused_fleet_that_slept_is_still_paused_though_waking_resumes_engines() -> None:
     bench = await Bench("ab").started()
     await pause(bench)

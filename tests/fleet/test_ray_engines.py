@@ -18,9 +18,10 @@ from sim_fleets import SIM, check, check_serves, in_flight
 
 from penstock import Fleet, SamplingParams
 from penstock.config import EngineConfig
-from penstock.errors import ConfigError, EngineStartError
+from penstock.errors import ConfigError, EngineError, EngineStartError
 from penstock.fleet.lifecycle import State
 from penstock.fleet.ray_engines import bundle_of, capacity
+from penstock.fleet.ray_link import RayLink
 
 KEY = "a key, without which nothing listens but on 127.0.0.1"
 PROMPTS = [[1 + i, 2, 3] for i in range(16)]
@@ -82,6 +83,31 @@ def test_what_an_engine_asks_of_a_node() -> None:
     assert capacity({"CPU": 0.0, "GPU": 3.0}, [eight]) == 2, "one engine is not spread over nodes"
 
 
+async def test_an_error_that_nobody_foresaw_is_an_answer_too(tmp_path: Path) -> None:
+    link = await RayLink.start(tmp_path / "ray.log", {})
+    try:
+        with pytest.raises(EngineError, match="Ray room: AttributeError"):  # it has joined no cluster
+            await link.call("room", deadline_s=60.0, bundle={"CPU": 1.0}, count=1, timeout_s=1.0)
+    finally:
+        await link.close()
+
+
+async def test_a_driver_that_cannot_be_spoken_to_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def given_up(**_: object) -> None:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(asyncio, "open_connection", given_up)
+    try:
+        with pytest.raises(asyncio.CancelledError):
+            await RayLink.start(tmp_path / "ray.log", {})
+        assert processes("fleet.ray_driver") == []
+    finally:
+        for process in processes("fleet.ray_driver"):
+            process.kill()
+
+
 @pytest.mark.slow
 async def test_a_lost_node_is_engines_lost_and_they_come_back_elsewhere(nodes: RayNodes, tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=400, detokenize=False)
@@ -139,13 +165,14 @@ async def test_a_killed_launcher_leaves_no_engine_and_no_placement_group(nodes: 
     [
         ({"api_key": None}, ConfigError, r"placed on another node, 127\.0\.0\.\d, .* no API key"),
         ({"extra_args": {"no-such-option": 1}}, EngineStartError, "no-such-option"),
+        ({"ray_cpus": 0}, ConfigError, r"fleet\.ray_cpus is 0"),
         (
             {"engines": 2, "tensor_parallel_size": 3},
             ConfigError,
             r"2 engines of .*'CPU': 3\.0.* do not fit .*CPU: 2,",
         ),
     ],
-    ids=["open to others", "does not start", "too large"],
+    ids=["open to others", "does not start", "asks for nothing", "too large"],
 )
 async def test_what_cannot_be_is_said_and_nothing_is_left(
     nodes: RayNodes, more: dict[str, Any], error: type[Exception], says: str

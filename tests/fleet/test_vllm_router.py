@@ -268,6 +268,15 @@ async def test_what_is_not_there_is_said_before_an_engine_starts() -> None:
             await Fleet.connect([engine.url], kind="vllm-router", url=engine.url)
 
 
+@installed
+async def test_who_listens_on_its_port_is_not_taken_for_it(tmp_path: Path) -> None:
+    async with SimServer(SimConfig()) as somebody:
+        port = urlsplit(somebody.url).port
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}"):
+            await VllmRouterProcess.launch(RouterConfig(kind="vllm-router", port=port), log_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == [], "nothing was started"
+
+
 async def test_not_installed_is_one_line_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm_router", None)
     with pytest.raises(UserError, match=r"vllm-router, which is not installed; pip install 'penstock\[bench\]'"):

@@ -60,7 +60,9 @@ def list_engines(
 
 @fleet.command()
 def add(
-    count: Annotated[int, typer.Argument(metavar="N", help="How many.", min=1)] = 1,
+    count: Annotated[
+        int | None, typer.Argument(metavar="N", help="How many; default: 1.", min=1, show_default=False)
+    ] = None,
     *,
     attach: Annotated[
         list[str] | None,
@@ -80,11 +82,13 @@ def add(
     - `penstock fleet add 2 --url http://127.0.0.1:9000`
     - `penstock fleet add --attach http://10.0.0.5:8000`
     """
+    if attach and count is not None:
+        raise UserError(f"{count} to start and servers to --attach are two calls; give one of them")
     if attach:
         servers = [{"url": address} for address in attach]
         names, state = _run(url, lambda link: link.call("attach", servers=servers), f"attaching {', '.join(attach)}")
     else:
-        names, state = _run(url, lambda link: link.call("add", count=count), f"starting {count} more")
+        names, state = _run(url, lambda link: link.call("add", count=count or 1), f"starting {count or 1} more")
     waiting = [m.name for m in state.members if m.name in names and m.state == "syncing"]
     if serving := [name for name in names if name not in waiting]:
         typer.echo(f"serving: {', '.join(serving)}")

@@ -45,7 +45,8 @@ def train(
     settings = load_config(config, overrides or [])
     require_extra("train", "torch", "transformers", "safetensors", "matplotlib")
     check_port(settings.router.host, settings.router.port)
-    check_engine(settings.engine)
+    if settings.fleet.engines:  # those of others run where they run
+        check_engine(settings.engine)
     sys.path.append(str(Path.cwd()))  # for an environment of one's own
     folder = settings.run_dir / settings.name
     found = _written(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 from penstock.engine.capabilities import SAMPLED_FROM, Capabilities, EngineInfo
 from penstock.engine.transport import HttpTransport
@@ -29,9 +29,10 @@ async def plain_info(http: HttpTransport, *, labelled: int, timeout_s: float) ->
 
     Raises:
         EngineHTTPError: it is no vLLM server (404), or asks for another key (401).
+        EngineError: it answers what no vLLM server does.
     """
     version = await _get(http, "/version", timeout_s)
-    if version is None or "version" not in version:
+    if not isinstance(version, dict) or "version" not in version:
         raise EngineHTTPError(
             "is neither an engine of Penstock nor a vLLM server: it has neither /penstock/info nor /version",
             status=NOT_FOUND,
@@ -45,13 +46,24 @@ async def plain_info(http: HttpTransport, *, labelled: int, timeout_s: float) ->
         _takes_tokens(http, timeout_s),
         *(_has(http, path, timeout_s) for path in _CALLS.values()),
     )
+    try:
+        return _read(http, str(cast("dict[str, Any]", version)["version"]), answers, labelled)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise EngineError(
+            f"answers as a vLLM server does, but not what one answers ({type(error).__name__}: {error}); is something "
+            "else in front of it?",
+            engine=http.name,
+        ) from error
+
+
+def _read(http: HttpTransport, vllm: str, answers: list[Any], labelled: int) -> EngineInfo:
     models, paused, weights, set_as, tokens, *found = answers
     calls = dict(zip(_CALLS, found, strict=True))
     config = _section(set_as, "vllm_config")
     model, parallel = _section(config, "model_config"), _section(config, "parallel_config")
     return EngineInfo(
         engine="vllm",
-        vllm=str(version["version"]),
+        vllm=vllm,
         weight_version=labelled if weights is None else _version(http, weights["weight_version"]),
         paused=bool(paused and paused["is_paused"]),
         tp=int(parallel.get("tensor_parallel_size", 1)),

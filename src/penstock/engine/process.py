@@ -147,14 +147,15 @@ def free_port() -> int:
 
 
 @contextmanager
-def reserved_port(host: str = "127.0.0.1") -> Generator[int]:
+def reserved_port(host: str = "127.0.0.1", port: int = 0) -> Generator[int]:
     """A free TCP port of `host`, an IP address, that the kernel gives to nobody else meanwhile.
 
     A server that sets SO_REUSEADDR, as servers do, can listen on it all the same, because here nobody listens.
+    OSError where somebody listens at the `port` that was asked for.
     """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind((host, 0))
+        holder.bind((host, port))
         yield int(holder.getsockname()[1])
 
 

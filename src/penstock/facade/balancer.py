@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import RequestError, StateError
+from penstock.fleet.member import RANK
 from penstock.router.prefix_hash import prefix_hashes
 
 if TYPE_CHECKING:
@@ -71,9 +72,10 @@ class LoadBalancer:
         count, hashes = (0, None) if ids is None else (len(ids), prefix_hashes(ids))
         name = self._service.ask_router(lambda admin: admin.preview(prompt_tokens=count, prefix_hashes=hashes))
         names = self._service.engine_names()
-        if name not in names:
+        engine = (name or "").partition(RANK)[0]  # to the router, each data-parallel rank is one
+        if engine not in names:
             raise StateError("a request would have to wait now: generation is paused, or no engine is up")
-        return names.index(name)
+        return names.index(engine)
 
     def get_stats(self) -> dict[str, Any]:
         """What is in force and how it goes.

@@ -57,14 +57,20 @@ class AsyncVLLM:
     """
 
     def __init__(
-        self, loop: LoopThread, fleet: Fleet, config: EngineConfig, num_replicas: int, api_key: str | None = None
+        self,
+        loop: LoopThread,
+        fleet: Fleet,
+        config: EngineConfig,
+        num_replicas: int,
+        tokenizer: Tokenizer | None,
+        api_key: str | None = None,
     ) -> None:
         self.engine_args = config
         self.num_replicas = num_replicas
         self.fleet = fleet
         self._loop = loop
         self._api_key = api_key
-        self._tokenizer = _tokenizer(config)
+        self._tokenizer = tokenizer
         self._requests = Requests(fleet, config.served_model_name or config.model, self._tokenizer, api_key)
         self._decode = functools.lru_cache(maxsize=None)(_decoder(self._tokenizer))
         self._end = weakref.finalize(self, _end, loop, fleet, self._requests)
@@ -123,9 +129,11 @@ class AsyncVLLM:
             engine_args: what is not as vLLM has it by default is taken over.
             num_replicas: engines.
             api_key: what engines and router ask for from now on.
-            options: fields of `EngineConfig`, `FleetConfig` and `RouterConfig`, which go before `engine_args`.
+            options: as `kwargs` of `from_pretrained`; they go before `engine_args`.
         """
-        return cls._start({**launch_options(changed_fields(engine_args)), **options}, num_replicas, api_key)
+        given, more = launch_options(changed_fields(engine_args)), launch_options(options)
+        extra = {**given.get("extra_args", {}), **more.get("extra_args", {})}
+        return cls._start({**given, **more, **({"extra_args": extra} if extra else {})}, num_replicas, api_key)
 
     @classmethod
     def _start(cls, options: dict[str, Any], num_replicas: int, api_key: str | None) -> Self:
@@ -133,6 +141,7 @@ class AsyncVLLM:
         opening = Fleet.launch(model, num_replicas, api_key=api_key, **options)
         of_engine = {name: value for name, value in options.items() if name in EngineConfig.model_fields}
         config = EngineConfig(model=model, **of_engine)
+        tokenizer = _tokenizer(config)  # before engines are there, which nobody would end where it is missing
         loop = LoopThread("penstock-facade")
         try:
 
@@ -143,7 +152,7 @@ class AsyncVLLM:
         except BaseException:
             loop.close()
             raise
-        return cls(loop, fleet, config, num_replicas, api_key)
+        return cls(loop, fleet, config, num_replicas, tokenizer, api_key)
 
     def shutdown(self) -> None:
         """End engines and router; again is harmless. Calls under way fail."""

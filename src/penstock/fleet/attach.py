@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from penstock.config import ServerSpec
+from penstock.engine.concurrent import all_or_first_error
 from penstock.engine.transport import HttpTransport
 from penstock.errors import EngineHTTPError, PenstockError, UserError
 from penstock.fleet.assemble import JOIN_S, join
@@ -62,8 +62,8 @@ class AttachedServers:
         raise UserError(f"{url} is a router of Penstock, not an engine; give the addresses of its engines")
 
     async def join_all(self, lives: Sequence[Lifecycle], specs: Sequence[ServerSpec]) -> list[Member]:
-        """Join several; PenstockError of the first that does not."""
-        return list(await asyncio.gather(*(self.join(*pair) for pair in zip(lives, specs, strict=True))))
+        """Join several; PenstockError of the first that does not, and the others are given up."""
+        return await all_or_first_error(self.join(*pair) for pair in zip(lives, specs, strict=True))
 
 
 def _ranks(member: Member, spec: ServerSpec) -> int:

@@ -30,6 +30,9 @@ NOT_FOUND = 404
 OF_A_CLIENT = frozenset({"stream_chunk_tokens"})
 """Options of `FleetConfig` that whoever adopts a fleet chooses; the others are its holder's."""
 
+OF_STARTS = frozenset({"engines", "attach", "launcher", "ray_address", "ray_cpus", "stop_timeout_s"})
+"""Those that only say how engines are started, or which."""
+
 
 def connect(
     target: str | Sequence[str | ServerSpec],
@@ -42,6 +45,11 @@ def connect(
     """See `Fleet.connect`."""
     to_router = isinstance(target, str)
     refuse_unknown(options, FleetConfig, *(() if to_router else (RouterConfig,)))
+    if idle := sorted((OF_STARTS | {"log_dir"} if to_router else OF_STARTS) & options.keys()):
+        raise ConfigError(
+            f"{', '.join(idle)} would have no effect: connect takes the engines that are there and starts none; leave "
+            "it out, or call Fleet.launch, which starts engines and attaches others"
+        )
     plan = _Plan(
         options=frozenset(options),
         fleet=section(FleetConfig, None, options),

@@ -44,10 +44,10 @@ class Plan(Section):
 def main() -> int:
     """Leave the starter, hold the fleet, and return the exit status."""
     plan = Plan.model_validate_json(sys.stdin.buffer.read())
-    if os.fork():
+    if daemon := os.fork():
+        _say({"pid": daemon})  # said by us, since the starter hears it for certain when we have ended
         os._exit(0)  # the starter waits for us alone: the daemon is nobody's child
     os.setsid()
-    _say({"pid": os.getpid()})
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("penstock").setLevel(logging.INFO)

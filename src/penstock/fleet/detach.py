@@ -19,10 +19,13 @@ from penstock.engine.concurrent import in_thread
 from penstock.errors import EngineStartError
 from penstock.fleet.control_wire import error_of
 from penstock.fleet.daemon import API_KEY_ENV, Plan
+from penstock.fleet.settings import made
 from penstock.fleet.sockets import folder
 
 MARGIN_S = 60.0
 """What a start may take besides its engines."""
+JOIN_RAY_S = 150.0
+"""The same where a Ray cluster has to be started or joined before."""
 SPAWN_S = 60.0
 """Deadline of the process that leaves the holder behind, which takes a second on an idle machine."""
 
@@ -58,36 +61,50 @@ async def start_detached(
     read_fd, write_fd = os.pipe()
     with os.fdopen(read_fd, "rb") as output:
         try:
-            await in_thread(lambda: _spawn(plan, env, log, write_fd))
-        finally:
-            os.close(write_fd)
+            with os.fdopen(write_fd, "wb"):
+                await in_thread(lambda: _spawn(plan, env, log, write_fd))
+        except asyncio.CancelledError:  # it has begun all the same
+            os.set_blocking(read_fd, False)
+            _give_up(orjson.loads(output.readline() or b"{}").get("pid", 0))
+            raise
         lines = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), output)
         try:
-            return await _outcome(lines, log, engine.start_timeout_s * max(1, fleet.engines) + MARGIN_S)
+            return await _outcome(lines, log, deadline_s(engine, fleet))
         finally:
             pipe.close()
 
 
-async def _outcome(lines: asyncio.StreamReader, log: Path, deadline_s: float) -> str:
+def deadline_s(engine: EngineConfig, fleet: FleetConfig) -> float:
+    """Seconds that a start may take. Ray may take as long to find room for an engine as that then takes to start."""
+    if fleet.launcher == "ray":
+        return 2 * engine.start_timeout_s * max(1, fleet.engines) + JOIN_RAY_S
+    return engine.start_timeout_s * max(1, fleet.engines) + MARGIN_S
+
+
+async def _outcome(lines: asyncio.StreamReader, log: Path, limit_s: float) -> str:
     """The URL that the daemon says; before it says one, it does not outlive this call."""
     pid = 0
     try:
-        async with asyncio.timeout(deadline_s):
+        async with asyncio.timeout(limit_s):
             while line := await lines.readline():
                 said: dict[str, Any] = orjson.loads(line)
                 pid = said.get("pid", pid)
                 if url := _url(said):
                     return url
     except BaseException as error:
-        if pid:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+        _give_up(pid)
         if isinstance(error, TimeoutError):
-            raise EngineStartError(f"the detached fleet was not there within {deadline_s:g} s; see {log}") from error
+            raise EngineStartError(f"the detached fleet was not there within {limit_s:g} s; see {log}") from error
         raise
     raise EngineStartError(_ended(log))
+
+
+def _give_up(pid: int) -> None:
+    if pid:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
 
 
 def _url(said: dict[str, Any]) -> str | None:
@@ -113,8 +130,7 @@ def _spawn(plan: Plan, env: dict[str, str], log: Path, stdout: int) -> None:
 
 def _log_file(fleet: FleetConfig) -> Path:
     if fleet.log_dir is not None:
-        fleet.log_dir.mkdir(parents=True, exist_ok=True)
-        return fleet.log_dir.absolute() / "fleet.log"
+        return made(fleet.log_dir).absolute() / "fleet.log"
     handle, path = tempfile.mkstemp(prefix="fleet-", suffix=".log", dir=folder())
     os.close(handle)
     return Path(path)

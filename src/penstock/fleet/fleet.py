@@ -135,8 +135,8 @@ class Fleet(Engine):
             api_key: what they ask for.
             control_timeout_s: deadline of a control call.
             request_timeout_s: deadline of a generation request.
-            options: fields of `FleetConfig`, and of `RouterConfig` where a router is started. Of a fleet that another
-                process holds, `stream_chunk_tokens` alone: the others are its own.
+            options: fields of `FleetConfig` but those of starting engines, and of `RouterConfig` where a router is
+                started. Of a fleet that another process holds, `stream_chunk_tokens` alone: the others are its own.
 
         Raises:
             ConfigError: at once, for an unknown option or a wrong value; when entered, for one that the process which

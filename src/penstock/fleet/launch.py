@@ -6,7 +6,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,7 @@ from typing import Any
 from penstock.config import EngineConfig, FleetConfig, RouterConfig
 from penstock.engine.command import resolve_profile, server_command
 from penstock.engine.concurrent import all_or_first_error
-from penstock.errors import ConfigError, EngineError
+from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.fleet.adopt import adopt
 from penstock.fleet.assemble import assemble
 from penstock.fleet.attach import AttachedServers
@@ -29,7 +29,7 @@ from penstock.fleet.local_engines import LocalLauncher
 from penstock.fleet.opening import Opening, reachable
 from penstock.fleet.ray_engines import RayLauncher, check_ray
 from penstock.fleet.routers import check_router, open_router
-from penstock.fleet.settings import refuse_unknown, section, specs_of
+from penstock.fleet.settings import made, refuse_unknown, section, specs_of
 from penstock.fleet.sockets import refuse_second
 
 logger = logging.getLogger(__name__)
@@ -90,14 +90,21 @@ async def _detached(
     engine: EngineConfig, fleet: FleetConfig, router: RouterConfig, api_key: str | None, parallel_starts: int | None
 ) -> Fleet:
     url = await start_detached(engine, fleet, router, api_key=api_key, parallel_starts=parallel_starts)
-    return await adopt(
-        Link.to(url),
-        url,
-        api_key=api_key,
-        control_timeout_s=engine.control_timeout_s,
-        request_timeout_s=engine.request_timeout_s,
-        stream_chunk_tokens=fleet.stream_chunk_tokens,
-    )
+    link = Link.to(url)
+    try:
+        return await adopt(
+            link,
+            url,
+            api_key=api_key,
+            control_timeout_s=engine.control_timeout_s,
+            request_timeout_s=engine.request_timeout_s,
+            stream_chunk_tokens=fleet.stream_chunk_tokens,
+        )
+    except BaseException:  # whoever launched it has nothing to end it by
+        async with link:
+            with suppress(PenstockError):  # it is gone, or ends
+                await link.stop()
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +160,7 @@ class _LogFolder:
     def __init__(self, given: Path | None, owned: AsyncExitStack) -> None:
         self.engines: LaunchedEngines | None = None
         if given is not None:
-            self.path = given
-            given.mkdir(parents=True, exist_ok=True)
+            self.path = made(given)
         else:
             self.path = Path(tempfile.mkdtemp(prefix="penstock-"))
             owned.push(self._clean)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from penstock.engine.capabilities import Capability, require
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError, UserError
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 LOOK_AGAIN_S = 5.0
 """Between two looks at the weights of an engine without our plugin that has others than the fleet."""
@@ -149,8 +148,11 @@ class Operations:
             self._require("sleep", "wake_up")
             if tags and "weights" in self._asleep - set(tags):
                 raise StateError("the weights sleep: wake_up(['weights']) before the KV cache, or both at once")
+            # A vLLM that is asked for memory which is there already takes back none of the rest.
+            missing = [tag for tag in tags if tag in self._asleep] if tags and self._asleep else tags
             async with self._gate_closed():
-                await self._tell(lambda engine: engine.wake_up(tags), "wake-up")
+                if missing or not tags:
+                    await self._tell(lambda engine: engine.wake_up(missing), "wake-up")
                 self._asleep -= set(tags or MEMORY_TAGS)
                 self._roster.note_asleep(self._asleep)
                 if self.paused and not self._asleep:

@@ -13,13 +13,14 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
 from penstock import lifeline
-from penstock.errors import ConfigError, EngineStartError, PenstockError
+from penstock.errors import ConfigError, EngineError, EngineStartError, PenstockError
 from penstock.fleet.control_wire import error_of, error_to_json
 from penstock.fleet.ray_actor import EngineActor
 from penstock.fleet.ray_link import MAX_LINE
@@ -211,6 +212,9 @@ async def _answer(driver: RayDriver, writer: asyncio.StreamWriter, said: dict[st
         answer = {"result": await getattr(driver, said["call"])(**said["arguments"])}
     except PenstockError as error:
         answer = {"error": error_to_json(error)}
+    except Exception as error:  # noqa: BLE001 - whatever it is, without an answer the launcher would wait in vain
+        traceback.print_exc()
+        answer = {"error": error_to_json(EngineError(f"Ray {said['call']}: {type(error).__name__}: {error}"))}
     writer.write(orjson.dumps({"id": said["id"], **answer}) + b"\n")
 
 

@@ -239,6 +239,10 @@ def capacity(bundle: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) 
 
 
 def _check_room(bundle: Mapping[str, float], nodes: Sequence[Mapping[str, float]], engines: int) -> None:
+    if not any(bundle.values()):
+        raise ConfigError(
+            "fleet.ray_cpus is 0, and Ray has no place for what asks for nothing; engines without GPUs need some"
+        )
     if capacity(bundle, nodes) < engines:
         shown = "; ".join(", ".join(f"{name}: {node.get(name, 0.0):g}" for name in ("CPU", "GPU")) for node in nodes)
         raise ConfigError(

@@ -43,13 +43,13 @@ class RayLink:
         """Start the process; what it and Ray say is appended to `log`."""
         ours, theirs = socket.socketpair()
         with theirs:
+            reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE)
             argv = (sys.executable, "-m", "penstock.fleet.ray_driver", str(theirs.fileno()))
             try:
                 child = await ChildProcess.start(argv, name="ray", log=log, env=env, pass_fds=(theirs.fileno(),))
             except BaseException:
-                ours.close()
+                writer.close()
                 raise
-        reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE)
         return cls(child, reader, writer)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.config import ServerSpec
@@ -33,6 +34,15 @@ def refuse_unknown(options: Mapping[str, Any], *kinds: type[Section]) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
             raise ConfigError(f"unknown option {name!r}; {hint}")
+
+
+def made(log_dir: Path) -> Path:
+    """`fleet.log_dir`, which need not be there yet. Raises ConfigError where it cannot be made."""
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"fleet.log_dir {log_dir} cannot be made: {error.strerror}; choose another folder") from error
+    return log_dir
 
 
 def specs_of(servers: Iterable[str | ServerSpec]) -> tuple[ServerSpec, ...]:

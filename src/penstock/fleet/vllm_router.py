@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -92,8 +93,7 @@ class VllmRouterProcess:
                 the telling lines of its log.
         """
         check_vllm_router(config)
-        with reserved_port() as free, reserved_port() as metrics:
-            port = config.port or free
+        with _reserved(config) as port, reserved_port() as metrics:
             host = f"[{config.host}]" if ":" in config.host else config.host
             argv = [sys.executable, "-m", "penstock.fleet.under_lifeline", *command(config, port, metrics)]
             child = await ChildProcess.start(argv, name="vllm-router", log=log_dir / "router.log")
@@ -135,6 +135,20 @@ class VllmRouterProcess:
             what = f"did not listen within {START_S:g} s"
         lines = telling_lines(self._child.said())
         raise EngineStartError(f"vllm-router {what}; its log ({self._child.log}) says:\n{lines}")
+
+
+@contextmanager
+def _reserved(config: RouterConfig) -> Generator[int]:
+    """Its port. Whoever listens there already would be taken for it, and get this fleet's engines."""
+    with ExitStack() as held:
+        try:
+            port = held.enter_context(reserved_port(config.host, config.port))
+        except OSError as error:
+            raise ConfigError(
+                f"vllm-router cannot listen on {config.host} port {config.port}: {error.strerror or error}; choose "
+                "another router.port, or 0 for any"
+            ) from error
+        yield port
 
 
 def command(config: RouterConfig, port: int, metrics_port: int) -> list[str]:

@@ -86,9 +86,11 @@ class Holds:
 
     def wake_up(self, tags: list[str] | None) -> Any:
         """`/wake_up`: vLLM's, whose last word, the resume, is left out, and said if it may be."""
+        # Asked for memory that is there already, vLLM takes back none of the rest.
+        missing = None if tags is None else [tag for tag in tags if tag in self.asleep]
         self._core.resume_scheduler = lambda: None
         try:
-            awake = self._core.wake_up(tags)
+            awake = self._core.wake_up(missing) if missing or tags is None else not self.asleep
         finally:
             del self._core.resume_scheduler
         still = frozenset[str]() if tags is None else self.asleep - set(tags)
