@@ -51,6 +51,17 @@ async def until(fleet: Fleet, name: str, state: State) -> None:
             await asyncio.sleep(0.02)
 
 
+async def test_servers_of_another_model_are_refused() -> None:
+    async with server() as first, server(vocab_size=512) as other, server() as third:
+        with pytest.raises(StateError, match=r"do not agree on the size of their vocabulary \(e0: 1024, e1: 512\)"):
+            await Fleet.connect([first.url, other.url]).__aenter__()
+        async with plain_fleet(first) as fleet:
+            with pytest.raises(UserError, match=f"{other.url} serves another model: its vocabulary has 512 tokens"):
+                await fleet.attach(other.url)
+            await fleet.attach(third.url)
+            await check_serves(fleet, engines=2)
+
+
 async def test_launched_and_attached_with_and_without_plugin_in_one_fleet() -> None:
     async with server(plain=True, data_parallel_size=2) as plain, server() as ours:
         attach = [f"{plain.url}/#dp=2", ServerSpec(url=ours.url)]

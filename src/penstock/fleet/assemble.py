@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from penstock.config import FleetConfig
@@ -90,7 +90,7 @@ async def assemble(
         attached: joins servers of others, and those again that come back; None: those stay dead.
 
     Raises:
-        StateError: the engines serve different weight versions, or some are paused and some not.
+        StateError: the engines serve different models or weight versions, or some are paused and some not.
         UserError: there is no engine, or fewer than `min_engines`.
     """
     if not members or len(members) < fleet.min_engines:
@@ -179,6 +179,8 @@ def _supervisor(
 async def _announced(router: OpenRouter, members: Sequence[Member], epoch: int | None) -> Roster:
     """The engines as one fleet, in the state that they all are in; the router knows them, and is gated as they are."""
     _agree("weight version", {m.name: m.weight_version for m in members})
+    vocabularies = {m.name: m.info.vocab_size for m in members if m.info.vocab_size}
+    _agree("the size of their vocabulary", vocabularies, "a fleet serves one model")
     _agree("paused", {m.name: m.info.paused for m in members})
     paused = members[0].info.paused
     roster = Roster(
@@ -200,7 +202,7 @@ async def _announced(router: OpenRouter, members: Sequence[Member], epoch: int |
     return roster
 
 
-def _agree(what: str, values: dict[str, object]) -> None:
+def _agree(what: str, values: Mapping[str, object], advice: str = "bring them to the same state first") -> None:
     if len(set(values.values())) > 1:
         listed = ", ".join(f"{name}: {value}" for name, value in values.items())
-        raise StateError(f"the engines do not agree on {what} ({listed}); bring them to the same state first")
+        raise StateError(f"the engines do not agree on {what} ({listed}); {advice}")

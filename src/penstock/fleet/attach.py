@@ -27,18 +27,24 @@ class AttachedServers:
         self._api_key = api_key
         self._control_s = control_timeout_s
 
-    async def join(self, lifecycle: Lifecycle, spec: ServerSpec) -> Member:
+    async def join(self, lifecycle: Lifecycle, spec: ServerSpec, beside: Sequence[Member] = ()) -> Member:
         """Ask a server what it is; it is SYNCING then.
+
+        Args:
+            lifecycle: of the engine that it is to be.
+            spec: where it is, and how many ranks to address.
+            beside: engines that serve the model which it has to serve.
 
         Raises:
             PenstockError: it does not answer, or is no engine; it is DEAD.
-            UserError: it is a router, or has fewer ranks than are to be addressed.
+            UserError: it is a router, serves another model, or has fewer ranks than are to be addressed.
         """
         try:
             member = await join(
                 lifecycle, spec.url, self._connections, api_key=self._api_key, control_timeout_s=self._control_s
             )
             await self._refuse_router(spec.url)
+            _refuse_other_model(member, beside)
             member.ranks = _ranks(member, spec)
         except PenstockError as error:
             lifecycle.to(State.DEAD, f"does not join: {error}")
@@ -64,6 +70,16 @@ class AttachedServers:
     async def join_all(self, lives: Sequence[Lifecycle], specs: Sequence[ServerSpec]) -> list[Member]:
         """Join several; PenstockError of the first that does not, and the others are given up."""
         return await all_or_first_error(self.join(*pair) for pair in zip(lives, specs, strict=True))
+
+
+def _refuse_other_model(member: Member, beside: Sequence[Member]) -> None:
+    own = member.info.vocab_size
+    for other in beside:
+        if own and other.info.vocab_size and own != other.info.vocab_size:
+            raise UserError(
+                f"{member.url} serves another model: its vocabulary has {own} tokens, that of engine {other.name} "
+                f"{other.info.vocab_size}"
+            )
 
 
 def _ranks(member: Member, spec: ServerSpec) -> int:

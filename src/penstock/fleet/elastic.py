@@ -251,7 +251,7 @@ class Elastic:
         return member.name
 
     async def _join(self, attached: Attached, spec: ServerSpec) -> str:
-        member = await attached.join(Lifecycle(f"e{next(self._numbers)}"), spec)
+        member = await attached.join(Lifecycle(f"e{next(self._numbers)}"), spec, self._roster.members)
         if not self._roster.by_rank:
             member.ranks = 1
         self._roster.enlist(member)

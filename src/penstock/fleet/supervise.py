@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from penstock.config import FleetConfig, ServerSpec
@@ -33,7 +33,9 @@ WATCHED = SERVABLE | {State.SYNCING}
 class Attached(Protocol):
     """Joins servers of others; `attach.AttachedServers` is the real one."""
 
-    async def join(self, lifecycle: Lifecycle, spec: ServerSpec) -> Member: ...  # noqa: D102
+    async def join(  # noqa: D102
+        self, lifecycle: Lifecycle, spec: ServerSpec, beside: Sequence[Member] = ()
+    ) -> Member: ...
 
 
 class Supervisor:
@@ -205,7 +207,7 @@ class Supervisor:
                 await self._sleep(self._fleet.health_interval_s)
             member.lifecycle.to(State.LAUNCHING, "answers again")
             try:
-                new = await attached.join(member.lifecycle, spec)
+                new = await attached.join(member.lifecycle, spec, [member])
             except PenstockError:
                 continue
             old = member.control
