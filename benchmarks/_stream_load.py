@@ -31,6 +31,8 @@ class Load:
         self._lengths = (shortest, longest)
         self._random = random.Random(seed)
         self.tokens = 0
+        self.begun: set[int] = set()
+        """Streams that have had a token: one that ended, and whose next request waits for its first, has begun too."""
         self.last: dict[int, float] = {}
         self.gap: dict[int, float] = {}
 
@@ -57,6 +59,7 @@ class Load:
                         if before is not None:
                             self.gap[number] = max(self.gap.get(number, 0.0), now - before)
                         self.last[number] = now
+                        self.begun.add(number)
                         self.tokens += 1
             self.last.pop(number, None)
 
@@ -64,7 +67,7 @@ class Load:
         """What was asked with `gaps`; a stream that is still waiting counts with the time it has waited."""
         now = time.perf_counter()
         gaps = [max(self.gap.get(number, 0.0), now - last) for number, last in self.last.items()] or [0.0]
-        figures = {"streams": len(self.last), "tokens": self.tokens}
+        figures = {"streams": len(self.begun), "tokens": self.tokens}
         return json.dumps({**figures, "median_gap_s": statistics.median(gaps), "max_gap_s": max(gaps)})
 
 

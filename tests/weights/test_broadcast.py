@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from penstock.errors import StateError, TransferError, WeightsError
+from penstock.weights import collective
 from penstock.weights.broadcast import BroadcastStore
 from penstock.weights.buckets import ALIGNMENT, PACKED_BELOW, cut
 from penstock.weights.device_sum import device_sums
@@ -239,6 +240,45 @@ def test_who_does_not_come_is_named(ends: Ends) -> None:
         ends.store.form()
     assert ends.store.absent(layouts) == [1]  # its second worker
     assert [receiver.said()[0] for receiver in ends.receivers] == ["TransferError"] * 2
+
+
+@pytest.mark.parametrize("timeout_s", [1.0, 60.0])
+def test_a_rank_that_does_not_connect_holds_the_trainer_no_longer_than_it_may(
+    monkeypatch: pytest.MonkeyPatch, timeout_s: float
+) -> None:
+    """As NCCL waits, without end, for one that came and cannot be reached by it."""
+    connecting, held = threading.Event(), threading.Event()
+
+    def stuck(*_: Any) -> None:
+        connecting.set()
+        held.wait()
+
+    monkeypatch.setattr(collective, "_gloo", stuck)
+    store = BroadcastStore(timeout_s=timeout_s)
+    store.publish(1, model(1))
+    store.invite([(1, 1, 1)])
+    assert store._group is not None
+    assert store._group._store is not None
+    store._group._store.set("here/1", "")
+    said: list[str] = []
+
+    def form() -> None:
+        try:
+            store.form()
+        except TransferError as error:
+            said.append(str(error))
+
+    forming = threading.Thread(target=form, daemon=True)
+    forming.start()
+    try:
+        assert connecting.wait(20)
+        if timeout_s > 1:  # else nobody says so
+            store.interrupt("engine e1 is gone")
+        forming.join(20)
+        assert said == ["engine e1 is gone" if timeout_s > 1 else "the broadcast took longer than 1 s"]
+    finally:
+        held.set()
+        store.close()
 
 
 def test_a_trainer_that_is_gone_ends_the_wait(ends: Ends) -> None:

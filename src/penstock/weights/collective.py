@@ -110,19 +110,46 @@ class Group:
         self._check()
 
     def _connect(self, store: TCPStore) -> None:
+        """Connect with the others within the deadline, or until the group is cut.
+
+        NCCL knows no deadline for that, and nothing interrupts it where a rank hangs or cannot be reached: a thread
+        does it that nobody waits for any more then.
+        """
+        over: list[BaseException | None] = []
+
+        def connect() -> None:
+            error: BaseException | None = None
+            try:
+                self._send_one(store)
+            except BaseException as raised:  # noqa: BLE001 - it is for who waits
+                error = raised
+            with self._changed:
+                over.append(error)
+                self._changed.notify_all()
+
+        with self.within(self.spec.timeout_s):
+            threading.Thread(target=connect, name="penstock-connect", daemon=True).start()
+            with self._changed:
+                self._changed.wait_for(lambda: over or self.cut is not None)
+        for error in over:
+            if error is not None:
+                raise error
+        self._check()
+        self.ready = True
+
+    def _send_one(self, store: TCPStore) -> None:
         """Make the backend and send one element over it: the first collective is what connects the ranks."""
         prefixed = PrefixStore("penstock", store)
         if self.spec.backend == "nccl":
+            torch.cuda.set_device(self.device)  # of this thread
             backend = _nccl(prefixed, self._rank, self.spec.world_size)
         else:
             backend = _gloo(prefixed, self._rank, self.spec)
         with self._changed:
             self._check()
             self._backend = backend
-        with self.within(self.spec.timeout_s):
-            self.wait(self.start([torch.zeros(1, device=self.device)]))
-            self.synchronize()
-        self.ready = True
+        self.wait(self.start([torch.zeros(1, device=self.device)]))
+        self.synchronize()
 
     def _client(self) -> TCPStore:
         return TCPStore(

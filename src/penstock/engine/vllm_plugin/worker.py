@@ -23,9 +23,8 @@ logger = logging.getLogger(__name__)
 class WorkerExtension(BroadcastWorker, DroppedWeights):
     """Methods for `collective_rpc`; `self` is vLLM's Worker, so what is kept here has names of its own.
 
-    What goes wrong is returned and not raised. What a worker raises arrives elsewhere as an Exception of no type; and
-    of several workers vLLM (0.26 to 0.32: `MultiprocExecutor.collective_rpc`) reads the answers up to the first that
-    failed, and takes those of the others for their answers to the next call.
+    What goes wrong is returned and not raised: what a worker raises arrives elsewhere as an Exception of no type, and
+    what the other workers say does not arrive at all.
     """
 
     def penstock_source(self, transport: str) -> Source:

@@ -1,0 +1,103 @@
+"""Several workers: a call that fails or is late on one of them leaves no answer behind for the next call."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections import deque
+from typing import Any
+
+import cloudpickle
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+
+class Worker:
+    """One rank, as a worker's process calls it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def number(self, add: int = 0) -> int:
+        return self.rank + add
+
+    def first_fails(self) -> int:
+        if self.rank == 0:
+            raise ValueError("out of memory")
+        return self.rank
+
+    def unsendable(self) -> Any:
+        return lambda: None
+
+
+class Answers(deque[Any]):
+    """A worker's queue of answers, which is late where a deadline is set."""
+
+    def dequeue(self, timeout: float | None = None) -> Any:
+        if timeout is not None:
+            raise TimeoutError
+        return self.popleft()
+
+
+class Calls:
+    """The queue of calls; every worker does them at once, as vLLM's `worker_busy_loop` does."""
+
+    def __init__(self, queues: list[Answers]) -> None:
+        self._queues = queues
+        self._workers = [Worker(rank) for rank in range(len(queues))]
+
+    def enqueue(self, call: tuple[Any, ...]) -> None:
+        from vllm.v1.executor.multiproc_executor import WorkerProc
+
+        method, args, kwargs, output_rank = call
+        for worker, queue in zip(self._workers, self._queues, strict=True):
+            try:
+                named = isinstance(method, str)
+                made = getattr(worker, method) if named else functools.partial(cloudpickle.loads(method), worker)
+                output = made(*args, **kwargs)
+                pickle.dumps(output)
+                said = (WorkerProc.ResponseStatus.SUCCESS, output)
+            except Exception as error:  # noqa: BLE001 - as there
+                said = (WorkerProc.ResponseStatus.FAILURE, str(error))
+            if output_rank in {None, worker.rank}:
+                queue.append(said)
+
+
+@pytest.fixture
+def executor() -> Any:
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    from penstock.engine.vllm_plugin import register
+
+    register()
+    made = MultiprocExecutor.__new__(MultiprocExecutor)
+    made.response_mqs = queues = [Answers(), Answers()]
+    made.rpc_broadcast_mq = Calls(queues)
+    made.futures_queue = deque()
+    made.is_failed = False
+    return made
+
+
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [("no_such", "no attribute 'no_such'"), ("first_fails", "out of memory"), ("unsendable", "lambda")],
+)
+def test_a_call_that_fails_leaves_nothing_for_the_next(executor: Any, method: str, error: str) -> None:
+    with pytest.raises(RuntimeError, match=f"Worker failed with error .*{error}"):
+        executor.collective_rpc(method)
+    assert executor.collective_rpc("number", args=(5,)) == [5, 6]
+    assert not any(executor.response_mqs)
+
+
+def test_a_call_with_a_deadline_is_waited_for(executor: Any) -> None:
+    assert executor.collective_rpc("number", 0.001, kwargs={"add": 3}) == [3, 4]
+    assert not any(executor.response_mqs)
+
+
+def test_functions_and_steps_go_as_they_did(executor: Any) -> None:
+    assert executor.collective_rpc(lambda worker, add: worker.number(add), args=(1,)) == [1, 2]
+    assert executor.collective_rpc("number", unique_reply_rank=1) == 1
+    future = executor.collective_rpc("number", unique_reply_rank=0, non_block=True)
+    assert executor.collective_rpc("number") == [0, 1]
+    assert future.result() == 0
