@@ -49,6 +49,7 @@ def _end_group_at_eof(fd: int, scratch: Path | None) -> None:
         pass
     group = os.getpgrp()
     shared = leftovers.shared_memory_of(members(group))
+    leftovers.remove((), scratch)  # now too: Ray ends its driver as soon as the others are gone
     _kill_others(group)
     leftovers.remove(shared, scratch)  # nobody else would: who started us is gone
     os.kill(os.getpid(), signal.SIGKILL)

@@ -22,6 +22,7 @@ from penstock.errors import ConfigError, EngineError, EngineStartError
 from penstock.fleet.lifecycle import State
 from penstock.fleet.ray_engines import bundle_of, capacity
 from penstock.fleet.ray_link import RayLink
+from penstock.leftovers import SCRATCH_ENV
 
 KEY = "a key, without which nothing listens but on 127.0.0.1"
 PROMPTS = [[1 + i, 2, 3] for i in range(16)]
@@ -151,6 +152,8 @@ async def test_a_killed_launcher_leaves_no_engine_and_no_placement_group(nodes: 
     try:
         assert await asyncio.wait_for(launcher.stdout.readline(), 60.0) == b"ready\n"
         (engine,) = processes("sim")
+        scratch = Path(engine.environ()[SCRATCH_ENV])
+        assert scratch.is_dir()
         assert len(left(await nodes.groups())) == 1
     finally:
         launcher.kill()
@@ -158,6 +161,7 @@ async def test_a_killed_launcher_leaves_no_engine_and_no_placement_group(nodes: 
     await nodes.until(lambda groups: left(groups) == [], within_s=30.0)
     await asyncio.to_thread(psutil.wait_procs, [engine], 20.0)
     assert not engine.is_running()
+    assert not scratch.exists()  # by its lifeline: Ray would have killed it alone, and left its cores to themselves
 
 
 @pytest.mark.parametrize(

@@ -64,16 +64,15 @@ async def test_a_cluster_of_its_own_listens_on_loopback_and_ends_with_the_fleet(
 
 
 @pytest.fixture
-def short_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Temporary files of child processes go where they are removed; a test's usual folder is too long for sockets."""
     with tempfile.TemporaryDirectory(prefix="r-", ignore_cleanup_errors=True) as folder:
         monkeypatch.setenv("TMPDIR", folder)
-        yield
+        yield Path(folder)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("short_folder")
-async def test_a_killed_launcher_leaves_nothing_of_its_cluster() -> None:
+async def test_a_killed_launcher_leaves_nothing_of_its_cluster(short_folder: Path) -> None:
     serve = ("serve", "any-name", "--sim", "--engines", "2", "--launcher", "ray", "--port", "0")
     argv = (Path(sys.executable).parent / "penstock", *serve)
     launcher = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
@@ -88,6 +87,17 @@ async def test_a_killed_launcher_leaves_nothing_of_its_cluster() -> None:
         await launcher.wait()
     _, left = await asyncio.to_thread(psutil.wait_procs, below, 30.0)
     assert left == []
+    assert not list(short_folder.glob("ray-*"))
+
+
+async def test_an_engine_ends_with_the_ray_of_its_node() -> None:
+    before = living()
+    async with Fleet.launch("sim-model", launcher="ray", max_restarts=0, **SIM):
+        (engine,) = processes("sim")
+        (raylet,) = [p for p in living() - before if p.name() == "raylet"]
+        raylet.kill()
+        await asyncio.to_thread(psutil.wait_procs, [engine], 30.0)
+        assert not engine.is_running()
 
 
 async def test_a_cluster_that_is_not_there_is_said_at_once() -> None:

@@ -127,7 +127,7 @@ class World:
                 "gate closed": self.closed,
                 "gate of its adapter closed": asked.adapter is not None and self.closed_adapter,
                 "gate of the engine closed": engine.name in self.closed_engines,
-                "tried before": engine.name in exchange.tried,
+                "tried before": engine in exchange.tried,
             }.items()
             if so
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,11 @@ async def streaming(backend: Backend, seen: Seen, reader: Reader, writer: Writer
 
 
 async def hang_up(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+    writer.close()
+
+
+async def hang_up_when_told(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+    await backend.disconnected.wait()
     writer.close()
 
 
@@ -171,6 +177,40 @@ async def test_no_engine_is_tried_twice() -> None:
         answer = await (await r.client()).ask(body=b"poison")
         assert (answer.status, answer.header("x-penstock-error")) == (502, "engines_failed")
         assert [len(b.seen) for b in r.backends] == [1, 1, 1]
+
+
+async def test_an_engine_that_came_back_gets_what_the_one_before_it_broke() -> None:
+    async with rig(hang_up_when_told, answer_name) as r:
+        dying, anew = r.backends
+        await r.announce([dying.entry()])
+        client = await r.client()
+        await client.send(request())
+        async with asyncio.timeout(60):
+            await dying.arrived.wait()
+        await r.announce([])
+        dying.disconnected.set()
+        await r.until_held(1)
+        await r.announce([replace(anew.entry(), name="e0")])
+        answer = await client.receive()
+        assert (answer.status, answer.body) == (200, b"e1")
+
+
+async def test_what_ends_every_engine_is_given_up() -> None:
+    async with rig(*[hang_up_when_told] * 6) as r:
+        client = await r.client()
+        await client.send(request())
+        for backend in r.backends[:5]:
+            await r.announce([replace(backend.entry(), name="e0")])
+            async with asyncio.timeout(60):
+                await backend.arrived.wait()
+            await r.announce([])
+            backend.disconnected.set()
+            await r.until_held(1)
+        await r.announce([replace(r.backends[5].entry(), name="e0")])
+        answer = await client.receive()
+        assert (answer.status, answer.header("x-penstock-error")) == (502, "engines_failed")
+        assert b'broke the request: e0"' in answer.body
+        assert not r.backends[5].seen
 
 
 async def test_a_session_follows_its_retry() -> None:

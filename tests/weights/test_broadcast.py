@@ -319,6 +319,7 @@ def test_other_tensors_than_those_described_are_not_taken_for_them(ends: Ends) -
     ends.store.send()
     kind, message = one.said()
     assert (kind, "'w' arrived with the sum" in message) == ("TransferError", True), message
+    assert "changed, or named_tensors gave another one" in message
 
 
 def test_a_second_pass_that_differs_is_refused(ends: Ends) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,6 +49,7 @@ class EngineActor:
         self._plan = ActorPlan.model_validate_json(plan)
         self._node_ip = node_ip
         self._process: EngineProcess | None = None
+        threading.Thread(target=_end_with, args=(os.getppid(),), name="penstock-node", daemon=True).start()
 
     async def start(self) -> dict[str, Any]:
         """Start the server: `{"url": ...}` when it is ready, or `{"error": ...}` and it is gone."""
@@ -100,3 +105,10 @@ class EngineActor:
                 "Fleet.launch: api_key), or use a Ray cluster of one node"
             )
         return self._node_ip
+
+
+def _end_with(parent: int) -> None:
+    """End this process with its node's Ray, whose end alone does not end an actor that waits for its server."""
+    with suppress(ProcessLookupError):
+        select.select([os.pidfd_open(parent)], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -28,6 +28,10 @@ from penstock.fleet.ray_link import MAX_LINE
 OBJECT_STORE_BYTES = 80 * 2**20
 """About the least that Ray takes. Nothing of ours lies in it."""
 
+ACTOR_ENV = {"RAY_kill_child_processes_on_worker_exit": "0"}
+"""Else the worker of an actor that loses its owner kills the server, and nothing more: its cores would outlive it. By
+its lifeline it ends with the actor and takes them along."""
+
 ACTOR_S = 5.0
 """Deadline of an actor's last words; one on a lost node has none."""
 
@@ -76,8 +80,9 @@ class RayDriver:
             ray.init(**options)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise ConfigError(
-                f"cannot join the Ray cluster at {address}: {' '.join(str(error).split())[:500]}; start one with `ray "
-                "start --head`, or leave fleet.ray_address and RAY_ADDRESS out to have one for this fleet alone"
+                f"cannot join the Ray cluster at {address}: {' '.join(str(error).split())[:500]}; {_token_hint()}start "
+                "one with `ray start --head`, or leave fleet.ray_address and RAY_ADDRESS out to have one for this "
+                "fleet alone"
             ) from error
         self._actor_class = ray.remote(EngineActor)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -109,16 +114,22 @@ class RayDriver:
         try:
             async with asyncio.timeout(timeout_s):
                 await placed.group.ready()
-        except (TimeoutError, ray.exceptions.RayError) as error:
+        except TimeoutError as error:
             raise EngineStartError(
                 f"the Ray cluster had no room for {bundle} on one node within {timeout_s:g} s", engine=engine
             ) from error
+        except ray.exceptions.RayError as error:
+            why = " ".join(str(error).split())[:500]
+            raise EngineStartError(f"Ray did not place {bundle} on a node: {why}", engine=engine) from error
         node = ray.util.placement_group_table(placed.group)["bundles_to_node_id"][0]
         node_ip = next((n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node), "")
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(placed.group, 0)
         placed.killed.clear()
         placed.actor = actor = self._actor_class.options(
-            num_cpus=bundle.get("CPU", 0), num_gpus=bundle.get("GPU", 0), scheduling_strategy=strategy
+            num_cpus=bundle.get("CPU", 0),
+            num_gpus=bundle.get("GPU", 0),
+            scheduling_strategy=strategy,
+            runtime_env={"env_vars": ACTOR_ENV},
         ).remote(orjson.dumps(plan).decode(), node_ip)
         try:
             answer = await actor.start.remote()
@@ -189,6 +200,13 @@ class RayDriver:
             self._ray.kill(placed.actor)
             placed.actor = None
         placed.killed.set()
+
+
+def _token_hint() -> str:
+    """What Ray says of a token that is missing is in its log alone."""
+    if os.environ.get("RAY_AUTH_MODE"):
+        return ""
+    return "where it asks for a token (as one of Ray 2.60's `ray start` does), set RAY_AUTH_MODE=token; or "
 
 
 async def serve(connection: socket.socket) -> None:

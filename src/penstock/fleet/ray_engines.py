@@ -209,7 +209,7 @@ class RayLauncher:
         if address == "local":
             self._folder = Path(tempfile.mkdtemp(prefix="ray-"))
             env |= LOOPBACK | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        link = self._link = await RayLink.start(self._log_dir / "ray.log", env)
+        link = self._link = await RayLink.start(self._log_dir / "ray.log", env, self._folder)
         cpus = self._fleet.engines * bundle_of(config, self._fleet.ray_cpus)["CPU"]
         folder = str(self._folder) if self._folder is not None else None
         try:

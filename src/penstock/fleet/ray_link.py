@@ -39,14 +39,16 @@ class RayLink:
         self._listener = asyncio.create_task(self._listen(reader), name="ray-link")
 
     @classmethod
-    async def start(cls, log: Path, env: Mapping[str, str]) -> Self:
-        """Start the process; what it and Ray say is appended to `log`."""
+    async def start(cls, log: Path, env: Mapping[str, str], folder: Path | None = None) -> Self:
+        """Start the process; what it and Ray say is appended to `log`. A cluster's own `folder` goes with it."""
         ours, theirs = socket.socketpair()
         with theirs:
             reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE)
             argv = (sys.executable, "-m", "penstock.fleet.ray_driver", str(theirs.fileno()))
             try:
-                child = await ChildProcess.start(argv, name="ray", log=log, env=env, pass_fds=(theirs.fileno(),))
+                child = await ChildProcess.start(
+                    argv, name="ray", log=log, env=env, pass_fds=(theirs.fileno(),), scratch=folder
+                )
             except BaseException:
                 writer.close()
                 raise

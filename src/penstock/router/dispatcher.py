@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _EXPIRE_S = 0.75
 """Between two looks for idle sessions: before the placement looks by itself, which knows nobody to tell."""
+_MOST_DEATHS = 5
+"""Under whose request so many engines have ended gets none that was started anew: it may be what ends them."""
 
 
 class Dispatcher:
@@ -144,7 +146,7 @@ class Dispatcher:
             return Lane(Kind.ADAPTER, request.adapter)
         if gate.crowded and self._joins_queue(exchange):
             return Lane(Kind.ROOM, (request.min_weight_version, request.adapter))
-        name = self.placement.place(request, time.monotonic(), exchange.tried)
+        name = self.placement.place(request, time.monotonic(), _passed_over(exchange.tried))
         if not isinstance(name, str):
             return self._lane(exchange, name)
         engine = self.engines[name]
@@ -232,7 +234,16 @@ class Dispatcher:
             home = None if record is None else record.engine
             return ANY_ENGINE if home not in self.gate.engines else Lane(Kind.ENGINE, home)
         if exchange.tried and self.placement.could_serve(request):
-            names = ", ".join(exchange.tried)
+            names = ", ".join(dict.fromkeys(engine.name for engine in exchange.tried))
             exchange.refuse(RefusalError(502, "engines_failed", f"every engine tried broke the request: {names}"))
             return None
         return NOWHERE
+
+
+def _passed_over(tried: Sequence[Engine]) -> Collection[str]:
+    """Names of those engines that are not to get a request once more.
+
+    One that has left the set since died; what has come back under its name has not broken anything.
+    """
+    again = len(tried) < _MOST_DEATHS
+    return [engine.name for engine in tried if not (again and engine.removed)] if tried else ()

@@ -58,7 +58,7 @@ class Exchange:
         self.gone = False
         """Nothing more is to be done: answered, broken, refused, or the client went away."""
         self.engine: Engine | None = None
-        self.tried: list[str] = []
+        self.tried: list[Engine] = []
         """Engines that took the request and closed the connection without an answer."""
         self.hold_seconds = 0.0
         self.gate_seconds = 0.0
@@ -258,7 +258,7 @@ class Exchange:
             engine.connect(self, fresh=True)
         else:
             self._displace()
-            self.tried.append(engine.name)
+            self.tried.append(engine)
             self._stale = False
             self.dispatcher.replace(self, "hung_up")
 

@@ -170,7 +170,7 @@ def _log(exchange: Exchange) -> None:
         "seconds": round(time.monotonic() - exchange.started_at, 6),
         "hold_seconds": round(exchange.hold_seconds, 6),
         "gate_seconds": round(exchange.gate_seconds, 6),
-        "tried": exchange.tried,
+        "tried": [engine.name for engine in exchange.tried],
         "outcome": exchange.outcome or "ok",
     }
     _access.info(orjson.dumps(line).decode())

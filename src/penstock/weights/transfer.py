@@ -119,7 +119,10 @@ def receive(
         found = sums.values()
     for entry, number in zip(entries, found, strict=True):
         if number != entry.crc32:
-            raise TransferError(f"tensor {entry.name!r} arrived with the sum {number}, it was sent with {entry.crc32}")
+            raise TransferError(
+                f"tensor {entry.name!r} arrived with the sum {number}, it was sent with {entry.crc32}: it was damaged "
+                "on its way, or changed, or named_tensors gave another one when it was read again"
+            )
 
 
 def _begin(
