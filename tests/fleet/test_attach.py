@@ -113,8 +113,11 @@ async def test_native_updates_of_plain_servers_lose_and_mislabel_nothing(vllm: s
 
 
 async def test_joins_that_are_given_up_do_not_go_on() -> None:
-    async def hangs(*_: object) -> None:
-        await asyncio.Event().wait()
+    over = asyncio.Event()
+
+    async def hangs(_: object, writer: asyncio.StreamWriter) -> None:
+        await over.wait()
+        writer.close()
 
     async with await asyncio.start_server(hangs, "127.0.0.1", 0) as silent:
         url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
@@ -126,6 +129,7 @@ async def test_joins_that_are_given_up_do_not_go_on() -> None:
         await servers.close()
         for task in left:
             task.cancel()
+        over.set()
     assert left == []
 
 

@@ -210,7 +210,7 @@ class VirtualRouter:
                 self.dispatcher.replace(waiting, "refused")
             except aiohttp.ServerDisconnectedError:
                 self.dispatcher.left(waiting, engine, 0.0, ok=False)
-                waiting.tried.append(engine.name)
+                waiting.tried.append(engine)
                 self.dispatcher.replace(waiting, "hung_up")
             except BaseException:
                 self.dispatcher.left(waiting, engine, 0.0, ok=False)
@@ -239,7 +239,7 @@ class _Waiting:
         self.request.group_id = call.headers.get("X-Group-ID")
         self.request.prompt_tokens = int(call.headers.get("X-Prompt-Tokens", 0))
         self.request.expected_tokens = int(call.headers.get("X-Expected-Tokens", 0))
-        self.tried: list[str] = []
+        self.tried: list[Any] = []
         self.hold_seconds = self.gate_seconds = self.patience_used = 0.0
         self.placed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._dispatcher = dispatcher
