@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -158,22 +158,21 @@ async def measure(args: Any, fleet: Fleet, tensors: list[tuple[str, Any]], found
     urls = [engine.url for engine in await fleet.engines()]
     native, peers = _sides(args, urls, tensors)
     with closing(peers) if peers is not None else nullcontext():
-        await _rounds(args, fleet, tensors, found, native, peers)
+        flat = [tensor for _, tensor in tensors]
+
+        async def one(side: str, kv: KV) -> dict[str, float]:
+            if side == "penstock":
+                return await ours(fleet, tensors, kv)
+            if side == "vllm":
+                return await asyncio.to_thread(native.update, tensors, kv == "recompute")
+            return {"start_to_finish": await asyncio.to_thread(_link, peers, flat)}
+
+        await _rounds(args, urls, one, found)
 
 
 async def _rounds(
-    args: Any, fleet: Fleet, tensors: list[tuple[str, Any]], found: Found, native: Any, peers: Any
+    args: Any, urls: Sequence[str], one: Callable[[str, KV], Awaitable[dict[str, float]]], found: Found
 ) -> None:
-    urls = [engine.url for engine in await fleet.engines()]
-    flat = [tensor for _, tensor in tensors]
-
-    async def one(side: str, kv: KV) -> dict[str, float]:
-        if side == "penstock":
-            return await ours(fleet, tensors, kv)
-        if side == "vllm":
-            return await asyncio.to_thread(native.update, tensors, kv == "recompute")
-        return {"start_to_finish": await asyncio.to_thread(_link, peers, flat)}
-
     sides = side_names(args)
     longest = 0.0
     for state, kv in STATES if args.load else STATES[:1]:
