@@ -28,7 +28,13 @@ class Core:
         self.input_queue: queue.Queue[Any] = queue.Queue()
         self.output_queue: queue.Queue[Any] = queue.Queue()
         self.addresses = SimpleNamespace(outputs=["api"])
-        self.scheduler = SimpleNamespace(get_num_unfinished_requests=lambda: 3)
+        chunked = SimpleNamespace(enable_chunked_prefill=True)
+        self.scheduler = SimpleNamespace(
+            get_num_unfinished_requests=lambda: 3, scheduler_config=chunked, max_num_scheduled_tokens=8192,
+            max_num_running_reqs=256, num_spec_tokens=0, block_size=16,
+        )  # fmt: skip
+        self.batch_queue: list[str] = ["a step"] if step_under_way else []
+        self.step_fn = self.end_step
         self.paused = False
         self.waiting: Future[None] | None = Future() if step_under_way else None
         self.ranks = ranks or [{"checksum": "c", "seconds": {"load": 0.1, "checksum": 0.01}}]
@@ -68,6 +74,10 @@ class Core:
             return list(self.refusals)
         self.done.append(f"{method}{args or ''}")
         return [self.prepared] if method == "penstock_prepared" else self.ranks
+
+    def end_step(self) -> tuple[None, bool]:
+        self.batch_queue.clear()
+        return None, False
 
     def step(self) -> None:
         kind, call = self.input_queue.get_nowait()
@@ -234,6 +244,8 @@ def test_a_version_is_checked_beside_the_core_and_prepared_between_two_of_its_st
     done = prepare(core, body)
     assert core.done == []
     core.step()
+    assert not done.done(), "a step is under way that may be long"
+    core.step_fn()
     assert done.result(0) == {"ok": True}
     assert core.done == ["penstock_prepare"], "nothing was paused"
     assert core.given == body["manifest"]

@@ -23,6 +23,7 @@ from typing import Any
 from penstock.engine.vllm_plugin.core_server import CoreServer
 from penstock.engine.vllm_plugin.pausing import holds_of, mode_in_core
 from penstock.engine.vllm_plugin.preparing import Preparing, group_of, raise_refusal, version_of
+from penstock.engine.vllm_plugin.short_steps import short_steps_of
 from penstock.engine.vllm_plugin.spec import WeightSpec
 from penstock.errors import EngineError, StateError, TransferError
 
@@ -102,20 +103,20 @@ def _routes(core: Any) -> dict[str, Callable[[Any], Future[Any]]]:
     preparing = _preparing_of(core)
 
     def prepare(body: Any) -> Future[Any]:
-        return _checked(lambda: preparing.check(body, lambda: _version(core)), lambda given: _prepare(core, given))
+        return _checked(lambda: preparing.check(body, lambda: _version(core)), functools.partial(_prepare, core))
 
     def group(body: Any) -> Future[Any]:
-        return _checked(lambda: group_of(body), lambda given: _tell_workers(core, "penstock_join_group", given))
+        return _checked(lambda: group_of(body), functools.partial(_join_group, core))
 
-    def _checked(check: Callable[[], Any], work: Callable[[Any], Any]) -> Future[Any]:
-        """Check in this thread; then let the core work with what came of it."""
+    def _checked(check: Callable[[], Any], work: Callable[[Any, Future[Any]], None]) -> Future[Any]:
+        """Check in this thread; then let the core work with what came of it, and end the future."""
         try:
             given = check()
         except Exception as error:  # noqa: BLE001 - handed to who asked
             refused: Future[Any] = Future()
             refused.set_exception(error)
             return refused
-        return _in_core(core, lambda done: done.set_result(work(given)))
+        return _in_core(core, lambda done: work(given, done))
 
     def pause(body: Any) -> Future[Any]:
         mode, clear_cache = mode_in_core(str(body["mode"])), bool(body["clear_cache"])
@@ -161,15 +162,16 @@ def _copy(ended: Future[Any], done: Future[Any]) -> None:
         done.set_exception(error)
 
 
-def _prepare(core: Any, manifest: dict[str, Any]) -> dict[str, Any]:
+def _prepare(core: Any, manifest: dict[str, Any], done: Future[Any]) -> None:
     if asleep := holds_of(core).check_awake():
         raise StateError(asleep)
-    return _tell_workers(core, "penstock_prepare", manifest)
+    raise_refusal(core.collective_rpc("penstock_prepare", args=(manifest,)))
+    short_steps_of(core).begin(lambda: done.set_result({"ok": True}))
 
 
-def _tell_workers(core: Any, method: str, given: dict[str, Any]) -> dict[str, Any]:
-    raise_refusal(core.collective_rpc(method, args=(given,)))
-    return {"ok": True}
+def _join_group(core: Any, group: dict[str, Any], done: Future[Any]) -> None:
+    raise_refusal(core.collective_rpc("penstock_join_group", args=(group,)))
+    done.set_result({"ok": True})
 
 
 def _version(core: Any) -> int:
@@ -198,6 +200,7 @@ class _Round:
 
     def begin(self) -> None:
         """Pause. With a step on the device, vLLM answers with a future that ends when it is done."""
+        short_steps_of(self._core).end()
         if asleep := holds_of(self._core).check_awake():
             raise StateError(asleep)
         held = self._core.collective_rpc("penstock_prepared")

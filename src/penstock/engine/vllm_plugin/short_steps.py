@@ -1,0 +1,105 @@
+"""Steps that an update does not wait for long: between `prepare` and `apply` an engine makes small ones, one at a time.
+
+VLLM launches a step before the last one has ended, and a step may be of 8,192 prompt tokens: 0.2 s of an 8B model on an
+H200, four times what it takes to bring all its weights there. Nothing takes back a step that was launched, so a pause
+waits for one and a half of them, and in a fleet everyone waits for the engine that has the longest. But an update
+announces itself. Once a version is prepared here, steps are of few tokens, and none is launched before the last one has
+ended; `prepare` is answered when what was launched before is done, so that time passes while tokens are made.
+
+It costs tokens/s, for the few milliseconds until `apply` comes, or for `UNTIL_S` where none does.
+
+VLLM has no extension point for this: the core's `step_fn`, and two attributes of its scheduler, are set for that while
+(0.26 to 0.32).
+"""
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+UNTIL_S = 5.0
+"""After a version was prepared; the slowest engine of a fleet may take so long for what this one has done already."""
+SHORT_TOKENS = 1024
+"""Of a step: prompts of so many tokens take an H200 about as long as the next tokens of 256 long contexts."""
+
+StepFunction = Callable[[], tuple[Mapping[int, Any] | None, bool]]
+
+
+class ShortSteps:
+    """Of one engine core. Its methods run in the core's own thread, between two steps."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self._usual: StepFunction | None = None
+        """The core's own `step_fn`, while there is another in its place."""
+        self._tokens = 0
+        self._until = 0.0
+        self._waiting: list[Callable[[], None]] = []
+
+    def begin(self, then: Callable[[], None]) -> None:
+        """Make short steps until `end`, or for `UNTIL_S`; call `then` once no other step is under way."""
+        core, self._until = self._core, time.monotonic() + UNTIL_S
+        if self._usual is None:
+            scheduler = core.scheduler
+            self._usual, core.step_fn = core.step_fn, self._step
+            self._tokens = scheduler.max_num_scheduled_tokens
+            scheduler.max_num_scheduled_tokens = min(self._tokens, _short(scheduler))
+        self._waiting.append(then)
+        if not core.batch_queue:
+            self._tell()
+
+    def end(self) -> None:
+        """Make steps as ever; more than once is harmless."""
+        if self._usual is not None:
+            self._core.step_fn, self._usual = self._usual, None
+            self._core.scheduler.max_num_scheduled_tokens = self._tokens
+        self._tell()
+
+    def _step(self) -> tuple[Mapping[int, Any] | None, bool]:
+        """In place of the core's `step_fn`; what it makes goes to the clients at once, and not to the caller."""
+        usual = self._usual
+        if usual is None or time.monotonic() > self._until:
+            self.end()
+            return self._core.step_fn()
+        self._finish(usual)
+        self._tell()
+        outputs, executed = usual()
+        self._hand_on(outputs)
+        self._finish(usual)
+        return None, executed
+
+    def _finish(self, usual: StepFunction) -> None:
+        """Wait for what was launched, and launch nothing."""
+        scheduler = self._core.scheduler
+        while self._core.batch_queue:
+            scheduler.has_requests = lambda: False
+            try:
+                outputs, _ = usual()
+            finally:
+                del scheduler.has_requests
+            self._hand_on(outputs)
+
+    def _hand_on(self, outputs: Mapping[int, Any] | None) -> None:
+        for output in (outputs or {}).items():
+            self._core.output_queue.put_nowait(output)
+
+    def _tell(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for then in waiting:
+            then()
+
+
+def short_steps_of(core: Any) -> ShortSteps:
+    """Of vLLM's EngineCore, in its process."""
+    if not hasattr(core, "penstock_short_steps"):
+        core.penstock_short_steps = ShortSteps(core)
+    return core.penstock_short_steps
+
+
+def _short(scheduler: Any) -> int:
+    """Enough for a token of every request that runs, and for a block of a prompt, or all of it where it is not cut."""
+    decoding = scheduler.max_num_running_reqs * (1 + scheduler.num_spec_tokens)
+    whole = 0 if scheduler.scheduler_config.enable_chunked_prefill else scheduler.max_model_len
+    return max(SHORT_TOKENS, decoding + scheduler.block_size, whole)
