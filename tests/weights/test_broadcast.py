@@ -444,3 +444,28 @@ def test_a_pass_that_gathers_into_one_buffer_is_summed_tensor_by_tensor() -> Non
     alone = [(f"w{value:g}", torch.full((4, 4), value)) for value in (1.0, 2.0, 3.0)]
     assert entries == describe(alone)[0]
     assert len({entry.crc32 for entry in entries}) == 3
+
+
+ENDING = """
+import time
+from types import SimpleNamespace
+
+import torch
+
+from penstock.weights.collective import Group
+from penstock.weights.group import GroupSpec
+
+def abort():
+    time.sleep(0.5)  # as NCCL's takes a while, outside Python
+    print("aborted", flush=True)
+
+group = Group(GroupSpec("127.0.0.1", 1, 2, 1, "an epoch", "gloo", 5.0), 1, torch.device("cpu"))
+group._backend = SimpleNamespace(abort=abort)
+group.end("the run is over")
+"""
+
+
+def test_a_process_that_ends_lets_the_abort_of_its_group_come_back_first() -> None:
+    """What comes back from torch while Python ends takes the process along, with SIGABRT."""
+    ended = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "aborted\n"), ended.stderr

@@ -10,13 +10,16 @@ is gone, so that nobody waits in a collective for somebody who will not come.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import threading
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.distributed import PrefixStore, TCPStore
@@ -34,6 +37,10 @@ _NCCL_ENV = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORI
 dies. Set only while ours is made: other groups of the process keep what they have."""
 
 _making = threading.Lock()
+
+_EXIT_S = 5.0
+_inside: WeakSet[threading.Thread] = WeakSet()
+"""Threads that were started to call into torch."""
 
 
 class Group:
@@ -128,7 +135,7 @@ class Group:
                 self._changed.notify_all()
 
         with self.within(self.spec.timeout_s):
-            threading.Thread(target=connect, name="penstock-connect", daemon=True).start()
+            _start("penstock-connect", connect)
             with self._changed:
                 self._changed.wait_for(lambda: over or self.cut is not None)
         for error in over:
@@ -245,7 +252,7 @@ class Group:
                     store.set(f"ready/{rank}", "")
         if backend is not None:
             # NCCL's kernels return at once. Gloo ends what it has begun within its deadline, and its destructor waits.
-            threading.Thread(target=_abort, args=(backend,), name="penstock-abort", daemon=True).start()
+            _start("penstock-abort", lambda: _abort(backend))
 
     def _check(self) -> None:
         if self.cut is not None:
@@ -287,6 +294,24 @@ def host(address: str, timeout_s: float) -> tuple[TCPStore, int]:
         master_listen_fd=listener.detach(),
     )
     return store, port
+
+
+def _start(name: str, work: Callable[[], None]) -> None:
+    """Let a thread do what may take long inside torch, and let the process that ends wait for it, but not for long.
+
+    A thread that comes back from there while Python ends takes the whole process along (`std::terminate`, SIGABRT;
+    Python before 3.14): a trainer that has done its work would end as one that crashed.
+    """
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    _inside.add(thread)
+    thread.start()
+
+
+@atexit.register
+def _wait_for_threads() -> None:
+    until = time.monotonic() + _EXIT_S
+    for thread in list(_inside):
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def _abort(backend: Any) -> None:
