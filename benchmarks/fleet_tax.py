@@ -1,7 +1,7 @@
 """What the fleet and its router cost: tokens/s through them against straight to the same engines, interleaved.
 
 python benchmarks/fleet_tax.py [--engines 2] [--rounds 7]
-python benchmarks/fleet_tax.py --profile gpu --model 0.6b --tokens 512 --clients 8 --measure tax scaling
+python benchmarks/fleet_tax.py --profile gpu --model 0.6b --tokens 512 --clients 8 --waves 6 --measure tax scaling
     on a GPU for each engine
 
 A model by the name of a shape has weights that vLLM makes up. `scaling` is all engines against one of them, each with
@@ -63,14 +63,14 @@ class Load:
             made = await asyncio.gather(*(loop.run_in_executor(self._threads, ask, order) for ask, order in asked))
         return sum(map(int, made)) / (time.perf_counter() - began)
 
-    async def turns(self, rounds: int, sides: Sequence[Side]) -> list[float]:
+    async def turns(self, rounds: int, sides: Sequence[Side], waves: int) -> list[float]:
         """Tokens/s of each side, in rounds that change their order."""
         for side in sides:
             await self.throughput(side, side.concurrent, 0)  # warm up
         figures: list[list[float]] = [[] for _ in sides]
         for i in range(rounds):
             for side, of in list(zip(sides, figures, strict=True))[:: 1 if i % 2 else -1]:
-                requests = max(4 * MANY // self._tokens, 2 * side.concurrent)
+                requests = max(4 * MANY // self._tokens, waves * side.concurrent)
                 of.append(await self.throughput(side, requests, 1_000_000 * (i + 1)))
             concurrent = [side.concurrent for side in sides]
             _common.note(f"{concurrent} concurrent, round {i + 1}: {[round(of[-1]) for of in figures]}")
@@ -99,7 +99,8 @@ async def measure(args: Any, fleet: Fleet, load: Load, rows: list[_common.Row]) 
     engines = [engine.url for engine in await fleet.engines()]
 
     async def row(case: str, ours: Side, peer: Side, bar: float) -> None:
-        rows.append(_common.compare(case, *await load.turns(args.rounds, [ours, peer]), bar=bar, want="at least"))
+        speeds = await load.turns(args.rounds, [ours, peer], args.waves)
+        rows.append(_common.compare(case, *speeds, bar=bar, want="at least"))
 
     for concurrent in (64, 256) if "tax" in args.measure else ():
         case = f"{concurrent} concurrent, {len(engines)} engines, {args.tokens} tokens each, tokens/s"
@@ -108,7 +109,7 @@ async def measure(args: Any, fleet: Fleet, load: Load, rows: list[_common.Row]) 
         async with Fleet.connect(engines[:1]) as one:
             case = f"128 concurrent, 1 engine, {args.tokens} tokens each, tokens/s"
             await row(case, Side([one.url], 128), Side(engines[:1], 128), BAR)
-            for each in (64, 128):
+            for each in args.each:
                 case = f"{each} concurrent at each engine, {len(engines)} engines against one, tokens/s"
                 sides = Side([fleet.url], each * len(engines)), Side([one.url], each)
                 await row(case, *sides, SCALING_BAR * len(engines))
@@ -128,6 +129,12 @@ async def main() -> int:
     options.add_argument("--tokens", type=int, default=128, help="of each answer")
     options.add_argument("--clients", type=int, default=1, help="processes that make requests")
     options.add_argument("--measure", nargs="+", choices=("tax", "scaling"), default=["tax"])
+    options.add_argument(
+        "--waves", type=int, default=2,
+        help="answers that each closed loop has in a round, at least: while the last ones end, engines have less to do "
+        "than they could, and several do not end at the same moment",
+    )  # fmt: skip
+    options.add_argument("--each", type=int, nargs="+", default=[64, 128], help="requests at each engine, for scaling")
     args = options.parse_args()
     if "scaling" in args.measure and args.engines < 2:
         options.error(f"scaling is of two engines or more; --engines is {args.engines}")
