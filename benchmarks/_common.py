@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.engine.process import reserved_port
 from penstock.observe.summary import package_versions
 
 GIB = 2**30
@@ -80,6 +81,12 @@ def machine() -> dict[str, Any]:
         "gpus": _gpus(),
         "system": f"{platform.system()} {platform.machine()}",
     }
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on now."""
+    with reserved_port() as port:
+        return port
 
 
 def parser(description: str) -> argparse.ArgumentParser:

@@ -6,7 +6,6 @@ import asyncio
 import http.client
 import importlib.util
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import _common
 import psutil
 
 from penstock.router.admin_client import RouterAdmin
@@ -116,9 +116,9 @@ def peer(name: str, ports: Sequence[int]) -> Iterator[Side]:
         "vllm-router": ["-m", "vllm_router.launch_router", "--policy", "consistent_hash", "--log-level", "warning"],
         "sglang-router": ["-m", "sglang_router.launch_router", "--policy", "manual", "--log-level", "warn"],
     }
-    port = free_port()
+    port = _common.free_port()
     argv = [sys.executable, *own[name], "--host", "127.0.0.1", "--port", str(port), "--prometheus-port"]
-    argv += [str(free_port()), "--worker-urls", *(f"http://127.0.0.1:{p}" for p in ports)]
+    argv += [str(_common.free_port()), "--worker-urls", *(f"http://127.0.0.1:{p}" for p in ports)]
     with _process(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         side = Side(name, port, process)
         _until_ready(side)
@@ -128,13 +128,6 @@ def peer(name: str, ports: Sequence[int]) -> Iterator[Side]:
 def have(name: str) -> bool:
     """Whether this peer is installed (extra `bench`)."""
     return importlib.util.find_spec(name.replace("-", "_")) is not None
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def _until_ready(side: Side) -> None:

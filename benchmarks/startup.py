@@ -18,7 +18,6 @@ from pathlib import Path
 
 import _common
 
-from penstock.engine.process import free_port
 from penstock.engine.transport import HttpTransport
 from penstock.errors import PenstockError
 from penstock.fleet.fleet import Fleet
@@ -45,7 +44,7 @@ async def defaults(engines: int) -> float:
     with tempfile.TemporaryDirectory() as logs:
         children: list[ChildProcess] = []
         try:
-            ports = [free_port() for _ in range(engines)]
+            ports = [_common.free_port() for _ in range(engines)]
             for port in ports:
                 argv = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL), "--port", str(port)]
                 argv += ["--gpu-memory-utilization", str(MEMORY_SHARE)]

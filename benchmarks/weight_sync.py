@@ -31,7 +31,6 @@ import requests
 import torch
 from _line_process import LineProcess
 
-from penstock.engine.process import free_port
 from penstock.fleet.fleet import Fleet
 from penstock.types import KV
 
@@ -213,8 +212,8 @@ def _sides(args: Any, urls: Sequence[str], tensors: list[tuple[str, Any]]) -> tu
     if args.transport == "cuda_ipc":
         return _native_sync.NativeIpc(urls) if "vllm" in side_names(args) else None, None
     gpus = range(torch.cuda.device_count() - args.engines * args.tp, torch.cuda.device_count())
-    peers = _raw_broadcast.Peers(free_port(), gpus, [tensor for _, tensor in tensors])
-    return _native_sync.NativeNccl(urls, free_port(), args.tp), peers
+    peers = _raw_broadcast.Peers(_common.free_port(), gpus, [tensor for _, tensor in tensors])
+    return _native_sync.NativeNccl(urls, _common.free_port(), args.tp), peers
 
 
 def _link(peers: Any, tensors: list[Any]) -> float:

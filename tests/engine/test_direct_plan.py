@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.process import free_port
+from penstock.engine.process import reserved_port
 
 TESTS = Path(__file__).parent.parent
 EVERY_MODEL = pytest.mark.parametrize("model", ["dense", "tied", "moe", "biased", "routed"])
@@ -22,9 +22,10 @@ def found(tmp_path_factory):
     program = [sys.executable, str(TESTS / "engine" / "direct_plan_program.py")]
     folder = tmp_path_factory.mktemp("plans")
     env = {**os.environ, "PYTHONPATH": str(TESTS)}
-    done = subprocess.run(
-        [*program, str(folder), str(free_port())], env=env, capture_output=True, text=True, timeout=180, check=False
-    )
+    with reserved_port() as port:
+        done = subprocess.run(
+            [*program, str(folder), str(port)], env=env, capture_output=True, text=True, timeout=180, check=False
+        )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert done.returncode == 0, done.stderr[-3000:]
     return {line["model"]: line for line in lines}

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from nano_models import History, changed, save_dense
 from penstock import Fleet, SamplingParams
-from penstock.engine.process import free_port
+from penstock.engine.process import reserved_port
 from penstock.errors import MissingCapabilityError
 from penstock.types import Sample
 from plain_server import plain_server
@@ -53,7 +53,8 @@ class Trainer:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
         self._engine = NCCLWeightTransferEngine
-        self.at = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 1 + engines}
+        with reserved_port() as port:
+            self.at = {"master_address": "127.0.0.1", "master_port": port, "world_size": 1 + engines}
         self._group: Any = None
 
     def join(self) -> None:

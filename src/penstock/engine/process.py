@@ -139,13 +139,6 @@ class EngineProcess:
             await http.close()
 
 
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def reserved_port(host: str = "127.0.0.1", port: int = 0) -> Generator[int]:
     """A free TCP port of `host`, an IP address, that the kernel gives to nobody else meanwhile.

@@ -45,6 +45,12 @@ def made(log_dir: Path) -> Path:
     return log_dir
 
 
+def _url(server: object) -> str:
+    if not isinstance(server, str):
+        raise ConfigError(f"a server is its URL or a ServerSpec, and not {server!r}; several are given one by one")
+    return server
+
+
 def specs_of(servers: Iterable[str | ServerSpec]) -> tuple[ServerSpec, ...]:
     """What a caller gave: URLs, with `#dp=N` behind them where so many ranks are to be addressed, or specs.
 
@@ -52,7 +58,7 @@ def specs_of(servers: Iterable[str | ServerSpec]) -> tuple[ServerSpec, ...]:
         ConfigError: one is malformed.
         UserError: one is named twice.
     """
-    specs = tuple(s if isinstance(s, ServerSpec) else validate(ServerSpec, {"url": s}) for s in servers)
+    specs = tuple(s if isinstance(s, ServerSpec) else validate(ServerSpec, {"url": _url(s)}) for s in servers)
     urls = [spec.url for spec in specs]
     if twice := next((url for url in urls if urls.count(url) > 1), None):
         raise UserError(f"the server {twice} is named twice; two engines have the url then")
