@@ -28,13 +28,14 @@ class Core:
         self.input_queue: queue.Queue[Any] = queue.Queue()
         self.output_queue: queue.Queue[Any] = queue.Queue()
         self.addresses = SimpleNamespace(outputs=["api"])
-        chunked = SimpleNamespace(enable_chunked_prefill=True)
+        chunked = SimpleNamespace(enable_chunked_prefill=True, disable_chunked_mm_input=False)
         self.scheduler = SimpleNamespace(
             get_num_unfinished_requests=lambda: 3, scheduler_config=chunked, max_num_scheduled_tokens=8192,
             max_num_running_reqs=256, num_spec_tokens=0, block_size=16,
         )  # fmt: skip
         self.batch_queue: list[str] = ["a step"] if step_under_way else []
         self.step_fn = self.end_step
+        self.check_for_draft_tokens = self.async_scheduling = False
         self.paused = False
         self.waiting: Future[None] | None = Future() if step_under_way else None
         self.ranks = ranks or [{"checksum": "c", "seconds": {"load": 0.1, "checksum": 0.01}}]

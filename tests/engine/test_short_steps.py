@@ -21,6 +21,10 @@ from penstock.weights.shared_memory import SharedMemoryStore
 pytestmark = pytest.mark.vllm
 
 
+def _config(*, chunked: bool = True, whole_images: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(enable_chunked_prefill=chunked, disable_chunked_mm_input=whole_images)
+
+
 @dataclass
 class Scheduler:
     """As much of vLLM's as its step asks for."""
@@ -31,7 +35,7 @@ class Scheduler:
     num_spec_tokens: int = 0
     block_size: int = 16
     max_model_len: int = 6000
-    scheduler_config: Any = field(default_factory=lambda: SimpleNamespace(enable_chunked_prefill=True))
+    scheduler_config: Any = field(default_factory=_config)
     budgets: list[int] = field(default_factory=list)
 
     def has_requests(self) -> bool:
@@ -53,14 +57,15 @@ class Scheduler:
 class Loop:
     """vLLM's own `step_with_batch_queue`, of a scheduler and workers that note what they are asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, drafts: bool = False) -> None:
         from vllm.v1.engine.core import EngineCore
 
         self.done: list[str] = []
         self.handed_on: list[tuple[int, int]] = []
         self.scheduler = Scheduler()
         kind = {"is_pooling_model": False, "is_ec_consumer": True, "is_mm_encoder_only": False}
-        self.core = MagicMock(batch_queue=deque(), batch_queue_size=2, scheduler=self.scheduler, **kind)
+        drafting = {"check_for_draft_tokens": drafts, "async_scheduling": True}
+        self.core = MagicMock(batch_queue=deque(), batch_queue_size=2, scheduler=self.scheduler, **kind, **drafting)
         self.core.output_queue = queue.Queue()
         self.core._should_throttle_prefills = lambda: False
         self.core.model_executor = self
@@ -118,6 +123,21 @@ def test_of_nothing_under_way_prepare_is_told_at_once_and_a_pause_finds_nothing_
     assert loop.scheduler.max_num_scheduled_tokens == 8192
 
 
+def test_where_tokens_are_drafted_steps_are_short_and_launched_ahead_as_ever():
+    """VLLM asks what was drafted only for a step that is launched while another is under way."""
+    loop, told = Loop(drafts=True), []
+    loop.steps(3)
+    short = ShortSteps(loop.core)
+    short.begin(lambda: told.append(list(loop.done)))
+    assert loop.steps(1) == ["launch 4", "end 3"]
+    assert told == []
+    assert loop.steps(2) == ["launch 5", "end 4", "launch 6", "end 5"]
+    assert [done[-1] for done in told] == ["end 3"]
+    short.end()
+    assert loop.scheduler.budgets == [8192] * 3 + [1024] * 3
+    assert loop.handed_on == [(0, number) for number in range(1, 6)]
+
+
 def test_an_update_that_does_not_come_leaves_no_short_steps(monkeypatch: pytest.MonkeyPatch):
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(short_steps, "time", clock)
@@ -139,22 +159,21 @@ def test_a_step_that_was_under_way_when_everything_is_paused_is_waited_for():
 
 
 @pytest.mark.parametrize(
-    ("given", "chunked", "tokens"),
+    ("given", "config", "tokens"),
     [
-        ({}, True, 1024),
-        ({"max_num_running_reqs": 4000}, True, 4016),
-        ({"max_num_running_reqs": 512, "num_spec_tokens": 3}, True, 2064),
-        ({"max_num_scheduled_tokens": 512}, True, 512),
-        ({}, False, 6000),
+        ({}, {}, 1024),
+        ({"max_num_running_reqs": 4000}, {}, 4016),
+        ({"max_num_running_reqs": 512, "num_spec_tokens": 3}, {}, 2064),
+        ({"max_num_scheduled_tokens": 512}, {}, 512),
+        ({}, {"chunked": False}, 6000),
+        ({}, {"whole_images": True}, 6000),
     ],
 )
 def test_a_short_step_has_room_for_every_running_request_and_keeps_no_prompt_waiting(
-    given: dict[str, int],
-    chunked: bool,  # noqa: FBT001
-    tokens: int,
+    given: dict[str, int], config: dict[str, bool], tokens: int
 ):
     loop = Loop()
-    vars(loop.scheduler).update(given, scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked))
+    vars(loop.scheduler).update(given, scheduler_config=_config(**config))
     before = loop.scheduler.max_num_scheduled_tokens
     short = ShortSteps(loop.core)
     short.begin(lambda: None)

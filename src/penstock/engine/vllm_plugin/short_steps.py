@@ -8,6 +8,11 @@ ended; `prepare` is answered when what was launched before is done, so that time
 
 It costs tokens/s, for the few milliseconds until `apply` comes, or for `UNTIL_S` where none does.
 
+Where tokens are drafted and steps launched ahead, the scheduler has but placeholders for the drafts of the step before.
+For a request with a grammar vLLM looks them up only where that step is still under way; else 0.26 leaves what follows
+the first token of a step unconstrained (its own error ends the request), and 0.32 accepts no draft. So there steps are
+small, and launched ahead as ever.
+
 VLLM has no extension point for this: the core's `step_fn`, and two attributes of its scheduler, are set for that while
 (0.26 to 0.32).
 """
@@ -37,17 +42,20 @@ class ShortSteps:
         self._tokens = 0
         self._until = 0.0
         self._waiting: list[Callable[[], None]] = []
+        self._long: Any = None
+        """The last step that was launched before they became short."""
 
     def begin(self, then: Callable[[], None]) -> None:
         """Make short steps until `end`, or for `UNTIL_S`; call `then` once no other step is under way."""
-        core, self._until = self._core, time.monotonic() + UNTIL_S
+        core, scheduler = self._core, self._core.scheduler
         if self._usual is None:
-            scheduler = core.scheduler
-            self._usual, core.step_fn = core.step_fn, self._step
-            self._tokens = scheduler.max_num_scheduled_tokens
-            scheduler.max_num_scheduled_tokens = min(self._tokens, _short(scheduler))
+            usual, tokens = core.step_fn, scheduler.max_num_scheduled_tokens
+            scheduler.max_num_scheduled_tokens = min(tokens, _short(scheduler))
+            self._usual, self._tokens, core.step_fn = usual, tokens, self._step
+            self._long = core.batch_queue[0] if core.batch_queue else None
+        self._until = time.monotonic() + UNTIL_S
         self._waiting.append(then)
-        if not core.batch_queue:
+        if not self._long_is_under_way():
             self._tell()
 
     def end(self) -> None:
@@ -55,6 +63,7 @@ class ShortSteps:
         if self._usual is not None:
             self._core.step_fn, self._usual = self._usual, None
             self._core.scheduler.max_num_scheduled_tokens = self._tokens
+            self._long = None
         self._tell()
 
     def _step(self) -> tuple[Mapping[int, Any] | None, bool]:
@@ -63,12 +72,22 @@ class ShortSteps:
         if usual is None or time.monotonic() > self._until:
             self.end()
             return self._core.step_fn()
+        if self._drafts_ahead():
+            if not self._long_is_under_way():
+                self._tell()
+            return usual()
         self._finish(usual)
         self._tell()
         outputs, executed = usual()
         self._hand_on(outputs)
         self._finish(usual)
         return None, executed
+
+    def _drafts_ahead(self) -> bool:
+        return self._core.check_for_draft_tokens and self._core.async_scheduling
+
+    def _long_is_under_way(self) -> bool:
+        return any(step is self._long for step in self._core.batch_queue or ())
 
     def _finish(self, usual: StepFunction) -> None:
         """Wait for what was launched, and launch nothing."""
@@ -99,7 +118,13 @@ def short_steps_of(core: Any) -> ShortSteps:
 
 
 def _short(scheduler: Any) -> int:
-    """Enough for a token of every request that runs, and for a block of a prompt, or all of it where it is not cut."""
+    """Enough for a token of every request that runs, and for a block of a prompt, or all of it where it is not cut.
+
+    Nor is an image of a model that looks at all of it at once (`disable_chunked_mm_input`): what does not fit in a step
+    would wait, and all new requests behind it.
+    """
     decoding = scheduler.max_num_running_reqs * (1 + scheduler.num_spec_tokens)
-    whole = 0 if scheduler.scheduler_config.enable_chunked_prefill else scheduler.max_model_len
+    config = scheduler.scheduler_config
+    cut = config.enable_chunked_prefill and not config.disable_chunked_mm_input
+    whole = 0 if cut else scheduler.max_model_len
     return max(SHORT_TOKENS, decoding + scheduler.block_size, whole)
