@@ -182,6 +182,22 @@ def test_a_short_step_has_room_for_every_running_request_and_keeps_no_prompt_wai
     assert loop.scheduler.max_num_scheduled_tokens == before
 
 
+@pytest.mark.parametrize("owner", ["core", "config"])
+def test_a_vllm_that_has_changed_makes_steps_as_ever_and_updates_come_all_the_same(owner: str):
+    loop, told = Loop(), []
+    loop.steps(2)
+    usual = loop.core.step_fn
+    if owner == "core":
+        del loop.core.check_for_draft_tokens
+    else:
+        del loop.scheduler.scheduler_config.disable_chunked_mm_input
+    short = ShortSteps(loop.core)
+    short.begin(lambda: told.append(True))
+    assert (told, loop.core.step_fn, loop.scheduler.max_num_scheduled_tokens) == ([True], usual, 8192)
+    short.end()
+    assert loop.steps(1) == ["launch 3", "end 2"]
+
+
 async def test_a_real_engine_makes_them_from_prepare_to_apply(live):
     """20,000 tokens of prompts take at least 20 steps of 1,024 and, of 2,048, a dozen."""
     store = SharedMemoryStore()

@@ -20,9 +20,12 @@ VLLM has no extension point for this: the core's `step_fn`, and two attributes o
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+
+logger = logging.getLogger("vllm.penstock")
 
 UNTIL_S = 5.0
 """After a version was prepared; the slowest engine of a fleet may take so long for what this one has done already."""
@@ -40,6 +43,7 @@ class ShortSteps:
         self._usual: StepFunction | None = None
         """The core's own `step_fn`, while there is another in its place."""
         self._tokens = 0
+        self._drafts_ahead = False
         self._until = 0.0
         self._waiting: list[Callable[[], None]] = []
         self._long: Any = None
@@ -47,16 +51,27 @@ class ShortSteps:
 
     def begin(self, then: Callable[[], None]) -> None:
         """Make short steps until `end`, or for `UNTIL_S`; call `then` once no other step is under way."""
-        core, scheduler = self._core, self._core.scheduler
         if self._usual is None:
-            usual, tokens = core.step_fn, scheduler.max_num_scheduled_tokens
-            scheduler.max_num_scheduled_tokens = min(tokens, _short(scheduler))
-            self._usual, self._tokens, core.step_fn = usual, tokens, self._step
-            self._long = core.batch_queue[0] if core.batch_queue else None
+            try:
+                self._shorten()
+            except AttributeError as error:  # an update is worth more than that it waits for next to none
+                logger.warning("an update waits for long steps: vLLM or its scheduler has changed: %s", error)
+                then()
+                return
         self._until = time.monotonic() + UNTIL_S
         self._waiting.append(then)
         if not self._long_is_under_way():
             self._tell()
+
+    def _shorten(self) -> None:
+        core, scheduler = self._core, self._core.scheduler
+        # All is read before anything is set.
+        ahead = bool(core.check_for_draft_tokens and core.async_scheduling)
+        usual, tokens, queue = core.step_fn, scheduler.max_num_scheduled_tokens, core.batch_queue
+        scheduler.max_num_scheduled_tokens = min(tokens, _short(scheduler))
+        self._tokens, self._drafts_ahead = tokens, ahead
+        self._long = queue[0] if queue else None
+        self._usual, core.step_fn = usual, self._step
 
     def end(self) -> None:
         """Make steps as ever; more than once is harmless."""
@@ -72,7 +87,7 @@ class ShortSteps:
         if usual is None or time.monotonic() > self._until:
             self.end()
             return self._core.step_fn()
-        if self._drafts_ahead():
+        if self._drafts_ahead:
             if not self._long_is_under_way():
                 self._tell()
             return usual()
@@ -82,9 +97,6 @@ class ShortSteps:
         self._hand_on(outputs)
         self._finish(usual)
         return None, executed
-
-    def _drafts_ahead(self) -> bool:
-        return self._core.check_for_draft_tokens and self._core.async_scheduling
 
     def _long_is_under_way(self) -> bool:
         return any(step is self._long for step in self._core.batch_queue or ())
