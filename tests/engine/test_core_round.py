@@ -31,7 +31,7 @@ class Core:
         chunked = SimpleNamespace(enable_chunked_prefill=True, disable_chunked_mm_input=False)
         self.scheduler = SimpleNamespace(
             get_num_unfinished_requests=lambda: 3, scheduler_config=chunked, max_num_scheduled_tokens=8192,
-            max_num_running_reqs=256, num_spec_tokens=0, block_size=16,
+            max_num_running_reqs=256, num_spec_tokens=0, block_size=16, get_kv_connector=lambda: None,
         )  # fmt: skip
         self.batch_queue: list[str] = ["a step"] if step_under_way else []
         self.step_fn = self.end_step
@@ -40,6 +40,7 @@ class Core:
         self.waiting: Future[None] | None = Future() if step_under_way else None
         self.ranks = ranks or [{"checksum": "c", "seconds": {"load": 0.1, "checksum": 0.01}}]
         self.prepared = 4
+        self.clearing, self.emptied = threading.Event(), True
         self.refusals: list[str | None] = [None, None]
 
     def is_scheduler_paused(self) -> bool:
@@ -68,6 +69,15 @@ class Core:
     def _reset_caches(self) -> None:
         self.done.append("reset caches")
 
+    def reset_prefix_cache(self, *, reset_running_requests: bool, reset_connector: bool) -> bool:
+        assert (reset_running_requests, reset_connector) == (True, False)
+        assert self.paused
+        self.clearing.set()
+        return self.emptied
+
+    def reset_encoder_cache(self) -> None:
+        self.done.append("reset encoder cache")
+
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         if method in {"penstock_prepare", "penstock_join_group"}:
             self.done.append(method)
@@ -91,18 +101,54 @@ def _without_vllm(monkeypatch):
     monkeypatch.setattr(core_round, "_mark", lambda core, version: core.done.append(f"mark {version}"))
 
 
-def ask(core: Core, version: int = 4) -> Future[Any]:
-    return core_round._in_core(core, lambda done: core_round._Round(core, version, clear_cache=True, done=done).begin())
+def ask(core: Core, version: int = 4, *, clear_cache: bool = True) -> Future[Any]:
+    return core_round._in_core(
+        core, lambda done: core_round._Round(core, version, clear_cache=clear_cache, done=done).begin()
+    )
 
 
 def test_a_round_pauses_loads_labels_and_resumes_in_this_order():
     core = Core(step_under_way=False)
-    done = ask(core)
+    done = ask(core, clear_cache=False)
     core.step()
     answer = done.result(0)
-    assert core.done == ["penstock_prepared", "pause keep True", "penstock_load(4,)", "label 4", "mark 4", "resume"]
+    assert core.done == ["penstock_prepared", "pause keep False", "penstock_load(4,)", "label 4", "mark 4", "resume"]
+    assert not core.clearing.is_set(), "KV is kept"
     assert (answer["version"], answer["checksum"], answer["preempted"]) == (4, "c", 3)
     assert set(answer["seconds"]) == {"pause", "load", "resume", "bubble", "load.load", "load.checksum"}
+
+
+def test_caches_are_cleared_while_weights_come_and_nothing_goes_on_before_both_are_done():
+    core = Core(step_under_way=False)
+    load = core.collective_rpc
+    core.collective_rpc = lambda method, args=(): (  # the transfer ends once clearing has begun, wherever that is
+        (method != "penstock_load" or core.clearing.wait(20)) and load(method, args)
+    )
+    done = ask(core)
+    core.step()
+    assert done.result(0)["version"] == 4
+    assert core.done[2:] == ["penstock_load(4,)", "reset encoder cache", "label 4", "mark 4", "resume"]
+
+
+def test_a_core_whose_kv_cache_could_not_be_emptied_does_not_go_on():
+    core = Core(step_under_way=False)
+    core.emptied = False
+    done = ask(core)
+    core.step()
+    with pytest.raises(EngineError, match="vLLM could not empty its KV cache"):
+        done.result(0)
+    core_round.holds_of(core).resume()
+    assert core.paused
+
+
+def test_where_kv_goes_elsewhere_too_that_is_cleared_in_the_thread_it_is_used_to():
+    core = Core(step_under_way=False)
+    core.scheduler.get_kv_connector = lambda: "a connector"
+    done = ask(core)
+    core.step()
+    assert done.result(0)["version"] == 4
+    assert core.done[2:4] == ["reset caches", "penstock_load(4,)"]
+    assert not core.clearing.is_set()
 
 
 def test_a_round_that_waited_for_a_step_gives_the_core_an_input_so_that_it_does_not_wait_for_one():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 import random
+import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +17,7 @@ import aiohttp
 import pytest
 
 from penstock.engine.vllm_plugin import short_steps
+from penstock.engine.vllm_plugin.pausing import Holds, holds_of
 from penstock.engine.vllm_plugin.short_steps import ShortSteps
 from penstock.weights.shared_memory import SharedMemoryStore
 
@@ -67,6 +70,7 @@ class Loop:
         drafting = {"check_for_draft_tokens": drafts, "async_scheduling": True}
         self.core = MagicMock(batch_queue=deque(), batch_queue_size=2, scheduler=self.scheduler, **kind, **drafting)
         self.core.output_queue = queue.Queue()
+        self.core.penstock_holds = Holds(self.core)
         self.core._should_throttle_prefills = lambda: False
         self.core.model_executor = self
         self.core.step_fn = partial(EngineCore.step_with_batch_queue, self.core)
@@ -123,6 +127,40 @@ def test_of_nothing_under_way_prepare_is_told_at_once_and_a_pause_finds_nothing_
     assert loop.scheduler.max_num_scheduled_tokens == 8192
 
 
+def test_a_core_that_has_told_that_it_is_ready_launches_nothing_before_apply(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(short_steps, "HOLD_S", 20.0)
+    loop = Loop()
+    loop.steps(2)
+    short, since = ShortSteps(loop.core), time.perf_counter()
+    short.begin(partial(threading.Timer(0.05, short.apply_is_here).start))
+    assert loop.steps(3) == ["end 2"]
+    assert since <= (short.end() or 0) <= time.perf_counter() - 0.04, "the wait is part of the pause"
+    assert short.end() is None, "but of one"
+    assert holds_of(loop.core).held_s == 0
+    assert loop.steps(1) == ["launch 3"]
+
+
+def test_it_does_not_wait_for_an_apply_that_takes_its_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(short_steps, "HOLD_S", 0.02)
+    loop = Loop()
+    short = ShortSteps(loop.core)
+    short.begin(lambda: None)
+    assert loop.steps(2) == ["launch 1", "end 1", "launch 2", "end 2"]
+    held = holds_of(loop.core).held_s
+    assert held >= 0.015, "what it stood still is said"
+    short.apply_is_here()
+    assert loop.steps(1) == [], "and it launches none once it knows of it"
+    assert (short.end(), holds_of(loop.core).held_s) == (None, held)
+
+
+def test_an_apply_of_the_past_is_no_reason_to_wait():
+    loop = Loop()
+    short = ShortSteps(loop.core)
+    short.apply_is_here()
+    short.begin(lambda: None)
+    assert loop.steps(1) == ["launch 1", "end 1"]
+
+
 def test_where_tokens_are_drafted_steps_are_short_and_launched_ahead_as_ever():
     """VLLM asks what was drafted only for a step that is launched while another is under way."""
     loop, told = Loop(drafts=True), []
@@ -139,7 +177,7 @@ def test_where_tokens_are_drafted_steps_are_short_and_launched_ahead_as_ever():
 
 
 def test_an_update_that_does_not_come_leaves_no_short_steps(monkeypatch: pytest.MonkeyPatch):
-    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now, perf_counter=lambda: clock.now)
     monkeypatch.setattr(short_steps, "time", clock)
     loop = Loop()
     ShortSteps(loop.core).begin(lambda: None)

@@ -18,8 +18,10 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Any
 
+from penstock.engine.vllm_plugin.clearing import caches_cleared
 from penstock.engine.vllm_plugin.core_server import CoreServer
 from penstock.engine.vllm_plugin.pausing import holds_of, mode_in_core
 from penstock.engine.vllm_plugin.preparing import Preparing, group_of, raise_refusal, version_of
@@ -95,12 +97,12 @@ def _preparing_of(core: Any) -> Preparing:
 
 def _routes(core: Any) -> dict[str, Callable[[Any], Future[Any]]]:
     """What a body says is read before the core is asked."""
+    preparing, short_steps = _preparing_of(core), short_steps_of(core)
 
     def apply(body: Any) -> Future[Any]:
         version, clear_cache = int(body["version"]), bool(body["clear_cache"])
+        short_steps.apply_is_here()
         return _in_core(core, lambda done: _Round(core, version, clear_cache, done).begin())
-
-    preparing = _preparing_of(core)
 
     def prepare(body: Any) -> Future[Any]:
         return _checked(lambda: preparing.check(body, lambda: _version(core)), functools.partial(_prepare, core))
@@ -200,15 +202,16 @@ class _Round:
 
     def begin(self) -> None:
         """Pause. With a step on the device, vLLM answers with a future that ends when it is done."""
-        short_steps_of(self._core).end()
+        since = short_steps_of(self._core).end()
+        self._began = since or self._began
         if asleep := holds_of(self._core).check_awake():
             raise StateError(asleep)
         held = self._core.collective_rpc("penstock_prepared")
         if any(version != self._version for version in held):
             raise StateError(f"weight version {self._version} is not prepared here (prepared: {held})")
         # Also where it is paused: a pause that waits lets requests go on, and one that keeps may wait for a step yet.
-        holds_of(self._core).begin_update()
-        paused: Future[Any] | None = self._core.pause_scheduler("keep", self._clear_cache)
+        holds_of(self._core).begin_update(since)
+        paused: Future[Any] | None = self._core.pause_scheduler("keep", False)  # noqa: FBT003 - cleared in `_load`
         if paused is None:
             self._load(None)
         else:
@@ -236,7 +239,8 @@ class _Round:
         core, holds = self._core, holds_of(self._core)
         paused = time.perf_counter()
         holds.weights_are_out()
-        ranks = core.collective_rpc("penstock_load", args=(self._version,))
+        with caches_cleared(core) if self._clear_cache else nullcontext():
+            ranks = core.collective_rpc("penstock_load", args=(self._version,))
         raise_failure(ranks)
         if hasattr(core, "set_weight_version"):  # vLLM 0.32 labels what it makes
             core.set_weight_version(str(self._version))

@@ -106,9 +106,17 @@ class Holds:
             return "the engine's weights are asleep: wake them (wake_up with the tag weights) before an update"
         return None
 
-    def begin_update(self) -> None:
-        """Weights are about to be written: nobody else's resume counts from here on."""
-        self._hold()
+    def stood_still(self, seconds: float) -> None:
+        """The core waited for an update that did not come."""
+        if self._since is None:
+            self._held_s += seconds
+
+    def begin_update(self, since: float | None = None) -> None:
+        """Weights are about to be written: nobody else's resume counts from here on.
+
+        `since` (`time.perf_counter()`) the core has made nothing already, None: it has.
+        """
+        self._hold(since)
         self.updating = True
 
     def drop_update(self) -> None:
@@ -132,9 +140,9 @@ class Holds:
             self._core.resume_scheduler()
             self._held_s, self._since = self.held_s, None
 
-    def _hold(self) -> None:
+    def _hold(self, since: float | None = None) -> None:
         if self._since is None:
-            self._since = time.perf_counter()
+            self._since = time.perf_counter() if since is None else since
 
 
 def mode_in_core(mode: str) -> str:

@@ -4,9 +4,12 @@ VLLM launches a step before the last one has ended, and a step may be of 8,192 p
 H200, four times what it takes to bring all its weights there. Nothing takes back a step that was launched, so a pause
 waits for one and a half of them, and in a fleet everyone waits for the engine that has the longest. But an update
 announces itself. Once a version is prepared here, steps are of few tokens, and none is launched before the last one has
-ended; `prepare` is answered when what was launched before is done, so that time passes while tokens are made.
+ended; `prepare` is answered when what was launched before is done, so that time passes while tokens are made. And since
+the answer to the last `prepare` is followed by `apply`, an engine that has answered waits for it a moment, `HOLD_S` at
+most, before it launches another step: else `apply` always comes when one has just begun.
 
-It costs tokens/s, for the few milliseconds until `apply` comes, or for `UNTIL_S` where none does.
+It costs tokens/s, for the few milliseconds until `apply` comes, or for `UNTIL_S` where none does. The wait is counted
+as part of the pause, or as time in which the engine was held where `apply` came later.
 
 Where tokens are drafted and steps launched ahead, the scheduler has but placeholders for the drafts of the step before.
 For a request with a grammar vLLM looks them up only where that step is still under way; else 0.26 leaves what follows
@@ -21,9 +24,12 @@ VLLM has no extension point for this: the core's `step_fn`, and two attributes o
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from penstock.engine.vllm_plugin.pausing import holds_of
 
 logger = logging.getLogger("vllm.penstock")
 
@@ -31,6 +37,8 @@ UNTIL_S = 5.0
 """After a version was prepared; the slowest engine of a fleet may take so long for what this one has done already."""
 SHORT_TOKENS = 1024
 """Of a step: prompts of so many tokens take an H200 about as long as the next tokens of 256 long contexts."""
+HOLD_S = 0.01
+"""From the answer to `prepare` to `apply` it takes 4 ms where no other engine is asked; else maybe more than a step."""
 
 StepFunction = Callable[[], tuple[Mapping[int, Any] | None, bool]]
 
@@ -48,9 +56,19 @@ class ShortSteps:
         self._waiting: list[Callable[[], None]] = []
         self._long: Any = None
         """The last step that was launched before they became short."""
+        self._told = False
+        """Somebody has just been told that no other step is under way."""
+        self._apply_is_here = threading.Event()
+        self._still_since: float | None = None
+
+    def apply_is_here(self) -> None:
+        """What ends this is about to be in the core's input queue; called by any thread."""
+        self._apply_is_here.set()
 
     def begin(self, then: Callable[[], None]) -> None:
         """Make short steps until `end`, or for `UNTIL_S`; call `then` once no other step is under way."""
+        self._apply_is_here.clear()
+        self._told = False
         if self._usual is None:
             try:
                 self._shorten()
@@ -73,13 +91,19 @@ class ShortSteps:
         self._long = queue[0] if queue else None
         self._usual, core.step_fn = usual, self._step
 
-    def end(self) -> None:
-        """Make steps as ever; more than once is harmless."""
+    def end(self) -> float | None:
+        """Make steps as ever; more than once is harmless.
+
+        Returns:
+            Since when (`time.perf_counter()`) the core has waited for this and made nothing; None: it has not.
+        """
         if self._usual is not None:
             self._core.step_fn, self._usual = self._usual, None
             self._core.scheduler.max_num_scheduled_tokens = self._tokens
             self._long = None
         self._tell()
+        since, self._still_since = self._still_since, None
+        return since
 
     def _step(self) -> tuple[Mapping[int, Any] | None, bool]:
         """In place of the core's `step_fn`; what it makes goes to the clients at once, and not to the caller."""
@@ -93,10 +117,22 @@ class ShortSteps:
             return usual()
         self._finish(usual)
         self._tell()
+        if self._apply_comes():
+            return None, False
         outputs, executed = usual()
         self._hand_on(outputs)
         self._finish(usual)
         return None, executed
+
+    def _apply_comes(self) -> bool:
+        """Whether it is in the core's input by now, for which a core that has just told that it is ready waits."""
+        if self._told:
+            self._told, began = False, time.perf_counter()
+            if self._apply_is_here.wait(HOLD_S):
+                self._still_since = began
+            else:
+                holds_of(self._core).stood_still(time.perf_counter() - began)
+        return self._apply_is_here.is_set()
 
     def _long_is_under_way(self) -> bool:
         return any(step is self._long for step in self._core.batch_queue or ())
@@ -118,6 +154,7 @@ class ShortSteps:
 
     def _tell(self) -> None:
         waiting, self._waiting = self._waiting, []
+        self._told |= bool(waiting)
         for then in waiting:
             then()
 
