@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 import torch
 
-from penstock.engine.vllm_plugin import core_round, pausing
+from penstock.engine.vllm_plugin import clearing, core_round, pausing
 from penstock.engine.vllm_plugin.core_server import CoreServer
 from penstock.engine.vllm_plugin.spec import WeightSpec
 from penstock.errors import EngineError, StateError, TransferError, WeightsError
@@ -40,7 +40,7 @@ class Core:
         self.waiting: Future[None] | None = Future() if step_under_way else None
         self.ranks = ranks or [{"checksum": "c", "seconds": {"load": 0.1, "checksum": 0.01}}]
         self.prepared = 4
-        self.clearing, self.emptied = threading.Event(), True
+        self.clearing, self.emptied, self.cleared_by = threading.Event(), True, ""
         self.refusals: list[str | None] = [None, None]
 
     def is_scheduler_paused(self) -> bool:
@@ -66,12 +66,9 @@ class Core:
     def set_weight_version(self, version: str) -> None:
         self.done.append(f"label {version}")
 
-    def _reset_caches(self) -> None:
-        self.done.append("reset caches")
-
     def reset_prefix_cache(self, *, reset_running_requests: bool, reset_connector: bool) -> bool:
-        assert (reset_running_requests, reset_connector) == (True, False)
-        assert self.paused
+        assert (reset_running_requests, reset_connector, self.paused) == (True, True, True)
+        self.cleared_by = threading.current_thread().name
         self.clearing.set()
         return self.emptied
 
@@ -98,6 +95,7 @@ class Core:
 
 @pytest.fixture(autouse=True)
 def _without_vllm(monkeypatch):
+    monkeypatch.setattr(clearing, "worker_is_here", lambda _: True)
     monkeypatch.setattr(core_round, "_mark", lambda core, version: core.done.append(f"mark {version}"))
 
 
@@ -118,19 +116,32 @@ def test_a_round_pauses_loads_labels_and_resumes_in_this_order():
     assert set(answer["seconds"]) == {"pause", "load", "resume", "bubble", "load.load", "load.checksum"}
 
 
-def test_caches_are_cleared_while_weights_come_and_nothing_goes_on_before_both_are_done():
+@pytest.mark.parametrize("here", [True, False])
+def test_caches_are_cleared_while_weights_come_and_nothing_goes_on_before_both_are_done(monkeypatch, *, here: bool):
+    monkeypatch.setattr(clearing, "worker_is_here", lambda _: here)
     core = Core(step_under_way=False)
-    load = core.collective_rpc
-    core.collective_rpc = lambda method, args=(): (  # the transfer ends once clearing has begun, wherever that is
-        (method != "penstock_load" or core.clearing.wait(20)) and load(method, args)
-    )
+
+    def load(method: str, args: Any = ()) -> list[Any]:
+        if method == "penstock_load":
+            clearing.meanwhile()  # which only the worker of this process has something to do in
+            assert core.clearing.wait(20)
+            core.done.append(core.cleared_by)
+        return Core.collective_rpc(core, method, args)
+
+    core.collective_rpc = load
     done = ask(core)
     core.step()
     assert done.result(0)["version"] == 4
-    assert core.done[2:] == ["penstock_load(4,)", "reset encoder cache", "label 4", "mark 4", "resume"]
+    by = threading.current_thread().name if here else "penstock-clear_0"
+    assert core.done[2:] == [by, "penstock_load(4,)", "reset encoder cache", "label 4", "mark 4", "resume"]
+    core.clearing.clear()
+    clearing.meanwhile()
+    assert not core.clearing.is_set(), "once"
 
 
-def test_a_core_whose_kv_cache_could_not_be_emptied_does_not_go_on():
+@pytest.mark.parametrize("here", [True, False])
+def test_a_core_whose_kv_cache_could_not_be_emptied_does_not_go_on(monkeypatch, *, here: bool):
+    monkeypatch.setattr(clearing, "worker_is_here", lambda _: here)
     core = Core(step_under_way=False)
     core.emptied = False
     done = ask(core)
@@ -139,16 +150,22 @@ def test_a_core_whose_kv_cache_could_not_be_emptied_does_not_go_on():
         done.result(0)
     core_round.holds_of(core).resume()
     assert core.paused
+    core.emptied = True
+    again = ask(core)
+    while not core.input_queue.empty():
+        core.step()
+    assert again.result(0)["version"] == 4
+    assert not core.paused
 
 
-def test_where_kv_goes_elsewhere_too_that_is_cleared_in_the_thread_it_is_used_to():
+def test_where_kv_goes_elsewhere_too_that_is_cleared_in_the_thread_it_is_used_to(monkeypatch):
+    monkeypatch.setattr(clearing, "worker_is_here", lambda _: False)
     core = Core(step_under_way=False)
     core.scheduler.get_kv_connector = lambda: "a connector"
     done = ask(core)
     core.step()
     assert done.result(0)["version"] == 4
-    assert core.done[2:4] == ["reset caches", "penstock_load(4,)"]
-    assert not core.clearing.is_set()
+    assert core.cleared_by == threading.current_thread().name
 
 
 def test_a_round_that_waited_for_a_step_gives_the_core_an_input_so_that_it_does_not_wait_for_one():
