@@ -3,13 +3,15 @@
 python benchmarks/_sample_load.py
 
 A line of JSON on stdin is a round, `{"urls", "concurrent", "requests", "tokens", "seed"}`: requests go to the addresses
-in turn. It answers with the tokens that it got, once it has all of them, and ends with stdin.
+in turn, and ask for so many tokens, `[least, most]`. It answers with the tokens that it got, once it has all of them,
+and ends with stdin.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sys
 from typing import Any
 
@@ -31,9 +33,9 @@ class Clients:
         async def worker() -> int:
             made = 0
             for i in left:
-                params = SamplingParams(
-                    max_tokens=order["tokens"], ignore_eos=True, detokenize=False, seed=order["seed"] + i
-                )
+                seed = order["seed"] + i
+                tokens = random.Random(seed).randint(*order["tokens"])
+                params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, seed=seed)
                 answer = await clients[i % len(clients)].sample([5 + i % 80, 6, 7], 1, params)
                 made += sum(len(sample.token_ids) for sample in answer)
             return made

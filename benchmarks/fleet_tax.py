@@ -4,6 +4,8 @@ python benchmarks/fleet_tax.py [--engines 2] [--rounds 7]
 python benchmarks/fleet_tax.py --profile gpu --model 0.6b --tokens 512 --clients 8 --waves 6 --measure tax scaling
     on a GPU for each engine
 
+Answers differ in length, as real ones do: of one length, all requests at an engine end at the same step, and it stands
+still while its API server writes their answers.
 A model by the name of a shape has weights that vLLM makes up. `scaling` is all engines against one of them, each with
 as many requests in flight, in which a CPU's cores that engines share would be what is measured.
 """
@@ -40,11 +42,14 @@ ROUND_S = 300.0
 class Load:
     """Closed loops in several processes, that one process's own speed is not what is measured."""
 
-    def __init__(self, clients: int, tokens: int) -> None:
+    def __init__(self, clients: int, tokens: int, spread: float) -> None:
         argv = [sys.executable, str(Path(__file__).parent / "_sample_load.py")]
         self._clients = [LineProcess(argv) for _ in range(clients)]
-        self._tokens = tokens
+        self._tokens = round(tokens * (1 - spread)), round(tokens * (1 + spread))
+        self._least = 4 * MANY // tokens
         self._threads = ThreadPoolExecutor(clients)
+        self.rounds: dict[str, list[list[float]]] = {}
+        """Tokens/s of every round of every case, those of one side side by side."""
 
     async def throughput(self, side: Side, requests: int, seed: int) -> float:
         """Tokens/s of so many requests, all clients together, until the last one has its last answer."""
@@ -63,18 +68,18 @@ class Load:
             made = await asyncio.gather(*(loop.run_in_executor(self._threads, ask, order) for ask, order in asked))
         return sum(map(int, made)) / (time.perf_counter() - began)
 
-    async def turns(self, rounds: int, sides: Sequence[Side], waves: int) -> list[float]:
+    async def turns(self, case: str, rounds: int, sides: Sequence[Side], waves: int) -> list[float]:
         """Tokens/s of each side, in rounds that change their order."""
         for side in sides:
             await self.throughput(side, side.concurrent, 0)  # warm up
-        figures: list[list[float]] = [[] for _ in sides]
+        figures = self.rounds[case] = [[] for _ in sides]
         for i in range(rounds):
             for side, of in list(zip(sides, figures, strict=True))[:: 1 if i % 2 else -1]:
-                requests = max(4 * MANY // self._tokens, waves * side.concurrent)
+                requests = max(self._least, waves * side.concurrent)
                 of.append(await self.throughput(side, requests, 1_000_000 * (i + 1)))
             concurrent = [side.concurrent for side in sides]
             _common.note(f"{concurrent} concurrent, round {i + 1}: {[round(of[-1]) for of in figures]}")
-        # Every round makes the same number of tokens, so the harmonic mean is all tokens by all seconds.
+        # Rounds make about as many tokens each, so the harmonic mean is all tokens by all seconds.
         return [statistics.harmonic_mean(of) for of in figures]
 
     def close(self, *, at_once: bool) -> None:
@@ -99,15 +104,15 @@ async def measure(args: Any, fleet: Fleet, load: Load, rows: list[_common.Row]) 
     engines = [engine.url for engine in await fleet.engines()]
 
     async def row(case: str, ours: Side, peer: Side, bar: float) -> None:
-        speeds = await load.turns(args.rounds, [ours, peer], args.waves)
+        speeds = await load.turns(case, args.rounds, [ours, peer], args.waves)
         rows.append(_common.compare(case, *speeds, bar=bar, want="at least"))
 
-    for concurrent in (64, 256) if "tax" in args.measure else ():
-        case = f"{concurrent} concurrent, {len(engines)} engines, {args.tokens} tokens each, tokens/s"
+    for concurrent in args.concurrent if "tax" in args.measure else ():
+        case = f"{concurrent} concurrent, {len(engines)} engines, {args.tokens} tokens on average, tokens/s"
         await row(case, Side([fleet.url], concurrent), Side(engines, concurrent), BAR)
     if "scaling" in args.measure:
         async with Fleet.connect(engines[:1]) as one:
-            case = f"128 concurrent, 1 engine, {args.tokens} tokens each, tokens/s"
+            case = f"128 concurrent, 1 engine, {args.tokens} tokens on average, tokens/s"
             await row(case, Side([one.url], 128), Side(engines[:1], 128), BAR)
             for each in args.each:
                 case = f"{each} concurrent at each engine, {len(engines)} engines against one, tokens/s"
@@ -126,7 +131,9 @@ async def main() -> int:
     options.add_argument("--profile", default="cpu")
     options.add_argument("--model", default=str(MODEL))
     options.add_argument("--rounds", type=int, default=7)
-    options.add_argument("--tokens", type=int, default=128, help="of each answer")
+    options.add_argument("--tokens", type=int, default=128, help="of an answer, on average")
+    options.add_argument("--spread", type=float, default=0.5, help="share by which answers are shorter or longer")
+    options.add_argument("--concurrent", type=int, nargs="+", default=[64, 256], help="requests in flight, for tax")
     options.add_argument("--clients", type=int, default=1, help="processes that make requests")
     options.add_argument("--measure", nargs="+", choices=("tax", "scaling"), default=["tax"])
     options.add_argument(
@@ -138,6 +145,8 @@ async def main() -> int:
     args = options.parse_args()
     if "scaling" in args.measure and args.engines < 2:
         options.error(f"scaling is of two engines or more; --engines is {args.engines}")
+    if not 0 <= args.spread < 1:
+        options.error(f"--spread is a share, at least 0 and less than 1; it is {args.spread}")
     if args.quick:
         args.rounds = 1
     with tempfile.TemporaryDirectory() as folder:
@@ -145,15 +154,16 @@ async def main() -> int:
         async with Fleet.launch(
             _dummy_models.save(Path(folder), args.model) if made_up else args.model, args.engines,
             profile=args.profile, load_format="dummy" if made_up else "auto", max_num_seqs=256,
-            max_model_len=args.tokens + PROMPT_ROOM,
+            max_model_len=round(args.tokens * (1 + args.spread)) + PROMPT_ROOM,
         ) as fleet:  # fmt: skip
-            load, rows = Load(args.clients, args.tokens), list[_common.Row]()
+            load, rows = Load(args.clients, args.tokens, args.spread), list[_common.Row]()
             whole = False
             try:
                 whole = await _common.until_ended(measure(args, fleet, load, rows))
             finally:
                 load.close(at_once=not whole)
-    return _common.report("fleet_tax", rows) or int(not whole)
+    print(json.dumps({**_common.document("fleet_tax", rows), "rounds": load.rounds}, indent=2), flush=True)
+    return 0 if whole and all(row.ok for row in rows) else 1
 
 
 if __name__ == "__main__":
