@@ -65,7 +65,9 @@ async def test_engines_of_differing_sizes_serve_the_same_experts_after_an_update
             prompts = [[5, 6, 7 + i] for i in range(8)]
             before = await fleet.collective_rpc("penstock_checksum")
             running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=LONG))
-            await asyncio.sleep(1.0)
+            controls = [member.control for member in fleet._roster.members]
+            while any([(await control.stats()).generation_tokens < 20 for control in controls]):  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.05)  # else one of them may have no KV to clear
             report = await fleet.update_weights(checkpoint_tensors(model).items())
             history.models[report.version] = model
             assert report.failures == {}

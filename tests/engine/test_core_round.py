@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import aiohttp
 import pytest
 import torch
 
-from penstock.engine.vllm_plugin import clearing, core_round, pausing
+from penstock.engine.vllm_plugin import clearing, core_round, pausing, short_steps
 from penstock.engine.vllm_plugin.core_server import CoreServer
 from penstock.engine.vllm_plugin.spec import WeightSpec
 from penstock.errors import EngineError, StateError, TransferError, WeightsError
@@ -215,7 +216,7 @@ def test_a_core_says_how_long_it_was_held_whatever_held_it(monkeypatch: pytest.M
         return holds.held_s
 
     assert at(1) == 0
-    assert at(2, lambda: holds.pause("keep", clear_cache=False)) == 0
+    assert at(2, lambda: holds.pause("keep", clear_cache=False), lambda: holds.stood_still(5)) == 0, "not twice"
     assert at(3, holds.begin_update, holds.weights_are_out) == 1
     assert at(4, holds.weights_are_in) == 2, "it is paused yet"
     assert at(6, holds.resume, holds.resume) == 4
@@ -313,6 +314,25 @@ def test_a_version_is_checked_beside_the_core_and_prepared_between_two_of_its_st
     assert done.result(0) == {"ok": True}
     assert core.done == ["penstock_prepare"], "nothing was paused"
     assert core.given == body["manifest"]
+
+
+def test_the_step_after_prepare_waits_for_apply_and_the_wait_is_part_of_the_bubble(monkeypatch, store):
+    monkeypatch.setattr(short_steps, "HOLD_S", 20.0)
+    core, answers = Core(step_under_way=False), queue.Queue[Future[Any]]()
+    core_round._expect(core, SPEC.to_json())
+    routes = core_round._routes(core)
+    ready = routes["/penstock/weights/prepare"](offer(store, torch.ones(2, 3)))
+    core.step()
+    assert ready.result(0) == {"ok": True}
+    body = {"version": 4, "clear_cache": False}
+    threading.Timer(0.05, lambda: answers.put(routes["/penstock/weights/apply"](body))).start()
+    began = time.perf_counter()
+    assert core.step_fn() == (None, False)
+    assert time.perf_counter() - began < 10, "it knows that apply is here"
+    applied = answers.get(timeout=20)
+    core.step()
+    assert applied.result(0)["seconds"]["bubble"] >= 0.04
+    assert core_round.holds_of(core).held_s >= 0.04
 
 
 @pytest.mark.parametrize(

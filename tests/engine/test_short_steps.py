@@ -153,6 +153,18 @@ def test_it_does_not_wait_for_an_apply_that_takes_its_time(monkeypatch: pytest.M
     assert (short.end(), holds_of(loop.core).held_s) == (None, held)
 
 
+def test_a_core_that_had_nothing_to_do_since_it_told_lets_no_request_wait(monkeypatch: pytest.MonkeyPatch):
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(short_steps, "time", clock)
+    loop = Loop()
+    short = ShortSteps(loop.core)
+    short._apply_is_here = waited = MagicMock(is_set=lambda: False)
+    short.begin(lambda: None)
+    clock.now += short_steps.HOLD_S
+    assert loop.steps(1) == ["launch 1", "end 1"]
+    waited.wait.assert_not_called()
+
+
 def test_an_apply_of_the_past_is_no_reason_to_wait():
     loop = Loop()
     short = ShortSteps(loop.core)

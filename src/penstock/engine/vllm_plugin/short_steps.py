@@ -56,8 +56,8 @@ class ShortSteps:
         self._waiting: list[Callable[[], None]] = []
         self._long: Any = None
         """The last step that was launched before they became short."""
-        self._told = False
-        """Somebody has just been told that no other step is under way."""
+        self._told: float | None = None
+        """When (`time.perf_counter()`) somebody was told that no other step is under way, until `apply` was awaited."""
         self._apply_is_here = threading.Event()
         self._still_since: float | None = None
 
@@ -68,7 +68,7 @@ class ShortSteps:
     def begin(self, then: Callable[[], None]) -> None:
         """Make short steps until `end`, or for `UNTIL_S`; call `then` once no other step is under way."""
         self._apply_is_here.clear()
-        self._told = False
+        self._told = None
         if self._usual is None:
             try:
                 self._shorten()
@@ -126,9 +126,9 @@ class ShortSteps:
 
     def _apply_comes(self) -> bool:
         """Whether it is in the core's input by now, for which a core that has just told that it is ready waits."""
-        if self._told:
-            self._told, began = False, time.perf_counter()
-            if self._apply_is_here.wait(HOLD_S):
+        told, self._told, began = self._told, None, time.perf_counter()
+        if told is not None and (left := told + HOLD_S - began) > 0:  # else it had nothing to do since, and now has
+            if self._apply_is_here.wait(left):
                 self._still_since = began
             else:
                 holds_of(self._core).stood_still(time.perf_counter() - began)
@@ -154,7 +154,8 @@ class ShortSteps:
 
     def _tell(self) -> None:
         waiting, self._waiting = self._waiting, []
-        self._told |= bool(waiting)
+        if waiting:
+            self._told = time.perf_counter()
         for then in waiting:
             then()
 
