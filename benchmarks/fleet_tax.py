@@ -45,7 +45,7 @@ class Load:
     def __init__(self, clients: int, tokens: int, spread: float) -> None:
         argv = [sys.executable, str(Path(__file__).parent / "_sample_load.py")]
         self._clients = [LineProcess(argv) for _ in range(clients)]
-        self._tokens = round(tokens * (1 - spread)), round(tokens * (1 + spread))
+        self._tokens = max(1, round(tokens * (1 - spread))), round(tokens * (1 + spread))
         self._least = 4 * MANY // tokens
         self._threads = ThreadPoolExecutor(clients)
         self.rounds: dict[str, list[list[float]]] = {}

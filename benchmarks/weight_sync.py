@@ -6,8 +6,8 @@ python benchmarks/weight_sync.py --model 8b --transport cuda_ipc  both on one GP
 
 The same engines serve both sides, idle and with requests of 1k to 4k tokens in flight, each a stream of single tokens.
 A round is timed where it is asked for, on both sides: from the first call to the answer of the last, and of ours from
-the router's gate closing to its opening. What an engine says of ours is of the slowest. vLLM's own side is of vLLM 0.26
-(0.32 has another interface for trainers).
+the router's gate closing to its opening. What an engine says of ours is of the slowest; its load holds the clearing of
+its KV cache, which vLLM's own has in its pause. VLLM's own side is of 0.26 (0.32 has another interface for trainers).
 """
 # pyright: basic, reportMissingImports=false
 

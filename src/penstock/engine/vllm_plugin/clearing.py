@@ -59,7 +59,7 @@ def caches_cleared(core: Any) -> Iterator[None]:
             yield
         cleared.result()
     if not all(emptied):
-        raise EngineError("vLLM could not empty its KV cache, although no request holds any: restart the engine")
+        raise EngineError("vLLM could not empty its KV cache, or its connector's: the engine must be restarted")
     core.reset_encoder_cache()
 
 

@@ -202,15 +202,14 @@ class _Round:
 
     def begin(self) -> None:
         """Pause. With a step on the device, vLLM answers with a future that ends when it is done."""
-        since = short_steps_of(self._core).end()
-        self._began = since or self._began
+        self._began -= short_steps_of(self._core).end()
         if asleep := holds_of(self._core).check_awake():
             raise StateError(asleep)
         held = self._core.collective_rpc("penstock_prepared")
         if any(version != self._version for version in held):
             raise StateError(f"weight version {self._version} is not prepared here (prepared: {held})")
         # Also where it is paused: a pause that waits lets requests go on, and one that keeps may wait for a step yet.
-        holds_of(self._core).begin_update(since)
+        holds_of(self._core).begin_update()
         paused: Future[Any] | None = self._core.pause_scheduler("keep", False)  # noqa: FBT003 - cleared in `_load`
         if paused is None:
             self._load(None)

@@ -107,16 +107,13 @@ class Holds:
         return None
 
     def stood_still(self, seconds: float) -> None:
-        """The core waited for an update that did not come."""
+        """The core has waited for an update to begin."""
         if self._since is None:
             self._held_s += seconds
 
-    def begin_update(self, since: float | None = None) -> None:
-        """Weights are about to be written: nobody else's resume counts from here on.
-
-        `since` (`time.perf_counter()`) the core has made nothing already, None: it has.
-        """
-        self._hold(since)
+    def begin_update(self) -> None:
+        """Weights are about to be written: nobody else's resume counts from here on."""
+        self._hold()
         self.updating = True
 
     def drop_update(self) -> None:
@@ -140,9 +137,9 @@ class Holds:
             self._core.resume_scheduler()
             self._held_s, self._since = self.held_s, None
 
-    def _hold(self, since: float | None = None) -> None:
+    def _hold(self) -> None:
         if self._since is None:
-            self._since = time.perf_counter() if since is None else since
+            self._since = time.perf_counter()
 
 
 def mode_in_core(mode: str) -> str:

@@ -8,8 +8,8 @@ ended; `prepare` is answered when what was launched before is done, so that time
 the answer to the last `prepare` is followed by `apply`, an engine that has answered waits for it a moment, `HOLD_S` at
 most, before it launches another step: else `apply` always comes when one has just begun.
 
-It costs tokens/s, for the few milliseconds until `apply` comes, or for `UNTIL_S` where none does. The wait is counted
-as part of the pause, or as time in which the engine was held where `apply` came later.
+It costs tokens/s, for the few milliseconds until `apply` comes, or for `UNTIL_S` where none does. The wait is part of
+the update's bubble, also where `apply` came too late for it.
 
 Where tokens are drafted and steps launched ahead, the scheduler has but placeholders for the drafts of the step before.
 For a request with a grammar vLLM looks them up only where that step is still under way; else 0.26 leaves what follows
@@ -59,10 +59,10 @@ class ShortSteps:
         self._told: float | None = None
         """When (`time.perf_counter()`) somebody was told that no other step is under way, until `apply` was awaited."""
         self._apply_is_here = threading.Event()
-        self._still_since: float | None = None
+        self._stood_s = 0.0
 
     def apply_is_here(self) -> None:
-        """What ends this is about to be in the core's input queue; called by any thread."""
+        """What ends this is about to be in the core's input queue; of these methods the one for any thread."""
         self._apply_is_here.set()
 
     def begin(self, then: Callable[[], None]) -> None:
@@ -91,19 +91,19 @@ class ShortSteps:
         self._long = queue[0] if queue else None
         self._usual, core.step_fn = usual, self._step
 
-    def end(self) -> float | None:
+    def end(self) -> float:
         """Make steps as ever; more than once is harmless.
 
         Returns:
-            Since when (`time.perf_counter()`) the core has waited for this and made nothing; None: it has not.
+            Seconds in which the core has waited for this and made nothing, since `begin`.
         """
         if self._usual is not None:
             self._core.step_fn, self._usual = self._usual, None
             self._core.scheduler.max_num_scheduled_tokens = self._tokens
             self._long = None
         self._tell()
-        since, self._still_since = self._still_since, None
-        return since
+        stood, self._stood_s = self._stood_s, 0.0
+        return stood
 
     def _step(self) -> tuple[Mapping[int, Any] | None, bool]:
         """In place of the core's `step_fn`; what it makes goes to the clients at once, and not to the caller."""
@@ -128,10 +128,10 @@ class ShortSteps:
         """Whether it is in the core's input by now, for which a core that has just told that it is ready waits."""
         told, self._told, began = self._told, None, time.perf_counter()
         if told is not None and (left := told + HOLD_S - began) > 0:  # else it had nothing to do since, and now has
-            if self._apply_is_here.wait(left):
-                self._still_since = began
-            else:
-                holds_of(self._core).stood_still(time.perf_counter() - began)
+            self._apply_is_here.wait(left)
+            stood = time.perf_counter() - began
+            self._stood_s += stood
+            holds_of(self._core).stood_still(stood)
         return self._apply_is_here.is_set()
 
     def _long_is_under_way(self) -> bool:
