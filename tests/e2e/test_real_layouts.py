@@ -120,15 +120,23 @@ async def test_every_data_parallel_replica_takes_an_update(nano_path: Path, tmp_
         try:
             assert engine.dp_size == 2
             prompts = [[5, 6, 7 + i] for i in range(8)]
-            running = [asyncio.create_task(engine.sample(prompt, 1, LONG)) for prompt in prompts]
-            await asyncio.sleep(1.0)
+            updated = asyncio.Event()
+
+            async def until_updated(prompt: list[int]) -> list[Sample]:
+                made = await engine.sample(prompt, 1, LONG)
+                while not updated.is_set():  # one may end while the engine prepares
+                    made += await engine.sample(prompt, 1, LONG)
+                return made
+
+            running = [asyncio.create_task(until_updated(prompt)) for prompt in prompts]
             report = await engine.update_weights(model.named_parameters())
+            updated.set()
             history.models[report.version] = model
             first, second = report.engines[0].checksum.split("-")
             assert first == second, "replicas of one engine hold the same weights"
-            crossed = [(await task)[0] for task in running]
-            assert any(len(sample.spans) > 1 for sample in crossed), "the update missed every request"
-            for prompt, sample in zip(prompts, crossed, strict=True):
+            crossed = [(prompt, sample) for prompt, task in zip(prompts, running, strict=True) for sample in await task]
+            assert any(len(sample.spans) > 1 for _, sample in crossed), "the update missed every request"
+            for prompt, sample in crossed:
                 assert history.worst_difference(prompt, sample) < 1e-4
             # More at once than one replica is given: whichever answers, it is the new model.
             later = await asyncio.gather(*(engine.sample(prompt, 1, GREEDY) for prompt in prompts))
