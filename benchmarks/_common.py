@@ -62,13 +62,13 @@ def document(benchmark: str, rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def report(benchmark: str, rows: Sequence[Row]) -> int:
-    """Print the document on stdout.
+def report(benchmark: str, rows: Sequence[Row], **beside: Any) -> int:
+    """Print the document on stdout, with what shall stand in it beside its rows.
 
     Returns:
         The exit status: 0 where every row meets its bar, else 1.
     """
-    print(json.dumps(document(benchmark, rows), indent=2), flush=True)
+    print(json.dumps({**document(benchmark, rows), **beside}, indent=2), flush=True)
     return 0 if all(row.ok for row in rows) else 1
 
 

@@ -162,8 +162,7 @@ async def main() -> int:
                 whole = await _common.until_ended(measure(args, fleet, load, rows))
             finally:
                 load.close(at_once=not whole)
-    print(json.dumps({**_common.document("fleet_tax", rows), "rounds": load.rounds}, indent=2), flush=True)
-    return 0 if whole and all(row.ok for row in rows) else 1
+    return _common.report("fleet_tax", rows, rounds=load.rounds) or int(not whole)
 
 
 if __name__ == "__main__":

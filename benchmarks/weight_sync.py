@@ -304,8 +304,8 @@ async def main() -> int:
             found: Found = {}
             whole = await _common.until_ended(measure(args, fleet, tensors, found))
             table = rows(args, found)  # told before the engines end, which a limit of time may cut
-            print(json.dumps({**_common.document("weight_sync", table), "seconds": found}, indent=2), flush=True)
-    return 0 if whole and all(row.ok for row in table) else 1
+            status = _common.report("weight_sync", table, seconds=found)
+    return status or int(not whole)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The order of things in an update that runs inside the engine core, and the HTTP that brings it there."""
+"""The order of things in an update that runs inside the engine core."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import pytest
 import torch
 
 from penstock.engine.vllm_plugin import clearing, core_round, pausing, short_steps
-from penstock.engine.vllm_plugin.core_server import CoreServer
 from penstock.engine.vllm_plugin.spec import WeightSpec
 from penstock.errors import EngineError, StateError, TransferError, WeightsError
 from penstock.weights.shared_memory import SharedMemoryStore
@@ -396,47 +394,3 @@ def test_a_group_is_joined_between_two_steps():
     done = join({"epoch": "a"})
     core.step()
     assert (done.result(0), core.done, core.given) == ({"ok": True}, ["penstock_join_group"], {"epoch": "a"})
-
-
-@pytest.fixture
-def server():
-    def route(body: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        match body["what"]:
-            case "torn":
-                done.set_exception(TransferError("half of it"))
-            case "refused":
-                done.set_exception(WeightsError("they do not fit"))
-            case "unforeseen":
-                done.set_exception(KeyError("x"))
-            case "slow":
-                threading.Timer(0.1, done.set_result, ({"late": True},)).start()
-            case _:
-                done.set_result({"ok": True})
-        return done
-
-    return f"http://127.0.0.1:{CoreServer({'/do': route}, ['secret']).port}"
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "key", "status", "answer"),
-    [
-        ("/do", {"what": "x"}, "secret", 200, {"ok": True}),
-        ("/do", {"what": "slow"}, "secret", 200, {"late": True}),
-        ("/do", {"what": "torn"}, "secret", 409, {"error": "half of it", "torn": True}),
-        ("/do", {}, "secret", 400, {"error": "malformed body: KeyError('what')"}),
-        ("/do", {"what": "x"}, "wrong", 401, {"error": "Unauthorized"}),
-        ("/no", {}, "secret", 404, {"error": "no such route: POST /no"}),
-        ("/do", {"what": "refused"}, "secret", 400, {"error": "they do not fit"}),
-        ("/do", {"what": "unforeseen"}, "secret", 500, {"error": "KeyError('x')"}),
-        ("/do", {"what": "x" * 10 * 2**20}, "secret", 200, {"ok": True}),
-        ("/do", {"what": "x" * 64 * 2**20}, "secret", 400, {"error": "the body is larger than 67108864 bytes"}),
-        ("/do", {"what": "x" * 2**20}, "wrong", 401, {"error": "Unauthorized"}),
-    ],
-)
-async def test_the_server_in_the_core_answers(server, path, body, key, status, answer):
-    async with (
-        aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as session,
-        session.post(server + path, json=body) as response,
-    ):
-        assert (response.status, await response.json()) == (status, answer)

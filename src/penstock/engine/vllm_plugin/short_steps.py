@@ -95,7 +95,7 @@ class ShortSteps:
         """Make steps as ever; more than once is harmless.
 
         Returns:
-            Seconds in which the core has waited for this and made nothing, since `begin`.
+            Seconds in which the core has waited for this and made nothing, since steps became short.
         """
         if self._usual is not None:
             self._core.step_fn, self._usual = self._usual, None
