@@ -265,7 +265,9 @@ def test_what_a_dead_process_had_in_flight_is_gone_and_its_sessions_stay() -> No
         assert two("counts", "a") == [0, 0]
 
 
-def test_changes_are_seen_over_many_slots() -> None:
+def test_changes_are_seen_over_many_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1.0
+    monkeypatch.setattr("penstock.router.shared_loads.time", SimpleNamespace(monotonic=lambda: now))
     with ExitStack() as stack:
         state = SharedState.create(Layout(1, 256, WAYS))
         stack.callback(state.close)
@@ -281,7 +283,7 @@ def test_changes_are_seen_over_many_slots() -> None:
             assert set(two.changed()) == set()  # so soon it does not look
             two.look()
             assert set(two.changed()) == changed
-            two.look()
+            now += LOOK_S
             assert set(two.changed()) == set()
         for bell in bells:
             os.close(bell)
