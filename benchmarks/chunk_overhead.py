@@ -1,4 +1,4 @@
-"""What it costs that an engine tells every 16, 64 or 256 tokens what a sample has, against one answer at its end.
+"""What it costs that an engine tells every 16, 64 or 256 tokens what a sample has, against vLLM's own answer.
 
     python benchmarks/chunk_overhead.py [--concurrent 64] [--rounds 7]
 
@@ -22,15 +22,18 @@ import _common
 import psutil
 
 from penstock.engine.concurrent import all_or_first_error
+from penstock.engine.continuation import GENERATE
 from penstock.engine.data import DataClient
+from penstock.engine.wire import generate_body, samples_of
 from penstock.fleet.fleet import Fleet
 from penstock.types import SamplingParams
 
 MODEL = Path(__file__).parent.parent / "examples" / "models" / "sorter-0.8m"
 MAX_MODEL_LEN = 640
 TOKENS = 512
-WHOLE = 0
-"""One answer at the end."""
+ANSWER_S = 300.0
+OWN = 0
+"""VLLM's own answer, as any client gets it that asks for nothing else."""
 CHUNKS = (16, 64, 256)
 THROUGHPUT_BARS = {16: 0.85, 64: 0.95, 256: 0.95}
 CLIENT_BARS = {16: 3.0, 64: 1.5, 256: 1.2}
@@ -52,7 +55,12 @@ async def turn(client: DataClient, engine: psutil.Process, concurrent: int, seed
 
     async def ask(i: int) -> int:
         params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, detokenize=False, seed=seed + i)
-        (sample,) = await client.sample([5 + i % 80, 6, 7], 1, params)
+        prompt = [5 + i % 80, 6, 7]
+        if client.stream_chunk_tokens == OWN:
+            answer = await client.http.post(GENERATE, generate_body(prompt, params), timeout_s=ANSWER_S)
+            (sample,) = samples_of(answer, [[[0, 0, TOKENS]]], params)
+        else:
+            (sample,) = await client.sample(prompt, 1, params)
         return len(sample.token_ids)
 
     engine_began, client_began, began = processor_s(engine), time.process_time(), time.perf_counter()
@@ -69,7 +77,7 @@ def processor_s(process: psutil.Process) -> float:
 
 
 def rows(runs: dict[int, list[Run]], concurrent: int) -> list[_common.Row]:
-    """Each size against one answer; medians of the rounds."""
+    """Each size against vLLM's own answer; medians of the rounds."""
     kinds: list[tuple[str, Callable[[Run], float], dict[int, float]]] = [
         ("tokens/s", lambda run: run.tokens_per_second, THROUGHPUT_BARS),
         ("client's processor time, ms for 1000 tokens", lambda run: run.client_ms, CLIENT_BARS),
@@ -77,12 +85,12 @@ def rows(runs: dict[int, list[Run]], concurrent: int) -> list[_common.Row]:
     ]
     made: list[_common.Row] = []
     for what, figure, bars in kinds:
-        whole = statistics.median(map(figure, runs[WHOLE]))
+        own = statistics.median(map(figure, runs[OWN]))
         for chunk in CHUNKS:
-            case = f"{concurrent} requests of {TOKENS} tokens, chunks of {chunk} by one answer: {what}"
+            case = f"{concurrent} requests of {TOKENS} tokens, chunks of {chunk} by vLLM's own answer: {what}"
             mine = statistics.median(map(figure, runs[chunk]))
             want = "at least" if bars is THROUGHPUT_BARS else "at most"
-            made.append(_common.compare(case, mine, whole, bar=bars[chunk], want=want))
+            made.append(_common.compare(case, mine, own, bar=bars[chunk], want=want))
     return made
 
 
@@ -92,7 +100,7 @@ async def main() -> int:
     options.add_argument("--concurrent", type=int, default=64)
     options.add_argument("--rounds", type=int, default=7)
     args = options.parse_args()
-    runs: dict[int, list[Run]] = {chunk: [] for chunk in (WHOLE, *CHUNKS)}
+    runs: dict[int, list[Run]] = {chunk: [] for chunk in (OWN, *CHUNKS)}
     async with Fleet.launch(
         str(MODEL),
         1,
@@ -105,13 +113,14 @@ async def main() -> int:
         (status,) = await fleet.engines()
         (engine,) = [p for p in psutil.Process().children() if status.url.rpartition(":")[2] in p.cmdline()]
         clients = {chunk: DataClient(status.url, stream_chunk_tokens=chunk, routed=False) for chunk in runs}
-        await turn(clients[WHOLE], engine, args.concurrent, 0)  # warms kernels up
+        await turn(clients[OWN], engine, args.concurrent, 0)  # warms kernels up
         for number in range(1 if args.quick else args.rounds):
             for chunk in random.Random(number).sample(list(runs), len(runs)):
                 runs[chunk].append(await turn(clients[chunk], engine, args.concurrent, 1000 * number))
                 last = runs[chunk][-1]
                 spent = f"{last.client_ms:.1f} ms of client and {last.engine_ms:.0f} ms of engine for 1000 tokens"
-                _common.note(f"round {number + 1}, chunks of {chunk}: {last.tokens_per_second:.0f} tokens/s, {spent}")
+                what = f"chunks of {chunk}" if chunk != OWN else "vLLM's own answer"
+                _common.note(f"round {number + 1}, {what}: {last.tokens_per_second:.0f} tokens/s, {spent}")
         for client in clients.values():
             await client.close()
     return _common.report("chunk_overhead", rows(runs, args.concurrent))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from types import SimpleNamespace
 
 import orjson
@@ -75,7 +76,17 @@ class Engine:
         assert state.make_request_output([7] * tokens, None, finish, None) == (tokens, finish), "vLLM's own answer"
 
 
-async def serve(spans, engine, during, *, headers=(), kind=b"application/json", bodies=(b'{"vllm": 1}',), status=200):
+async def serve(
+    spans,
+    engine,
+    during,
+    *,
+    headers=(),
+    kind=b"application/json",
+    bodies=(b'{"vllm": 1}',),
+    status=200,
+    path="/v1/completions",
+):
     """The messages of one request through the plugin."""
     sent = []
 
@@ -91,7 +102,7 @@ async def serve(spans, engine, during, *, headers=(), kind=b"application/json", 
     scope = {
         "type": "http",
         "method": "POST",
-        "path": "/v1/completions",
+        "path": path,
         "headers": headers,
         "app": SimpleNamespace(state=SimpleNamespace(engine_client=engine)),
     }
@@ -264,6 +275,51 @@ async def test_who_asks_is_told_every_so_many_tokens_and_then_the_whole_answer()
     assert [one["versions"] for one in chunks[1]["samples"]] == [[[1, 2], [2, 2]]]
     assert (last["status"], last["answer"]) == (200, {"vllm": 1})
     assert last["versions"] == [[[0, 0, 3], [1, 3, 6], [2, 6, 9], [3, 9, 10]], [[0, 0, 2]]]
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "light"),
+    [
+        ("/inference/v1/generate", asked("0"), True),
+        ("/inference/v1/generate", asked("64"), True),
+        ("/inference/v1/generate", asked("stream"), False),
+        ("/inference/v1/generate", (), False),
+        ("/v1/completions", asked("64"), False),
+        ("/v1/chat/completions", asked("64"), False),
+    ],
+)
+async def test_vllm_is_spared_the_tokens_of_an_answer_whose_reader_was_told_them(path, headers, light, monkeypatch):
+    spans, engine = VersionSpans(), Engine()
+    tokens, logprobs = ([7, 7], [7, 7]), ([1, 1], None)
+    completions = [SimpleNamespace(token_ids=t, logprobs=p) for t, p in zip(tokens, logprobs, strict=True)]
+    outputs = iter([None, SimpleNamespace(outputs=completions)])
+    monkeypatch.setattr(State, "make_request_output", lambda *_: next(outputs))
+
+    async def during():
+        sample = engine.sample("generate-tokens-x")
+        sample.output_token_ids += [7, 7]
+        assert sample.make_request_output([7], None, None, None) is None
+        assert sample.make_request_output([7], None, "stop", None).outputs is completions
+
+    sent = await serve(spans, engine, during, headers=headers, path=path)
+    assert [one.token_ids for one in completions] == ([[], []] if light else [[7, 7], [7, 7]])
+    assert [one.logprobs for one in completions] == ([[], None] if light else [[1, 1], None])
+    if light:
+        (news,) = [one for line in sent[-1]["body"].splitlines() for one in orjson.loads(line)["samples"]]
+        assert (news["ids"], news["finish"]) == ([7, 7], "stop")
+
+
+async def test_a_logprob_that_is_no_number_has_the_value_of_vllms_answers():
+    spans, engine = VersionSpans(), Engine()
+
+    async def during():
+        sample = engine.sample("generate-tokens-x")
+        entries = [SimpleNamespace(logprob=p, rank=1, decoded_token=None) for p in (-0.5, -math.inf, math.nan)]
+        sample.logprobs_processor.logprobs = [{7: entry} for entry in entries]
+        engine.step(sample, 3, "stop")
+
+    (news,) = orjson.loads((await serve(spans, engine, during, headers=asked("0")))[-1]["body"])["samples"]
+    assert [position[0][1] for position in orjson.loads(news["logprobs"])] == [-0.5, -9999.0, -9999.0]
 
 
 async def test_an_error_before_the_first_chunk_is_vllms_own_and_one_after_it_comes_in_the_last_line():

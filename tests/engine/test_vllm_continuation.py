@@ -12,9 +12,12 @@ import json
 import os
 
 import openai
+import orjson
 import pytest
 
 from nano_models import changed, logprobs_of, taught
+from penstock.engine.continuation import GENERATE
+from penstock.engine.wire import PROGRESS_HEADER, generate_body, samples_of
 from penstock.errors import EngineHTTPError
 from penstock.types import PauseMode, Sample, SamplingParams, VersionSpan
 
@@ -143,6 +146,27 @@ async def test_behind_a_pause_an_answer_is_byte_identical(live, kind, mode):
     continued = live.engine.counters.continued
     assert comparable(await disturbed(live, lambda: SEEDED[kind](live), mode)) == undisturbed
     assert live.engine.counters.continued == continued, "nothing is sent again"
+
+
+async def test_what_is_told_of_tokens_is_vllms_own_answer(live):
+    params = SamplingParams(max_tokens=TOKENS, seed=3, ignore_eos=True, n=2, detokenize=False)
+    own = await live.engine.control.http.post(GENERATE, generate_body(PROMPT, params), timeout_s=60)
+    told = await live.engine.sample(PROMPT, 2, params)
+    expected = samples_of(own, [[[live.engine.weight_version, 0, TOKENS]]] * 2, params)
+    assert [(s.token_ids, s.finish_reason, s.spans) for s in told] == [
+        (s.token_ids, s.finish_reason, s.spans) for s in expected
+    ]
+    assert [s.logprobs for s in told] == [pytest.approx(s.logprobs, abs=1e-5) for s in expected]
+
+    async with live.engine.control.http.stream(
+        "POST", GENERATE, orjson.dumps(generate_body(PROMPT, params)), timeout_s=60, headers={PROGRESS_HEADER: "64"}
+    ) as reply:
+        lines = [orjson.loads(line) async for line in reply.lines()]
+    (answer,) = [line["answer"] for line in lines if "answer" in line]
+    assert [(c["index"], c["token_ids"], c["logprobs"]["content"], c["finish_reason"]) for c in answer["choices"]] == [
+        (i, [], [], "length") for i in range(2)
+    ]
+    assert sum(len(one["ids"]) for line in lines for one in line["samples"]) == 2 * TOKENS
 
 
 async def test_n_samples_go_on_behind_a_cut_each_from_its_own_tokens(live):

@@ -64,10 +64,17 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An engine's whole answer, and for each of its choices `[[version, start, end], ...]` where our plugin gave it."""
+    """An engine's whole answer.
+
+    Attributes:
+        body: as its endpoint has it.
+        spans: for each of its choices `[[version, start, end], ...]`, where our plugin gave it.
+        told: of the token endpoint: the tokens are in the request's `partials`, and not in `body`.
+    """
 
     body: Any
     spans: list[Any] | None
+    told: bool = False
 
 
 class Continuation:
@@ -194,7 +201,7 @@ class Continuation:
             if "answer" in event:
                 if event["status"] >= 300:  # noqa: PLR2004 - HTTP's own boundary
                     raise self._http.http_error(event["status"], orjson.dumps(event["answer"]))
-                return Answer(event["answer"], event["versions"])
+                return Answer(event["answer"], event["versions"], told=self._path == GENERATE)
         raise EngineDeadError("its answer broke off", engine=self._http.name)
 
     async def _events(self, reply: Reply) -> AsyncGenerator[dict[str, Any]]:

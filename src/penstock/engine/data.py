@@ -13,9 +13,9 @@ from typing import Any
 from penstock.engine import completion, wire
 from penstock.engine.concurrent import all_or_first_error
 from penstock.engine.continuation import DEAD_STATUS, GENERATE, RETRY_S, Continuation, Counters
-from penstock.engine.joining import HandedOverError, PlainEngines, joined, rest_of, sample_of
+from penstock.engine.joining import HandedOverError, PlainEngines, joined, rest_of
 from penstock.engine.merge import merged
-from penstock.engine.partial import Partial
+from penstock.engine.partial import Partial, sample_of, whole_of
 from penstock.engine.transport import HttpTransport, UnreachableError
 from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, RequestError
 from penstock.router.prefix_hash import BLOCK, prefix_hashes
@@ -206,6 +206,8 @@ class DataClient:
             return await all_or_first_error(
                 self._rest(token_ids, params, place, end, (i, parts.get(i), cut.deaths)) for i in range(params.n)
             )
+        if answer.told:
+            return [(whole_of(part, params), part.stop_reason) for part in map(request.partials.get, range(params.n))]
         samples = wire.samples_of(answer.body, answer.spans, params)
         own = {choice["index"]: choice.get("stop_reason") for choice in answer.body["choices"]}
         return [(sample, request.partials.get(i).stop_reason or own[i]) for i, sample in enumerate(samples)]

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from penstock.engine.capabilities import Capabilities, require
-from penstock.engine.partial import Partial, Partials
+from penstock.engine.partial import Partials
 from penstock.types import Sample, SamplingParams, VersionSpan
 
 Named = tuple[str, Capabilities]
@@ -112,20 +112,6 @@ def take_in(partials: Partials, choices: Sequence[dict[str, Any]], *, asked: boo
         part.asked = asked
         tokens += len(part.ids)
     return tokens
-
-
-def sample_of(part: Partial, params: SamplingParams) -> Sample:
-    """What a sample has so far; `abort` where it is to go on."""
-    logprobs = None
-    if params.logprobs:
-        logprobs = tuple(float(position[0][1]) for chunk in part.logprobs for position in orjson.loads(chunk))
-    spans: list[VersionSpan] = []
-    start = 0
-    for version, tokens in part.versions:
-        spans.append(VersionSpan(version, start, start + tokens))
-        start += tokens
-    finish: Any = part.finish or "abort"
-    return Sample(tuple(part.ids), finish, logprobs, tuple(spans))
 
 
 def rest_of(params: SamplingParams, made: int, index: int) -> SamplingParams:

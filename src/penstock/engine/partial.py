@@ -8,6 +8,10 @@ from typing import Any
 
 import orjson
 
+from penstock.engine.wire import finish_of
+from penstock.errors import EngineError
+from penstock.types import Sample, SamplingParams, VersionSpan
+
 
 @dataclass(slots=True)
 class Partial:
@@ -71,6 +75,35 @@ class Partial:
             "finish": self.finish if self.ended else None,
             "stop_reason": self.stop_reason if self.ended else None,
         }
+
+
+def sample_of(part: Partial, params: SamplingParams) -> Sample:
+    """What a sample has, as an answer has it; `abort` where it is to go on.
+
+    Raises:
+        EngineError: its parts do not fit together (a logprob and a version for each token).
+    """
+    length = len(part.ids)
+    logprobs = None
+    if params.logprobs:
+        logprobs = tuple(float(position[0][1]) for chunk in part.logprobs for position in orjson.loads(chunk))
+        if len(logprobs) != length:
+            raise EngineError(f"the engine has told {length} tokens but {len(logprobs)} logprobs")
+    spans: list[VersionSpan] = []
+    start = 0
+    for version, tokens in part.versions:
+        spans.append(VersionSpan(version, start, start + tokens))
+        start += tokens
+    if start != length:
+        raise EngineError(f"the weight versions {part.versions} do not cover the {length} told tokens exactly")
+    return Sample(tuple(part.ids), finish_of(part.finish or "abort"), logprobs, tuple(spans))
+
+
+def whole_of(part: Partial, params: SamplingParams) -> Sample:
+    """A sample that has ended; raises as `sample_of`, and where nobody has said how it ended."""
+    if part.finish is None:
+        raise EngineError(f"the answer has ended, and the engine has told {len(part.ids)} tokens of it and no end")
+    return sample_of(part, params)
 
 
 class Partials:

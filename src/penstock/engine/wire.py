@@ -171,10 +171,15 @@ def _sample(choice: Mapping[str, Any], besides: Any, params: SamplingParams) -> 
         logprobs = tuple(float(entry["logprob"]) for entry in content)
         if len(logprobs) != len(ids):
             raise EngineError(f"the answer has {len(ids)} tokens but {len(logprobs)} logprobs")
-    reason: FinishReason = choice["finish_reason"]
+    reason = finish_of(choice["finish_reason"])
+    return Sample(token_ids=ids, finish_reason=reason, logprobs=logprobs, spans=_spans(choice, besides, len(ids)))
+
+
+def finish_of(reason: Any) -> FinishReason:
+    """VLLM's finish reason as ours; EngineError where it is none."""
     if reason not in ("stop", "length", "abort"):
         raise EngineError(f"the answer ended with the unknown finish reason {reason!r}")
-    return Sample(token_ids=ids, finish_reason=reason, logprobs=logprobs, spans=_spans(choice, besides, len(ids)))
+    return reason
 
 
 def _spans(choice: Mapping[str, Any], besides: Any, length: int) -> tuple[VersionSpan, ...]:

@@ -109,6 +109,11 @@ class Teller:
         }
 
 
+def in_lines(http: web.Request, engine: SimEngine) -> bool:
+    """Whether the client wants lines that tell of the samples, and gets them."""
+    return not engine.config.plain and http.headers.get(PROGRESS_HEADER, "").isdigit()
+
+
 async def answer(
     http: web.Request,
     engine: SimEngine,
@@ -122,8 +127,7 @@ async def answer(
         EngineDeadError: the engine died before a line was sent.
         CutError: a fault breaks the connection.
     """
-    wanted = "" if engine.config.plain else http.headers.get(PROGRESS_HEADER, "")
-    if not wanted.isdigit():
+    if not in_lines(http, engine):
         async for _ in deltas_of(engine, requests):
             pass
         response = json_answer(whole())
@@ -131,7 +135,7 @@ async def answer(
             response.headers.update(teller.header())
         return response
     response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-    chunk = int(wanted)
+    chunk = int(http.headers[PROGRESS_HEADER])
     status, body = 200, cast("Mapping[str, Any]", {})
     try:
         async for _ in deltas_of(engine, requests):

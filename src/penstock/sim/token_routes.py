@@ -20,7 +20,7 @@ from penstock.sim.answers import (
 from penstock.sim.engine import SimEngine
 from penstock.sim.events import CutError, break_connection, deltas_of, send_events
 from penstock.sim.sequence import SimRequest, SimSequence
-from penstock.sim.telling import PROGRESS_HEADER, Teller, answer, parts_of
+from penstock.sim.telling import PROGRESS_HEADER, Teller, answer, in_lines, parts_of
 from penstock.types import VersionSpan
 
 _UNUSED = (
@@ -57,8 +57,7 @@ async def generate(http: web.Request) -> web.StreamResponse:
             progress = http.headers.get(PROGRESS_HEADER) == "stream"
             told = None if engine.config.plain else teller
             return await send_events(http, _chunks(engine, request, body), told, progress=progress)
-        keeps = engine.config.keeps_versions
-        return await answer(http, engine, [request], teller, lambda: _answer(request, name, body, keeps_versions=keeps))
+        return await answer(http, engine, [request], teller, lambda: _answer(http, request, name, body))
     except CutError:
         break_connection(http)
         return web.Response()
@@ -87,17 +86,18 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
     }
 
 
-def _answer(request: SimRequest, model: str, body: Mapping[str, Any], *, keeps_versions: bool) -> dict[str, Any]:
-    made = sum(len(s.output) for s in request.sequences)
-    choices = [_choice(s, 0, len(s.output)) for s in request.sequences]
-    if keeps_versions:
+def _answer(http: web.Request, request: SimRequest, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    engine = engine_of(http)
+    lengths = [0 if in_lines(http, engine) else len(s.output) for s in request.sequences]  # lines tell every token
+    choices = [_choice(s, 0, length) for s, length in zip(request.sequences, lengths, strict=True)]
+    if engine.config.keeps_versions:
         for choice, sequence in zip(choices, request.sequences, strict=True):
             choice["weight_versions"] = _weight_versions(sequence)
     return {
         "request_id": request.id,
         "model": model,
         "created": int(time.time()),
-        "usage": usage_of(len(request.prompt_ids), made),
+        "usage": usage_of(len(request.prompt_ids), sum(lengths)),
         "prompt_logprobs": None,
         "prompt_token_ids": request.prompt_ids if body.get("return_token_ids") else None,
         **dict.fromkeys(_UNUSED),

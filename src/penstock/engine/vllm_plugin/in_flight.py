@@ -93,11 +93,13 @@ class InFlight:
     Attributes:
         asked: somebody asked for just its abort.
         moved: set when a sample has a chunk to tell; cleared by whoever tells it.
+        told_all: its reader gets every token by `news`, and needs none of them in the answer.
     """
 
-    def __init__(self, chunk_tokens: int = 0) -> None:
+    def __init__(self, chunk_tokens: int = 0, *, told_all: bool = False) -> None:
         self.asked = False
         self.moved = asyncio.Event()
+        self.told_all = told_all
         self.samples: dict[str, Made] = {}
         """By vLLM's internal request id."""
         self.names: set[str] = set()
@@ -130,6 +132,17 @@ class InFlight:
         if self._chunk_tokens and made.untold >= self._chunk_tokens:
             self.moved.set()
 
+    def lighten(self, output: Any) -> Any:
+        """Leave the tokens out of vLLM's RequestOutput where their reader has them.
+
+        VLLM makes several objects of each, and JSON of those, at once: 10 ms of its event loop for 512 tokens.
+        """
+        if self.told_all and output is not None:
+            for completion in output.outputs:
+                completion.token_ids = []
+                completion.logprobs = None if completion.logprobs is None else []
+        return output
+
     def news(self) -> list[dict[str, Any]]:
         """What each sample has that was not told yet."""
         return [made.news(asked=self.asked) for made in self.samples.values() if made.has_news]
@@ -140,16 +153,18 @@ class InFlight:
         return [by_place.get(place, []) for place in range(1 + max(by_place, default=-1))]
 
 
+FLOOR = -9999.0
+"""Of logprobs, as vLLM's own answers have it."""
 CURRENT: ContextVar[InFlight | None] = ContextVar("penstock_in_flight", default=None)
 """The HTTP request that this task serves."""
 
 
 def _entries(logprobs: Any, start: int, end: int) -> str | None:
-    """As JSON, `[[token id, logprob, rank, text], ...]` of each token; vLLM's answers have the same floor of -9999."""
+    """As JSON, `[[token id, logprob, rank, text], ...]` of each token; NaN and what is lower are `FLOOR`."""
     if logprobs is None or start == end:
         return None
     entries = [
-        [[token, max(entry.logprob, -9999.0), entry.rank, entry.decoded_token] for token, entry in position.items()]
+        [[token, max(FLOOR, entry.logprob), entry.rank, entry.decoded_token] for token, entry in position.items()]
         for position in logprobs[start:end]
     ]
     return orjson.dumps(entries).decode()

@@ -3,7 +3,8 @@
 - Without `PROGRESS_HEADER`, in one piece: the header `SPANS_HEADER`. As a stream: a comment before `[DONE]`, and
   before that the ends of choices of which vLLM says nothing.
 - With a number in it, for an answer in one piece: lines of JSON, `{"samples": [...]}` whenever a sample has so many
-  tokens more, and at last `{"status", "samples", "versions", "answer"}`, vLLM's own answer in it as it is.
+  tokens more, and at last `{"status", "samples", "versions", "answer"}`, vLLM's own answer in it, of the token endpoint
+  without the tokens, which the samples of these lines are.
 - With `stream`, for a stream: a comment with `{"samples": [...]}` before every event that has tokens.
 """
 # pyright: basic, reportMissingImports=false

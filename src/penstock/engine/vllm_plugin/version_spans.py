@@ -25,7 +25,8 @@ from penstock.engine.vllm_plugin.pausing import ROUTES, Pausing
 from penstock.engine.vllm_plugin.telling import serve
 from penstock.engine.wire import PROGRESS_HEADER
 
-GENERATION = frozenset({"/inference/v1/generate", "/v1/completions", "/v1/chat/completions"})
+TOKENS = "/inference/v1/generate"
+GENERATION = frozenset({TOKENS, "/v1/completions", "/v1/chat/completions"})
 ABORTS = frozenset({"/abort_requests", "/inference/v1/abort_requests"})
 BEAM = re.compile("-[0-9a-f]{16}-beam-[0-9]+$")
 """What vLLM makes of beam search: a request for every token of every beam. Of answers put together of such, which beam
@@ -70,7 +71,8 @@ class VersionSpans:
             return
         self.install(scope["app"].state.engine_client)
         wanted = dict(scope["headers"]).get(PROGRESS_HEADER.lower().encode())
-        request = InFlight(int(wanted) if wanted is not None and wanted.isdigit() else 0)
+        in_lines = wanted is not None and wanted.isdigit()
+        request = InFlight(int(wanted or 0) if in_lines else 0, told_all=in_lines and posted == TOKENS)
         self._in_flight.add(request)
         token = CURRENT.set(request)
         try:
@@ -143,7 +145,8 @@ class VersionSpans:
         **kwargs: Any,
     ) -> Any:
         in_flight.note(made, self._version, finish_reason, stop_reason)
-        return make_request_output(new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
+        output = make_request_output(new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
+        return in_flight.lighten(output)
 
     async def _add_to_core(self, processor: Any, add_request_async: Any, request: Any) -> None:
         in_flight = CURRENT.get()

@@ -1,0 +1,46 @@
+"""What samples have so far becomes answers only where its parts fit together."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.engine.partial import Partial, sample_of, whole_of
+from penstock.errors import EngineError
+from penstock.types import SamplingParams, VersionSpan
+
+PARAMS = SamplingParams()
+NEWS = {"ids": [7, 8], "logprobs": "[[[7,-0.5,1,null]],[[8,-1.5,2,null],[9,-0.25,1,null]]]", "versions": [[0, 2]]}
+LAST = {"ids": [9], "logprobs": "[[[9,-2,1,null]]]", "versions": [[3, 1]], "finish": "length"}
+
+
+def part_of(*news):
+    part = Partial()
+    for one in news:
+        part.add(one)
+    return part
+
+
+def test_what_was_told_in_pieces_is_one_sample():
+    sample = whole_of(part_of(NEWS, LAST), PARAMS)
+    assert (sample.token_ids, sample.logprobs) == ((7, 8, 9), (-0.5, -1.5, -2.0)), "of the sampled tokens"
+    assert (sample.spans, sample.finish_reason) == ((VersionSpan(0, 0, 2), VersionSpan(3, 2, 3)), "length")
+    assert whole_of(part_of(NEWS, {**LAST, "logprobs": None}), SamplingParams(logprobs=False)).logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        ({**LAST, "logprobs": None}, "3 tokens but 2 logprobs"),
+        ({**LAST, "versions": []}, r"versions \[\[0, 2\]\] do not cover the 3 told tokens"),
+        ({**LAST, "versions": [[3, 2]]}, "do not cover the 3 told tokens"),
+        ({**LAST, "finish": "error"}, "unknown finish reason 'error'"),
+        ({**LAST, "finish": None}, "told 3 tokens of it and no end"),
+    ],
+)
+def test_what_does_not_fit_together_is_no_answer(last, message):
+    with pytest.raises(EngineError, match=message):
+        whole_of(part_of(NEWS, last), PARAMS)
+
+
+def test_what_is_to_go_on_is_a_sample_that_was_aborted():
+    assert sample_of(part_of(NEWS), PARAMS).finish_reason == "abort"
