@@ -1,24 +1,28 @@
 """What it costs that an engine tells every 16, 64 or 256 tokens what a sample has, against vLLM's own answer.
 
     python benchmarks/chunk_overhead.py [--concurrent 64] [--rounds 7]
+    python benchmarks/chunk_overhead.py --profile gpu --model 0.6b    on a GPU, weights made up
 
-A death costs at most the last chunk (`fleet.stream_chunk_tokens`), so smaller is safer. One real CPU engine, the same
+A death costs at most the last chunk (`fleet.stream_chunk_tokens`), so smaller is safer. One real engine, the same
 requests for every size, sizes in an order drawn anew for each round; tokens/s, and processor time of the client and of
-the engine for each 1000 tokens. About five minutes, one with `--quick`.
+the engine for each 1000 tokens. About five minutes on two cores, one with `--quick`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import _common
+import _dummy_models
 import psutil
 
 from penstock.engine.concurrent import all_or_first_error
@@ -94,35 +98,46 @@ def rows(runs: dict[int, list[Run]], concurrent: int) -> list[_common.Row]:
     return made
 
 
+async def measure(fleet: Fleet, concurrent: int, rounds: int) -> dict[int, list[Run]]:
+    """Every size's turn in each round."""
+    runs: dict[int, list[Run]] = {chunk: [] for chunk in (OWN, *CHUNKS)}
+    (status,) = await fleet.engines()
+    (engine,) = [p for p in psutil.Process().children() if status.url.rpartition(":")[2] in p.cmdline()]
+    clients = {chunk: DataClient(status.url, stream_chunk_tokens=chunk, routed=False) for chunk in runs}
+    await turn(clients[OWN], engine, concurrent, 0)  # warms kernels up
+    for number in range(rounds):
+        for chunk in random.Random(number).sample(list(runs), len(runs)):
+            runs[chunk].append(await turn(clients[chunk], engine, concurrent, 1000 * number))
+            last = runs[chunk][-1]
+            spent = f"{last.client_ms:.1f} ms of client and {last.engine_ms:.0f} ms of engine for 1000 tokens"
+            what = f"chunks of {chunk}" if chunk != OWN else "vLLM's own answer"
+            _common.note(f"round {number + 1}, {what}: {last.tokens_per_second:.0f} tokens/s, {spent}")
+    for client in clients.values():
+        await client.close()
+    return runs
+
+
 async def main() -> int:
     """Measure and print."""
     options = _common.parser(__doc__ or "")
     options.add_argument("--concurrent", type=int, default=64)
     options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--profile", default="cpu")
+    options.add_argument("--model", default=str(MODEL))
     args = options.parse_args()
-    runs: dict[int, list[Run]] = {chunk: [] for chunk in (OWN, *CHUNKS)}
-    async with Fleet.launch(
-        str(MODEL),
-        1,
-        profile="cpu",
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=args.concurrent,
-        kv_cache_memory_bytes=256 * 2**20,
-        extra_args={"hf-overrides": f'{{"max_position_embeddings": {MAX_MODEL_LEN}}}'},
-    ) as fleet:
-        (status,) = await fleet.engines()
-        (engine,) = [p for p in psutil.Process().children() if status.url.rpartition(":")[2] in p.cmdline()]
-        clients = {chunk: DataClient(status.url, stream_chunk_tokens=chunk, routed=False) for chunk in runs}
-        await turn(clients[OWN], engine, args.concurrent, 0)  # warms kernels up
-        for number in range(1 if args.quick else args.rounds):
-            for chunk in random.Random(number).sample(list(runs), len(runs)):
-                runs[chunk].append(await turn(clients[chunk], engine, args.concurrent, 1000 * number))
-                last = runs[chunk][-1]
-                spent = f"{last.client_ms:.1f} ms of client and {last.engine_ms:.0f} ms of engine for 1000 tokens"
-                what = f"chunks of {chunk}" if chunk != OWN else "vLLM's own answer"
-                _common.note(f"round {number + 1}, {what}: {last.tokens_per_second:.0f} tokens/s, {spent}")
-        for client in clients.values():
-            await client.close()
+    with tempfile.TemporaryDirectory() as folder:
+        made_up = args.model in _dummy_models.SHAPES
+        async with Fleet.launch(
+            _dummy_models.save(Path(folder), args.model) if made_up else args.model,
+            1,
+            profile=args.profile,
+            load_format="dummy" if made_up else "auto",
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=args.concurrent,
+            kv_cache_memory_bytes=256 * 2**20 if args.profile == "cpu" else None,
+            extra_args={"hf-overrides": json.dumps({"max_position_embeddings": MAX_MODEL_LEN})},
+        ) as fleet:
+            runs = await measure(fleet, args.concurrent, 1 if args.quick else args.rounds)
     return _common.report("chunk_overhead", rows(runs, args.concurrent))
 
 
