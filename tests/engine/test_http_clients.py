@@ -7,13 +7,14 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import orjson
 import pytest
 
 from penstock.engine.control import ControlClient
 from penstock.engine.data import DataClient
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, RequestError
 from penstock.router.admin_client import RouterAdmin
-from penstock.types import GenerateBatch
+from penstock.types import GenerateBatch, SamplingParams
 
 INFO = (
     b'{"engine": "vllm", "vllm": "0.32.0", "weight_version": 3, "paused": false, "tp": 1, "pp": 1, "dp": 1, '
@@ -23,10 +24,11 @@ INFO = (
 
 
 @asynccontextmanager
-async def answering(body: bytes) -> AsyncIterator[str]:
+async def answering(body: bytes, kind: bytes = b"application/json") -> AsyncIterator[str]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n"
+        writer.write(head % (kind, len(body)) + body)
         await writer.drain()
         writer.close()
 
@@ -49,6 +51,35 @@ async def test_an_answer_that_is_not_json_is_the_engines_fault() -> None:
         data = DataClient(url, name="e0")
         with pytest.raises(EngineError, match="engine e0: answered b'<html>', which is not JSON"):
             await data.sample([1], 1)
+        await data.close()
+
+
+def chunk(index: int, *ids: int, finish: str | None = None) -> dict[str, object]:
+    return {"index": index, "ids": ids, "logprobs": None, "versions": [[0, len(ids)]], "finish": finish}
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ([chunk(0, 5, 6), chunk(0, 7, finish="stop"), chunk(1, 8, finish="length")], None),
+        ([chunk(0, 7, finish="stop"), chunk(1, 8, finish="length")], "made 3 tokens of a sample and told 1"),
+        ([chunk(0, 5, 6), chunk(0, 5, 6, 7, finish="stop"), chunk(1, 8, finish="length")], "made 3 tokens .* told 5"),
+        ([chunk(1, 5, 6), chunk(0, 7, finish="stop"), chunk(1, 8, finish="length")], "made 3 tokens .* told 1"),
+        ([chunk(0, 5, 6), chunk(0, 7, finish="stop")], "told 0 tokens of it and no end"),
+    ],
+    ids=["whole", "lost", "twice", "another's", "missing"],
+)
+async def test_told_samples_are_those_that_the_engine_has_made(told: list[object], message: str | None) -> None:
+    last = {"status": 200, "samples": told[1:], "versions": [[[0, 0, 3]], [[0, 0, 1]]], "answer": {"choices": []}}
+    lines = b"".join(orjson.dumps(line) + b"\n" for line in ({"samples": told[:1]}, last))
+    async with answering(lines, b"application/x-ndjson") as url:
+        data = DataClient(url)
+        asked = data.sample([1], 2, SamplingParams(logprobs=False, detokenize=False))
+        if message is None:
+            assert [sample.token_ids for sample in await asked] == [(5, 6, 7), (8,)]
+        else:
+            with pytest.raises(EngineError, match=message):
+                await asked
         await data.close()
 
 
