@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import orjson
 import pytest
 
+from penstock.engine.capabilities import Capabilities
 from penstock.engine.control import ControlClient
 from penstock.engine.data import DataClient
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, RequestError
@@ -98,6 +99,31 @@ async def test_text_is_asked_for_again_where_its_server_dies(call: str, first: b
     async with server:
         data = DataClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         assert await (data.tokenize("a") if call == "tokenize" else data.detokenize([1])) in ([1], "a")
+        await data.close()
+
+
+async def test_what_is_made_again_has_its_own_stop_string() -> None:
+    """Its engine has told how it ended, and died; the next one has not our plugin, and makes another."""
+    told = {"samples": [{**chunk(0, 5, 6, finish="stop"), "stop_reason": "b"}]}
+    versions = [{"version": "default", "start": 0, "end": 3}]
+    choice = {"index": 0, "token_ids": [7, 8, 9], "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    made = {"choices": [{**choice, "weight_versions": versions}]}
+    text = {"prompt": "abc"}
+    answers = [(b"application/x-ndjson", told), (b"application/json", made), (b"application/json", text)]
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"}")
+        kind, body = answers.pop(0)
+        head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: %s\r\n\r\n"
+        writer.write(head % kind + orjson.dumps(body) + b"\n")
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        data = DataClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", vocab_size=32)
+        data.plain.here = lambda: [("e1", Capabilities(plugin=False))]
+        (sample,) = await data.sample([1], 1, SamplingParams(logprobs=False, stop=("b",), min_tokens=3))
+        assert (sample.token_ids, sample.text) == ((7, 8, 9), "abc"), "a stop string before `min_tokens` ends nothing"
         await data.close()
 
 

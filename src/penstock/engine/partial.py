@@ -63,7 +63,7 @@ class Partial:
     def forget(self) -> int:
         """Begin anew; returns how many tokens are thrown away."""
         wasted = len(self.ids)
-        self.ids, self.logprobs, self.versions, self.finish = [], [], [], None
+        self.ids, self.logprobs, self.versions, self.finish, self.stop_reason = [], [], [], None, None
         return wasted
 
     def as_json(self) -> dict[str, Any]:
