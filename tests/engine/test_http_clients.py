@@ -127,6 +127,29 @@ async def test_what_is_made_again_has_its_own_stop_string() -> None:
         await data.close()
 
 
+async def test_what_vllm_ends_by_an_error_of_its_own_goes_on_from_what_it_had() -> None:
+    """Its answer is 500, and the sample's end `error`: taken up with that end, it would be 500 everywhere."""
+    first = {"samples": [chunk(0, 5, 6)]}, {
+        "status": 500, "samples": [chunk(0, finish="error")], "versions": [[[0, 0, 2]]], "answer": {"error": {}}
+    }  # fmt: skip
+    last = {"status": 200, "samples": [chunk(0, 7, finish="length")], "versions": [[[0, 0, 3]]], "answer": {}}
+    answers, asked = [first, (last,)], list[bytes]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"}}"))
+        body = b"".join(orjson.dumps(line) + b"\n" for line in answers.pop(0))
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: application/x-ndjson\r\n\r\n" + body)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        data = DataClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        (sample,) = await data.sample([1], 1, SamplingParams(logprobs=False, detokenize=False))
+        assert (sample.token_ids, sample.finish_reason) == ((5, 6, 7), "length")
+        assert b'\\"finish\\":null' in asked[1]
+        await data.close()
+
+
 async def test_text_has_the_deadline_of_its_request() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         data = DataClient(f"http://127.0.0.1:{silent.getsockname()[1]}", request_timeout_s=0.2)

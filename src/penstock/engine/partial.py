@@ -39,8 +39,8 @@ class Partial:
 
     @property
     def cut(self) -> bool:
-        """It ended before its end and is to go on."""
-        return self.finish == "abort" and not self.asked
+        """It ended before its end and is to go on; vLLM's `error`, which comes with a 500, too."""
+        return self.finish == "error" or (self.finish == "abort" and not self.asked)
 
     @property
     def ended(self) -> bool:
