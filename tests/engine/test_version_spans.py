@@ -436,6 +436,13 @@ def test_missing_samples_are_refused():
         samples_of(answer([1], [2]), None, SamplingParams(n=3))
 
 
+def test_an_end_that_nobody_knows_is_refused():
+    given = answer([])
+    given["choices"][0]["finish_reason"] = "repetition"
+    with pytest.raises(EngineError, match="unknown finish reason 'repetition'"):
+        samples_of(given, None, SamplingParams())
+
+
 def test_a_request_asks_for_one_answer_at_the_end():
     """What vLLM 0.26 needs to return every sample of an n-way request."""
     assert generate_body([1, 2], PARAMS)["sampling_params"]["output_kind"] == FINAL_ONLY == 2

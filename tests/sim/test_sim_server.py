@@ -251,6 +251,9 @@ async def test_tokens_that_lines_have_told_are_not_in_their_answer(sim, chunk):
     assert told == [choice["token_ids"] for choice in whole["choices"]]
     light = [{**choice, "token_ids": [], "logprobs": {"content": []}} for choice in whole["choices"]]
     assert lines[-1]["answer"]["choices"] == light
+    for other in ("stream", ""):
+        answer = await sim.post("/inference/v1/generate", generate_body(), headers={"X-Penstock-Progress": other})
+        assert answer["choices"] == whole["choices"], "no lines, so nothing was told"
     usage = lines[-1]["answer"]["usage"]
     assert (usage["completion_tokens"], usage["total_tokens"]) == (0, whole["usage"]["prompt_tokens"])
 
