@@ -292,14 +292,14 @@ async def test_vllm_is_spared_the_tokens_of_an_answer_whose_reader_was_told_them
     spans, engine = VersionSpans(), Engine()
     tokens, logprobs = ([7, 7], [7, 7]), ([1, 1], None)
     completions = [SimpleNamespace(token_ids=t, logprobs=p) for t, p in zip(tokens, logprobs, strict=True)]
-    outputs = iter([None, SimpleNamespace(outputs=completions)])
+    outputs = iter([None, SimpleNamespace(outputs=[*completions, None])])
     monkeypatch.setattr(State, "make_request_output", lambda *_: next(outputs))
 
     async def during():
         sample = engine.sample("generate-tokens-x")
         sample.output_token_ids += [7, 7]
         assert sample.make_request_output([7], None, None, None) is None
-        assert sample.make_request_output([7], None, "stop", None).outputs is completions
+        assert sample.make_request_output([7], None, "stop", None).outputs == [*completions, None]
 
     sent = await serve(spans, engine, during, headers=headers, path=path)
     assert [one.token_ids for one in completions] == ([[], []] if light else [[7, 7], [7, 7]])
