@@ -7,13 +7,15 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import orjson
 import pytest
 
+from penstock.engine.capabilities import Capabilities
 from penstock.engine.control import ControlClient
 from penstock.engine.data import DataClient
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, RequestError
 from penstock.router.admin_client import RouterAdmin
-from penstock.types import GenerateBatch
+from penstock.types import GenerateBatch, SamplingParams
 
 INFO = (
     b'{"engine": "vllm", "vllm": "0.32.0", "weight_version": 3, "paused": false, "tp": 1, "pp": 1, "dp": 1, '
@@ -23,10 +25,11 @@ INFO = (
 
 
 @asynccontextmanager
-async def answering(body: bytes) -> AsyncIterator[str]:
+async def answering(body: bytes, kind: bytes = b"application/json") -> AsyncIterator[str]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n"
+        writer.write(head % (kind, len(body)) + body)
         await writer.drain()
         writer.close()
 
@@ -52,6 +55,35 @@ async def test_an_answer_that_is_not_json_is_the_engines_fault() -> None:
         await data.close()
 
 
+def chunk(index: int, *ids: int, finish: str | None = None) -> dict[str, object]:
+    return {"index": index, "ids": ids, "logprobs": None, "versions": [[0, len(ids)]], "finish": finish}
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ([chunk(0, 5, 6), chunk(0, 7, finish="stop"), chunk(1, 8, finish="length")], None),
+        ([chunk(0, 7, finish="stop"), chunk(1, 8, finish="length")], "made 3 tokens of a sample and told 1"),
+        ([chunk(0, 5, 6), chunk(0, 5, 6, 7, finish="stop"), chunk(1, 8, finish="length")], "made 3 tokens .* told 5"),
+        ([chunk(1, 5, 6), chunk(0, 7, finish="stop"), chunk(1, 8, finish="length")], "made 3 tokens .* told 1"),
+        ([chunk(0, 5, 6), chunk(0, 7, finish="stop")], "told 0 tokens of it and no end"),
+    ],
+    ids=["whole", "lost", "twice", "another's", "missing"],
+)
+async def test_told_samples_are_those_that_the_engine_has_made(told: list[object], message: str | None) -> None:
+    last = {"status": 200, "samples": told[1:], "versions": [[[0, 0, 3]], [[0, 0, 1]]], "answer": {"choices": []}}
+    lines = b"".join(orjson.dumps(line) + b"\n" for line in ({"samples": told[:1]}, last))
+    async with answering(lines, b"application/x-ndjson") as url:
+        data = DataClient(url)
+        asked = data.sample([1], 2, SamplingParams(logprobs=False, detokenize=False))
+        if message is None:
+            assert [sample.token_ids for sample in await asked] == [(5, 6, 7), (8,)]
+        else:
+            with pytest.raises(EngineError, match=message):
+                await asked
+        await data.close()
+
+
 @pytest.mark.parametrize("first", [b"", b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n"])
 @pytest.mark.parametrize("call", ["tokenize", "detokenize"])
 async def test_text_is_asked_for_again_where_its_server_dies(call: str, first: bytes) -> None:
@@ -67,6 +99,54 @@ async def test_text_is_asked_for_again_where_its_server_dies(call: str, first: b
     async with server:
         data = DataClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         assert await (data.tokenize("a") if call == "tokenize" else data.detokenize([1])) in ([1], "a")
+        await data.close()
+
+
+async def test_what_is_made_again_has_its_own_stop_string() -> None:
+    """Its engine has told how it ended, and died; the next one has not our plugin, and makes another."""
+    told = {"samples": [{**chunk(0, 5, 6, finish="stop"), "stop_reason": "b"}]}
+    versions = [{"version": "default", "start": 0, "end": 3}]
+    choice = {"index": 0, "token_ids": [7, 8, 9], "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    made = {"choices": [{**choice, "weight_versions": versions}]}
+    text = {"prompt": "abc"}
+    answers = [(b"application/x-ndjson", told), (b"application/json", made), (b"application/json", text)]
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"}")
+        kind, body = answers.pop(0)
+        head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: %s\r\n\r\n"
+        writer.write(head % kind + orjson.dumps(body) + b"\n")
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        data = DataClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", vocab_size=32)
+        data.plain.here = lambda: [("e1", Capabilities(plugin=False))]
+        (sample,) = await data.sample([1], 1, SamplingParams(logprobs=False, stop=("b",), min_tokens=3))
+        assert (sample.token_ids, sample.text) == ((7, 8, 9), "abc"), "a stop string before `min_tokens` ends nothing"
+        await data.close()
+
+
+async def test_what_vllm_ends_by_an_error_of_its_own_goes_on_from_what_it_had() -> None:
+    """Its answer is 500, and the sample's end `error`: taken up with that end, it would be 500 everywhere."""
+    first = {"samples": [chunk(0, 5, 6)]}, {
+        "status": 500, "samples": [chunk(0, finish="error")], "versions": [[[0, 0, 2]]], "answer": {"error": {}}
+    }  # fmt: skip
+    last = {"status": 200, "samples": [chunk(0, 7, finish="length")], "versions": [[[0, 0, 3]]], "answer": {}}
+    answers, asked = [first, (last,)], list[bytes]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"}}"))
+        body = b"".join(orjson.dumps(line) + b"\n" for line in answers.pop(0))
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: application/x-ndjson\r\n\r\n" + body)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        data = DataClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        (sample,) = await data.sample([1], 1, SamplingParams(logprobs=False, detokenize=False))
+        assert (sample.token_ids, sample.finish_reason) == ((5, 6, 7), "length")
+        assert b'\\"finish\\":null' in asked[1]
         await data.close()
 
 

@@ -6,10 +6,11 @@ import pytest
 
 from penstock.engine.partial import Partial, sample_of, whole_of
 from penstock.errors import EngineError
-from penstock.types import SamplingParams, VersionSpan
+from penstock.types import Sample, SamplingParams, VersionSpan
 
 PARAMS = SamplingParams()
 NEWS = {"ids": [7, 8], "logprobs": "[[[7,-0.5,1,null]],[[8,-1.5,2,null],[9,-0.25,1,null]]]", "versions": [[0, 2]]}
+SPANS = [[0, 0, 2], [3, 2, 3]]
 LAST = {"ids": [9], "logprobs": "[[[9,-2,1,null]]]", "versions": [[3, 1]], "finish": "length"}
 
 
@@ -21,10 +22,13 @@ def part_of(*news):
 
 
 def test_what_was_told_in_pieces_is_one_sample():
-    sample = whole_of(part_of(NEWS, LAST), PARAMS)
+    sample = whole_of(part_of(NEWS, LAST), PARAMS, SPANS)
     assert (sample.token_ids, sample.logprobs) == ((7, 8, 9), (-0.5, -1.5, -2.0)), "of the sampled tokens"
     assert (sample.spans, sample.finish_reason) == ((VersionSpan(0, 0, 2), VersionSpan(3, 2, 3)), "length")
-    assert whole_of(part_of(NEWS, {**LAST, "logprobs": None}), SamplingParams(logprobs=False)).logprobs is None
+    bare = whole_of(part_of(NEWS, {**LAST, "logprobs": None}), SamplingParams(logprobs=False), SPANS)
+    assert bare.logprobs is None
+    aborted = part_of({"ids": [], "versions": [], "finish": "abort", "asked": True})
+    assert whole_of(aborted, PARAMS, []) == Sample((), "abort", (), ())
 
 
 @pytest.mark.parametrize(
@@ -39,7 +43,14 @@ def test_what_was_told_in_pieces_is_one_sample():
 )
 def test_what_does_not_fit_together_is_no_answer(last, message):
     with pytest.raises(EngineError, match=message):
-        whole_of(part_of(NEWS, last), PARAMS)
+        whole_of(part_of(NEWS, last), PARAMS, SPANS)
+
+
+@pytest.mark.parametrize("news", [[LAST], [NEWS, NEWS, LAST], [{"ids": [], "versions": [], "finish": "stop"}]])
+def test_a_chunk_that_was_lost_or_came_twice_is_no_answer(news):
+    part = part_of(*news)
+    with pytest.raises(EngineError, match=f"made 3 tokens of a sample and told {len(part.ids)}"):
+        whole_of(part, PARAMS, SPANS)
 
 
 def test_what_is_to_go_on_is_a_sample_that_was_aborted():

@@ -38,14 +38,17 @@ def params(*, stream: bool, **given):
     return SamplingParams(**{"max_tokens": 30, "logprobs": 1, "output_kind": kind, "temperature": 1.0, **given})
 
 
-async def run(script, cuts, given, *, stream, labels=True, how="abort"):
+async def run(script, cuts, given, *, stream, labels=True, how="abort", light=False):
     """The request over as many engines as there are cuts, and one: choices, spans, and tokens told by the last."""
     from vllm_frontend import FrontEnd, Reader
+
+    from penstock.engine.vllm_plugin.in_flight import InFlight
 
     partials = Partials()
     version = 0
     for cut in [*cuts, None]:
         front = FrontEnd(tokenizer(), script, PROMPT, labels=labels)
+        front.in_flight = InFlight(told_all=light)
         reader = Reader(given.get("n", 1))
         asked = params(stream=stream, **given)
         if (resume := partials.resume()) is not None:
@@ -112,6 +115,18 @@ async def test_wherever_it_is_cut_the_answer_is_that_of_an_undisturbed_one(case,
             assert again == whole, f"cut after {cuts}"
             assert its_spans == spans, f"cut after {cuts}"
             assert everything(its_told) == everything(told), f"cut after {cuts}"
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("how", ["abort", "death"])
+@pytest.mark.parametrize("kind", [{}, {"logprobs": -1}, {"flat_logprobs": True}], ids=["plain", "all", "flat"])
+async def test_an_answer_without_its_tokens_leaves_what_is_told_as_it_was(case, how, kind):
+    script, given = CASES[case]
+    whole, spans, told = await run(script, [], {**given, **kind}, stream=False)
+    for cuts in ([], [1], [3, 1]):
+        answer, its_spans, its_told = await run(script, cuts, {**given, **kind}, stream=False, how=how, light=True)
+        assert answer == [{**choice, "ids": [], "logprobs": []} for choice in whole]
+        assert (its_spans, everything(its_told)) == (spans, everything(told))
 
 
 async def test_text_is_that_of_all_tokens_together():

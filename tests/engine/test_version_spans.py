@@ -292,14 +292,14 @@ async def test_vllm_is_spared_the_tokens_of_an_answer_whose_reader_was_told_them
     spans, engine = VersionSpans(), Engine()
     tokens, logprobs = ([7, 7], [7, 7]), ([1, 1], None)
     completions = [SimpleNamespace(token_ids=t, logprobs=p) for t, p in zip(tokens, logprobs, strict=True)]
-    outputs = iter([None, SimpleNamespace(outputs=completions)])
+    outputs = iter([None, SimpleNamespace(outputs=[*completions, None])])
     monkeypatch.setattr(State, "make_request_output", lambda *_: next(outputs))
 
     async def during():
         sample = engine.sample("generate-tokens-x")
         sample.output_token_ids += [7, 7]
         assert sample.make_request_output([7], None, None, None) is None
-        assert sample.make_request_output([7], None, "stop", None).outputs is completions
+        assert sample.make_request_output([7], None, "stop", None).outputs == [*completions, None]
 
     sent = await serve(spans, engine, during, headers=headers, path=path)
     assert [one.token_ids for one in completions] == ([[], []] if light else [[7, 7], [7, 7]])
@@ -434,6 +434,13 @@ def test_missing_samples_are_refused():
     """As vLLM 0.26 answered before `output_kind` was sent."""
     with pytest.raises(EngineError, match=r"asked for 3 samples, got those with index \[0, 1\]"):
         samples_of(answer([1], [2]), None, SamplingParams(n=3))
+
+
+def test_an_end_that_nobody_knows_is_refused():
+    given = answer([])
+    given["choices"][0]["finish_reason"] = "repetition"
+    with pytest.raises(EngineError, match="unknown finish reason 'repetition'"):
+        samples_of(given, None, SamplingParams())
 
 
 def test_a_request_asks_for_one_answer_at_the_end():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import aiohttp
+import orjson
 import pytest
 from sim_http import PROMPT, sim_client
 
@@ -236,6 +237,30 @@ async def test_lora_calls(sim):
     await sim.post("/v1/unload_lora_adapter", {"lora_name": "style"})
     assert (await sim.call("POST", "/v1/unload_lora_adapter", {"lora_name": "style"}))[0] == 404
     assert (await sim.call("POST", "/v1/completions", {"model": "style", "prompt": "x"}))[0] == 404
+
+
+@pytest.mark.parametrize("chunk", ["0", "2"])
+async def test_tokens_that_lines_have_told_are_not_in_their_answer(sim, chunk):
+    asked = {"headers": {"X-Penstock-Progress": chunk}}
+    whole = await sim.post("/inference/v1/generate", generate_body())
+    answer = await sim.post("/inference/v1/generate", generate_body(), **asked)
+    lines = [orjson.loads(line) for line in answer.splitlines()]
+    told = [[], []]
+    for one in (one for line in lines for one in line["samples"]):
+        told[one["index"]] += one["ids"]
+    assert told == [choice["token_ids"] for choice in whole["choices"]]
+    light = [{**choice, "token_ids": [], "logprobs": {"content": []}} for choice in whole["choices"]]
+    assert lines[-1]["answer"]["choices"] == light
+    for other in ("stream", ""):
+        answer = await sim.post("/inference/v1/generate", generate_body(), headers={"X-Penstock-Progress": other})
+        assert answer["choices"] == whole["choices"], "no lines, so nothing was told"
+    usage = lines[-1]["answer"]["usage"]
+    assert (usage["completion_tokens"], usage["total_tokens"]) == (0, whole["usage"]["prompt_tokens"])
+
+    body = {"prompt": "x", "max_tokens": 3, "temperature": 0}
+    whole = await sim.post("/v1/completions", body)
+    answer = orjson.loads((await sim.post("/v1/completions", body, **asked)).splitlines()[-1])["answer"]
+    assert (answer["choices"], answer["usage"]) == (whole["choices"], whole["usage"])
 
 
 async def test_a_client_that_hangs_up_aborts_its_request(sim):

@@ -3,8 +3,9 @@
 While it works, the engine tells what each sample has so far: token ids, logprobs, versions (`wire.PROGRESS_HEADER`).
 Where the engine dies, or releases the request, it is sent again with that (`wire.RESUME_ARG`), and the engine that gets
 it goes on where the other stopped, its detokenizer, stop strings, logprobs and usage in the state they would have had,
-had it made those tokens itself (`vllm_plugin/resume.py`). So its answer is the whole answer: nothing is joined here,
-and text, stop strings, `min_tokens`, tool calls and usage are right across the seam. A pause or a sleep makes no seam.
+had it made those tokens itself (`vllm_plugin/resume.py`). So its answer is the whole answer, and text, stop
+strings, `min_tokens`, tool calls and usage are right across the seam; of the token endpoint it is what all of them have
+told. A pause or a sleep makes no seam.
 
 What a seam does change:
 

@@ -207,7 +207,9 @@ class DataClient:
                 self._rest(token_ids, params, place, end, (i, parts.get(i), cut.deaths)) for i in range(params.n)
             )
         if answer.told:
-            return [(whole_of(part, params), part.stop_reason) for part in map(request.partials.get, range(params.n))]
+            parts = map(request.partials.get, range(params.n))
+            told = zip(parts, wire.padded(answer.spans or (), params.n), strict=False)
+            return [(whole_of(part, params, spans), part.stop_reason) for part, spans in told]
         samples = wire.samples_of(answer.body, answer.spans, params)
         own = {choice["index"]: choice.get("stop_reason") for choice in answer.body["choices"]}
         return [(sample, request.partials.get(i).stop_reason or own[i]) for i, sample in enumerate(samples)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,8 +39,8 @@ class Partial:
 
     @property
     def cut(self) -> bool:
-        """It ended before its end and is to go on."""
-        return self.finish == "abort" and not self.asked
+        """It ended before its end and is to go on; vLLM's `error`, which comes with a 500, too."""
+        return self.finish == "error" or (self.finish == "abort" and not self.asked)
 
     @property
     def ended(self) -> bool:
@@ -63,7 +63,7 @@ class Partial:
     def forget(self) -> int:
         """Begin anew; returns how many tokens are thrown away."""
         wasted = len(self.ids)
-        self.ids, self.logprobs, self.versions, self.finish = [], [], [], None
+        self.ids, self.logprobs, self.versions, self.finish, self.stop_reason = [], [], [], None, None
         return wasted
 
     def as_json(self) -> dict[str, Any]:
@@ -99,10 +99,22 @@ def sample_of(part: Partial, params: SamplingParams) -> Sample:
     return Sample(tuple(part.ids), finish_of(part.finish or "abort"), logprobs, tuple(spans))
 
 
-def whole_of(part: Partial, params: SamplingParams) -> Sample:
-    """A sample that has ended; raises as `sample_of`, and where nobody has said how it ended."""
+def whole_of(part: Partial, params: SamplingParams, spans: Sequence[Sequence[int]]) -> Sample:
+    """A sample that has ended.
+
+    Args:
+        part: all that was told of it.
+        params: of the request.
+        spans: `[[version, start, end], ...]` of it, as the engine counts them at its end.
+
+    Raises:
+        EngineError: as `sample_of`; nobody has said how it ended; or not each of its tokens was told once.
+    """
     if part.finish is None:
         raise EngineError(f"the answer has ended, and the engine has told {len(part.ids)} tokens of it and no end")
+    made = spans[-1][2] if spans else 0
+    if made != len(part.ids):
+        raise EngineError(f"the engine has made {made} tokens of a sample and told {len(part.ids)}")
     return sample_of(part, params)
 
 

@@ -135,10 +135,11 @@ class InFlight:
     def lighten(self, output: Any) -> Any:
         """Leave the tokens out of vLLM's RequestOutput where their reader has them.
 
-        VLLM makes several objects of each, and JSON of those, at once: 10 ms of its event loop for 512 tokens.
+        VLLM makes several objects of each, and JSON of those, at once: 10 ms of its event loop for 512 tokens. 0.26 has
+        None for samples that it is yet to add; an exception here would end its output handler, and so every request.
         """
         if self.told_all and output is not None:
-            for completion in output.outputs:
+            for completion in filter(None, output.outputs):
                 completion.token_ids = []
                 completion.logprobs = None if completion.logprobs is None else []
         return output
