@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from penstock import Fleet
 from penstock.config import EngineConfig
+from penstock.engine import layouts
 from penstock.engine.command import server_command
 from penstock.engine.layouts import ModelShape, check_layout, read_shape
 from penstock.errors import ConfigError
@@ -97,6 +99,29 @@ def test_what_only_gpus_run_is_refused_on_the_cpu(given: EngineConfig, model: di
 )
 def test_what_the_cpu_runs(given: EngineConfig, model: dict[str, Any]) -> None:
     check_layout(given, "cpu", ModelShape.of(model))
+
+
+def test_more_ranks_than_the_machine_has_memory_for_are_refused_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    monkeypatch.setattr(layouts, "machine_bytes", lambda: 24 * 2**30)
+    with pytest.raises(
+        ConfigError, match=r"DP 1000: its 1000 ranks .* need 250\.0 GiB .* has 24\.0 GiB .* ask for fewer"
+    ):
+        Fleet.launch(str(tmp_path), profile="cpu", data_parallel_size=1000)
+    shape = ModelShape.of(DENSE)
+    check_layout(config(dp=96), "cpu", shape)
+    check_layout(config(dp=1000), "gpu", shape)  # GPUs are counted where they are given out
+    with pytest.raises(ConfigError, match="its 100 ranks"):
+        check_layout(config(tp=4, dp=25), "cpu", shape)
+    monkeypatch.setattr(layouts, "machine_bytes", lambda: None)
+    check_layout(config(dp=1000), "cpu", shape)
+
+
+def test_a_machine_says_how_much_memory_it_has() -> None:
+    there = layouts.machine_bytes()
+    assert there is None or there > 2**28, "else these tests would not run"
 
 
 def test_every_reason_is_given_at_once() -> None:

@@ -19,6 +19,7 @@ from vllm import RequestOutput, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from penstock import AsyncVLLM
+from penstock.engine.transport import HttpTransport
 from penstock.errors import ConfigError, EngineError, EngineHTTPError, RequestError, StateError, UserError
 from penstock.facade import vllm_like
 
@@ -168,11 +169,27 @@ def test_an_adapter_is_loaded_once_and_asked_for_by_name(service):
         service.generate("a", params, lora_request="style")
 
 
+def test_who_the_engines_are_is_known_without_asking_them(service, monkeypatch):
+    asked, call = [], HttpTransport.call
+
+    async def noted(http, method, path, *args, **kwargs):
+        asked.append(path)
+        return await call(http, method, path, *args, **kwargs)
+
+    monkeypatch.setattr(HttpTransport, "call", noted)
+    service.generate("a", SHORT, actor_index=1)
+    service.generate("a", SHORT, lora_request=LoRARequest("plain", 3, "/adapters/plain"))
+    service.create_load_balancer().select_actor("a")
+    assert "/v1/load_lora_adapter" in asked
+    assert "/metrics" not in asked
+    service.figures()
+    assert asked.count("/metrics") == 2
+
+
 def test_an_adapter_survives_the_engine_that_had_it(service):
     params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
     lora = LoRARequest("tone", 2, "/adapters/tone")
     before = service.generate("a", params, lora_request=lora).outputs[0].token_ids
-    from penstock.engine.transport import HttpTransport
 
     async def unload():
         for engine in await service.fleet.engines():

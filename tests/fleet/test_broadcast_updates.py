@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,10 @@ import torch
 from sim_fleets import SIM, check, check_serves, in_flight
 
 from penstock import Fleet, SamplingParams
+from penstock.engine.control import ControlClient
 from penstock.engine.process import EngineProcess
 from penstock.engine.transport import HttpTransport
-from penstock.errors import ConfigError, UpdateError, WeightsError
+from penstock.errors import ConfigError, TransferError, UpdateError, WeightsError
 from penstock.fleet import delivery
 from penstock.fleet.lifecycle import State
 from penstock.fleet.stores import Stores
@@ -133,6 +135,51 @@ async def test_killed_in_the_middle_of_the_bytes(fleet: Fleet) -> None:
     await whole_again(fleet)
 
 
+async def test_who_cut_it_and_who_was_cut_are_named_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, cut = broadcast(fleet), threading.Event()
+    interrupt, send = store.interrupt, delivery.Delivery.send
+    said: list[dict[str, str]] = []
+
+    class Waiting:
+        """Gathered in two passes; in the second one nothing more comes before the transfer was cut."""
+
+        passes = 0
+
+        def __iter__(self) -> Any:
+            self.passes += 1
+            for index, pair in enumerate(weights(7.0)):
+                if self.passes == 2 and index == 1:
+                    cut.wait(60.0)
+                yield pair
+
+    async def torn(*_: Any, **__: Any) -> Any:
+        monkeypatch.setattr(ControlClient, "apply_weights", apply)
+        raise TransferError("engine e1: the broadcast broke")
+
+    async def first(control: ControlClient, *args: Any, **more: Any) -> Any:
+        return await (torn() if control.name == "e1" else apply(control, *args, **more))
+
+    def interrupted(why: str) -> None:
+        interrupt(why)
+        cut.set()
+
+    async def noted(self: delivery.Delivery, *args: Any) -> Any:
+        outcome = await send(self, *args)
+        said.append({name: str(error) for name, error in outcome.failures.items()})
+        return outcome
+
+    apply = ControlClient.apply_weights
+    monkeypatch.setattr(ControlClient, "apply_weights", first)
+    monkeypatch.setattr(store, "interrupt", interrupted)
+    monkeypatch.setattr(delivery.Delivery, "send", noted)
+    store._bucket_bytes = 2**20
+    assert (await asyncio.wait_for(fleet.update_weights(Waiting()), 60.0)).failures == {}
+    others = "the trainer cut the group: engine e1: the broadcast broke"
+    told = {"e0": f"engine e0: {others}", "e1": "engine e1: the broadcast broke", "e2": f"engine e2: {others}"}
+    assert said == [told, {}]
+    await whole_again(fleet)
+
+
 async def test_a_refused_version_changes_nothing(fleet: Fleet) -> None:
     version = fleet.weight_version
     with pytest.raises(WeightsError, match="holds NaN"):
@@ -166,7 +213,7 @@ async def test_transports_that_cannot_be_are_refused() -> None:
 async def test_an_engine_that_cannot_join_is_named(tmp_path: Path) -> None:
     options = {**OPTIONS, "extra_args": {"data-parallel-size": 2}, "log_dir": tmp_path}
     async with Fleet.launch("sim-model", engines=1, **options) as fleet:
-        with pytest.raises(WeightsError, match="engine e0 cannot take weights by broadcast"):
+        with pytest.raises(WeightsError, match=r"^weights cannot go by broadcast: engine e0: a simulated"):
             await fleet.update_weights([("w", torch.ones(3))])
         assert fleet.weight_version == 0
         await check_serves(fleet, engines=1)

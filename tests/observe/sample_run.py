@@ -16,8 +16,9 @@ def sample_rows(steps: int = 80, seed: int = 0) -> list[dict[str, float]]:
     rows: list[dict[str, float]] = []
     for step in range(1, steps + 1):
         training, waiting, update = rng.gauss(1.05, 0.05), abs(rng.gauss(0.18, 0.06)), rng.gauss(0.06, 0.006)
-        checkpoint = 0.3 if step % 20 == 0 else 0.01
-        seconds = training + waiting + update + checkpoint
+        # Told of in the row after, as is all that is done when a step has been recorded.
+        later = {"seconds/evaluation": 0.8, "seconds/checkpoint": 0.3} if step % 20 == 1 and step > 1 else {}
+        seconds = training + waiting + update + sum(later.values()) + 0.01
         tokens = rng.randint(5600, 6200)
         fresh = int(tokens * rng.uniform(0.15, 0.3))
         rows.append(
@@ -42,6 +43,7 @@ def sample_rows(steps: int = 80, seed: int = 0) -> list[dict[str, float]]:
                 "seconds/training": training,
                 "seconds/waiting": waiting,
                 "seconds/update": update,
+                **later,
                 "seconds/step": seconds,
             }
         )

@@ -60,12 +60,18 @@ def test_learning_shows_accuracy_from_before_the_first_step() -> None:
     assert list(line.get_ydata()) == [0.44, 0.7]
 
 
-def test_seconds_stack_to_the_whole_step() -> None:
-    rows = sample_rows(5)
+def test_seconds_stack_to_the_whole_step_with_what_was_done_after_it() -> None:
+    rows = sample_rows(42)
     figure = Figure()
     draw_seconds(figure, rows)
-    *_, top = figure.axes[0].containers
-    assert [bar.get_y() + bar.get_height() for bar in top] == pytest.approx([row["seconds/step"] for row in rows])
+    *_, evaluation, top = figure.axes[0].containers
+    assert evaluation.get_label() == "evaluation"
+    drawn = {row["step"]: bar.get_height() for row, bar in zip(rows, evaluation, strict=True) if bar.get_height()}
+    assert drawn == pytest.approx({20: 0.8, 40: 0.8}), "on the step after which it was made"
+    extra = {20: 1.1, 21: -1.1, 40: 1.1, 41: -1.1}  # a checkpoint too
+    ends = [bar.get_y() + bar.get_height() for bar in top]
+    assert ends == pytest.approx([row["seconds/step"] + extra.get(int(row["step"]), 0.0) for row in rows])
+    assert sum(ends) == pytest.approx(sum(row["seconds/step"] for row in rows))
 
 
 def test_staleness_shares_add_up_and_no_age_is_left_out() -> None:

@@ -114,6 +114,8 @@ async def test_evaluation_in_the_middle_is_recorded_under_its_step(model: Path, 
     reporter = Recorder()
     await run_on_sim(config, folder, reporter=reporter)
     assert list(folder.evaluations()) == [0, 2, 4, 5]
+    rows = folder.metrics()
+    assert [row["step"] for row in rows if "seconds/evaluation" in row] == [3, 5], "its time is in the row after"
     names = [value[0] for kind, value in reporter.events if kind == "eval"]
     assert names == ["before", "step 2", "step 4", "after"]
 

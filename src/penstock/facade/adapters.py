@@ -38,7 +38,7 @@ class Adapters:
             raise RequestError(f"lora_request must be vLLM's LoRARequest, got {type(lora).__name__}")
         if self._paths.setdefault(name, path) != path:
             raise RequestError(f"adapter {name!r} is {self._paths[name]}; give {path} another name")
-        urls = {engine.url for engine in await self._fleet.engines() if engine.state in _SERVES}
+        urls = {engine.url for engine in await self._fleet.engines(stats=False) if engine.state in _SERVES}
         if not {(name, url) for url in urls} <= self._loaded:
             await self._fleet.load_adapter(name, path, timeout_s=LOAD_S)
             self._loaded |= {(name, url) for url in urls}

@@ -146,7 +146,7 @@ class Requests:
         return Prompt(prompt.text, self._tokenizer.encode(prompt.text) or None)
 
     async def _engine(self, index: int) -> DataClient:
-        engines = await self._fleet.engines()
+        engines = await self._fleet.engines(stats=False)
         if not 0 <= index < len(engines):
             raise UserError(f"there is no engine {index}; the fleet has engines 0 to {len(engines) - 1}")
         url = engines[index].url

@@ -288,7 +288,7 @@ class AsyncVLLM:
 
     def engine_names(self) -> list[str]:
         """In the order of their indices."""
-        return [engine.name for engine in self.call(self.fleet.engines())]
+        return [engine.name for engine in self.call(self.fleet.engines(stats=False))]
 
     def token_ids(self, prompt: str | Sequence[int]) -> Sequence[int] | None:
         """Of a prompt; None for text where no tokenizer is here (simulated engines)."""

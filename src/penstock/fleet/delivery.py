@@ -88,7 +88,7 @@ class Delivery:
 
         async def failed(member: Member, error: PenstockError) -> None:
             if isinstance(error, TransferError):
-                sender.interrupt(f"engine {member.name}: {error}")  # the others would wait for it
+                sender.interrupt(str(error))  # which names it; the others would wait for it
             else:
                 await self._roster.bury(member, f"apply of new weights failed: {error}", torn=True)
 
@@ -123,7 +123,7 @@ class Delivery:
 
         async def failed(member: Member, error: PenstockError) -> None:
             if isinstance(error, (WeightsError, EngineHTTPError)):
-                sender.interrupt(f"engine {member.name} does not join: {error}")
+                sender.interrupt(f"somebody does not join: {error}")
             else:
                 await self._roster.bury(member, f"did not join the group for new weights: {error}", torn=torn)
 
@@ -137,9 +137,9 @@ class Delivery:
                 await asyncio.wait((forming,))
                 raise
         problem = forming.exception()
-        for name, error in outcome.failures.items():
+        for error in outcome.failures.values():
             if isinstance(error, (WeightsError, EngineHTTPError)):
-                raise WeightsError(f"engine {name} cannot take weights by broadcast: {error}") from error
+                raise WeightsError(f"weights cannot go by broadcast: {error}") from error
         if problem is None:
             return True
         if not isinstance(problem, TransferError):

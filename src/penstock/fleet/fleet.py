@@ -374,10 +374,10 @@ class Fleet(Engine):
         """Have a LoRA adapter on every engine that serves. Raises what the first engine that failed did."""
         await self._operations.load_adapter(name, path, timeout_s)
 
-    async def engines(self) -> tuple[EngineStatus, ...]:
-        """Every engine that ever joined, the dead too, in order: its state, why, and its load."""
+    async def engines(self, *, stats: bool = True) -> tuple[EngineStatus, ...]:
+        """Every engine that ever joined, the dead too, in order: its state, why, and, asked for `stats`, its load."""
         self._check_open()
-        return await statuses(self._roster)
+        return await statuses(self._roster, stats=stats)
 
     async def teardown(self) -> None:
         """End what this object launched and close its connections; again is harmless. Requests in flight fail."""

@@ -173,4 +173,4 @@ class EngineStatus:
     """Why it is in this state."""
     weight_version: int
     stats: EngineStats | None
-    """None where the engine does not say."""
+    """None where the engine does not say, or was not asked."""

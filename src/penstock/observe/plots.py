@@ -25,6 +25,8 @@ SMOOTHING = 9
 """Steps in the moving mean of noisy curves."""
 LOGPROB_BAR = 1e-4
 """Largest difference of fp32 logprobs at equal weights that we accept (invariant 1)."""
+AFTER_A_STEP = ("seconds/evaluation", "seconds/checkpoint")
+"""Of what was done after a step was recorded; the row of the next one tells of it."""
 
 
 def draw_plots(folder: RunFolder) -> list[Path]:
@@ -73,22 +75,28 @@ def draw_learning(figure: Figure, rows: Sequence[Row], evaluations: Mapping[int,
 
 
 def draw_seconds(figure: Figure, rows: Sequence[Row]) -> None:
-    """Where the trainer's wall time went, each step; the engines generate during all of it but the bubble."""
+    """Where the trainer's wall time went, each step; the engines generate during all of it but the bubble.
+
+    Evaluation and checkpoint stand on the step after which they were made, though it is the next row that has their
+    time; there is none of the last step's.
+    """
     axes = _axes(figure, "Where a step's time goes", "wall time in s")
     steps = _column(rows, "step")
+    evaluation, checkpoint = ([*(row.get(key, 0.0) for row in rows[1:]), 0.0] for key in AFTER_A_STEP)
+    within = ("seconds/training", "seconds/waiting", "seconds/update", *AFTER_A_STEP)
+    rest = [max(row["seconds/step"] - sum(row.get(key, 0.0) for key in within), 0.0) for row in rows]
     parts = {
         "training": (_column(rows, "seconds/training"), BLUE),
         "waiting for rollouts": (_column(rows, "seconds/waiting"), ORANGE),
         "updating weights": (_column(rows, "seconds/update"), GREEN),
+        "evaluation": (evaluation, PURPLE),
+        "checkpoint, rest": ([c + r for c, r in zip(checkpoint, rest, strict=True)], GREY),
     }
-    known = [sum(values) for values in zip(*(part for part, _ in parts.values()), strict=True)]
-    whole = _column(rows, "seconds/step")
-    parts["evaluation, checkpoint, rest"] = ([max(w - k, 0.0) for w, k in zip(whole, known, strict=True)], GREY)
     bottom = [0.0] * len(rows)
     for label, (values, color) in parts.items():
         axes.bar(steps, values, bottom=bottom, width=1.0, color=color, label=label)
         bottom = [b + v for b, v in zip(bottom, values, strict=True)]
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(loc="outside lower center", ncols=5, frameon=False)
 
 
 def draw_bubble(figure: Figure, rows: Sequence[Row]) -> None:

@@ -269,7 +269,7 @@ class Group:
             while not own.check([_ENDED]):
                 with suppress(c10d.DistStoreError):  # the wait was too long; a store that is gone is another error
                     own.wait([_ENDED], _LONG)
-            why = own.get(_ENDED).decode(errors="replace")
+            why = f"the trainer cut the group: {own.get(_ENDED).decode(errors='replace')}"
         self.end(why)
 
 
