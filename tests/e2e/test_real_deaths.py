@@ -87,25 +87,40 @@ async def test_a_death_under_load(fleet, history, death):
     victim, die = DEATHS[death]
     member = fleet._roster.members[victim]
     await update(fleet, history, 1 + len(history.models))
-    before = len(member.lifecycle.history)
-    running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG))
-    await until_made(fleet, 200)
-    if death.startswith("core"):
-        die(member.process.pid)
-    else:
-        apply = member.control.apply_weights
+    for _ in range(5):
+        before = len(member.lifecycle.history)
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG))
+        await until_made(fleet, 200)
+        if death.startswith("core"):
+            die(member.process.pid)
+            in_time = True
+        else:
+            in_time = await dies_in_an_update(fleet, history, member, die)
+        check(history, PROMPTS, await asyncio.wait_for(running, 120.0))
+        await returned(fleet, victim, before)
+        await serves_the_weights_in_force(fleet, history, member)
+        if in_time:
+            return
+    pytest.fail("it always died when its update was through")
 
-        async def dying(version, *, clear_cache=True):
-            threading.Timer(0.005, die, (member.process.pid,)).start()  # whatever this loop has to do meanwhile
-            return await apply(version, clear_cache=clear_cache)
 
-        member.control.apply_weights = dying
+async def dies_in_an_update(fleet, history, member, die):
+    """Whether it did: on a busy machine the timer may come when the engine is through."""
+    apply = member.control.apply_weights
+
+    async def dying(version, *, clear_cache=True):
+        threading.Timer(0.005, die, (member.process.pid,)).start()  # whatever this loop has to do meanwhile
+        return await apply(version, clear_cache=clear_cache)
+
+    member.control.apply_weights = dying
+    try:
         report = await asyncio.wait_for(update(fleet, history, 1 + len(history.models)), 60.0)
-        assert [engine.engine for engine in report.engines] == [f"e{1 - victim}"]
-        assert list(report.failures) == [member.name]
-    check(history, PROMPTS, await asyncio.wait_for(running, 120.0))
-    await returned(fleet, victim, before)
-    await serves_the_weights_in_force(fleet, history, member)
+    finally:
+        member.control.apply_weights = apply
+    others = [other.name for other in fleet._roster.members if other is not member]
+    assert [engine.engine for engine in report.engines if engine.engine != member.name] == others
+    assert list(report.failures) == [member.name] * (len(report.engines) == len(others))
+    return bool(report.failures)
 
 
 async def until_made(fleet, tokens):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,11 +45,6 @@ def plain_vllm(model: Path, log: Path, ranks: int) -> AbstractAsyncContextManage
     return plain_server(options, ["--enable-scale-out", "--enforce-eager", "--no-enable-chunked-prefill"], env, log)
 
 
-def samples(out) -> list[Sample]:
-    parts = zip(out.response_ids, out.stop_reasons, out.response_logprobs, out.response_spans, strict=True)
-    return [Sample(*part) for part in parts]
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_plain_vllm_serves_in_a_fleet_and_takes_weights_in_flight(
     nano_path: Path, tmp_path: Path, ranks: int
@@ -69,8 +63,10 @@ async def _serves_through_updates(url: str, nano_path: Path, ranks: int) -> None
         with pytest.raises(MissingCapabilityError, match="update_weights: engine e0 lacks Penstock's plugin"):
             await fleet.update_weights(history.latest.named_parameters())
         await fleet.init_weight_update_communicator({})
-        batch = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG))
-        group = asyncio.create_task(fleet.sample([40, 41], 3, replace(LONG, seed=5)))
+        told: list[tuple[list[int], Sample]] = []
+        over = asyncio.Event()
+        asked = [(prompt, 1) for prompt in PROMPTS] + [([40, 41], 3)]
+        asking = asyncio.gather(*(ask(fleet, prompt, n, over, told) for prompt, n in asked))
         for version, mode in ((1, PauseMode.ABORT), (2, PauseMode.KEEP)):
             await made(fleet, 600)
             await fleet.pause_generation(mode)
@@ -80,12 +76,13 @@ async def _serves_through_updates(url: str, nano_path: Path, ranks: int) -> None
             store.commit(manifest)
             history.models[version] = model
             await fleet.resume_generation()
-        out = await batch
-        told = [*zip(PROMPTS, samples(out), strict=True), *(([40, 41], sample) for sample in await group)]
-        assert [len(sample.token_ids) for _, sample in told] == [300] * 15
+        over.set()
+        await asking
         for prompt, sample in told:
+            assert len(sample.token_ids) == 300
             assert history.worst_difference(prompt, sample) < 1e-4
         assert {v for _, sample in told for v in sample.versions()} >= {0, 1, 2}
+        assert any(len(sample.spans) > 1 for _, sample in told)
         assert fleet.counters.continued >= 1
         assert fleet.counters.wasted_tokens == 0
         admin = RouterAdmin(fleet.url)
@@ -99,6 +96,16 @@ async def _serves_through_updates(url: str, nano_path: Path, ranks: int) -> None
         chat = await fleet.completion({"prompt": [5, 6], "max_tokens": 4, "ignore_eos": True})
         assert chat["choices"][0]["weight_versions"] == [{"version": "2", "start": 0, "end": 4}]
     store.close()
+
+
+async def ask(
+    fleet: Fleet, prompt: list[int], n: int, over: asyncio.Event, told: list[tuple[list[int], Sample]]
+) -> None:
+    """Until it is over, so that something is in flight at every update; one request at least is answered after it."""
+    last = False
+    while not last:
+        last = over.is_set()
+        told += [(prompt, sample) for sample in await fleet.sample(prompt, n, LONG)]
 
 
 async def made(fleet: Fleet, tokens: int) -> None:
