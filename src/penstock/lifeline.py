@@ -60,7 +60,8 @@ def kill_group(group: int) -> None:
 
     Returns when all have been sent it, not when they are gone: one whose devices have to be closed takes seconds.
     A resource tracker unlinks the named semaphores and shared memory of processes that died without doing so, and ends
-    when the last of them has; killed together with them it would leave those names behind.
+    when the last of them has; killed together with them it would leave those names behind. One that was stopped along
+    with its group goes on, or it would stay for ever.
     """
     _kill_others(group)
     if os.getpgrp() == group:
@@ -74,19 +75,27 @@ def _kill_others(group: int) -> None:
             with suppress(ProcessLookupError):  # ended in between
                 os.kill(pid, signal.SIGKILL)
         sent |= others
+    for pid in (pid for pid, tracker in _of(group).items() if tracker):
+        with suppress(ProcessLookupError):  # it has seen the others end
+            os.kill(pid, signal.SIGCONT)
 
 
 def members(group: int) -> list[int]:
     """Living processes of a group without resource trackers."""
-    found: list[int] = []
+    return [pid for pid, tracker in _of(group).items() if not tracker]
+
+
+def _of(group: int) -> dict[int, bool]:
+    """Living processes of a group, and whether each is a resource tracker."""
+    found: dict[int, bool] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
             # The command name may hold anything, so fields are counted from its closing parenthesis.
             state, _parent, its_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state not in "ZX" and TRACKER not in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
+            if int(its_group) == group and state not in "ZX":
+                found[int(entry.name)] = TRACKER in (entry / "cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError):  # ended in between
             continue
     return found

@@ -41,6 +41,15 @@ print("there", flush=True)
 time.sleep(600)
 """
 
+SEMAPHORE = """
+import multiprocessing, time
+from penstock import lifeline
+lifeline.watch()
+lock = multiprocessing.get_context("spawn").Lock()
+print(f"sem.{lock._semlock.name[1:]} there", flush=True)
+time.sleep(600)
+"""
+
 ENDS_WHEN_ASKED = """
 import os, signal, time
 from penstock import lifeline
@@ -143,6 +152,29 @@ async def test_names_that_a_killed_group_leaves_are_taken_away(killed: str, tmp_
     finally:
         stranger.unlink()
         shared.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("end", ["killed by us", "killed by others", "stopped by others, then killed by us"])
+async def test_a_semaphore_of_pythons_is_taken_away_with_its_tracker(end: str, tmp_path: Path) -> None:
+    """It is mapped under another name than it has, and its tracker was killed or stopped along with its group."""
+    child = await ChildProcess.start([sys.executable, "-c", SEMAPHORE], name="semaphore", log=tmp_path / "log")
+    await written(tmp_path / "log")
+    name = Path("/dev/shm") / child.said().split()[0]  # noqa: S108 - as Python names it
+    group = [p for p in psutil.Process(child.pid).children(recursive=True) if os.getpgid(p.pid) == child.pid]
+    assert name.exists()
+    assert len(group) == 1, "the tracker"
+    if end == "killed by others":
+        child.remember()
+        os.killpg(child.pid, signal.SIGKILL)
+    else:
+        if end != "killed by us":
+            os.killpg(child.pid, signal.SIGSTOP)
+        child.kill()
+    await asyncio.wait_for(child.wait(), 10.0)
+    assert not name.exists()
+    async with asyncio.timeout(10):
+        while alive(group[0].pid):  # noqa: ASYNC110 - not a child of ours
+            await asyncio.sleep(0.01)
 
 
 async def test_what_ends_in_order_takes_its_folder_along(tmp_path: Path) -> None:
