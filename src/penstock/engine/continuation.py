@@ -32,12 +32,12 @@ from penstock.engine.joining import HandedOverError, PlainEngines, take_in
 from penstock.engine.partial import Partials
 from penstock.engine.seam import Seam
 from penstock.engine.transport import HttpTransport, Reply, UnreachableError
+from penstock.engine.wire import GENERATE
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError
 
 DEAD_STATUS = frozenset({500, 502, 504})
 """What vLLM answers when its engine core has died under a request, and proxies when vLLM itself has."""
 DONE = b"data: [DONE]"
-GENERATE = "/inference/v1/generate"
 RETRY_S = (0.0, 0.25, 0.5, 1.0)
 """Seconds before the request is sent again after its first, second, ... death without a new token. A dying vLLM answers
 500 for up to a second, and it takes a fleet as long to notice. After so many and one more the request is given up: what

@@ -12,11 +12,12 @@ from typing import Any
 
 from penstock.engine import completion, wire
 from penstock.engine.concurrent import all_or_first_error
-from penstock.engine.continuation import DEAD_STATUS, GENERATE, RETRY_S, Continuation, Counters
+from penstock.engine.continuation import DEAD_STATUS, RETRY_S, Continuation, Counters
 from penstock.engine.joining import HandedOverError, PlainEngines, joined, rest_of
 from penstock.engine.merge import merged
 from penstock.engine.partial import Partial, sample_of, whole_of
 from penstock.engine.transport import HttpTransport, UnreachableError
+from penstock.engine.wire import GENERATE
 from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, RequestError
 from penstock.router.prefix_hash import BLOCK, prefix_hashes
 from penstock.types import GenerateBatch, GenerateOutput, Message, Sample, SamplingParams, SessionId

@@ -99,7 +99,7 @@ def read_shape(model: str) -> ModelShape | None:
 
 
 def machine_bytes() -> int | None:
-    """Memory of this machine and its swap; None where it does not say so (macOS)."""
+    """Memory of this machine and its swap; None where it does not say so."""
     try:
         told = Path("/proc/meminfo").read_text()
     except OSError:

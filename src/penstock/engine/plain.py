@@ -7,11 +7,10 @@ from typing import Any, cast
 
 from penstock.engine.capabilities import SAMPLED_FROM, Capabilities, EngineInfo
 from penstock.engine.transport import HttpTransport
-from penstock.engine.wire import version_number
+from penstock.engine.wire import GENERATE, version_number
 from penstock.errors import EngineError, EngineHTTPError
 
 NOT_FOUND, NOT_ALLOWED, BAD_REQUEST, VALIDATION, FAILED = 404, 405, 400, 422, 500
-GENERATE = "/inference/v1/generate"
 _CALLS = {
     "pause": "/pause", "abort": "/abort_requests", "caches": "/reset_prefix_cache", "sleep": "/sleep",
     "rpc": "/collective_rpc", "lora": "/v1/load_lora_adapter", "weight_transfer": "/init_weight_transfer_engine",

@@ -10,6 +10,8 @@ import orjson
 from penstock.errors import EngineError
 from penstock.types import FinishReason, Sample, SamplingParams, SessionId, VersionSpan
 
+GENERATE = "/inference/v1/generate"
+"""VLLM's token endpoint."""
 SESSION_HEADER = "X-Session-ID"
 PROMPT_TOKENS_HEADER = "X-Prompt-Tokens"
 EXPECTED_TOKENS_HEADER = "X-Expected-Tokens"

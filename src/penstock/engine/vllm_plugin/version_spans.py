@@ -23,10 +23,9 @@ from penstock.engine.vllm_plugin.core_round import VERSION_MARK
 from penstock.engine.vllm_plugin.in_flight import CURRENT, InFlight, Made
 from penstock.engine.vllm_plugin.pausing import ROUTES, Pausing
 from penstock.engine.vllm_plugin.telling import serve
-from penstock.engine.wire import PROGRESS_HEADER
+from penstock.engine.wire import GENERATE, PROGRESS_HEADER
 
-TOKENS = "/inference/v1/generate"
-GENERATION = frozenset({TOKENS, "/v1/completions", "/v1/chat/completions"})
+GENERATION = frozenset({GENERATE, "/v1/completions", "/v1/chat/completions"})
 ABORTS = frozenset({"/abort_requests", "/inference/v1/abort_requests"})
 BEAM = re.compile("-[0-9a-f]{16}-beam-[0-9]+$")
 """What vLLM makes of beam search: a request for every token of every beam. Of answers put together of such, which beam
@@ -72,7 +71,7 @@ class VersionSpans:
         self.install(scope["app"].state.engine_client)
         wanted = dict(scope["headers"]).get(PROGRESS_HEADER.lower().encode())
         in_lines = wanted is not None and wanted.isdigit()
-        request = InFlight(int(wanted or 0) if in_lines else 0, told_all=in_lines and posted == TOKENS)
+        request = InFlight(int(wanted or 0) if in_lines else 0, told_all=in_lines and posted == GENERATE)
         self._in_flight.add(request)
         token = CURRENT.set(request)
         try:
