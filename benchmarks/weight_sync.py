@@ -32,6 +32,7 @@ import torch
 from _line_process import LineProcess
 
 from penstock.fleet.fleet import Fleet
+from penstock.fleet.gpus import VISIBLE, visible_gpus
 from penstock.types import KV
 
 CLIENTS = 4
@@ -277,6 +278,8 @@ async def main() -> int:
     args.until = time.monotonic() + args.limit
     if args.quick:
         args.rounds = 2
+    if args.transport == "cuda_ipc" and (gpus := visible_gpus()):  # of more, engines get the last, trainers the first
+        os.environ[VISIBLE] = ",".join(gpus[-args.engines * args.tp :])
     if torch.cuda.device_count() < args.engines * args.tp + (args.transport == "broadcast"):
         _common.note(f"{torch.cuda.device_count()} GPUs are too few for this: nothing is measured")
         return _common.report("weight_sync", [])

@@ -60,8 +60,8 @@ class CudaIpcStore:
             named_tensors: `(checkpoint name, tensor)`; contiguous on one of the devices, else they are copied.
 
         Raises:
-            WeightsError: a name twice, no tensor at all, a dtype no engine loads, NaN or infinity, no GPU, or memory
-                that cannot be shared (expandable segments).
+            WeightsError: a name twice, no tensor at all, a dtype no engine loads, NaN or infinity, no GPU, no room on
+                it for copies, or memory that cannot be shared (expandable segments).
             StateError: the store is closed.
         """
         if self._closed:
@@ -122,8 +122,20 @@ class CudaIpcStore:
     def _copied(self, device: torch.device, name: str, source: torch.Tensor) -> torch.Tensor:
         kept = self._copies.get((device, name))
         if kept is None or kept.shape != source.shape or kept.dtype != source.dtype:
-            kept = self._copies[device, name] = torch.empty(source.shape, dtype=source.dtype, device=device)
+            kept = self._copies[device, name] = self._room(device, name, source)
         return kept.copy_(source)
+
+    def _room(self, device: torch.device, name: str, source: torch.Tensor) -> torch.Tensor:
+        try:
+            return torch.empty(source.shape, dtype=source.dtype, device=device)
+        except torch.OutOfMemoryError as error:
+            copied = sum(tensor.nbytes for tensor in self._copies.values())
+            self._copies.clear()  # they would be in the trainer's way
+            raise WeightsError(
+                f"{device} has no room for a copy of the tensor {name!r} ({source.nbytes} bytes, of {source.device}) "
+                f"beside {copied} bytes of others: lower the engines' gpu_memory_utilization, or use the transport "
+                "broadcast. Contiguous tensors on an engine's own GPU need no copy"
+            ) from error
 
 
 def merge(manifests: Sequence[WeightManifest]) -> WeightManifest:
