@@ -12,11 +12,12 @@ import pytest
 from fleet_fakes import FakeProcess, FakeRouter, until
 
 from penstock.config import FleetConfig, RouterConfig
-from penstock.errors import DeadlineError, EngineHTTPError
+from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_guard import RouterGuard
 from penstock.fleet.router_process import RouterProcess
 from penstock.fleet.routers import open_router
+from penstock.router.admin_client import RouterAdmin
 
 HANG = FleetConfig(health_interval_s=0.02, hang_timeout_s=0.6)
 
@@ -130,3 +131,33 @@ async def test_a_router_for_which_the_system_has_no_room_is_started_again(
         made[0].kill()
         await asyncio.wait_for(until(lambda: len(made) == 2), 10.0)
     assert not full
+
+
+async def test_nobody_asks_the_router_over_connections_that_were_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    closed = False
+
+    async def launch(*_: object, **__: object) -> RouterChild:
+        return RouterChild()
+
+    async def engines(_: RouterAdmin) -> Any:
+        asked.append(closed)
+        raise EngineDeadError("no answer")
+
+    async def close(_: RouterAdmin) -> None:
+        nonlocal closed
+        closed = True
+        await asyncio.sleep(0.1)  # connections take their time to close
+
+    monkeypatch.setattr(RouterProcess, "launch", launch)
+    monkeypatch.setattr(RouterAdmin, "engines", engines)
+    monkeypatch.setattr(RouterAdmin, "close", close)
+    async with AsyncExitStack() as owned:
+        router = await open_router(RouterConfig(), log_dir=tmp_path, api_key=None, owned=owned)
+        assert router.guard is not None
+        router.guard.watch(Roster(router.admin), FleetConfig(health_interval_s=0.01, hang_timeout_s=60.0))
+        await until(lambda: len(asked) > 1)
+    assert closed
+    assert not any(asked), "it would open them again, for nobody to close"

@@ -78,10 +78,11 @@ async def open_router(config: RouterConfig, *, log_dir: Path, api_key: str | Non
         url = router.url
         again = config.model_copy(update={"port": urlsplit(url).port})
         guard = RouterGuard(router, lambda policy: _launch(again.model_copy(update=policy), log_dir, api_key))
-        owned.push_async_callback(guard.stop)
     admin = VllmRouterAdmin(url) if config.kind == "vllm-router" else RouterAdmin(url, api_key)
     owned.push_async_callback(admin.close)
-    if config.url is not None:
+    if guard is not None:
+        owned.push_async_callback(guard.stop)  # before: it asks the router until it ends, and would open it again
+    else:
         await admin.engines()
         owned.push_async_callback(_withdraw, admin)
     return OpenRouter(url, admin, guard)
