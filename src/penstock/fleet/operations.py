@@ -386,7 +386,9 @@ async def _resume(engine: EngineControl) -> None:
 
 
 def check_version(version: int, roster: Roster) -> None:
-    """Refuse a number that names other weights already, be it on tokens of an update that did not commit."""
+    """Refuse what is no number, or names other weights already, be it on tokens of an update that did not commit."""
+    if type(version) is not int or version >= 2**63:  # engines would be told, and be dead of it
+        raise UserError(f"a weight version is an int below 2**63, got {version!r}; give int(...) of it")
     if version <= roster.version:
         raise UserError(f"weight version {version} is not greater than {roster.version}, which is in force")
     if version <= roster.used:

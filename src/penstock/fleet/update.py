@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
 from penstock.engine.concurrent import in_thread
-from penstock.errors import PenstockError, TransferError, UpdateError, WeightsError
+from penstock.errors import PenstockError, TransferError, UpdateError, UserError, WeightsError
 from penstock.fleet.control import Call, fan_out
 from penstock.fleet.delivery import Delivery, Sender
 from penstock.fleet.lifecycle import Clock, State
@@ -161,13 +161,13 @@ class Updater:
             return self.clock() - began
 
         async def failed(member: Member, error: PenstockError) -> None:
-            if not isinstance(error, WeightsError):
+            if not isinstance(error, UserError):
                 reason = f"prepare of weight version {manifest.version} failed: {error}"
                 await self.roster.bury(member, reason, torn=torn)
 
         outcome = await fan_out(members, seconds, deadline_s=self.deadline_s, on_failure=failed)
         for error in outcome.failures.values():
-            if isinstance(error, WeightsError):
+            if isinstance(error, UserError):
                 raise error
         return outcome.results
 
