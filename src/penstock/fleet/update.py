@@ -68,12 +68,28 @@ class Updater:
             UpdateError: fewer than `min_engines` made it; those that are left serve the version before it.
         """
         began = self.clock()
-        asked = members = updatable(self.roster.members)
-        self._need(members, version, "before it began")
+        asked = updatable(self.roster.members)
+        self._need(asked, version, "before it began")
         manifest = await in_thread(lambda: publish(version))
-        published = self.clock()
         sender = sender_of(self.store, manifest)
-        members, manifest, prepared = await self._readied(members, manifest, sender)
+        try:
+            return await self._put_in_force(manifest, asked, sender, began, clear_cache=clear_cache)
+        finally:
+            if sender is not None:
+                sender.forget()  # also what was refused, or did not commit
+
+    async def _put_in_force(
+        self,
+        manifest: WeightManifest,
+        asked: Sequence[Member],
+        sender: Sender | None,
+        began: float,
+        *,
+        clear_cache: bool,
+    ) -> UpdateReport:
+        """An update from what was published on; see `run`."""
+        published, version = self.clock(), manifest.version
+        members, manifest, prepared = await self._readied(asked, manifest, sender)
         ready = self.clock()
         self._need(updatable(members), version, "when they had prepared it")
         async with self.gate():
