@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -185,6 +187,21 @@ async def test_a_refused_version_changes_nothing(fleet: Fleet) -> None:
     with pytest.raises(WeightsError, match="holds NaN"):
         await fleet.update_weights([("w", torch.tensor([float("nan")]))])
     assert fleet.weight_version == version
+    await whole_again(fleet)
+
+
+async def test_nothing_is_held_of_a_version_that_engines_refuse(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def unfit(*_: object) -> None:
+        raise WeightsError("does not fit")
+
+    tensors = [torch.ones(5)]
+    ours = weakref.ref(tensors[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(ControlClient, "prepare_weights", unfit)
+        with pytest.raises(WeightsError, match="does not fit"):
+            await fleet.update_weights((name, tensors.pop()) for name in ("w",))
+    gc.collect()
+    assert ours() is None, "a trainer that goes on needs that memory"
     await whole_again(fleet)
 
 

@@ -148,6 +148,12 @@ async def test_weights_that_cannot_be_sent_change_nothing(fleet: Fleet, tensors,
     assert {span.version for spans in out.response_spans for span in spans} == {before}
 
 
+async def test_a_name_that_cannot_be_written_as_json_is_refused_and_none_dies_of_it(fleet: Fleet) -> None:
+    with pytest.raises(UserError, match=r"cannot be written as JSON .*surrogates not allowed"):
+        await fleet.update_weights([("layer.\udc80", torch.ones(2))])
+    await check_serves(fleet, engines=3)
+
+
 async def test_update_during_an_update_and_versions_that_go_back(fleet: Fleet) -> None:
     before = fleet.weight_version
     first = asyncio.create_task(fleet.update_weights(weights()))

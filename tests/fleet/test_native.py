@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from fleet_fakes import Bench
 from sim_fleets import SIM, check_serves
 
 from penstock import Fleet
 from penstock.engine.capabilities import PENSTOCK, Capabilities
-from penstock.errors import EngineHTTPError, MissingCapabilityError
+from penstock.errors import EngineHTTPError, MissingCapabilityError, UserError
 from penstock.fleet.lifecycle import State
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
@@ -79,6 +80,17 @@ async def test_what_launched_engines_cannot_take_is_refused_and_none_dies_of_it(
     assert bench.journal == []
     with pytest.raises(EngineHTTPError, match="no init"):
         await bench.operations.init_weight_transfer({})  # that is not why
+    await bench.operations.native_update(OURS, 1)
+    bench.check_belief()
+
+
+async def test_what_cannot_be_written_as_json_is_refused_and_none_dies_of_it() -> None:
+    bench = await bench_of(a=PENSTOCK, b=PENSTOCK)
+    with pytest.raises(UserError, match=r"^init_info cannot be written as JSON .*torch\.dtype.* Nothing was sent$"):
+        await bench.operations.init_weight_transfer({"dtype": torch.float32})
+    with pytest.raises(UserError, match=r"^update_info cannot be written as JSON .*torch\.dtype"):
+        await bench.operations.native_update({**OURS, "dtype": torch.float32}, 1)
+    assert bench.journal == []
     await bench.operations.native_update(OURS, 1)
     bench.check_belief()
 

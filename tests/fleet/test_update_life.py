@@ -6,8 +6,11 @@ import asyncio
 import itertools
 import threading
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from fleet_fakes import DEADLINE_S, Bench, FakeEngine, until
 
 from penstock.errors import EngineDeadError, EngineError, StateError, UpdateError, UserError, WeightsError
@@ -245,6 +248,18 @@ async def test_a_version_may_jump_but_not_go_back() -> None:
     with pytest.raises(UserError, match="weight version 7 is not greater than 7"):
         await bench.operations.update([], 7)
     assert (await bench.operations.update([], None)).version == 8
+    bench.check_belief()
+
+
+@pytest.mark.parametrize("version", [True, 1.0, 1.5, "1", np.int64(1), torch.tensor(1), 2**63])
+async def test_a_version_that_engines_cannot_be_told_is_refused_and_none_dies_of_it(version: Any) -> None:
+    bench = await Bench("ab").started()
+    await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
+    bench.journal.clear()
+    for update in (bench.operations.update([], version), bench.operations.native_update({}, version)):
+        with pytest.raises(UserError, match=r"a weight version is an int below 2\*\*63, got "):
+            await update
+    assert bench.journal == []
     bench.check_belief()
 
 

@@ -194,6 +194,25 @@ async def test_it_joins_as_the_fleet_is(*, paused: bool) -> None:
     bench.check_belief()
 
 
+async def test_it_misses_no_update_where_one_follows_another_at_once() -> None:
+    bench = await Bench("ab").started()
+    bench.store.commit = lambda _: None  # type: ignore[method-assign] - nothing is kept of any
+    await bench.operations.update([], None)
+    member = bench.roster.members[1]
+    await bench.roster.bury(member, "gone")
+    bench.engine["a"].busy.clear()
+    first = asyncio.create_task(bench.operations.update([], None))
+    await until(lambda: bench.operations.turns.taken)
+    member.lifecycle.to(State.LAUNCHING, "test")
+    member.lifecycle.to(State.SYNCING, "test")
+    member.weight_version = bench.engine["b"].version = 0
+    admitting = asyncio.create_task(bench.operations.admit(member))
+    bench.engine["a"].busy.set()
+    assert [len((await update).engines) for update in (first, bench.operations.update([], None))] == [1, 2]
+    await asyncio.wait_for(admitting, 5.0)
+    bench.check_belief()
+
+
 async def test_it_waits_on_where_the_update_does_not_commit() -> None:
     bench = await Bench("abc", min_engines=3).started()
     await bench.operations.update([], None)

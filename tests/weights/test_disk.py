@@ -167,6 +167,15 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         DiskStore(tmp_path / "file").publish(1, TENSORS.items())
 
 
+def test_a_folder_that_is_gone_is_said_and_one_that_is_back_is_used(store, tmp_path):
+    store.commit(store.publish(1, TENSORS.items()))
+    (tmp_path / "weights").rename(tmp_path / "away")
+    with pytest.raises(WeightsError, match=r"cannot keep weights in .*weights any more: No such file or directory"):
+        store.publish(2, TENSORS.items())
+    (tmp_path / "away").rename(tmp_path / "weights")
+    assert same(loaded(store.publish(2, TENSORS.items())), TENSORS)
+
+
 def test_a_mapping_outlives_the_file(store):
     manifest = store.publish(1, [("w", torch.ones(4))])
     mapping = open_version(manifest)

@@ -10,7 +10,7 @@ from typing import Any, cast
 import aiohttp
 import orjson
 
-from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, StateError
+from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, StateError, UserError
 from penstock.process import raise_file_limit
 
 IDLE_CONNECTION_S = 4.0
@@ -30,6 +30,16 @@ TORN = "torn"
 
 class UnreachableError(EngineDeadError):
     """Nobody listens there: nothing was sent."""
+
+
+def as_json(what: str, body: Mapping[str, Any]) -> bytes:
+    """`body` as it is sent. Raises UserError, which names `what`, where it holds something that JSON has not."""
+    try:
+        return orjson.dumps(body)
+    except TypeError as error:
+        raise UserError(
+            f"{what} cannot be written as JSON ({error}): give Python's own numbers, strings, lists. Nothing was sent"
+        ) from error
 
 
 class Reply:
@@ -95,8 +105,9 @@ class HttpTransport:
             EngineDeadError: the connection was refused or broke.
             EngineHTTPError: an error status, with the server's message, type and status.
             EngineError: the answer is not JSON; most likely another kind of server.
+            UserError: `body` cannot be written as JSON; nothing was sent.
         """
-        data = b"" if body is None else orjson.dumps(body)
+        data = b"" if body is None else as_json(f"POST {path}", body)
         answer, _ = await self.call("POST", path, data, timeout_s=timeout_s, params=params, headers=headers)
         return self.decode(answer)
 

@@ -223,7 +223,7 @@ class RemoteOrders:
 
         The process that holds the fleet keeps the memory, for engines that return after this one has ended.
         """
-        self._check_open()
+        self._check_open()  # a holder that is lost may have stood still, and its engines may read what would be written
         if self._update is not None and not self._update.done():
             raise StateError("a weight update is under way; await it before the next one")
         number = self._roster.used + 1 if version is None else version
@@ -260,8 +260,6 @@ class RemoteOrders:
 
     async def _call(self, name: str, **arguments: Any) -> Any:
         self._check_open()
-        if self._roster.lost is not None:
-            raise EngineDeadError(self._roster.lost)
         result, state = await self._link.call(name, **arguments)
         await self._roster.take(state)
         return result
@@ -269,3 +267,5 @@ class RemoteOrders:
     def _check_open(self) -> None:
         if self._closed:
             raise StateError("this fleet was torn down")
+        if self._roster.lost is not None:
+            raise EngineDeadError(self._roster.lost)

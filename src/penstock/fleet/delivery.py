@@ -34,6 +34,7 @@ class Sender(Protocol):
     def addressed(self, manifest: WeightManifest) -> WeightManifest: ...  # noqa: D102
     def send(self) -> None: ...  # noqa: D102
     def interrupt(self, why: str) -> None: ...  # noqa: D102
+    def forget(self) -> None: ...  # noqa: D102
 
 
 class Delivery:

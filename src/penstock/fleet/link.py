@@ -10,6 +10,7 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
+from penstock.engine.transport import as_json
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, PenstockError, UserError
 from penstock.fleet.control_wire import FleetState, error_of, state_of
 from penstock.fleet.endpoint import SILENCE_S
@@ -97,7 +98,7 @@ class Link:
     async def _request(self, method: str, path: str, body: dict[str, Any] | None, deadline_s: float) -> dict[str, Any]:
         if self._session is None:
             self._session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(self._path), limit=0))
-        data = None if body is None else orjson.dumps(body)
+        data = None if body is None else as_json(path, body)
         timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=ANSWER_S)
         try:
             async with self._session.request(method, "http://fleet" + path, data=data, timeout=timeout) as response:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from penstock.engine.capabilities import PENSTOCK, require
+from penstock.engine.transport import as_json
 from penstock.errors import EngineHTTPError, MissingCapabilityError
 from penstock.fleet.member import EngineControl, Member
 
@@ -43,8 +44,10 @@ class NativeCalls:
         Raises:
             MissingCapabilityError: one has no native transfer, or they have different ones; or, when they were told,
                 all have refused since theirs is ours.
+            UserError: `init_info` cannot be sent.
         """
         _check_backends(members, INIT)
+        as_json("init_info", init_info)
         infos: dict[EngineControl, dict[str, Any]] = {}
         ranks = 0
         for member in members:
@@ -68,8 +71,10 @@ class NativeCalls:
         Raises:
             MissingCapabilityError: one has no native transfer, or they have different ones; or theirs is ours, as far
                 as is known, and `update_info` is for another.
+            UserError: `update_info` cannot be sent.
         """
         _check_backends(members, UPDATE)
+        as_json("update_info", update_info)
         if "manifest" in update_info:
             return
         # Of a server that others started nobody here knows what it has joined.

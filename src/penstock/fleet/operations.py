@@ -225,10 +225,7 @@ class Operations:
         Raises:
             EngineError: it failed; it is not admitted.
         """
-        while True:
-            version = self._roster.version
-            if await self.turns.take(lambda: self._admit(member)):
-                return
+        while (version := await self.turns.take(lambda: self._admit(member))) is not None:
             # Nobody may wait for it: it waits for an update itself, of ours or, without our plugin, of its owner.
             returns, member.returns, member.waits = member.returns, False, True
             member.lifecycle.explain(
@@ -240,7 +237,7 @@ class Operations:
             self._roster.announce()
             again_s = None if member.info.capabilities.plugin else LOOK_AGAIN_S
             try:
-                await self._roster.until(lambda: self._roster.version != version, deadline_s=again_s)  # noqa: B023 - awaited within the turn
+                await self._roster.until(lambda: self._roster.version != version, deadline_s=again_s)
             finally:  # given up where it died: started anew, it does not wait yet
                 member.returns, member.waits = returns, False
 
@@ -318,15 +315,14 @@ class Operations:
         """Let no further operation begin, and cut short the one that runs."""
         await self.turns.close()
 
-    async def _admit(self, member: Member) -> bool:
-        return await bring_in(
-            member,
-            self._roster,
-            self._store.current,
-            paused=self.paused,
-            asleep=self._asleep,
-            deadline_s=self._control_s,
-        )
+    async def _admit(self, member: Member) -> int | None:
+        """None: it serves. Else the version that it has to wait to be over, the fleet's in this turn.
+
+        One read before the turn may be over already, and the next update would begin before the engine waits for it.
+        """
+        roster, current, paused, asleep = self._roster, self._store.current, self.paused, self._asleep
+        serves = await bring_in(member, roster, current, paused=paused, asleep=asleep, deadline_s=self._control_s)
+        return None if serves else roster.version
 
     def _check_weights_awake(self) -> None:
         if "weights" in self._asleep:
@@ -390,7 +386,9 @@ async def _resume(engine: EngineControl) -> None:
 
 
 def check_version(version: int, roster: Roster) -> None:
-    """Refuse a number that names other weights already, be it on tokens of an update that did not commit."""
+    """Refuse what is no number, or names other weights already, be it on tokens of an update that did not commit."""
+    if type(version) is not int or version >= 2**63:  # engines would be told, and be dead of it
+        raise UserError(f"a weight version is an int below 2**63, got {version!r}; give int(...) of it")
     if version <= roster.version:
         raise UserError(f"weight version {version} is not greater than {roster.version}, which is in force")
     if version <= roster.used:

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
 from penstock.engine.concurrent import in_thread
-from penstock.errors import PenstockError, TransferError, UpdateError, WeightsError
+from penstock.errors import PenstockError, TransferError, UpdateError, UserError, WeightsError
 from penstock.fleet.control import Call, fan_out
 from penstock.fleet.delivery import Delivery, Sender
 from penstock.fleet.lifecycle import Clock, State
@@ -68,12 +68,28 @@ class Updater:
             UpdateError: fewer than `min_engines` made it; those that are left serve the version before it.
         """
         began = self.clock()
-        asked = members = updatable(self.roster.members)
-        self._need(members, version, "before it began")
+        asked = updatable(self.roster.members)
+        self._need(asked, version, "before it began")
         manifest = await in_thread(lambda: publish(version))
-        published = self.clock()
         sender = sender_of(self.store, manifest)
-        members, manifest, prepared = await self._readied(members, manifest, sender)
+        try:
+            return await self._put_in_force(manifest, asked, sender, began, clear_cache=clear_cache)
+        finally:
+            if sender is not None:
+                sender.forget()  # also what was refused, or did not commit
+
+    async def _put_in_force(
+        self,
+        manifest: WeightManifest,
+        asked: Sequence[Member],
+        sender: Sender | None,
+        began: float,
+        *,
+        clear_cache: bool,
+    ) -> UpdateReport:
+        """An update from what was published on; see `run`."""
+        published, version = self.clock(), manifest.version
+        members, manifest, prepared = await self._readied(asked, manifest, sender)
         ready = self.clock()
         self._need(updatable(members), version, "when they had prepared it")
         async with self.gate():
@@ -161,13 +177,13 @@ class Updater:
             return self.clock() - began
 
         async def failed(member: Member, error: PenstockError) -> None:
-            if not isinstance(error, WeightsError):
+            if not isinstance(error, UserError):
                 reason = f"prepare of weight version {manifest.version} failed: {error}"
                 await self.roster.bury(member, reason, torn=torn)
 
         outcome = await fan_out(members, seconds, deadline_s=self.deadline_s, on_failure=failed)
         for error in outcome.failures.values():
-            if isinstance(error, WeightsError):
+            if isinstance(error, UserError):
                 raise error
         return outcome.results
 

@@ -196,6 +196,10 @@ class BroadcastStore:
             group.end(f"the trainer could not send: {error}")
             raise
 
+    def forget(self) -> None:
+        """Let go of what was published, if it was not committed: nobody will send it."""
+        self._offer = None
+
     def interrupt(self, why: str) -> None:
         """Cut the group: `form` and `send` return, and every engine that still waits for bytes learns why not."""
         if self._group is not None:

@@ -96,10 +96,19 @@ class VersionFolder:
             raise WeightsError(f"cannot write weight version {version} to {self.path}: {error.strerror}") from error
 
     def keep(self, names: Collection[str]) -> None:
-        """Remove every version's file but these, and what a process left that died while it wrote."""
-        for file in self.path.iterdir():
-            if _FILE.fullmatch(file.name) and file.name not in names:
-                file.unlink(missing_ok=True)
+        """Remove every version's file but these, and what a process left that died while it wrote.
+
+        Raises:
+            WeightsError: the folder is gone, or nothing can be removed from it.
+        """
+        try:
+            for file in self.path.iterdir():
+                if _FILE.fullmatch(file.name) and file.name not in names:
+                    file.unlink(missing_ok=True)
+        except OSError as error:
+            raise WeightsError(
+                f"cannot keep weights in {self.path} any more: {error.strerror}; bring the folder back, or give another"
+            ) from error
 
     def remember(self, manifest: WeightManifest) -> None:
         """Note which version is the current one."""
