@@ -75,3 +75,21 @@ def test_a_shard_is_no_whole_tensor(store: Store) -> None:
 def test_parameters_and_lists_are_pairs_too() -> None:
     assert [name for name, _ in checked(torch.nn.Linear(2, 2).named_parameters())] == ["weight", "bias"]
     assert [name for name, _ in checked([["w", torch.ones(1)]])] == ["w"]  # type: ignore[list-item]
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on the GPU of its first element's number."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", int(self.as_subclass(torch.Tensor)[0]))
+
+
+def test_each_gpu_has_computed_them_before_the_first_of_its_tensors_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", done.append)
+    given = [(name, torch.tensor([float(gpu)]).as_subclass(OnGpu)) for name, gpu in (("a", 0), ("b", 1), ("c", 0))]
+    had = [(name, [str(device) for device in done]) for name, _ in checked(given)]
+    assert had == [("a", ["cuda:0"]), ("b", ["cuda:0", "cuda:1"]), ("c", ["cuda:0", "cuda:1"])]

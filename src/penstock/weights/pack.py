@@ -21,12 +21,13 @@ NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 
 def checked(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What was given, pair by pair.
+    """What was given, pair by pair, computed: what a device does when its first tensor comes, it has done.
 
     Raises:
         WeightsError: something that is no pair of a name and a tensor, or a tensor whose values are not all here.
     """
     given: Iterable[Any] = named_tensors
+    seen: set[torch.device] = set()
     for pair in given:
         match pair:
             case (str() as name, torch.Tensor() as tensor):
@@ -44,6 +45,9 @@ def checked(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple
         if tensor.is_meta or tensor.layout is not torch.strided:
             what = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
             raise WeightsError(f"tensor {name!r} is {what}; only dense tensors with values can be sent")
+        if tensor.is_cuda and tensor.device not in seen:
+            seen.add(tensor.device)
+            torch.cuda.synchronize(tensor.device)  # this thread's stream need not be the one that computes them
         yield name, tensor
 
 

@@ -50,8 +50,6 @@ def describe(named_tensors: NamedTensors) -> tuple[tuple[TensorEntry, ...], torc
             raise WeightsError(f"tensor {name!r} has dtype {tensor.dtype}, which no engine loads")
         if not entries:
             device = tensor.device
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # this thread's stream need not be the one that computed them
         entries[name] = TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, 0)
         together.append(tensor.to(device))
         held += tensor.numel() * tensor.element_size()
