@@ -157,6 +157,14 @@ async def test_a_round_over_several_cores_holds_them_before_it_pauses_them() -> 
     ]  # fmt: skip
 
 
+async def test_whether_a_round_over_several_cores_kept_the_cache_is_known_until_the_next() -> None:
+    cores, middleware = Cores(), PenstockMiddleware(behind)
+    await middleware._apply(cores, ROUND | {"clear_cache": False})
+    assert await middleware._kept_under(cores) == 4
+    await middleware._apply(cores, ROUND)
+    assert await middleware._kept_under(cores) is None
+
+
 async def test_a_round_over_several_cores_that_sleep_changes_nothing() -> None:
     cores, middleware = Cores(), PenstockMiddleware(behind)
     cores.asleep = "the engine's weights are asleep"

@@ -196,7 +196,9 @@ async def test_cached_prefixes_never_outlive_their_weights(live):
     version = live.engine.weight_version + 1
     manifest = store.publish(version, model.named_parameters())
     await live.engine.control.prepare_weights(manifest)
+    assert not (await live.engine.control.info()).kv_kept
     await live.engine.control.apply_weights(version, clear_cache=False)
+    assert (await live.engine.control.info()).kv_kept, "for who takes the engine over"
     store.commit(manifest)
     live.engine._version = version
     live.history.models[version] = model

@@ -55,6 +55,24 @@ async def test_one_engine_has_it_too():
         await engine.teardown()
 
 
+async def test_who_takes_an_engine_over_has_it_until_an_update_recomputes() -> None:
+    async with SimServer(SimConfig(tokens_per_second=500)) as server:
+        before = await HTTPEngine.connect(server.url)
+        await before.update_weights(WEIGHTS, kv="keep")
+        await before.teardown()
+        engine = await HTTPEngine.connect(server.url)
+        (sample,) = await engine.sample([5], 1, SamplingParams(max_tokens=9))
+        assert [(span.version, span.kv_kept) for span in sample.spans] == [(1, True)]
+        await engine.teardown()
+        async with Fleet.connect([server.url]) as fleet:
+            (sample,) = await fleet.sample([5], 1, SamplingParams(max_tokens=9))
+            assert [(span.version, span.kv_kept) for span in sample.spans] == [(1, True)]
+            await fleet.update_weights(WEIGHTS)
+        async with Fleet.connect([server.url]) as fleet:
+            (sample,) = await fleet.sample([5], 1, SamplingParams(max_tokens=9))
+            assert [(span.version, span.kv_kept) for span in sample.spans] == [(2, False)]
+
+
 async def test_what_else_is_refused_before_anything_is_done():
     async with Fleet.launch("sim-model", engines=1, **SIM) as fleet:
         with pytest.raises(UserError, match="kv must be one of recompute, keep"):

@@ -101,6 +101,8 @@ class EngineInfo:
     max_model_len: int
     transports: tuple[str, ...]
     capabilities: Capabilities = PENSTOCK
+    kv_kept: bool = False
+    """The update to this version kept the KV cache."""
     instance: str = ""
     """Another one after each start of plain vLLM; empty where it does not say."""
 

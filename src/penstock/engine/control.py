@@ -56,6 +56,7 @@ class ControlClient:
         try:
             known: dict[str, Any] = {name: answer[name] for name in _TOLD}
             known["transports"] = tuple(known["transports"])
+            known["kv_kept"] = bool(answer.get("kv_kept", False))
             known["capabilities"] = replace(
                 PENSTOCK,
                 sleep=bool(answer.get("sleep", True)),

@@ -43,7 +43,7 @@ class HTTPEngine(Engine):
         self._version = info.weight_version
         self._update: asyncio.Task[UpdateReport] | None = None
         self._store = SharedMemoryStore()
-        self._kept: set[int] = set()
+        self._kept = {info.weight_version} if info.kv_kept else set[int]()
         data.kept = lambda: self._kept
         self._stretches = Stretches(info.weight_version)
         itself = ((control.name, info.capabilities),)

@@ -132,6 +132,8 @@ class Roster:
             )
         member.lifecycle.to(State.SERVING, f"weight version {member.weight_version} confirmed")
         member.leaving = False  # it died as it was to leave, and whoever wanted that has given it up
+        if member.info.kv_kept:  # by who held it before
+            self.kept |= {member.info.weight_version}
         self.enlist(member)
         self.announce()
 

@@ -17,7 +17,8 @@ async def info(http: web.Request) -> web.Response:
     config = engine.config
     sizes = {"tp": 1, "pp": 1, "dp": config.data_parallel_size}
     limits = {"vocab_size": config.vocab_size, "max_model_len": config.max_model_len}
-    state = {"weight_version": engine.weights.version, "paused": engine.paused}
+    version = engine.weights.version
+    state = {"weight_version": version, "kv_kept": version == engine.weights.kv_kept, "paused": engine.paused}
     set_as = {
         "transports": ["broadcast", "delta", "disk", "shared_memory"],
         "logprobs_mode": config.logprobs_mode,

@@ -28,6 +28,8 @@ class WeightState:
         self.identity = 0
         """The weights themselves: what tokens depend on. Equal to the label's version unless somebody errs."""
         self.checksum = "0" * 16
+        self.kv_kept: int | None = None
+        """The version of the last update, if that kept the KV cache."""
         self.unfit: str | None = None
         """Why generation would kill the engine: an update failed half-way."""
         self.group = SimGroup()
@@ -81,6 +83,7 @@ class WeightState:
         paused = clock.time()
         engine.holds.weights_are_out()
         checksum = await self._load(prepared[0], prepared[1])
+        self.kv_kept = None if clear_cache else version
         loaded = clock.time()
         await engine.holds.weights_are_in()
         end = clock.time()

@@ -55,6 +55,7 @@ def install() -> None:
     EngineCoreProc.collective_rpc = _sendable(EngineCoreProc.collective_rpc)
     EngineCoreProc.penstock_control_port = _control_port  # pyright: ignore[reportAttributeAccessIssue]
     EngineCoreProc.penstock_expect = _expect  # pyright: ignore[reportAttributeAccessIssue]
+    EngineCoreProc.penstock_kv_kept = _kv_kept  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _sendable(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,6 +184,11 @@ def _version(core: Any) -> int:
     return getattr(core, "_penstock_version", 0)
 
 
+def _kv_kept(core: Any) -> int | None:
+    """The version of the last update of ours, if that kept the KV cache."""
+    return getattr(core, "_penstock_kv_kept", None)
+
+
 def _state(core: Any) -> dict[str, Any]:
     running, waiting = core.scheduler.get_request_counts()
     paused, held_s = core.is_scheduler_paused(), holds_of(core).held_s
@@ -244,6 +250,7 @@ class _Round:
         if hasattr(core, "set_weight_version"):  # vLLM 0.32 labels what it makes
             core.set_weight_version(str(self._version))
         core._penstock_version = self._version  # noqa: SLF001
+        core._penstock_kv_kept = None if self._clear_cache else self._version  # noqa: SLF001
         _mark(core, self._version)
         loaded = time.perf_counter()
         holds.weights_are_in()  # and goes on, unless somebody has paused it or put it to sleep

@@ -49,6 +49,8 @@ class PenstockMiddleware:
         self._preparing = Preparing()
         self._expecting: asyncio.Task[bool] | None = None
         self._warm = False
+        self._kv_kept: int | None = None
+        """Of several cores: the version of the last update, if that kept the KV cache."""
         self._spans = VersionSpans()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,10 +87,12 @@ class PenstockMiddleware:
         if not self._warm:
             await on_every_rank(engine, "penstock_warm_up")
             self._warm = True
+        version = await self._current_version(engine)
         return {
             "engine": "vllm",
             "vllm": _vllm_version(),
-            "weight_version": await self._current_version(engine),
+            "weight_version": version,
+            "kv_kept": version == await self._kept_under(engine),
             "paused": await engine.is_paused(),
             "tp": parallel.tensor_parallel_size,
             "pp": parallel.pipeline_parallel_size,
@@ -108,6 +112,9 @@ class PenstockMiddleware:
             return None
         self._expect(engine)
         return await engine.engine_core.call_utility_async("penstock_control_port", keys)
+
+    async def _kept_under(self, engine: Any) -> int | None:
+        return await engine.engine_core.call_utility_async("penstock_kv_kept") if _one_core(engine) else self._kv_kept
 
     async def _group(self, engine: Any, body: Any) -> dict[str, Any]:
         """Let every worker begin to join a group, while the engine generates."""
@@ -186,6 +193,7 @@ class PenstockMiddleware:
             check_replicas(checksums, engine.vllm_config.parallel_config.data_parallel_size)
         loaded = time.perf_counter()
         await self._label(engine, {"version": version})
+        self._kv_kept = None if clear_cache else version
         end = time.perf_counter()
         return {
             "version": await self._current_version(engine),
