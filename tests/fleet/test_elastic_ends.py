@@ -305,3 +305,21 @@ async def test_a_server_that_was_let_go_can_be_attached_again() -> None:
             attaching = begun(fleet.attach(silent.url))
             await silent.asked.wait()
             await give_up(attaching)
+
+
+@pytest.mark.parametrize("wrong", ["60", -1, float("nan"), [60]])
+async def test_what_is_no_time_is_refused_before_an_engine_is_told_anything(wrong: Any) -> None:
+    async with launched(2) as (fleet, launcher):
+        for call in (fleet.drain, fleet.remove, fleet.replace):
+            with pytest.raises(UserError, match="timeout_s is a number of seconds, 0 or more, got"):
+                await call("e0", timeout_s=wrong)
+        assert [status.state for status in await fleet.engines()] == [State.SERVING] * 2
+        assert len(launcher.processes) == 2, "none was started in the place of another"
+
+
+async def test_a_number_of_engines_that_is_none_starts_none() -> None:
+    async with launched(1) as (fleet, launcher):
+        for wrong in ("2", 1.5):
+            with pytest.raises(UserError, match="at least 1 engine can be added, got"):
+                await fleet.add_engines(wrong)  # pyright: ignore[reportArgumentType]
+        assert len(launcher.processes) == 1

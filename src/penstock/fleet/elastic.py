@@ -16,6 +16,7 @@ from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import SERVABLE, Engines, Member
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
+from penstock.fleet.settings import seconds
 from penstock.fleet.supervise import Attached, Supervisor
 
 logger = logging.getLogger(__name__)
@@ -100,8 +101,8 @@ class Elastic:
         return await self._until_closed(self._add(count))
 
     async def _add(self, count: int) -> tuple[str, ...]:
-        if count < 1:
-            raise UserError(f"at least 1 engine can be added, got {count}")
+        if type(count) is not int or count < 1:
+            raise UserError(f"at least 1 engine can be added, got {count!r}")
         engines = self._starting()
         lives = [Lifecycle(f"e{next(self._numbers)}") for _ in range(count)]
         try:
@@ -166,7 +167,7 @@ class Elastic:
             UserError: fewer than `min_engines` would be left.
             StateError: it does not serve.
         """
-        return await self._until_closed(self._drain(self.find(engine), timeout_s))
+        return await self._until_closed(self._drain(self.find(engine), seconds(timeout_s)))
 
     async def _drain(self, member: Member, timeout_s: float | None) -> bool:
         if member.state not in SERVABLE:
@@ -185,7 +186,7 @@ class Elastic:
             UserError: fewer than `min_engines` would be left.
             StateError: it has left already.
         """
-        await self._until_closed(self._remove(self.find(engine), self._min_engines, timeout_s))
+        await self._until_closed(self._remove(self.find(engine), self._min_engines, seconds(timeout_s)))
 
     async def replace(self, engine: str | int, timeout_s: float | None = None) -> str:
         """A new engine in the place of one; returns its name.
@@ -196,7 +197,7 @@ class Elastic:
             StateError: it has left already, or someone else started it.
             EngineStartError: the new one did not start. The old one serves on, unless its GPUs were needed.
         """
-        return await self._until_closed(self._replace(self.find(engine), timeout_s))
+        return await self._until_closed(self._replace(self.find(engine), seconds(timeout_s)))
 
     async def _replace(self, member: Member, timeout_s: float | None) -> str:
         engines = self._starting()

@@ -45,6 +45,13 @@ def made(log_dir: Path) -> Path:
     return log_dir
 
 
+def seconds(given: Any) -> float | None:
+    """A `timeout_s` that a caller gave, checked before anything is done by it. Raises UserError where it is none."""
+    if given is not None and not (isinstance(given, (int, float)) and given >= 0):
+        raise UserError(f"timeout_s is a number of seconds, 0 or more, got {given!r}; leave it out for the default")
+    return given
+
+
 def _url(server: object) -> str:
     if not isinstance(server, str):
         raise ConfigError(f"a server is its URL or a ServerSpec, and not {server!r}; several are given one by one")
