@@ -323,3 +323,12 @@ async def test_a_number_of_engines_that_is_none_starts_none() -> None:
             with pytest.raises(UserError, match="at least 1 engine can be added, got"):
                 await fleet.add_engines(wrong)  # pyright: ignore[reportArgumentType]
         assert len(launcher.processes) == 1
+
+
+async def test_a_server_of_others_is_not_replaced_for_its_gpus_are_not_ours() -> None:
+    async with SimServer(SimConfig(max_model_len=512)) as other, launched(1, gpus=1) as (fleet, launcher):
+        await fleet.attach(other.url)
+        with pytest.raises(StateError, match="engine e1 was started by someone else; add one, then remove it"):
+            await fleet.replace("e1")
+        assert [status.state for status in await fleet.engines()] == [State.SERVING] * 2
+        assert len(launcher.processes) == 1

@@ -202,6 +202,8 @@ class Elastic:
     async def _replace(self, member: Member, timeout_s: float | None) -> str:
         engines = self._starting()
         self._check_there(member)
+        if member.spec is not None:  # its GPUs are not ours to give to another
+            raise StateError(f"engine {member.name} was started by someone else; add one, then remove it")
         try:
             await self._place(engines)
         except UserError:  # no GPU is free
