@@ -13,6 +13,7 @@ from launched_rig import CONFIG, Launcher, launched
 from sim_fleets import check_serves
 from virtual_fleet import Network, VirtualEngines, open_fleet, virtual_time, without_sockets
 
+from penstock.config import EngineConfig
 from penstock.errors import DeadlineError, EngineStartError, StateError, UserError
 from penstock.fleet.launched_engines import LaunchedEngines
 from penstock.fleet.lifecycle import Lifecycle, State
@@ -332,3 +333,18 @@ async def test_a_server_of_others_is_not_replaced_for_its_gpus_are_not_ours() ->
             await fleet.replace("e1")
         assert [status.state for status in await fleet.engines()] == [State.SERVING] * 2
         assert len(launcher.processes) == 1
+
+
+async def test_servers_of_others_take_no_room_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray is asked for room for all that have none set aside yet."""
+    async with SimServer(SimConfig(max_model_len=512)) as other, launched(1) as (fleet, launcher):
+        await fleet.attach(other.url)
+        place, asked = launcher.place, list[list[tuple[str, ...]]]()
+
+        async def noted(config: EngineConfig, taken: Any) -> tuple[str, ...]:
+            asked.append(list(taken))
+            return await place(config, taken)
+
+        monkeypatch.setattr(launcher, "place", noted)
+        await fleet.add_engines()
+        assert asked == [[("0",)]]

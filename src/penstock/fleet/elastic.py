@@ -387,7 +387,8 @@ class Elastic:
         return self._engines
 
     async def _place(self, engines: Engines) -> tuple[str, ...]:
-        there = (m for m in self._roster.members if m.state is not State.STOPPED or m in self._departures)
+        ours = (m for m in self._roster.members if m.spec is None)  # others have nothing of what we share out
+        there = (m for m in ours if m.state is not State.STOPPED or m in self._departures)
         return await engines.place([*(m.gpus for m in there), *self._placed.values()])
 
 
