@@ -15,12 +15,22 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from vllm import RequestOutput, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from penstock import AsyncVLLM
 from penstock.engine.transport import HttpTransport
-from penstock.errors import ConfigError, EngineError, EngineHTTPError, RequestError, StateError, UserError
+from penstock.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineDeadError,
+    EngineError,
+    EngineHTTPError,
+    RequestError,
+    StateError,
+    UserError,
+)
 from penstock.facade import vllm_like
 
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=0)
@@ -263,6 +273,29 @@ def _processes(service):
     ports = {int(url.rpartition(":")[2]) for url in urls}
     children = psutil.Process().children(recursive=True)
     return [p for p in children if ports & {c.laddr.port for c in p.net_connections() if c.status == "LISTEN"}]
+
+
+def test_an_engine_that_waits_for_weights_is_asked_for_none():
+    quick = {"restart_backoff_s": 0.05, "weight_transport": "broadcast"}
+    with AsyncVLLM.from_pretrained("any-name", num_replicas=2, **SIM, **quick) as service:
+        service.update_weights([("w", torch.ones(8))])
+        member = service.fleet._roster.members[1]
+        member.process.kill()
+
+        async def waits():
+            assert await service.fleet._roster.until(lambda: member.waits, deadline_s=30.0)
+
+        service.call(waits())
+        with pytest.raises(EngineDeadError, match="engine e1: it is syncing: waits for the next update_weights"):
+            service.generate("a", SHORT, actor_index=1)
+        assert service.generate("a", SHORT, actor_index=0).outputs[0].weight_versions
+
+
+def test_one_engine_has_the_deadline_that_the_fleet_has():
+    with AsyncVLLM.from_pretrained("any-name", request_timeout_s=0.5, **SIM) as service:
+        for actor_index in (None, 0):
+            with pytest.raises(DeadlineError):
+                service.generate("a", LONG, actor_index=actor_index)
 
 
 SCRIPT = """

@@ -10,11 +10,12 @@ from typing import Any, cast
 
 from penstock.engine.concurrent import all_or_first_error
 from penstock.engine.data import DataClient
-from penstock.errors import DeadlineError, EngineHTTPError, RequestError, UserError
+from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, RequestError, UserError
 from penstock.facade.adapters import Adapters
 from penstock.facade.prompts import Prompt, Prompts
 from penstock.facade.sampling import completion_fields
 from penstock.fleet.fleet import Fleet
+from penstock.fleet.member import SERVABLE
 from penstock.rollout.tokenizer import Tokenizer
 
 NOT_FOUND = 404
@@ -81,13 +82,17 @@ class Requests:
         model: name that the base model goes by.
         tokenizer: of the model, so that the router sees which prompts begin alike; None: engines tokenize.
         api_key: what engines and router ask for.
+        request_timeout_s: deadline of a request to a single engine, as the fleet has one for its own.
     """
 
-    def __init__(self, fleet: Fleet, model: str, tokenizer: Tokenizer | None, api_key: str | None) -> None:
+    def __init__(
+        self, fleet: Fleet, model: str, tokenizer: Tokenizer | None, api_key: str | None, request_timeout_s: float
+    ) -> None:
         self._fleet = fleet
         self._model = model
         self._tokenizer = tokenizer
         self._api_key = api_key
+        self._request_s = request_timeout_s
         self._adapters = Adapters(fleet)
         self._direct: dict[str, DataClient] = {}
 
@@ -149,7 +154,15 @@ class Requests:
         engines = await self._fleet.engines(stats=False)
         if not 0 <= index < len(engines):
             raise UserError(f"there is no engine {index}; the fleet has engines 0 to {len(engines) - 1}")
-        url = engines[index].url
-        if url not in self._direct:
-            self._direct[url] = DataClient(url, api_key=self._api_key, name=engines[index].name, routed=False)
-        return self._direct[url]
+        engine = engines[index]
+        if engine.state not in SERVABLE:  # no router keeps a request from weights that it has not confirmed
+            raise EngineDeadError(f"it is {engine.state}: {engine.reason}", engine=engine.name)
+        if engine.url not in self._direct:
+            self._direct[engine.url] = DataClient(
+                engine.url,
+                api_key=self._api_key,
+                request_timeout_s=self._request_s,
+                name=engine.name,
+                routed=False,
+            )
+        return self._direct[engine.url]

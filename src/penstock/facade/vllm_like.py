@@ -71,7 +71,8 @@ class AsyncVLLM:
         self._loop = loop
         self._api_key = api_key
         self._tokenizer = tokenizer
-        self._requests = Requests(fleet, config.served_model_name or config.model, self._tokenizer, api_key)
+        model = config.served_model_name or config.model
+        self._requests = Requests(fleet, model, self._tokenizer, api_key, config.request_timeout_s)
         self._decode = functools.lru_cache(maxsize=None)(_decoder(self._tokenizer))
         self._end = weakref.finalize(self, _end, loop, fleet, self._requests)
 
