@@ -374,6 +374,10 @@ async def test_what_cannot_be_attached() -> None:
             with pytest.raises(ConfigError, match="and not \\['http://h:1'\\]; several are given one by one"):
                 await fleet.attach(["http://h:1"])
             await check_serves(fleet, engines=1)
+    with pytest.raises(ConfigError, match="a server is its URL or a ServerSpec, and not None"):
+        Fleet.connect(None)  # pyright: ignore[reportArgumentType] - a variable that is not set
+    with pytest.raises(ConfigError, match="api_key has a line break"):
+        Fleet.connect("http://127.0.0.1:9", api_key="of a file\n")
     with pytest.raises(ConfigError, match=r"behind # only dp=N can stand"):
         Fleet.launch("any", attach=["http://h:1#rank=2"], **SIM)
     with pytest.raises(ConfigError, match="engines is 0 and there is nothing to attach"):

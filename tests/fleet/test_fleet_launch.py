@@ -110,6 +110,11 @@ async def test_options_whole_or_by_name_and_a_teardown_that_may_be_repeated(ours
         ({"policy": "best"}, "'policy'"),
         ({"engines": 2, "min_engines": 3}, "min_engines is 3, more than the 2 engines"),
         ({"parallel_starts": 0}, "parallel_starts must be at least 1"),
+        ({"parallel_starts": "2"}, "parallel_starts must be at least 1, got '2'"),
+        ({"attach": "http://127.0.0.1:9"}, "'attach': .*, got 'http://127.0.0.1:9'"),
+        ({"attach": 9}, "'attach': .*, got 9"),
+        ({"api_key": 5}, "api_key must be a string, not of type int"),
+        ({"api_key": "of a file\n"}, "api_key has a line break or another control character in it"),
         ({"host": "0.0.0.0"}, "router.host '0.0.0.0' opens the router to other machines and there is no API key"),
         ({"profile": "cpu"}, r"model path \./nowhere does not exist"),
         ({"ray_address": "auto"}, "'ray_address': has an effect with the launcher 'ray' only, got 'auto'"),
@@ -232,6 +237,12 @@ async def test_a_folder_for_logs_that_cannot_be_made_is_a_wrong_value(tmp_path: 
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=f"fleet.log_dir {tmp_path}/file/logs cannot be made: "):
         await Fleet.launch("sim-model", profile="sim", detach=detach, log_dir=tmp_path / "file" / "logs")
+
+
+async def test_a_log_of_a_detached_fleet_that_cannot_be_written_is_a_wrong_value(tmp_path: Path) -> None:
+    (tmp_path / "fleet.log").mkdir()
+    with pytest.raises(ConfigError, match="log cannot be written: Is a directory; choose another"):
+        await Fleet.launch("sim-model", profile="sim", detach=True, log_dir=tmp_path)
 
 
 async def test_more_requests_than_a_shells_limit_of_open_files() -> None:

@@ -22,7 +22,7 @@ from penstock.fleet.link import Link, LinkGoneError
 from penstock.fleet.member import RANK, Member
 from penstock.fleet.opening import Opening, reachable
 from penstock.fleet.routers import OpenRouter, check_router, open_router
-from penstock.fleet.settings import refuse_unknown, section, specs_of
+from penstock.fleet.settings import check_key, refuse_unknown, section, specs_of
 from penstock.fleet.sockets import refuse_second, router_address, socket_of
 from penstock.router.admin_client import RouterAdmin, RouterState
 
@@ -45,6 +45,7 @@ def connect(
     """See `Fleet.connect`."""
     to_router = isinstance(target, str)
     refuse_unknown(options, FleetConfig, *(() if to_router else (RouterConfig,)))
+    check_key(api_key)
     if idle := sorted((OF_STARTS | {"log_dir"} if to_router else OF_STARTS) & options.keys()):
         raise ConfigError(
             f"{', '.join(idle)} would have no effect: connect takes the engines that are there and starts none; leave "

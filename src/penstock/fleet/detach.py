@@ -16,7 +16,7 @@ import orjson
 
 from penstock.config import EngineConfig, FleetConfig, RouterConfig
 from penstock.engine.concurrent import in_thread
-from penstock.errors import EngineStartError
+from penstock.errors import ConfigError, EngineStartError
 from penstock.fleet.control_wire import error_of
 from penstock.fleet.daemon import API_KEY_ENV, Plan
 from penstock.fleet.settings import made
@@ -130,7 +130,12 @@ def _spawn(plan: Plan, env: dict[str, str], log: Path, stdout: int) -> None:
 
 def _log_file(fleet: FleetConfig) -> Path:
     if fleet.log_dir is not None:
-        return made(fleet.log_dir).absolute() / "fleet.log"
+        log = made(fleet.log_dir).absolute() / "fleet.log"
+        try:
+            log.open("ab").close()
+        except OSError as error:
+            raise ConfigError(f"{log} cannot be written: {error.strerror}; choose another fleet.log_dir") from error
+        return log
     handle, path = tempfile.mkstemp(prefix="fleet-", suffix=".log", dir=folder())
     os.close(handle)
     return Path(path)

@@ -105,7 +105,7 @@ class Fleet(Engine):
         if engines is not None:
             options["engines"] = engines
         if attach:
-            options["attach"] = tuple(attach)
+            options["attach"] = attach
         return launch(
             model,
             options,

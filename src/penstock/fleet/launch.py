@@ -29,7 +29,7 @@ from penstock.fleet.local_engines import LocalLauncher
 from penstock.fleet.opening import Opening, reachable
 from penstock.fleet.ray_engines import RayLauncher, check_ray
 from penstock.fleet.routers import check_router, open_router
-from penstock.fleet.settings import made, refuse_unknown, section, specs_of
+from penstock.fleet.settings import check_key, made, refuse_unknown, section, specs_of
 from penstock.fleet.sockets import refuse_second
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,9 @@ def launch(
 ) -> Opening:
     """See `Fleet.launch`."""
     refuse_unknown(options, EngineConfig, FleetConfig, RouterConfig)
-    if parallel_starts is not None and parallel_starts < 1:
-        raise ConfigError(f"parallel_starts must be at least 1, got {parallel_starts}")
+    check_key(api_key)
+    if parallel_starts is not None and (type(parallel_starts) is not int or parallel_starts < 1):
+        raise ConfigError(f"parallel_starts must be at least 1, got {parallel_starts!r}")
     if not isinstance(model, (str, Path, EngineConfig)):
         raise ConfigError(f"model must be a checkpoint folder, a hub name or an EngineConfig, got {model!r}")
     given = model if isinstance(model, EngineConfig) else None

@@ -259,7 +259,7 @@ async def _reach(address: str) -> None:
     try:
         async with asyncio.timeout(REACH_S):
             _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    except (OSError, TimeoutError) as error:
+    except (OSError, OverflowError, TimeoutError, ValueError) as error:  # of a port or a name that cannot be
         raise _unreachable(address, str(error) or f"no answer within {REACH_S:g} s") from error
     writer.close()
 

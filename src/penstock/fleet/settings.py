@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from penstock.config import ServerSpec
 from penstock.errors import ConfigError, UserError
@@ -34,6 +34,14 @@ def refuse_unknown(options: Mapping[str, Any], *kinds: type[Section]) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
             raise ConfigError(f"unknown option {name!r}; {hint}")
+
+
+def check_key(api_key: object) -> None:
+    """Raise ConfigError for an API key that no request can carry, without saying what it is."""
+    if api_key is not None and not isinstance(api_key, str):
+        raise ConfigError(f"api_key must be a string, not of type {type(api_key).__name__}")
+    if api_key and any(ord(letter) < ord(" ") or letter == "\x7f" for letter in api_key):
+        raise ConfigError("api_key has a line break or another control character in it; strip what was read of a file")
 
 
 def made(log_dir: Path) -> Path:
@@ -65,7 +73,8 @@ def specs_of(servers: Iterable[str | ServerSpec]) -> tuple[ServerSpec, ...]:
         ConfigError: one is malformed.
         UserError: one is named twice.
     """
-    specs = tuple(s if isinstance(s, ServerSpec) else validate(ServerSpec, {"url": _url(s)}) for s in servers)
+    given: Iterable[object] = servers if isinstance(cast("object", servers), Iterable) else (servers,)
+    specs = tuple(s if isinstance(s, ServerSpec) else validate(ServerSpec, {"url": _url(s)}) for s in given)
     urls = [spec.url for spec in specs]
     if twice := next((url for url in urls if urls.count(url) > 1), None):
         raise UserError(f"the server {twice} is named twice; two engines have the url then")
