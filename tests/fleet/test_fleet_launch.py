@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -243,6 +244,13 @@ async def test_a_log_of_a_detached_fleet_that_cannot_be_written_is_a_wrong_value
     (tmp_path / "fleet.log").mkdir()
     with pytest.raises(ConfigError, match="log cannot be written: Is a directory; choose another"):
         await Fleet.launch("sim-model", profile="sim", detach=True, log_dir=tmp_path)
+
+
+async def test_logs_that_somebody_else_has_removed_are_no_error_at_the_end(logs_go_to: Path) -> None:
+    fleet = await Fleet.launch("sim-model", profile="sim")
+    (folder,) = logs_go_to.iterdir()
+    shutil.rmtree(folder)
+    await fleet.teardown()
 
 
 async def test_more_requests_than_a_shells_limit_of_open_files() -> None:

@@ -117,7 +117,7 @@ class _Plan:
             logs = self.fleet.log_dir
             if logs is None:
                 logs = Path(tempfile.mkdtemp(prefix="penstock-"))
-                owned.callback(shutil.rmtree, logs)
+                owned.callback(shutil.rmtree, logs, ignore_errors=True)
             router = await open_router(self.router, log_dir=logs, api_key=self.api_key, owned=owned)
             named = {f"e{i}": spec for i, spec in enumerate(specs)}
             return await self._fleet(router, named, owned, epoch=None)

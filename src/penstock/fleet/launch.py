@@ -172,4 +172,4 @@ class _LogFolder:
         if isinstance(error, EngineError) or (self.engines is not None and self.engines.any_died()):
             logger.warning("the logs of engines and router are kept in %s", self.path)
         else:
-            shutil.rmtree(self.path)
+            shutil.rmtree(self.path, ignore_errors=True)  # who cleans /tmp may have done so
