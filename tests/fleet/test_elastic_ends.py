@@ -14,7 +14,9 @@ from sim_fleets import check_serves
 from virtual_fleet import Network, VirtualEngines, open_fleet, virtual_time, without_sockets
 
 from penstock.config import EngineConfig
-from penstock.errors import DeadlineError, EngineStartError, StateError, UserError
+from penstock.engine.control import ControlClient
+from penstock.errors import DeadlineError, EngineStartError, PenstockError, StateError, UserError
+from penstock.fleet import assemble
 from penstock.fleet.launched_engines import LaunchedEngines
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.sim.config import SimConfig
@@ -348,3 +350,20 @@ async def test_servers_of_others_take_no_room_of_ours(monkeypatch: pytest.Monkey
         monkeypatch.setattr(launcher, "place", noted)
         await fleet.add_engines()
         assert asked == [[("0",)]]
+
+
+@pytest.mark.parametrize("what", ["no engine", "a router", "another model"])
+async def test_no_connection_is_left_to_a_server_that_does_not_join(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clients: list[ControlClient] = []
+
+    class Noted(ControlClient):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            clients.append(self)
+
+    async with SimServer(SimConfig(vocab_size=512)) as other, launched(1) as (fleet, _):
+        monkeypatch.setattr(assemble, "ControlClient", Noted)
+        urls = {"no engine": "http://127.0.0.1:9", "a router": fleet.url, "another model": other.url}
+        with pytest.raises(PenstockError):
+            await fleet.attach(urls[what])
+        assert [client.http._session for client in clients] == [None]

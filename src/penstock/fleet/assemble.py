@@ -41,14 +41,17 @@ async def join(
 ) -> Member:
     """Ask an engine what it is; it is SYNCING then. Raises `EngineDeadError` and its kin where it does not answer."""
     control = ControlClient(lifecycle.engine, url, api_key=api_key, timeout_s=control_timeout_s)
-    owned.push_async_callback(control.close)
     try:
         async with asyncio.timeout(JOIN_S):
             info = await control.info()
-    except TimeoutError as error:
+    except BaseException as error:
+        await control.close()  # a fleet that lives long may be given many that do not join
+        if not isinstance(error, TimeoutError):
+            raise
         raise DeadlineError(
             f"{url} did not say what it is within {JOIN_S:g} s", seconds=JOIN_S, engine=lifecycle.engine
         ) from error
+    owned.push_async_callback(control.close)
     lifecycle.to(State.SYNCING, f"answers with weight version {info.weight_version}")
     return Member(
         ranks=info.dp,

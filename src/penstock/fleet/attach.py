@@ -43,9 +43,13 @@ class AttachedServers:
             member = await join(
                 lifecycle, spec.url, self._connections, api_key=self._api_key, control_timeout_s=self._control_s
             )
-            await self._refuse_router(spec.url)
-            _refuse_other_model(member, beside)
-            member.ranks = _ranks(member, spec)
+            try:
+                await self._refuse_router(spec.url)
+                _refuse_other_model(member, beside)
+                member.ranks = _ranks(member, spec)
+            except BaseException:
+                await member.control.close()
+                raise
         except PenstockError as error:
             lifecycle.to(State.DEAD, f"does not join: {error}")
             raise
