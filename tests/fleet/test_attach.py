@@ -366,9 +366,13 @@ async def test_what_cannot_be_attached() -> None:
             await Fleet.connect([f"{two.url}#dp=3"])
         with pytest.raises(UserError, match=f"{two.url} is named twice"):
             Fleet.launch("any", attach=[two.url, two.url + "#dp=1"], **SIM)
+        with pytest.raises(UserError, match="is named twice"):
+            Fleet.connect([two.url, two.url.replace("127.0.0.1", "localhost")])
         async with plain_fleet(two) as fleet:
             with pytest.raises(UserError, match="is a router of Penstock, not an engine"):
                 await fleet.attach(fleet.url)
+            with pytest.raises(UserError, match="the server http://localhost:.* belongs to this fleet already"):
+                await fleet.attach(two.url.replace("127.0.0.1", "localhost"))
             with pytest.raises(EngineDeadError):
                 await fleet.attach("http://127.0.0.1:9")
             with pytest.raises(ConfigError, match="and not \\['http://h:1'\\]; several are given one by one"):

@@ -16,7 +16,7 @@ from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import SERVABLE, Engines, Member
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
-from penstock.fleet.settings import seconds
+from penstock.fleet.settings import place_of, seconds
 from penstock.fleet.supervise import Attached, Supervisor
 
 logger = logging.getLogger(__name__)
@@ -139,10 +139,10 @@ class Elastic:
     async def _attach(self, servers: Sequence[ServerSpec]) -> tuple[str, ...]:
         if self._attached is None:
             raise StateError("this fleet takes no servers of others")
-        here = {member.url for member in self._roster.members if member.state is not State.STOPPED}
-        if known := [spec.url for spec in servers if spec.url in here | self._attaching]:
+        here = {place_of(member.url) for member in self._roster.members if member.state is not State.STOPPED}
+        if known := [spec.url for spec in servers if place_of(spec.url) in here | self._attaching]:
             raise UserError(f"the server {known[0]} belongs to this fleet already; remove it first")
-        urls = {spec.url for spec in servers}
+        urls = {place_of(spec.url) for spec in servers}
         self._attaching |= urls
         joins = [asyncio.create_task(self._join(self._attached, spec)) for spec in servers]
         try:

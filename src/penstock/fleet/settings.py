@@ -66,6 +66,11 @@ def _url(server: object) -> str:
     return server
 
 
+def place_of(url: str) -> str:
+    """The same for two addresses of one server, as far as they show it: as two engines it would be updated twice."""
+    return url.lower().replace("://localhost", "://127.0.0.1", 1)
+
+
 def specs_of(servers: Iterable[str | ServerSpec]) -> tuple[ServerSpec, ...]:
     """What a caller gave: URLs, with `#dp=N` behind them where so many ranks are to be addressed, or specs.
 
@@ -75,7 +80,7 @@ def specs_of(servers: Iterable[str | ServerSpec]) -> tuple[ServerSpec, ...]:
     """
     given: Iterable[object] = servers if isinstance(cast("object", servers), Iterable) else (servers,)
     specs = tuple(s if isinstance(s, ServerSpec) else validate(ServerSpec, {"url": _url(s)}) for s in given)
-    urls = [spec.url for spec in specs]
-    if twice := next((url for url in urls if urls.count(url) > 1), None):
+    places = [place_of(spec.url) for spec in specs]
+    if twice := next((spec.url for spec in specs if places.count(place_of(spec.url)) > 1), None):
         raise UserError(f"the server {twice} is named twice; two engines have the url then")
     return specs
