@@ -59,6 +59,7 @@ class ControlClient:
             known["capabilities"] = replace(
                 PENSTOCK,
                 sleep=bool(answer.get("sleep", True)),
+                lora=bool(answer.get("lora", True)),
                 sampled_logprobs=answer["logprobs_mode"] in SAMPLED_FROM,
             )
             await self._past_the_api(answer.get("control_port"))
