@@ -373,6 +373,8 @@ async def test_what_cannot_be_attached() -> None:
                 await fleet.attach("http://127.0.0.1:9")
             with pytest.raises(ConfigError, match="and not \\['http://h:1'\\]; several are given one by one"):
                 await fleet.attach(["http://h:1"])
+            with pytest.raises(ConfigError, match=r"^a server's address is http://HOST:PORT, got "):
+                await fleet.attach("h:1")
             await check_serves(fleet, engines=1)
     with pytest.raises(ConfigError, match=r"behind # only dp=N can stand"):
         Fleet.launch("any", attach=["http://h:1#rank=2"], **SIM)
