@@ -38,7 +38,8 @@ def _explain(section: type[Section], error: Mapping[str, Any]) -> str:
         return f"unknown config key {key!r}; {hint}"
     if error["type"] == "missing":
         return f"config key {key!r} is required"
-    return f"config key {key!r}: {str(error['msg']).removeprefix('Value error, ')}, got {error['input']!r}"
+    named = f"config key {key!r}: " if key else ""  # the whole section is wrong
+    return f"{named}{str(error['msg']).removeprefix('Value error, ')}, got {error['input']!r}"
 
 
 def _fields_at(section: type[Section], path: Sequence[str]) -> list[str]:

@@ -72,7 +72,7 @@ def serving(log: Path, *args: str, **extra: str) -> Iterator[Server]:
 
 
 def wait_for_children(pid: int, count: int) -> list[psutil.Process]:
-    """The children of a process, when there are `count` of them: the one thing here that has no event to wait for."""
+    """The children of a process, when there are `count` of them; there is no event to wait for."""
     end = time.monotonic() + END_S
     while time.monotonic() < end:
         found = psutil.Process(pid).children(recursive=True)
@@ -80,3 +80,11 @@ def wait_for_children(pid: int, count: int) -> list[psutil.Process]:
             return found
         time.sleep(0.02)
     raise AssertionError(f"process {pid} did not start {count} children within {END_S} s")
+
+
+def wait_for_text(log: Path, text: str) -> None:
+    """Until a process has written it."""
+    end = time.monotonic() + END_S
+    while text not in (written := log.read_text()):
+        assert time.monotonic() < end, f"no {text!r} within {END_S} s in: {written}"
+        time.sleep(0.02)

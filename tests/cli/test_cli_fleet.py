@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from openai import OpenAI
-from run_cli import END_S, Server, penstock, serving
+from run_cli import END_S, PENSTOCK, Server, environment, penstock, serving, wait_for_text
 
 SERVE = ("serve", "m", "--sim", "--engines", "2", "--port", "0")
 
@@ -65,6 +67,24 @@ def test_engines_are_added_drained_removed_and_replaced_without_a_key(
         assert OpenAI(base_url=f"{other.url}/v1", api_key="secret").models.list().data, "it runs on"
     client = OpenAI(base_url=f"{server.url}/v1", api_key="secret")
     assert client.completions.create(model="m", prompt="Hello", max_tokens=5).usage
+
+
+def test_an_interrupted_order_is_said_to_go_on(tmp_path: Path) -> None:
+    with serving(tmp_path / "log", *SERVE, PENSTOCK_RUNTIME_DIR=str(tmp_path)) as server:
+        OpenAI(base_url=f"{server.url}/v1", api_key="none").completions.create(
+            model="m", prompt="Hello", max_tokens=3, extra_headers={"X-Session-ID": "s"}
+        )
+        loads = json.loads(penstock("status", server.url, "--json").stdout)["engines"]
+        [home] = [engine["name"] for engine in loads if engine["sessions"]]
+        drain = subprocess.Popen(
+            [PENSTOCK, "fleet", "drain", home], stderr=subprocess.PIPE, text=True,
+            env=environment(PENSTOCK_RUNTIME_DIR=str(tmp_path)),
+        )  # fmt: skip
+        wait_for_text(tmp_path / "log", "takes no new session")
+        drain.send_signal(signal.SIGINT)
+        assert drain.communicate(timeout=END_S)[1].startswith(f"draining {home} goes on in the fleet; ")
+        assert drain.returncode == 128 + signal.SIGINT
+        assert states(str(tmp_path))[home] == "draining"
 
 
 def test_what_cannot_be_done_is_one_line(server: Server, runtime: str, tmp_path: Path) -> None:

@@ -6,14 +6,16 @@ import json
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from openai import AuthenticationError, OpenAI
-from run_cli import END_S, PENSTOCK, Server, environment, penstock, serving, wait_for_children
+from run_cli import END_S, PENSTOCK, Server, environment, penstock, serving, wait_for_children, wait_for_text
 
+from penstock.cli.signals import SAME_S
 from penstock.config import EngineConfig, RunConfig
 from penstock.observe.run_folder import RunFolder
 
@@ -100,10 +102,26 @@ def test_nothing_is_left_behind(number: signal.Signals, status: int, tmp_path: P
         assert list(folder.iterdir()) == []
 
 
-def test_an_impatient_second_ctrl_c_leaves_nothing_behind_either(tmp_path: Path) -> None:
-    with serving(tmp_path / "log", "serve", "m", "--sim", "--engines", str(ENGINES), "--port", "0") as server:
+def test_a_ctrl_c_that_comes_twice_at_once_is_one(tmp_path: Path) -> None:
+    with serving(log := tmp_path / "log", "serve", "m", "--sim", "--engines", str(ENGINES), "--port", "0") as server:
         server.process.send_signal(signal.SIGINT)
-        server.signal(signal.SIGINT)
+        wait_for_text(log, "torn down")
+        assert server.signal(signal.SIGINT) == 0
+    assert "Traceback" not in log.read_text()
+
+
+def test_an_impatient_second_ctrl_c_leaves_nothing_behind_either(tmp_path: Path) -> None:
+    with serving(log := tmp_path / "log", "serve", "m", "--sim", "--engines", str(ENGINES), "--port", "0") as server:
+        [engine, *_] = [process for process in server.family if "penstock.sim" in process.cmdline()]
+        engine.suspend()  # so that the fleet takes its time
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(2 * SAME_S)
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(timeout=END_S) == -signal.SIGINT
+        engine.resume()
+        _, alive = psutil.wait_procs(server.family, timeout=END_S)
+    assert not alive
+    assert "Traceback" not in log.read_text()
 
 
 def test_interrupted_while_it_starts(tmp_path: Path) -> None:

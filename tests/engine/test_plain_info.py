@@ -17,7 +17,7 @@ from penstock.config import EngineConfig
 from penstock.engine.capabilities import DEV_MODE, LACKING, PENSTOCK, Capabilities, EngineInfo, require
 from penstock.engine.command import server_command
 from penstock.engine.control import ControlClient
-from penstock.errors import EngineError, MissingCapabilityError, UserError
+from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, MissingCapabilityError, UserError
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 
@@ -127,6 +127,29 @@ async def test_something_else_is_said_to_be_something_else(answers: dict[str, An
     finally:
         await control.close()
         await runner.cleanup()
+
+
+async def test_nobody_there_is_said_with_the_address() -> None:
+    control = ControlClient("e0", "http://127.0.0.1:9")
+    with pytest.raises(EngineDeadError) as gone:
+        await control.info()
+    await control.close()
+    assert str(gone.value) == (
+        "engine e0: GET /penstock/info: nothing answers at http://127.0.0.1:9 (Connection refused)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [(None, "asks for an API key and none was given; give its"), ("other", "does not take the API key that was given")],
+)
+@pytest.mark.parametrize("plain", [False, True])
+async def test_another_api_key_is_said_with_the_address(key: str | None, says: str, plain: bool) -> None:  # noqa: FBT001
+    async with SimServer(SimConfig(max_model_len=512, plain=plain, api_key="sesame")) as server:
+        control = ControlClient("e0", server.url, api_key=key)
+        with pytest.raises(EngineHTTPError, match=f"engine e0: {server.url} {says}"):
+            await control.info()
+        await control.close()
 
 
 def test_what_is_required_and_lacking_is_named() -> None:

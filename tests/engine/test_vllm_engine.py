@@ -31,6 +31,7 @@ async def test_sizes_and_info(live):
     assert info.vocab_size == 100
     assert info.max_model_len == 512
     assert info.capabilities.sampled_logprobs
+    assert not info.capabilities.lora  # it was launched without
 
 
 async def test_generate_keeps_order_and_gives_exact_logprobs_after_temperature(live):

@@ -92,6 +92,15 @@ async def test_launched_and_attached_with_and_without_plugin_in_one_fleet() -> N
         assert len(await plain.engine.generate([1], {"max_tokens": 2})) == 1, "it runs on"
 
 
+async def test_a_server_that_knows_the_model_by_another_name_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """The router passes on the name that a request has."""
+    async with server(served_model_name="mine") as same, server(served_model_name="theirs") as other:
+        async with Fleet.launch("any", engines=1, served_model_name="mine", attach=[same.url], **SIM) as fleet:
+            assert "answers 404" not in caplog.text
+            await fleet.attach(other.url)
+        assert f"{other.url} serves theirs and knows no model mine: it answers 404 to OpenAI requests" in caplog.text
+
+
 @pytest.mark.parametrize("vllm", ["0.32.0", "0.26.0"])
 async def test_native_updates_of_plain_servers_lose_and_mislabel_nothing(vllm: str) -> None:
     async with server(plain=True, vllm_version=vllm) as a, server(plain=True, vllm_version=vllm) as b, \
@@ -371,12 +380,14 @@ async def test_what_cannot_be_attached() -> None:
         async with plain_fleet(two) as fleet:
             with pytest.raises(UserError, match="is a router of Penstock, not an engine"):
                 await fleet.attach(fleet.url)
-            with pytest.raises(UserError, match="the server http://localhost:.* belongs to this fleet already"):
+            with pytest.raises(UserError, match=r"the server http://localhost:.* belongs to this fleet already"):
                 await fleet.attach(two.url.replace("127.0.0.1", "localhost"))
             with pytest.raises(EngineDeadError):
                 await fleet.attach("http://127.0.0.1:9")
             with pytest.raises(ConfigError, match="and not \\['http://h:1'\\]; several are given one by one"):
                 await fleet.attach(["http://h:1"])
+            with pytest.raises(ConfigError, match=r"^a server's address is http://HOST:PORT, got "):
+                await fleet.attach("h:1")
             await check_serves(fleet, engines=1)
     with pytest.raises(ConfigError, match="a server is its URL or a ServerSpec, and not None"):
         Fleet.connect(None)  # pyright: ignore[reportArgumentType] - a variable that is not set

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from fleet_fakes import DEADLINE_S, Bench, until
 
+from penstock.engine.capabilities import PENSTOCK
 from penstock.errors import (
     DeadlineError,
     EngineDeadError,
     EngineError,
     EngineHTTPError,
     FanOutError,
+    MissingCapabilityError,
     StateError,
     UpdateError,
     UserError,
@@ -212,6 +215,15 @@ async def test_a_refusal_by_all_is_the_callers_error_and_kills_nobody(step: str)
     assert not bench.router.closed
     bench.check_belief()
     assert len(bench.roster.live()) == 2
+
+
+async def test_an_adapter_goes_to_all_or_to_none() -> None:
+    bench = await Bench("ab").started()
+    other = bench.roster.members[1]
+    other.info = replace(other.info, capabilities=replace(PENSTOCK, lora=False))
+    with pytest.raises(MissingCapabilityError, match=r"load_adapter: engine b lacks .*enable_lora=true"):
+        await bench.operations.load_adapter("style", "/adapters/style", 5.0)
+    assert ("a", "load adapter") not in bench.journal
 
 
 @pytest.mark.parametrize("kind", KINDS)

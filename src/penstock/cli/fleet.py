@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from penstock.cli.signals import run_until_signal
+from penstock.cli.signals import Interrupted, run_until_signal
 from penstock.cli.waiting import waiting
 from penstock.errors import UserError
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from penstock.fleet.link import Link
 
 T = TypeVar("T")
+
+ASKING = "asking"
+"""What changes nothing."""
 
 Url = Annotated[
     str | None,
@@ -150,7 +153,7 @@ def stop(url: Url = None) -> None:
     typer.echo("stopped")
 
 
-def _run(url: str | None, call: Callable[[Link], Awaitable[T]], what: str = "asking") -> T:
+def _run(url: str | None, call: Callable[[Link], Awaitable[T]], what: str = ASKING) -> T:
     """What the fleet answers; `what`: is under way meanwhile, as a terminal shows it."""
     from rich.console import Console  # noqa: PLC0415
 
@@ -162,7 +165,12 @@ def _run(url: str | None, call: Callable[[Link], Awaitable[T]], what: str = "ask
             with waiting(what, Console(stderr=True)):
                 return await call(link)
 
-    return run_until_signal(run())
+    try:
+        return run_until_signal(run())
+    except Interrupted:
+        if what != ASKING:
+            typer.echo(f"{what} goes on in the fleet; `penstock fleet list` shows what comes of it", err=True)
+        raise
 
 
 def _only() -> str:

@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+SAME_S = 0.5
+"""Signals so close are one: a terminal's Ctrl-C comes again from a parent such as `timeout`, which passes it on."""
+
 
 class Interrupted(BaseException):
     """A signal ended the coroutine. `exit_status` is the shell's convention, 128 + the signal's number."""
@@ -23,8 +26,8 @@ def run_until_signal(main: Coroutine[Any, Any, T]) -> T:
 
     SIGHUP, of a terminal that closes, goes unheard where it was ignored before, as under `nohup`.
 
-    A second signal finds the default handlers again and ends this process at once; children then end by their
-    lifelines. A `main` that catches the cancellation and returns has its value returned.
+    A second signal, `SAME_S` later or more, ends this process at once; children then end by their lifelines. A `main`
+    that catches the cancellation and returns has its value returned.
 
     Raises:
         Interrupted: `main` was cancelled by a signal.
@@ -42,9 +45,14 @@ async def _cancel_on_signal(main: Coroutine[Any, Any, T]) -> T:
 
     def on_signal(number: signal.Signals) -> None:
         received.append(number)
-        for other in watched:
-            loop.remove_signal_handler(other)
-        task.cancel()
+        if len(received) == 1:
+            task.cancel()
+            loop.call_later(SAME_S, let_go)
+
+    def let_go() -> None:
+        for number in watched:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)  # Python's own for SIGINT cancels whatever is ending the rest
 
     for number in watched:
         loop.add_signal_handler(number, on_signal, number)

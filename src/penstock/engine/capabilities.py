@@ -58,7 +58,10 @@ _WITH_SLEEP = (
     f"{DEV_MODE} and the option --enable-sleep-mode, or launch it by Penstock with enable_sleep_mode=true, on GPUs: on "
     "a CPU vLLM frees no memory"
 )
-_WITH_LORA = "start it with --enable-lora and the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+_WITH_LORA = (
+    "start it with --enable-lora and the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or launch it by "
+    "Penstock with enable_lora=true"
+)
 _WITH_TRANSFER = f'{DEV_MODE} and the option --weight-transfer-config \'{{"backend": "nccl"}}\' (or another backend)'
 _WITH_LOGPROBS = (
     "start it with the option --logprobs-mode processed_logprobs (without Penstock's plugin with the environment "

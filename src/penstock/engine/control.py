@@ -17,7 +17,7 @@ from penstock.errors import EngineError, EngineHTTPError, StateError, TransferEr
 from penstock.types import EngineStats, EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest
 
-BAD_REQUEST = 400
+BAD_REQUEST, UNAUTHORIZED = 400, 401
 _NO_CORE = object()
 INFO = "/penstock/info"
 _TOLD = [field.name for field in fields(EngineInfo) if field.name not in {"capabilities", "instance"}]
@@ -48,6 +48,19 @@ class ControlClient:
             EngineHTTPError: it is no vLLM server at all, or asks for another key.
         """
         try:
+            return await self._info()
+        except EngineHTTPError as error:
+            if error.status != UNAUTHORIZED:
+                raise
+            does = "does not take the API key that was given" if self._key else "asks for an API key and none was given"
+            raise EngineHTTPError(
+                f"{self.url} {does}; give its key, which all engines of a fleet share (PENSTOCK_API_KEY, api_key)",
+                status=error.status,
+                engine=self.name,
+            ) from None
+
+    async def _info(self) -> EngineInfo:
+        try:
             answer: Any = await self.http.get(INFO, timeout_s=self._timeout_s)
         except EngineHTTPError as error:
             if error.status != NOT_FOUND:
@@ -60,6 +73,7 @@ class ControlClient:
             known["capabilities"] = replace(
                 PENSTOCK,
                 sleep=bool(answer.get("sleep", True)),
+                lora=bool(answer.get("lora", True)),
                 sampled_logprobs=answer["logprobs_mode"] in SAMPLED_FROM,
             )
             await self._past_the_api(answer.get("control_port"))

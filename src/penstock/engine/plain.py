@@ -33,7 +33,7 @@ async def plain_info(http: HttpTransport, *, labelled: int, timeout_s: float) ->
     version = await _get(http, "/version", timeout_s)
     if not isinstance(version, dict) or "version" not in version:
         raise EngineHTTPError(
-            "is neither an engine of Penstock nor a vLLM server: it has neither /penstock/info nor /version",
+            f"{http.url} is neither an engine of Penstock nor a vLLM server: it has no /penstock/info and no /version",
             status=NOT_FOUND,
             engine=http.name,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, cast
@@ -182,10 +183,15 @@ class HttpTransport:
             raise DeadlineError(
                 f"no answer to {method} {path} within {timeout_s:g} s", seconds=timeout_s, engine=self.name
             ) from error
+        except aiohttp.ClientConnectorError as error:
+            number = error.os_error.errno  # negative: of getaddrinfo, which has its own names
+            why = os.strerror(number) if number is not None and number > 0 else error.strerror
+            raise UnreachableError(
+                f"{method} {path}: nothing answers at {self.url} ({why})", engine=self.name
+            ) from error
         except (aiohttp.ClientError, OSError) as error:
             detail = str(error) or type(error).__name__
-            gone = UnreachableError if isinstance(error, aiohttp.ClientConnectorError) else EngineDeadError
-            raise gone(f"{method} {path}: {detail}", engine=self.name) from error
+            raise EngineDeadError(f"{method} {path}: {detail}", engine=self.name) from error
 
     def decode(self, answer: bytes) -> Any:
         """JSON, or None for an empty body; raises EngineError for anything else."""

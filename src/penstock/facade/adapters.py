@@ -31,7 +31,8 @@ class Adapters:
 
         Raises:
             RequestError: it is no LoRARequest, or its name stands for another path here.
-            EngineHTTPError: an engine refused it; most likely it was launched without `enable_lora`.
+            MissingCapabilityError: an engine was launched without `enable_lora`.
+            EngineHTTPError: an engine refused it.
         """
         name, path = getattr(lora, "lora_name", None), getattr(lora, "lora_path", None)
         if not isinstance(name, str) or not isinstance(path, str):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from typing import Any
 
 from penstock.config import ServerSpec
 from penstock.engine.concurrent import all_or_first_error
@@ -13,6 +15,8 @@ from penstock.fleet.assemble import JOIN_S, join
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import Member
 
+logger = logging.getLogger(__name__)
+
 
 class AttachedServers:
     """Joins servers of others to one fleet.
@@ -20,12 +24,14 @@ class AttachedServers:
     Args:
         api_key: what they ask for; the same as the router's, which passes on what callers send.
         control_timeout_s: deadline of a control call.
+        served_as: what clients of the fleet call its model; None: nobody has said.
     """
 
-    def __init__(self, *, api_key: str | None, control_timeout_s: float) -> None:
+    def __init__(self, *, api_key: str | None, control_timeout_s: float, served_as: str | None = None) -> None:
         self._connections = AsyncExitStack()
         self._api_key = api_key
         self._control_s = control_timeout_s
+        self._served_as = served_as
 
     async def join(self, lifecycle: Lifecycle, spec: ServerSpec, beside: Sequence[Member] = ()) -> Member:
         """Ask a server what it is; it is SYNCING then.
@@ -44,7 +50,7 @@ class AttachedServers:
                 lifecycle, spec.url, self._connections, api_key=self._api_key, control_timeout_s=self._control_s
             )
             try:
-                await self._refuse_router(spec.url)
+                await self._look(spec.url)
                 _refuse_other_model(member, beside)
                 member.ranks = _ranks(member, spec)
             except BaseException:
@@ -60,20 +66,39 @@ class AttachedServers:
         """Close the connections to them; they run on."""
         await self._connections.aclose()
 
-    async def _refuse_router(self, url: str) -> None:
-        """A router passes on what an engine is asked, so it would be taken for one of its own engines."""
+    async def _look(self, url: str) -> None:
         http = HttpTransport(url, api_key=self._api_key)
         try:
-            await http.get_text("/router/health", timeout_s=JOIN_S)
-        except EngineHTTPError:
-            return
+            await _refuse_router(http)
+            if self._served_as is not None:
+                await _warn_of_other_name(http, self._served_as)
         finally:
             await http.close()
-        raise UserError(f"{url} is a router of Penstock, not an engine; give the addresses of its engines")
 
     async def join_all(self, lives: Sequence[Lifecycle], specs: Sequence[ServerSpec]) -> list[Member]:
         """Join several; PenstockError of the first that does not, and the others are given up."""
         return await all_or_first_error(self.join(*pair) for pair in zip(lives, specs, strict=True))
+
+
+async def _refuse_router(http: HttpTransport) -> None:
+    """A router passes on what an engine is asked, so it would be taken for one of its own engines."""
+    try:
+        await http.get_text("/router/health", timeout_s=JOIN_S)
+    except EngineHTTPError:
+        return
+    raise UserError(f"{http.url} is a router of Penstock, not an engine; give the addresses of its engines")
+
+
+async def _warn_of_other_name(http: HttpTransport, name: str) -> None:
+    """OpenAI requests name the model, and are passed on as they came; those by token ids do not."""
+    models: Any = await http.get("/v1/models", timeout_s=JOIN_S)
+    names = [str(model["id"]) for model in models["data"]]
+    if name not in names:
+        logger.warning(
+            "%s serves %s and knows no model %s: it answers 404 to OpenAI requests that name that one; start it with "
+            "--served-model-name %s, or give the fleet served_model_name=%s",
+            http.url, ", ".join(names), name, name, names[0],
+        )  # fmt: skip
 
 
 def _refuse_other_model(member: Member, beside: Sequence[Member]) -> None:

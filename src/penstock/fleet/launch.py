@@ -133,7 +133,11 @@ class _Plan:
                 stop_timeout_s=self.fleet.stop_timeout_s,
             )
             owned.push_async_callback(engines.end_all)
-            attached = AttachedServers(api_key=self.api_key, control_timeout_s=self.engine.control_timeout_s)
+            attached = AttachedServers(
+                api_key=self.api_key,
+                control_timeout_s=self.engine.control_timeout_s,
+                served_as=self.engine.served_model_name or self.engine.model,
+            )
             owned.push_async_callback(attached.close)
             specs, first = self.fleet.attach, self.fleet.engines
             # Those of others first: what is wrong with them is known in no time.

@@ -195,13 +195,13 @@ class Operations:
         """Load a LoRA adapter on every engine, in no turn; a core says nothing while it does, and is not dead of it.
 
         Raises:
+            MissingCapabilityError: one takes none; nobody was asked.
             EngineHTTPError: one refused it, or another error of the first that failed; the others have it.
         """
+        self._require("lora", "load_adapter")
         with self._roster.occupation.going_on():
             outcome = await fan_out(
-                self._roster.live(),
-                lambda engine: engine.load_adapter(name, path, timeout_s=timeout_s),
-                deadline_s=timeout_s + 2.0,
+                self._roster.live(), lambda e: e.load_adapter(name, path, timeout_s=timeout_s), deadline_s=timeout_s + 2
             )
         outcome.raise_first()
 

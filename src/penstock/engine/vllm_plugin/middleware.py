@@ -81,6 +81,8 @@ class PenstockMiddleware:
         await _answer(send, status, answer)
 
     async def _info(self, keys: list[str], engine: Any, _body: Any) -> dict[str, Any]:
+        from vllm import envs  # noqa: PLC0415
+
         config = engine.vllm_config
         parallel = config.parallel_config
         self._spans.install(engine)
@@ -103,6 +105,7 @@ class PenstockMiddleware:
             "logprobs_mode": config.model_config.logprobs_mode,
             # On CPUs vLLM answers that it sleeps, and frees nothing.
             "sleep": config.model_config.enable_sleep_mode and config.device_config.device_type != "cpu",
+            "lora": config.lora_config is not None and envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING,
             "control_port": await self._control_port(engine, keys),
         }
 
