@@ -96,7 +96,7 @@ async def test_it_tells_which_logprobs_the_server_gives(mode: str, monkeypatch) 
     engine = SimpleNamespace(
         output_processor=SimpleNamespace(add_request=object, process_outputs=object),
         engine_core=SimpleNamespace(add_request_async=object),
-        vllm_config=SimpleNamespace(model_config=model, parallel_config=parallel),
+        vllm_config=SimpleNamespace(model_config=model, parallel_config=parallel, lora_config=None),
         get_weight_version=version,
         is_paused=paused,
         collective_rpc=on_workers,
@@ -105,6 +105,7 @@ async def test_it_tells_which_logprobs_the_server_gives(mode: str, monkeypatch) 
     start, body = await answer("GET", "/penstock/info", app=app)
     told = json.loads(body["body"])
     assert (start["status"], told["weight_version"], told["logprobs_mode"]) == (200, 3, mode)
+    assert told["lora"] is False
 
 
 class Cores:

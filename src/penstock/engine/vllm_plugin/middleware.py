@@ -81,8 +81,6 @@ class PenstockMiddleware:
         await _answer(send, status, answer)
 
     async def _info(self, keys: list[str], engine: Any, _body: Any) -> dict[str, Any]:
-        from vllm import envs  # noqa: PLC0415
-
         config = engine.vllm_config
         parallel = config.parallel_config
         self._spans.install(engine)
@@ -105,7 +103,7 @@ class PenstockMiddleware:
             "logprobs_mode": config.model_config.logprobs_mode,
             # On CPUs vLLM answers that it sleeps, and frees nothing.
             "sleep": config.model_config.enable_sleep_mode and config.device_config.device_type != "cpu",
-            "lora": config.lora_config is not None and envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING,
+            "lora": config.lora_config is not None and _takes_adapters(),
             "control_port": await self._control_port(engine, keys),
         }
 
@@ -234,6 +232,11 @@ def _keys(scope: Scope) -> list[str]:
 
 def _one_core(engine: Any) -> bool:
     return engine.vllm_config.parallel_config.data_parallel_size == 1
+
+
+def _takes_adapters() -> bool:
+    """Whether vLLM lets adapters come while it runs, read as it does (`vllm.envs`)."""
+    return os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").strip().lower() in {"1", "true"}
 
 
 def _vllm_version() -> str:
