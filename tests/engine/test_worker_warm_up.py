@@ -57,7 +57,10 @@ async def test_an_engine_is_told_once_as_its_launcher_asks_what_it_is() -> None:
     model = SimpleNamespace(get_vocab_size=int, max_model_len=8, logprobs_mode="raw_logprobs", enable_sleep_mode=False)
     parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=2)
     config = SimpleNamespace(
-        parallel_config=parallel, model_config=model, device_config=SimpleNamespace(device_type="cuda")
+        parallel_config=parallel,
+        model_config=model,
+        lora_config=None,
+        device_config=SimpleNamespace(device_type="cuda"),
     )
     engine = SimpleNamespace(
         vllm_config=config, collective_rpc=collective_rpc, is_paused=is_paused,

@@ -20,7 +20,7 @@ from penstock.weights.manifest import WeightManifest
 BAD_REQUEST, UNAUTHORIZED = 400, 401
 _NO_CORE = object()
 INFO = "/penstock/info"
-_TOLD = [field.name for field in fields(EngineInfo) if field.name not in {"capabilities", "instance"}]
+_TOLD = [field.name for field in fields(EngineInfo) if field.name not in {"capabilities", "instance", "kv_kept"}]
 """What our plugin says there, besides how it is set; what else it can do is known."""
 
 
