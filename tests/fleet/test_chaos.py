@@ -1,0 +1,41 @@
+"""Seeded faults under load (`chaos_run.py`): what no client may lose, it does not lose."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+async def _chaos(*arguments: str, timeout_s: float) -> dict[str, Any]:
+    run = await asyncio.create_subprocess_exec(
+        sys.executable, str(HERE / "chaos_run.py"), *arguments,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, log = await asyncio.wait_for(run.communicate(), timeout_s)
+    assert out, log.decode()[-4000:]
+    seen = json.loads(out)
+    assert run.returncode == 0, seen
+    return seen
+
+
+@pytest.mark.timeout(300)
+async def test_a_death_of_any_process_costs_no_request():
+    """Simulated engines, one of each fault."""
+    seen = await _chaos("sim-model", "--profile", "sim", "--faults", "6", "--only", "router,api", timeout_s=240)
+    assert sum(seen["faults"].values()) == 6
+    assert min(seen["asked"].values()) > 20
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(5400)
+async def test_a_hundred_faults_cost_no_request_on_real_engines(nano_path):
+    seen = await _chaos(str(nano_path), "--faults", "100", timeout_s=5000)
+    assert sum(seen["faults"].values()) == 100
