@@ -23,15 +23,15 @@ from typing import Any
 import _common
 import numpy as np
 
+from fleet_sim.peers import PeerRouter
+from fleet_sim.run import START_SPACING_S, FleetRun, FleetSetup
+from fleet_sim.speed import EngineLimits, EngineSpeed
+from fleet_sim.trace import AgentShape, GroupShape, Lengths, Trajectory, Turn, agents, groups
 from penstock import lifeline
 from penstock.config import EngineConfig
 from penstock.engine.control import ControlClient
 from penstock.engine.data import DataClient
 from penstock.engine.process import EngineProcess
-from penstock.sim.fleet_peers import PeerRouter
-from penstock.sim.fleet_run import START_SPACING_S, FleetRun, FleetSetup
-from penstock.sim.fleet_speed import EngineLimits, EngineSpeed
-from penstock.sim.fleet_trace import AgentShape, GroupShape, Lengths, Trajectory, Turn, agents, groups
 from penstock.types import SamplingParams
 
 MODEL = Path(__file__).parent.parent / "examples" / "models" / "sorter-0.8m"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fleet_sim.peers import PEERS
+from fleet_sim.router import FleetRouter
+from fleet_sim.run import FleetFigures, FleetRun, FleetSetup, Incident
+from fleet_sim.speed import EngineLimits, EngineSpeed
+from fleet_sim.trace import AgentShape, GroupShape, Lengths, Trajectory, agents, groups
 from penstock.router.placement import Placement, PlacementOptions
 from penstock.router.policies.registry import POLICIES
-from penstock.sim.fleet_peers import PEERS
-from penstock.sim.fleet_router import FleetRouter
-from penstock.sim.fleet_run import FleetFigures, FleetRun, FleetSetup, Incident
-from penstock.sim.fleet_speed import EngineLimits, EngineSpeed
-from penstock.sim.fleet_trace import AgentShape, GroupShape, Lengths, Trajectory, agents, groups
 
 OURS = "bounded-sticky"
 

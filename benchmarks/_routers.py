@@ -110,18 +110,22 @@ def raw(ports: Sequence[int]) -> Iterator[Side]:
 
 
 @contextmanager
-def peer(name: str, ports: Sequence[int]) -> Iterator[Side]:
-    """`vllm-router` or `sglang-router`, with its session policy, and little in its log."""
+def peer(name: str, ports: Sequence[int], *options: str) -> Iterator[Side]:
+    """`vllm-router` or `sglang-router`, with its session policy, and little in its log.
+
+    Without ports it listens and has no workers yet. The last one of two equal `options` is in force.
+    """
     own = {
         "vllm-router": ["-m", "vllm_router.launch_router", "--policy", "consistent_hash", "--log-level", "warning"],
         "sglang-router": ["-m", "sglang_router.launch_router", "--policy", "manual", "--log-level", "warn"],
     }
     port = _common.free_port()
     argv = [sys.executable, *own[name], "--host", "127.0.0.1", "--port", str(port), "--prometheus-port"]
-    argv += [str(_common.free_port()), "--worker-urls", *(f"http://127.0.0.1:{p}" for p in ports)]
+    argv += [str(_common.free_port()), *options]
+    argv += ["--worker-urls", *(f"http://127.0.0.1:{p}" for p in ports)] if ports else []
     with _process(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         side = Side(name, port, process)
-        _until_ready(side)
+        _until_ready(side, serving=bool(ports))
         yield side
 
 
@@ -130,14 +134,14 @@ def have(name: str) -> bool:
     return importlib.util.find_spec(name.replace("-", "_")) is not None
 
 
-def _until_ready(side: Side) -> None:
+def _until_ready(side: Side, *, serving: bool) -> None:
     body = b'{"model":"m","prompt":"1","max_tokens":0}'
     deadline = time.monotonic() + START_S
     while True:
         connection = http.client.HTTPConnection("127.0.0.1", side.port, timeout=5)
         try:
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-            if connection.getresponse().status == http.HTTPStatus.OK:
+            if connection.getresponse().status == http.HTTPStatus.OK or not serving:
                 return
         except (OSError, http.client.HTTPException):
             pass  # not listening yet

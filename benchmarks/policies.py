@@ -31,7 +31,7 @@ import _calibration
 import _common
 from _policy_cells import ASSUMPTIONS, GPU_LIMITS, GPU_SPEED, OURS, Cell, cells, routers
 
-from penstock.sim.fleet_run import FleetFigures
+from fleet_sim.run import FleetFigures
 
 SIZES = {8: 3.0, 128: 1.25}
 """Engines, and how many trajectories there are for each that is under way."""

@@ -27,13 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import _common
+import _routers
 import orjson
 import psutil
 import torch
 from _closed_loop import ClosedLoop
 from transformers import AutoModelForCausalLM
 
-from penstock.config import EngineConfig, RouterConfig
+from penstock.config import EngineConfig
 from penstock.engine import wire
 from penstock.engine.concurrent import all_or_first_error
 from penstock.engine.control import ControlClient
@@ -43,7 +44,6 @@ from penstock.engine.transport import HttpTransport
 from penstock.errors import EngineDeadError, PenstockError
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.lifecycle import State
-from penstock.fleet.vllm_router import VllmRouterProcess
 from penstock.types import SamplingParams
 from penstock.weights.shared_memory import SharedMemoryStore
 
@@ -51,6 +51,7 @@ MODEL = Path(__file__).parent.parent / "examples" / "models" / "sorter-0.8m"
 TOKENS = (100, 200)
 """Fewest and most of an answer: were all of one length, they would end at once, and the moment of a kill count."""
 CHUNK = 64
+PEER_OPTIONS = ("--policy", "round_robin", "--worker-startup-check-interval", "1")
 OPTIONS: dict[str, Any] = {"profile": "cpu", "max_model_len": 256, "max_num_seqs": 256}
 LOOK_S = 0.01
 ALL_THERE = 0.95
@@ -237,9 +238,8 @@ async def theirs(concurrent: int) -> AsyncIterator[Die]:
             EngineProcess.launch(config, name=f"e{i}", log_dir=logs) for i in range(2)
         )
         stack.push_async_callback(lambda: all_or_first_error(engine.stop() for engine in engines))
-        router = await VllmRouterProcess.launch(RouterConfig(kind="vllm-router", policy="round-robin"), log_dir=logs)
-        stack.push_async_callback(router.stop)
-        http = HttpTransport(router.url)
+        router = stack.enter_context(_routers.peer("vllm-router", (), *PEER_OPTIONS))
+        http = HttpTransport(f"http://127.0.0.1:{router.port}")
         stack.push_async_callback(http.close)
         for engine in engines:
             await http.call("POST", "/add_worker", b"", timeout_s=60.0, params={"url": engine.url})

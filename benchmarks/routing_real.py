@@ -18,11 +18,12 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import _common
+import _routers
 import psutil
 
 from penstock.engine.transport import HttpTransport
@@ -46,13 +47,9 @@ KV_TOKEN_BYTES = 4 * 2 * 2 * 32 * 4
 """Of this model: layers, keys and values, heads, their size, fp32."""
 
 OURS = "bounded-sticky"
-SIDES: dict[str, dict[str, Any]] = {
-    OURS: {"policy": OURS},
-    "round-robin": {"policy": "round-robin"},
-    "vllm-router consistent_hash": {"kind": "vllm-router", "policy": "consistent-hash"},
-    "vllm-router sticky_least_loaded": {"kind": "vllm-router", "policy": "sticky-least-loaded"},
-    "vllm-router cache_aware": {"kind": "vllm-router", "policy": "prefix-aware"},
-}
+PEER = "vllm-router"
+PEER_POLICIES = ("consistent_hash", "sticky_least_loaded", "cache_aware")
+SIDES = (OURS, "round-robin", *(f"{PEER} {policy}" for policy in PEER_POLICIES))
 NOISE = 0.03
 """What two runs of one router differ by on a busy machine of two cores, in hit rate and time."""
 
@@ -136,7 +133,13 @@ def processor_seconds() -> float:
 
 async def measure(urls: Sequence[str], side: str, made: Trace, name: str) -> Round:
     """One router, started anew, over engines that remember nothing."""
-    async with Fleet.connect(urls, **SIDES[side]) as fleet:
+    peer, _, policy = side.rpartition(" ")
+    async with AsyncExitStack() as stack:
+        options = {"policy": policy}
+        if peer:
+            router = stack.enter_context(_routers.peer(peer, (), "--policy", policy))
+            options = {"kind": PEER, "url": f"http://127.0.0.1:{router.port}"}
+        fleet = await stack.enter_async_context(Fleet.connect(urls, **options))
         await fleet.reset_prefix_cache()
         queries, hits = await prefix_tokens(urls)
         processor = processor_seconds()

@@ -23,7 +23,7 @@ async def plain_server(
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
         given = {**options, "host": "127.0.0.1", "port": port}
         command += [part for name, value in given.items() for part in (f"--{name}", str(value))]
-        argv = [sys.executable, "-m", "penstock.fleet.under_lifeline", *command]
+        argv = [sys.executable, str(Path(__file__).with_name("under_lifeline.py")), *command]
         child = await ChildProcess.start(argv, name="plain", log=log, env=env)
         http = HttpTransport(f"http://127.0.0.1:{port}")
         try:

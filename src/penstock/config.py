@@ -107,7 +107,7 @@ class RouterConfig(Section):
     """The data plane in front of a fleet."""
 
     kind: Literal["penstock", "vllm-router"] = "penstock"
-    """`vllm-router`: that program in the place of ours, as far as it goes (docs/routing.md)."""
+    """`vllm-router`: one that runs at `url`, in the place of ours, as far as it goes (docs/routing.md)."""
     url: Annotated[str, Field(pattern=r"^http://[^/\s]+$")] | None = None
     """Of a router of this kind that runs already: it is used, and gets this fleet's engines, instead of a new one."""
     host: str = "127.0.0.1"

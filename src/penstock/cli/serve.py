@@ -49,7 +49,8 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 8000,
     router: Annotated[
-        str, typer.Option(metavar="KIND", help="penstock, or vllm-router in the place of our router.")
+        str,
+        typer.Option(metavar="KIND", help="penstock, or vllm-router: one that runs at router.url."),
     ] = "penstock",
     launcher: Annotated[
         str, typer.Option(metavar="KIND", help="local, or ray: engines under Ray actors, on any node of a cluster.")

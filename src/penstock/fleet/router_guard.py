@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.config import FleetConfig
 from penstock.engine.concurrent import cancelled
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError
 from penstock.fleet.restart import RestartBudget
 from penstock.fleet.roster import Roster
+from penstock.fleet.router_process import RouterProcess
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +35,6 @@ async def settle(roster: Roster, interval_s: float) -> None:
                 sure = False
 
 
-class RouterHandle(Protocol):
-    """A router's process; `router_process.RouterProcess` is the usual one."""
-
-    async def wait(self) -> int: ...  # noqa: D102
-    async def stop(self) -> None: ...  # noqa: D102
-    def kill(self) -> None: ...  # noqa: D102
-
-
 class RouterGuard:
     """Holds a router's process, and starts the next one when it ends.
 
@@ -50,7 +43,9 @@ class RouterGuard:
         relaunch: starts another one on the same address, with the policy that the old one said last it had.
     """
 
-    def __init__(self, router: RouterHandle, relaunch: Callable[[Mapping[str, Any]], Awaitable[RouterHandle]]) -> None:
+    def __init__(
+        self, router: RouterProcess, relaunch: Callable[[Mapping[str, Any]], Awaitable[RouterProcess]]
+    ) -> None:
         self._router = router
         self._policy: Mapping[str, Any] = {}
         self._relaunch = relaunch

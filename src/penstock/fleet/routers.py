@@ -1,4 +1,4 @@
-"""Which router a fleet runs behind: ours or vllm-router, started here or found running."""
+"""Which router a fleet runs behind: ours, started here or found running, or a vllm-router that runs."""
 
 from __future__ import annotations
 
@@ -13,39 +13,37 @@ from penstock.errors import ConfigError, EngineStartError, PenstockError
 from penstock.fleet.roster import Admin
 from penstock.fleet.router_guard import RouterGuard
 from penstock.fleet.router_process import RouterProcess
-from penstock.fleet.vllm_router import VllmRouterAdmin, VllmRouterProcess, check_vllm_router
+from penstock.fleet.vllm_router import VllmRouterAdmin
 from penstock.router.admin_client import RouterAdmin
 
 logger = logging.getLogger(__name__)
 
 
 _ADDRESS = {"kind", "url", "host", "port"}
-_VLLM_ROUTER_TAKES = _ADDRESS | {"policy", "max_held", "max_body_bytes"}
 
 
 def check_router(config: RouterConfig, api_key: str | None) -> None:
     """Refuse what can be known to be wrong before anything starts.
 
     Raises:
-        ConfigError: it would be open to other machines without a key, vllm-router has no such policy, or an option
+        ConfigError: the router would be open to other machines without a key, vllm-router has no URL, or an option
             would have no effect.
-        UserError: vllm-router is not installed.
     """
-    if config.url is not None:
-        _refuse_idle(config, _ADDRESS, f"the router at {config.url} runs already, with options of its own")
-    elif config.kind == "vllm-router":
-        _refuse_idle(config, _VLLM_ROUTER_TAKES, "vllm-router has nothing of the kind")
-        check_vllm_router(config)
-    else:
+    if config.url is None:
+        if config.kind == "vllm-router":
+            raise ConfigError(
+                "router.kind=vllm-router needs router.url: a fleet starts no vllm-router of its own; start one "
+                "(`vllm-router --host 127.0.0.1 --port 30000 --policy consistent_hash`) and give its URL"
+            )
         refuse_open_host(config.host, api_key)
-
-
-def _refuse_idle(config: RouterConfig, takes: set[str], why: str) -> None:
-    """Raise ConfigError for an option that was set and that this router would not follow."""
-    for name, default in RouterConfig().model_dump(exclude=takes).items():
+        return
+    for name, default in RouterConfig().model_dump(exclude=_ADDRESS).items():
         value = getattr(config, name)
         if value != default:
-            raise ConfigError(f"router.{name}={value} would have no effect: {why}; leave it out")
+            raise ConfigError(
+                f"router.{name}={value} would have no effect: the router at {config.url} runs already, with options "
+                "of its own; leave it out"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +86,8 @@ async def open_router(config: RouterConfig, *, log_dir: Path, api_key: str | Non
     return OpenRouter(url, admin, guard)
 
 
-async def _launch(config: RouterConfig, log_dir: Path, api_key: str | None) -> RouterProcess | VllmRouterProcess:
+async def _launch(config: RouterConfig, log_dir: Path, api_key: str | None) -> RouterProcess:
     try:
-        if config.kind == "vllm-router":
-            return await VllmRouterProcess.launch(config, log_dir=log_dir)
         return await RouterProcess.launch(config, log_dir=log_dir, api_key=api_key)
     except OSError as error:  # no memory, descriptor or room on a disk is left; that may pass
         raise EngineStartError(f"this system starts no process for the router: {error}") from error

@@ -1,7 +1,7 @@
 """What the discrete-event fleet asks of a router, and the request it shows it.
 
 The interface is `penstock.router.placement.Placement`'s own, so the router's real placement runs in the simulator;
-models of other routers (`fleet_peers.py`) have the same one.
+models of other routers (`peers.py`) have the same one.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import hashlib
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+from fleet_sim.cache import Segment
 from penstock.router.membership import EngineEntry
 from penstock.router.policies.base import Defer
-from penstock.sim.fleet_cache import Segment
 
 BLOCK = 64
 """Tokens of one block of `X-Prefix-Hashes`."""

@@ -12,9 +12,9 @@ import bisect
 import hashlib
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
+from fleet_sim.router import FleetRequest, FleetRouter
 from penstock.router.membership import EngineEntry
 from penstock.router.policies.base import Defer
-from penstock.sim.fleet_router import FleetRequest, FleetRouter
 
 
 def hash64(text: str) -> int:

@@ -14,9 +14,9 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
+from fleet_sim.cache import Segment, SegmentCache
+from fleet_sim.speed import EngineLimits, EngineSpeed
 from penstock.errors import RequestError
-from penstock.sim.fleet_cache import Segment, SegmentCache
-from penstock.sim.fleet_speed import EngineLimits, EngineSpeed
 
 
 class FleetSequence:

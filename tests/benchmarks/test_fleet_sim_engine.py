@@ -8,14 +8,14 @@ import random
 from dataclasses import replace
 
 import pytest
-from fleet_routers import RoundRobin
+from fleet_sim_routers import RoundRobin
 
+from fleet_sim.engine import FleetEngine, FleetSequence
+from fleet_sim.run import START_SPACING_S, FleetRun, FleetSetup
+from fleet_sim.speed import EngineLimits, EngineSpeed
+from fleet_sim.trace import AgentShape, GroupShape, Lengths, Trajectory, agents, groups
 from penstock.errors import RequestError
 from penstock.sim import SimConfig, SimEngine, VirtualClock, run_virtual
-from penstock.sim.fleet_engine import FleetEngine, FleetSequence
-from penstock.sim.fleet_run import START_SPACING_S, FleetRun, FleetSetup
-from penstock.sim.fleet_speed import EngineLimits, EngineSpeed
-from penstock.sim.fleet_trace import AgentShape, GroupShape, Lengths, Trajectory, agents, groups
 from penstock.types import SamplingParams
 
 SPEED = EngineSpeed(step_s=0.01, sequence_s=2e-4, context_s=1e-7, prefill_s=2e-5, prefill_context_s=1e-9)

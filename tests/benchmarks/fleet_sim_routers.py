@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from fleet_sim.router import FleetRequest
 from penstock.router.membership import EngineEntry
 from penstock.router.policies.base import Defer
-from penstock.sim.fleet_router import FleetRequest
 
 
 class RoundRobin:

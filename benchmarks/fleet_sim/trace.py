@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.sim.fleet_cache import Segment
+from fleet_sim.cache import Segment
 
 
 @dataclass(frozen=True, slots=True)

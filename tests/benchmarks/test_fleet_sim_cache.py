@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from fleet_sim.cache import Segment, SegmentCache
 from penstock.sim.blocks import Block, BlockPool
-from penstock.sim.fleet_cache import Segment, SegmentCache
 
 BLOCK = 16
 

@@ -1,4 +1,4 @@
-"""`python -m penstock.fleet.under_lifeline PROGRAM ARGUMENTS...`: a program that knows no lifeline ends with us too.
+"""`python under_lifeline.py PROGRAM ARGUMENTS...`: a program that knows no lifeline ends with us too.
 
 The thread that watches a lifeline needs an interpreter that runs. vllm-router is a Python program, but its server holds
 the interpreter's lock for as long as it serves, so the watching is done here, in the process that started it.

@@ -6,10 +6,7 @@ from collections import Counter
 
 import pytest
 
-from penstock.router.membership import EngineEntry
-from penstock.router.placement import Placement, PlacementOptions
-from penstock.router.policies.registry import POLICIES
-from penstock.sim.fleet_peers import (
+from fleet_sim.peers import (
     PEERS,
     PeerRouter,
     TorchRLBalancer,
@@ -17,10 +14,13 @@ from penstock.sim.fleet_peers import (
     VllmConsistentHash,
     VllmStickyLeastLoaded,
 )
-from penstock.sim.fleet_router import FleetRequest, FleetRouter
-from penstock.sim.fleet_run import FleetRun, FleetSetup, Incident
-from penstock.sim.fleet_speed import EngineLimits, EngineSpeed
-from penstock.sim.fleet_trace import AgentShape, Lengths, agents
+from fleet_sim.router import FleetRequest, FleetRouter
+from fleet_sim.run import FleetRun, FleetSetup, Incident
+from fleet_sim.speed import EngineLimits, EngineSpeed
+from fleet_sim.trace import AgentShape, Lengths, agents
+from penstock.router.membership import EngineEntry
+from penstock.router.placement import Placement, PlacementOptions
+from penstock.router.policies.registry import POLICIES
 
 
 def entries(count: int) -> list[EngineEntry]:

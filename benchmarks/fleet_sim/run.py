@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fleet_sim.cache import Segment
+from fleet_sim.engine import FleetEngine, FleetSequence
+from fleet_sim.router import FleetRequest, FleetRouter
+from fleet_sim.speed import EngineLimits, EngineSpeed
+from fleet_sim.trace import Trajectory
 from penstock.errors import StateError
 from penstock.router.membership import EngineEntry
 from penstock.router.policies.base import Defer
-from penstock.sim.fleet_cache import Segment
-from penstock.sim.fleet_engine import FleetEngine, FleetSequence
-from penstock.sim.fleet_router import FleetRequest, FleetRouter
-from penstock.sim.fleet_speed import EngineLimits, EngineSpeed
-from penstock.sim.fleet_trace import Trajectory
 
 START_SPACING_S = 0.005
 """Between the first trajectories: a worker starts them one after another."""

@@ -6,14 +6,14 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
-from fleet_routers import RoundRobin
+from fleet_sim_routers import RoundRobin
 
+from fleet_sim.router import FleetRequest
+from fleet_sim.run import FleetRun, FleetSetup, Incident, quantile
+from fleet_sim.speed import EngineLimits, EngineSpeed
+from fleet_sim.trace import AgentShape, GroupShape, Lengths, agents, groups
 from penstock.errors import StateError
 from penstock.router.policies.base import Defer
-from penstock.sim.fleet_router import FleetRequest
-from penstock.sim.fleet_run import FleetRun, FleetSetup, Incident, quantile
-from penstock.sim.fleet_speed import EngineLimits, EngineSpeed
-from penstock.sim.fleet_trace import AgentShape, GroupShape, Lengths, agents, groups
 
 SPEED = EngineSpeed(step_s=0.01, sequence_s=1e-5, context_s=5e-8, prefill_s=3e-5)
 SETUP = FleetSetup(4, 24, SPEED, EngineLimits(kv_tokens=60_000))
