@@ -129,6 +129,13 @@ def test_the_demo_sends_the_tensors_that_it_trains() -> None:
     assert {name: tensor.data_ptr() for name, tensor in learner.served_tensors()} == live
 
 
+def test_sampling_that_the_loss_does_not_correct_for_is_refused_before_anything_starts() -> None:
+    reason = r"rollout\.top_p.*0\.9 cannot be trained on: engines then give logprobs over the kept tokens alone"
+    with pytest.raises(ConfigError, match=reason):
+        load_config(ROOT / "examples" / "DEMO.yaml", ["rollout.top_p=0.9"])
+    assert load_config(ROOT / "examples" / "DEMO.yaml", ["rollout.top_p=1"]).rollout.top_p == 1
+
+
 class Waiting(Recorder):
     """Says when the first step is done."""
 

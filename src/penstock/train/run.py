@@ -99,11 +99,7 @@ async def _run(
                 fleet,
                 tokenizer,
                 environment,
-                SamplingParams(
-                    max_tokens=config.rollout.max_tokens,
-                    temperature=config.rollout.temperature,
-                    top_p=config.rollout.top_p,
-                ),
+                SamplingParams(max_tokens=config.rollout.max_tokens, temperature=config.rollout.temperature),
                 config.rollout.concurrency,
             )
             training = train(
