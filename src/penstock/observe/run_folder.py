@@ -29,6 +29,7 @@ Keys of a row of metrics.jsonl, all of them numbers; seconds are wall seconds:
     generated_tokens     response tokens of groups completed since the row before
     tokens_per_second    the same by `seconds/step`
     wasted_tokens        tokens generated and thrown away since the run began
+    aborted_samples      samples thrown away since the run began, because `abort_generation` cut them
     update/bubble        seconds in which an engine made no token because of the update
     update/bytes, update/engines, update/failures, update/preempted
     update/PHASE         seconds of the fleet's phases: publish, prepare, gate, total
