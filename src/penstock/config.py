@@ -266,6 +266,16 @@ class RolloutConfig(Section):
     concurrency: Positive = 1024
     """Most samples in flight."""
 
+    @field_validator("top_p")
+    @classmethod
+    def _whole_distribution(cls, top_p: float) -> float:
+        if top_p < 1:
+            raise ValueError(
+                f"{top_p} cannot be trained on: engines then give logprobs over the kept tokens alone and the learner "
+                "over the whole vocabulary, so importance weights would be wrong; leave it at 1"
+            )
+        return top_p
+
 
 class TrainConfig(Section):
     """The learner and its schedule."""

@@ -119,12 +119,7 @@ class SamplingParams:
             return value
         if not isinstance(value, Mapping):
             raise RequestError(f"sampling parameters must be SamplingParams or a mapping, got {type(value).__name__}")
-        known = {f.name for f in dataclasses.fields(cls)}
-        for name in value:
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
-                raise RequestError(f"unknown sampling parameter {name!r}{hint}")
+        _refuse_unknown(value, cls, "sampling parameter")
         values = dict(value)
         for name in ("stop", "stop_token_ids"):
             given = values.get(name)
@@ -136,6 +131,15 @@ class SamplingParams:
             return cls(**values)
         except TypeError as error:
             raise RequestError(f"sampling parameters {values!r}: {error}") from error
+
+
+def _refuse_unknown(given: Mapping[str, Any], cls: type[Any], what: str) -> None:
+    known = {f.name for f in dataclasses.fields(cls)}
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+            raise RequestError(f"unknown {what} {name!r}{hint}")
 
 
 def _whole(value: Any) -> int:
@@ -225,6 +229,8 @@ class GenerateBatch:
             raise RequestError(
                 f"session_ids has {len(self.session_ids)} entries for {len(self)} prompts; give one for each"
             )
+        _refuse_mapping(self.prompts, "prompts")
+        _refuse_mapping(self.prompt_token_ids, "prompt_token_ids")
         # Strings and flat lists are sequences too: taken as such, they would be a prompt for each character or token.
         if isinstance(self.prompts, str):
             raise RequestError(f"prompts is one string; give a list of prompts: [{self.prompts[:40]!r}]")
@@ -236,9 +242,28 @@ class GenerateBatch:
             if len(ids) == 0:
                 raise RequestError(f"prompt_token_ids[{i}] is empty")
 
+    @classmethod
+    def of(cls, value: Self | Mapping[str, Any]) -> Self:
+        """Take a batch as a caller gave it: an instance, or a mapping of its fields.
+
+        Raises:
+            RequestError: for an unknown key (with the nearest known one), or what no batch may hold.
+        """
+        if isinstance(value, cls):
+            return value
+        given = cast("Mapping[str, Any]", value)
+        _refuse_unknown(given, cls, "key of a batch")
+        return cls(**given)
+
     def __len__(self) -> int:
         given = self.prompts if self.prompts is not None else self.prompt_token_ids
         return len(given) if given is not None else 0
+
+
+def _refuse_mapping(given: object, name: str) -> None:
+    if isinstance(given, Mapping):  # it would be read as the list of its keys
+        keys = [str(key) for key in cast("Mapping[object, object]", given)]
+        raise RequestError(f"{name} is a mapping with the keys {keys}; give a list")
 
 
 def _check_prompt(prompt: object, where: str) -> None:

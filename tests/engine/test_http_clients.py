@@ -201,8 +201,17 @@ async def test_a_router_whose_address_cannot_be_reached_is_gone(monkeypatch: pyt
         ({"prompts": [{"role": "user", "content": "hi"}]}, r"prompts\[0\] is one message"),
         ({"prompt_token_ids": [1, 2]}, r"prompt_token_ids\[0\] is 1; give a list of token ids for each prompt"),
         ({"prompt_token_ids": [[1], []]}, r"prompt_token_ids\[1\] is empty"),
+        (
+            {"prompts": {"prompts": ["a"], "n": 1}},
+            r"prompts is a mapping with the keys \['prompts', 'n'\]; give a list",
+        ),
+        ({"prompt_token_ids": {7: [1]}}, r"prompt_token_ids is a mapping with the keys \['7'\]"),
+        ({"prompts": ["a"], "prompt_token_ids": [[1]]}, "exactly one of prompts and prompt_token_ids; .* has both"),
+        ({"sampling_params": {"n": 1}}, "exactly one of prompts and prompt_token_ids; .* has neither"),
     ],
 )
 def test_one_prompt_is_not_taken_for_a_batch(given, says: str) -> None:
     with pytest.raises(RequestError, match=says):
         GenerateBatch(**given)
+    with pytest.raises(RequestError, match=says):
+        GenerateBatch.of(given)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from penstock import Fleet
+from penstock.cli.status import _cells, _collect
 from penstock.engine.http import HTTPEngine
 from penstock.errors import EngineError, MissingCapabilityError
 from penstock.sim.config import SimConfig
@@ -187,3 +189,22 @@ async def test_logprobs_before_temperature_are_refused(plugin: bool) -> None:  #
             await one.sample(PROMPT, 1, LONG)
         (sample,) = await one.sample(PROMPT, 1, {"max_tokens": 3, "logprobs": False})
         assert sample.logprobs is None
+
+
+async def test_one_started_without_statistics_serves_and_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--disable-log-stats`: what is left of /metrics is of its Python process."""
+    left = 'python_info{version="3.11"} 1.0\nvllm:request_success_total{engine="0"} 1.0\n'
+    monkeypatch.setattr("penstock.sim.control_routes.prometheus", lambda _: left)
+    lacks = r"engine e0 does not say how busy it is: its /metrics lacks vllm:num_requests_running, .*; start it without"
+    async with plain() as (one, server):
+        for ask in (one.get_num_unfinished_requests, one.get_cache_usage):
+            with pytest.raises(MissingCapabilityError, match=lacks):
+                await ask()
+        async with Fleet.connect([server.url]) as fleet:
+            assert [(engine.state, engine.stats) for engine in await fleet.engines()] == [("serving", None)]
+            with pytest.raises(MissingCapabilityError, match=lacks):
+                await fleet.get_num_unfinished_requests()
+            assert len((await fleet.sample(PROMPT, 2, LONG))[1].token_ids) == LONG.max_tokens
+            (shown,) = (await _collect(fleet.url, None))["engines"]
+            assert shown["state"] == "serving"
+            assert _cells(shown)[3:7] == ["-"] * 4

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from penstock.config import EngineConfig, RunConfig, load_config
@@ -77,6 +81,59 @@ def test_only_a_run_is_removed(tmp_path: Path) -> None:
     (path / "checkpoints" / "step-00000001.safetensors").touch()
     assert RunFolder.remove(path)
     assert not list(tmp_path.iterdir())
+
+
+HOLDER = """
+import os, sys
+from pathlib import Path
+from penstock.observe.run_folder import RunFolder
+
+with RunFolder.lock(Path(sys.argv[1])):
+    if not os.fork():
+        print(os.getpid(), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_run_that_another_process_holds_is_refused_and_its_death_frees_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            child = psutil.Process(int(holder.stdout.readline()))
+            since = rf"held by process {holder.pid} on \S+ since 2\d\d\d-\S+ \S+;"
+            with pytest.raises(UserError, match=since), RunFolder.lock(tmp_path / "run"):
+                pass
+            (tmp_path / "other name").symlink_to(tmp_path / "run")
+            with pytest.raises(UserError, match=since), RunFolder.lock(tmp_path / "other name"):
+                pass
+            holder.kill()
+            holder.wait(timeout=60.0)
+            assert child.is_running()  # a forked child, which has not the lock
+            for _ in range(2):
+                with RunFolder.lock(tmp_path / "run"):
+                    pass
+        finally:
+            holder.kill()
+
+
+def test_the_lock_is_of_this_process_too_and_readers_need_none(tmp_path: Path) -> None:
+    with RunFolder.lock(tmp_path / "run"):
+        RunFolder.create(tmp_path / "run", config_of()).append_metrics(row(1))
+        with pytest.raises(UserError, match=f"held by process {os.getpid()} "), RunFolder.lock(tmp_path / "run"):
+            pass
+        assert len(RunFolder.open(tmp_path / "run").metrics()) == 1
+        RunFolder.remove(tmp_path / "run")
+        with pytest.raises(UserError, match="held by process"), RunFolder.lock(tmp_path / "run"):
+            pass
+    with RunFolder.lock(tmp_path / "another"):
+        pass
+
+
+def test_a_folder_that_takes_no_lock_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write .*file/\.run\.lock"), RunFolder.lock(tmp_path / "file" / "run"):
+        pass
 
 
 def test_a_run_that_cannot_be_removed_is_an_error_and_not_a_mixture(tmp_path: Path) -> None:

@@ -71,3 +71,23 @@ async def test_a_router_spreads_a_group_and_finds_a_beginning() -> None:
             await client.sample([*system, *[i] * 64], 1, PARAMS)
         await client.close()
         assert sorted(len(backend.seen) - 4 for backend in r.backends) == [0, 0, 0, 7]
+
+
+async def events(backend: Backend, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
+    writer.write(reply(b"data: [DONE]\n\n", headers="Content-Type: text/event-stream\r\n"))
+
+
+async def test_a_streamed_completion_says_as_much_as_one_in_one_piece() -> None:
+    prompts = [list(range(640)), [7] * 200]
+    async with rig(events) as r:
+        client = DataClient(r.url)
+        body = {"prompt": prompts, "max_tokens": 16, "n": 2}
+        assert [chunk async for chunk in client.completion_stream(body, session_id="s")] == []
+        await client.close()
+        by_length = {seen.header("x-prompt-tokens"): seen for seen in r.backends[0].seen}
+    assert set(by_length) == {"640", "200"}
+    for prompt in prompts:
+        seen = by_length[str(len(prompt))]
+        assert seen.header("x-expected-tokens") == "32"
+        assert seen.header("x-prefix-hashes") == prefix_hashes(prompt)
+        assert seen.header("x-session-id") == "s"

@@ -62,7 +62,7 @@ async def test_a_wrong_one_changes_nothing(policy: str, options: dict[str, float
         assert (await r.admin.engines()).policy == before
 
 
-async def test_a_preview_tells_where_the_next_request_goes_and_changes_nothing() -> None:
+async def test_a_choice_is_where_the_request_belongs_and_counts() -> None:
     async with rig(*[answer_name] * 4, policy="prefix-aware", prefix_length=64, engine_metrics_interval_s=0) as r:
         client = await r.client()
         prompts = [[i] * 200 for i in range(8)]
@@ -70,16 +70,18 @@ async def test_a_preview_tells_where_the_next_request_goes_and_changes_nothing()
             await client.ask(headers=hints(ids))
         before = await r.settled()
         for ids in prompts:
-            engines = {
-                await r.admin.preview(prompt_tokens=200, prefix_hashes=prefix_hashes([*ids[:128], *range(9)]))
-                for _ in range(3)
-            }
-            assert engines == {(await client.ask(headers=hints(ids))).body.decode()}
+            engine = await r.admin.choose(prompt_tokens=200, prefix_hashes=prefix_hashes([*ids[:128], *range(9)]))
+            assert engine == (await client.ask(headers=hints(ids))).body.decode()
         after = await r.settled()
         assert after.requests == before.requests + 8
-        assert sum(after.placements.values()) == sum(before.placements.values()) + 8
+        assert sum(after.placements.values()) == sum(before.placements.values()) + 16
+        assert [engine.outstanding_tokens for engine in after.engines] == [0] * 4
+        await r.admin.set_policy("round-robin")
+        chosen = [await r.admin.choose() for _ in range(8)]
+        assert chosen[:4] == chosen[4:]
+        assert len(set(chosen)) == 4
         await r.announce([])
-        assert await r.admin.preview() is None
+        assert await r.admin.choose() is None
 
 
 async def test_every_process_follows_and_so_does_its_successor() -> None:

@@ -6,9 +6,11 @@ import asyncio
 import random
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,13 +18,14 @@ from in_process_engine import InProcessEngine
 from training_setup import Characters, Letters, config_of
 
 from penstock.config import RunConfig
+from penstock.errors import StateError
 from penstock.observe.report import NullReporter
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Summary
 from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.train.async_trainer import train
 from penstock.train.checkpoint import Snapshot
-from penstock.types import SamplingParams, Trajectory
+from penstock.types import Sample, SamplingParams, Trajectory
 
 
 class CountingLearner:
@@ -96,6 +99,51 @@ def test_no_delay_makes_a_token_too_old_or_wastes_one(
     assert len(engine.requests) == steps * groups + 2 * 2  # every group once, and two evaluations of two tasks
     assert summary.wasted_tokens == summary.unconsumed_tokens == 0
     assert summary.tokens == steps * groups * size * 3
+
+
+class Aborting(InProcessEngine):
+    """Ends samples with the finish reason `abort`: by the number of the request, so many of its samples."""
+
+    def __init__(self, aborts: Callable[[int, int], int]) -> None:
+        async def pause() -> None:
+            await asyncio.sleep(0)
+
+        super().__init__(lambda ids, _: (33 + len(ids) % 7, -1.0), pause)
+        self.aborts = aborts
+        self.seeds: list[int | None] = []
+
+    async def sample(self, prompt_token_ids, num_samples, sampling_params=None, session_id=None) -> list[Sample]:  # type: ignore[no-untyped-def]
+        cut = self.aborts(len(self.requests) + 1, num_samples)
+        self.seeds.append(sampling_params.seed)
+        samples = await super().sample(prompt_token_ids, num_samples, sampling_params, session_id)
+        return [replace(s, finish_reason="abort") if i < cut else s for i, s in enumerate(samples)]
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+async def test_aborted_samples_are_asked_for_again_and_never_trained_on(tmp_path: Path, staleness: int) -> None:
+    config = config_of(
+        "none", train={"steps": 2, "max_staleness": staleness}, rollout={"max_tokens": 3}, eval={"size": 1}
+    )
+    engine = Aborting(lambda request, samples: samples // 2 if request == 2 else 0)  # the first is the evaluation's
+    learner = CountingLearner()
+    summary = await run(config, engine, learner, tmp_path)
+    assert [len(batch) for _, batch in learner.batches] == [16, 16]
+    assert {t.stop_reason for _, batch in learner.batches for t in batch} == {"length"}
+    rows = RunFolder.open(tmp_path).metrics()
+    assert [row["aborted_samples"] for row in rows] == [2, 2]
+    assert summary.wasted_tokens == rows[-1]["wasted_tokens"] == 2 * 3
+    assert summary.unconsumed_tokens == 0
+    seeds = [seed for seed in engine.seeds if seed is not None]
+    assert len(seeds) == len(set(seeds)) == (8 if staleness == 0 else 0), "no sample is drawn twice"
+
+
+async def test_samples_that_are_aborted_time_and_again_are_left_out(tmp_path: Path) -> None:
+    config = config_of("none", train={"steps": 1}, rollout={"max_tokens": 3}, eval={"size": 1})
+    learner = CountingLearner()
+    await run(config, Aborting(lambda request, _: 1 if request > 1 else 0), learner, tmp_path / "one")
+    assert [len(batch) for _, batch in learner.batches] == [12], "of each group of four one, three times"
+    with pytest.raises(StateError, match=r"every sample of step 1 was aborted 3 times: .* abort_generation"):
+        await run(config, Aborting(lambda request, n: n if request > 1 else 0), CountingLearner(), tmp_path / "all")
 
 
 async def test_rollouts_go_on_while_the_learner_trains(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -128,6 +129,13 @@ def test_the_demo_sends_the_tensors_that_it_trains() -> None:
     assert {name: tensor.data_ptr() for name, tensor in learner.served_tensors()} == live
 
 
+def test_sampling_that_the_loss_does_not_correct_for_is_refused_before_anything_starts() -> None:
+    reason = r"rollout\.top_p.*0\.9 cannot be trained on: engines then give logprobs over the kept tokens alone"
+    with pytest.raises(ConfigError, match=reason):
+        load_config(ROOT / "examples" / "DEMO.yaml", ["rollout.top_p=0.9"])
+    assert load_config(ROOT / "examples" / "DEMO.yaml", ["rollout.top_p=1"]).rollout.top_p == 1
+
+
 class Waiting(Recorder):
     """Says when the first step is done."""
 
@@ -177,6 +185,24 @@ async def test_a_fresh_run_replaces_the_one_of_its_name(model: Path, tmp_path: P
     assert folder.summary()["steps"] == summary.steps == 4
 
 
+async def test_a_run_that_is_going_on_is_refused_to_every_other_and_keeps_its_past(model: Path, tmp_path: Path) -> None:
+    config = fleet_config(model, tmp_path)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 10_000})})
+    told = Waiting()
+    running = asyncio.create_task(run(config, resume=False, reporter=told))
+    try:
+        await asyncio.wait_for(told.stepped.wait(), 60.0)
+        for flags in ({"fresh": True}, {"resume": True}, {}):
+            with pytest.raises(UserError, match=rf"is going on: it is held by process {os.getpid()} on .* since "):
+                await run(config, **{"resume": False, **flags}, reporter=Recorder())
+        assert RunFolder.open(tmp_path / "test").metrics()[0]["step"] == 1
+    finally:
+        running.cancel()
+        await asyncio.wait([running], timeout=20.0)
+    with RunFolder.lock(tmp_path / "test"):
+        pass
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -194,7 +220,7 @@ async def test_what_is_wrong_is_said_before_anything_is_started_or_written(
 ) -> None:
     with pytest.raises(UserError, match=message):
         await run(fleet_config(model, tmp_path, **changes), resume=False, reporter=Recorder())
-    assert not list(tmp_path.iterdir())
+    assert [file.name for file in tmp_path.iterdir()] == [".test.lock"]
     with pytest.raises(UserError, match="holds no run"):
         await run(fleet_config(model, tmp_path), resume=True, reporter=Recorder())
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, PenstockError
+from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, MissingCapabilityError, PenstockError
 
 if TYPE_CHECKING:
+    from penstock.engine.control import ControlClient
     from penstock.router.admin_client import EngineLoad, RouterState
 
 UNAUTHORIZED, NOT_FOUND = 401, 404
@@ -75,12 +76,22 @@ async def _engine(load: EngineLoad, router: RouterState, api_key: str | None) ->
 
     control = ControlClient(load.name, load.url, api_key=api_key, timeout_s=ENGINE_TIMEOUT_S)
     try:
-        info, stats = await asyncio.gather(control.info(), control.stats())
+        info, stats = await asyncio.gather(control.info(), _stats(control))
     except EngineError as error:
         return {**asdict(load), "state": "down", "error": str(error)}
     finally:
         await control.close()
-    return {**asdict(load), "state": _state(load, router, paused=info.paused), **asdict(info), **asdict(stats)}
+    return {**asdict(load), "state": _state(load, router, paused=info.paused), **asdict(info), **stats}
+
+
+async def _stats(control: ControlClient) -> dict[str, Any]:
+    """How busy an engine is; empty where it was started without statistics."""
+    from dataclasses import asdict  # noqa: PLC0415
+
+    try:
+        return asdict(await control.stats())
+    except MissingCapabilityError:
+        return {}
 
 
 def _state(load: EngineLoad, router: RouterState, *, paused: bool) -> str:
@@ -120,7 +131,7 @@ def _print_table(report: dict[str, Any]) -> None:
 def _cells(engine: dict[str, Any]) -> list[str]:
     color = {"serving": "green", "down": "red"}.get(engine["state"], "yellow")
     load = ["-"] * 4
-    if "error" not in engine:
+    if "running" in engine:
         load = [
             str(engine["running"]),
             str(engine["waiting"]),

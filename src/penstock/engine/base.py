@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from penstock.errors import RequestError
 from penstock.types import (
     KV,
     GenerateBatch,
@@ -58,7 +59,7 @@ class Engine(ABC):
 
     async def generate(
         self,
-        prompts: GenerateBatch | Sequence[Sequence[Message] | str] | None = None,
+        prompts: GenerateBatch | Mapping[str, Any] | Sequence[Sequence[Message] | str] | None = None,
         sampling_params: SamplingParams | Mapping[str, Any] | None = None,
         *,
         prompt_token_ids: Sequence[Sequence[int]] | None = None,
@@ -67,17 +68,23 @@ class Engine(ABC):
         """Complete a batch; the answers are in input order (R2).
 
         Args:
-            prompts: chats or plain strings; or a whole `GenerateBatch`, and then nothing else.
+            prompts: chats or plain strings. Or a whole batch, and then nothing else: a `GenerateBatch`, or a mapping
+                of its fields (`prompts` or `prompt_token_ids`, `sampling_params`, `session_ids`).
             sampling_params: for every prompt; `SamplingParams` or a mapping.
             prompt_token_ids: instead of `prompts`, ragged `[B][P_i]`.
             session_ids: one for each prompt; equal ids go to the same engine.
 
         Raises:
             RequestError: both or neither of prompts and ids, an empty batch, ids outside the vocabulary, an unknown
-                sampling parameter, a session list of another length. Nothing was sent.
+                sampling parameter or key, a session list of another length. Nothing was sent.
         """
-        if isinstance(prompts, GenerateBatch):
-            return await self.generate_batch(prompts)
+        if isinstance(prompts, (GenerateBatch, Mapping)):
+            besides = {
+                "sampling_params": sampling_params, "prompt_token_ids": prompt_token_ids, "session_ids": session_ids
+            }  # fmt: skip
+            if twice := [name for name, value in besides.items() if value is not None]:
+                raise RequestError(f"a whole batch was given, and {', '.join(twice)} beside it; put all in the batch")
+            return await self.generate_batch(GenerateBatch.of(prompts))
         batch = GenerateBatch(
             prompts=prompts, prompt_token_ids=prompt_token_ids, sampling_params=sampling_params, session_ids=session_ids
         )

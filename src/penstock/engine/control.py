@@ -86,8 +86,8 @@ class ControlClient:
         await self.http.get_text("/health", timeout_s=timeout_s)
 
     async def stats(self) -> EngineStats:
-        """Load, from the engine's own metrics."""
-        return engine_stats(await self.http.get_text("/metrics", timeout_s=self._timeout_s))
+        """Load, from the engine's own metrics. MissingCapabilityError: it was started without them."""
+        return engine_stats(await self.http.get_text("/metrics", timeout_s=self._timeout_s), self.name)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = True, timeout_s: float | None = None) -> None:
         """VLLM's /pause; the return is the barrier: no token is being made.

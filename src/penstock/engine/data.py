@@ -137,7 +137,7 @@ class DataClient:
         The last chunk of each choice has its `weight_versions`.
         """
         n: Any = body.get("n")
-        streams = [self._stream(COMPLETIONS, part, session_id) for part in completion.split(body)]
+        streams = [self._stream(COMPLETIONS, part, session_id, self._hints(part)) for part in completion.split(body)]
         async for chunk in merged(streams, choices_each=n if isinstance(n, int) else 1):
             yield chunk
 
@@ -291,9 +291,14 @@ class DataClient:
         return whole
 
     def _stream(
-        self, path: str, body: Mapping[str, Any], session_id: SessionId | None
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        session_id: SessionId | None,
+        hints: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[dict[str, Any]]:
-        return self._request(path, {**body, "stream": True}, _session(session_id)).chunks()
+        headers = {**(hints or {}), **_session(session_id)}
+        return self._request(path, {**body, "stream": True}, headers).chunks()
 
     def _request(
         self,

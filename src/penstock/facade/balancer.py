@@ -17,7 +17,7 @@ DEFAULT = ("prefix-aware", "requests")
 
 
 class LoadBalancer:
-    """Sets by which policies the router of a service places requests, and says where the next one would go.
+    """Sets by which policies the router of a service places requests, and places single requests by them.
 
     Every request of the service goes by the balancer that was made last, also after a restart of the router.
 
@@ -58,7 +58,9 @@ class LoadBalancer:
         prompt: str | Sequence[int] | None = None,
         request_context: Mapping[str, Any] | None = None,
     ) -> int:
-        """Index of the engine that the router would send a request to now; nothing is sent, nothing changes.
+        """Place a request: the index of the engine to send it to, as `actor_index` of `generate`.
+
+        The router counts the choice, so the next one follows from it: `round-robin` names each engine in turn.
 
         Args:
             prompt: of the request: text or token ids.
@@ -70,7 +72,7 @@ class LoadBalancer:
         del request_context
         ids = self._service.token_ids(prompt) if prompt else None
         count, hashes = (0, None) if ids is None else (len(ids), prefix_hashes(ids))
-        name = self._service.ask_router(lambda admin: admin.preview(prompt_tokens=count, prefix_hashes=hashes))
+        name = self._service.ask_router(lambda admin: admin.choose(prompt_tokens=count, prefix_hashes=hashes))
         names = self._service.engine_names()
         engine = (name or "").partition(RANK)[0]  # to the router, each data-parallel rank is one
         if engine not in names:

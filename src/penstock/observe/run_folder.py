@@ -9,6 +9,8 @@
     run.log              what Penstock logged
     checkpoints          written by `penstock.train.checkpoint`
 
+Beside it lies `.NAME.lock`, which the training process holds for its life (`RunFolder.lock`). Readers take no lock.
+
 Keys of a row of metrics.jsonl, all of them numbers; seconds are wall seconds:
 
     step                 1 for the first
@@ -27,6 +29,7 @@ Keys of a row of metrics.jsonl, all of them numbers; seconds are wall seconds:
     generated_tokens     response tokens of groups completed since the row before
     tokens_per_second    the same by `seconds/step`
     wasted_tokens        tokens generated and thrown away since the run began
+    aborted_samples      samples thrown away since the run began, because `abort_generation` cut them
     update/bubble        seconds in which an engine made no token because of the update
     update/bytes, update/engines, update/failures, update/preempted
     update/PHASE         seconds of the fleet's phases: publish, prepare, gate, total
@@ -39,12 +42,15 @@ Keys of a row of metrics.jsonl, all of them numbers; seconds are wall seconds:
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import shutil
+import socket
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -61,6 +67,20 @@ RECORDS = ("metrics.jsonl", "evaluations.jsonl", "trajectories.jsonl")
 MAY_CHANGE = ("train.steps", "run_dir")
 """Keys that a resumed run may set anew: how far it goes, and where the folder lies."""
 
+_locks: set[int] = set()
+"""File descriptors of the locks that this process holds."""
+
+
+def _leave_locks_to_the_parent() -> None:
+    # A forked child shares the parent's flock and would hold it after the parent's death. A program that is started
+    # never gets the descriptor: Python closes it on exec.
+    for descriptor in _locks:
+        os.close(descriptor)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_leave_locks_to_the_parent)
+
 
 class RunFolder:
     """A run's folder. Build it with `create` or `open`."""
@@ -68,6 +88,46 @@ class RunFolder:
     def __init__(self, path: Path, config: RunConfig) -> None:
         self.path = path
         self.config = config
+
+    @staticmethod
+    @contextmanager
+    def lock(path: Path) -> Generator[None]:
+        """Hold the run in `path` for this process alone, whether its folder exists or not.
+
+        The kernel frees the lock when this process ends, however it ends. The lock file stays, also when the folder
+        is removed.
+
+        Raises:
+            UserError: another process holds the run, or the lock file cannot be written.
+        """
+        folder = path.resolve()
+        file = folder.with_name(f".{folder.name}.lock")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise UserError(f"cannot write {file}, the lock of the run: {error}; choose another run_dir") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {_now()}\n".encode())
+        except BlockingIOError:
+            holder = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
+            os.close(descriptor)
+            raise UserError(
+                f"the run in {path} is going on: it is held by {holder}; wait for its end, stop it, or choose another "
+                "name"
+            ) from None
+        except OSError as error:
+            os.close(descriptor)
+            raise UserError(f"cannot lock {file}: {error}; choose a run_dir on another file system") from error
+        _locks.add(descriptor)
+        try:
+            yield
+        finally:
+            if descriptor in _locks:  # it is not in a forked child
+                _locks.remove(descriptor)
+                os.close(descriptor)
 
     @staticmethod
     def check_unused(path: Path) -> None:
@@ -216,6 +276,10 @@ class RunFolder:
             logger.removeHandler(handler)
             logger.setLevel(level)
             handler.close()
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
 
 
 def _line(row: Mapping[str, Any]) -> str:

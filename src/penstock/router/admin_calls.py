@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import orjson
@@ -29,7 +30,7 @@ _METHODS = {
     "/router/engines": "GET or PUT",
     "/router/gate": "POST",
     "/router/policy": "PUT",
-    "/router/preview": "POST",
+    "/router/choose": "POST",
     "/router/sessions/finish": "POST",
     "/router/metrics": "GET",
     "/metrics": "GET",
@@ -78,7 +79,7 @@ class _PolicyBody(_Strict):
     overload_threshold: float | None = Field(default=None, ge=1)
 
 
-class _PreviewBody(_Strict):
+class _ChoiceBody(_Strict):
     prompt_tokens: int = Field(default=0, ge=0)
     prefix_hashes: Text | None = None
 
@@ -105,11 +106,11 @@ def execute(dispatcher: Dispatcher, method: str, path: str, body: bytes) -> Answ
             answer = _set_gate(dispatcher, _parse(_GateBody, body))
         case ("PUT", "/router/policy"):
             answer = _set_policy(dispatcher, _parse(_PolicyBody, body))
-        case ("POST", "/router/preview"):
-            asked = _parse(_PreviewBody, body)
+        case ("POST", "/router/choose"):
+            asked = _parse(_ChoiceBody, body)
             hashes = None if asked.prefix_hashes is None else asked.prefix_hashes.encode()
             hints = Hints(prompt_tokens=asked.prompt_tokens, prefix_hashes=hashes)
-            answer = {"engine": dispatcher.placement.preview(hints)}
+            answer = {"engine": dispatcher.placement.choose(hints, time.monotonic())}
         case ("POST", "/router/sessions/finish"):
             answer = {"finished": dispatcher.finish_session(_parse(_SessionBody, body).session_id)}
         case ("GET", "/router/metrics" | "/metrics"):

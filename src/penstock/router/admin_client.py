@@ -143,10 +143,10 @@ class RouterAdmin:
         given = {name: value for name, value in options.items() if value is not None}
         await self._call("PUT", "/router/policy", {"policy": names, **given})
 
-    async def preview(self, *, prompt_tokens: int = 0, prefix_hashes: str | None = None) -> str | None:
-        """Name of the engine that a request with these headers would go to now; None: it would have to wait."""
+    async def choose(self, *, prompt_tokens: int = 0, prefix_hashes: str | None = None) -> str | None:
+        """Place a request that is sent past the router: the engine's name; None: it would have to wait."""
         given = {} if prefix_hashes is None else {"prefix_hashes": prefix_hashes}
-        answer = await self._call("POST", "/router/preview", {"prompt_tokens": prompt_tokens, **given})
+        answer = await self._call("POST", "/router/choose", {"prompt_tokens": prompt_tokens, **given})
         return None if answer["engine"] is None else str(answer["engine"])
 
     async def finish_session(self, session_id: str | int) -> bool:

@@ -198,14 +198,16 @@ class Placement:
             self._groups.note(group_id, answer.name)
         return self._settle(request, now, tried, record, home, answer.name, rule)
 
-    def preview(self, request: RequestHints) -> str | None:
-        """Where `place` would put a request without a session now; nothing changes. None: it would have to wait."""
-        snapshot = self._candidates.snapshot(request.min_weight_version, request.adapter, (), self._placed)
-        if snapshot is None:
+    def choose(self, request: RequestHints, now: float) -> str | None:
+        """Place a request without a session that is sent past the router; None: it would have to wait.
+
+        The choice counts as any other, so the next one follows from it. The load does not: its end would not be known.
+        """
+        name = self.place(request, now)
+        if not isinstance(name, str):
             return None
-        boundaries = parse_prefix_hashes(request.prefix_hashes or b"") if self._reads_prefixes else ()
-        answer = self._policy.choose(snapshot, self._view(request, boundaries, request.group_id, None, None))
-        return None if isinstance(answer, Defer) else answer.name
+        self.done(request, name, now, ok=True)
+        return name
 
     def could_serve(self, request: RequestHints) -> bool:
         """Whether an engine may serve the request if those it was tried on are asked again; where `place` says None."""

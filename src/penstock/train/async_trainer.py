@@ -42,6 +42,8 @@ from penstock.train.stopwatch import Stopwatch
 from penstock.types import Trajectory, UpdateReport
 
 log = logging.getLogger(__name__)
+TRIES = 3
+"""How often samples are asked for that come back aborted; then they are left out."""
 T = TypeVar("T")
 
 
@@ -108,7 +110,7 @@ class _Run:
     progress: Progress
     watch: Stopwatch = field(init=False)
     window: StalenessWindow = field(init=False)
-    groups: dict[int, asyncio.Task[GeneratorOutput]] = field(init=False)
+    groups: dict[int, asyncio.Task[list[Trajectory]]] = field(init=False)
     """Groups submitted and not yet trained on, by index."""
     pacer: Pacer = field(init=False)
     generated_before: int = field(init=False)
@@ -215,36 +217,53 @@ class _Run:
             work = self._roll_out(group, place, len(admitted))
             self.groups[group] = rollouts.create_task(work, name=f"rollout-{group}")
 
-    async def _roll_out(self, group: int, place: int, of: int) -> GeneratorOutput:
-        config = self.config
+    async def _roll_out(self, group: int, place: int, of: int) -> list[Trajectory]:
+        """The whole samples of a group.
+
+        `abort_generation` cuts samples anywhere, so an aborted one has no reward of its own: it is thrown away, counted
+        and asked for again.
+        """
+        config, progress = self.config, self.progress
         await self.pacer.turn(group, place, of)
+        whole: list[Trajectory] = []
         # Sampling is seeded only where that makes a run reproducible: with weights that change in flight, the version
         # that makes a token is a matter of timing, and vLLM draws for seeded requests one by one (topk_topp_sampler).
-        synchronous = config.train.max_staleness == 0
+        seed = group_seed(config.seed, group) if config.train.max_staleness == 0 else None
+        for _ in range(TRIES):
+            made = (await self._generate(group, config.rollout.group_size - len(whole), seed)).trajectories
+            aborted = [t for t in made if t.stop_reason == "abort"]
+            whole += [t for t in made if t.stop_reason != "abort"]
+            progress.generated_tokens += policy_tokens(made)
+            progress.wasted_tokens += policy_tokens(aborted)
+            progress.aborted_samples += len(aborted)
+            if not aborted:
+                break
+            seed = None  # with the same one, samples would come twice
+        return whole
+
+    async def _generate(self, group: int, samples: int, seed: int | None) -> GeneratorOutput:
+        seeds = None if seed is None else (seed,)
         try:
-            output = await self.generator.generate(
-                GeneratorInput(
-                    (self.environment.train_task(group),),
-                    config.rollout.group_size,
-                    group_ids=(str(group),),
-                    seeds=(group_seed(config.seed, group),) if synchronous else None,
-                )
-            )
+            task = self.environment.train_task(group)
+            return await self.generator.generate(GeneratorInput((task,), samples, group_ids=(str(group),), seeds=seeds))
         except PenstockError as error:
             error.add_note(f"in the rollout of group {group}")
             raise
         except Exception as error:
             raise PenstockError(f"the rollout of group {group} failed: {told(error)}") from error
-        self.progress.generated_tokens += policy_tokens(output.trajectories)
-        return output
 
     async def _next_batch(self) -> list[Trajectory]:
         batch: list[Trajectory] = []
         wanted = self.window.batch(self.progress.step)
         self.pacer.hurry(wanted)
         for group in wanted:
-            batch += (await self.groups[group]).trajectories
+            batch += await self.groups[group]
             del self.groups[group]
+        if not batch:
+            raise StateError(
+                f"every sample of step {self.progress.step + 1} was aborted {TRIES} times: something calls "
+                "abort_generation again and again; pause generation instead, which keeps what is in flight"
+            )
         return batch
 
     def _record(self, batch: Sequence[Trajectory], figures: Mapping[str, float], report: UpdateReport) -> None:
@@ -262,6 +281,7 @@ class _Run:
             "generated_tokens": generated,
             "tokens_per_second": generated / lap["step"],
             "wasted_tokens": progress.wasted_tokens,
+            "aborted_samples": progress.aborted_samples,
             **update_metrics(report),
             **{f"seconds/{name}": seconds for name, seconds in lap.items()},
         }

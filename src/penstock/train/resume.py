@@ -29,6 +29,7 @@ class Progress:
         generated_tokens: response tokens of all groups completed.
         trained_tokens: those trained on.
         wasted_tokens: those thrown away.
+        aborted_samples: samples thrown away because they were aborted; their tokens are among the wasted.
         resumed_at: steps at which the run was taken up again.
         seconds: by activity (`Stopwatch.totals`), at the last checkpoint.
     """
@@ -37,6 +38,7 @@ class Progress:
     generated_tokens: int = 0
     trained_tokens: int = 0
     wasted_tokens: int = 0
+    aborted_samples: int = 0
     resumed_at: list[int] = field(default_factory=list[int])
     seconds: dict[str, float] = field(default_factory=dict[str, float])
 

@@ -37,23 +37,24 @@ async def run(config: RunConfig, *, resume: bool, reporter: Reporter, fresh: boo
         fresh: delete the run in the folder first, if there is one.
 
     Raises:
-        UserError: both `resume` and `fresh`.
+        UserError: both `resume` and `fresh`, or another process holds the run (it is named).
         PenstockError: see `penstock.train.async_trainer.train`, `Fleet.launch` and `RunFolder`.
     """
     if resume and fresh:
         raise UserError("--resume goes on with a run and --fresh deletes it; give one of them")
     path = config.run_dir / config.name
-    environment = load_environment(config.environment, config.seed)
-    tokenizer = load_tokenizer(config.engine.tokenizer or config.engine.model)
-    await _check_tasks(config, environment)
-    if fresh and RunFolder.remove(path):
-        log.info("removed the earlier run in %s", path)
-    folder = RunFolder.open(path) if resume else RunFolder.create(path, config)
-    if resume:
-        check_resume(config, folder)
-    with folder.capture_log():
-        summary = await _run(config, folder, environment, tokenizer, reporter, resume=resume)
-    await asyncio.to_thread(draw_plots, folder)
+    with RunFolder.lock(path):
+        environment = load_environment(config.environment, config.seed)
+        tokenizer = load_tokenizer(config.engine.tokenizer or config.engine.model)
+        await _check_tasks(config, environment)
+        if fresh and RunFolder.remove(path):
+            log.info("removed the earlier run in %s", path)
+        folder = RunFolder.open(path) if resume else RunFolder.create(path, config)
+        if resume:
+            check_resume(config, folder)
+        with folder.capture_log():
+            summary = await _run(config, folder, environment, tokenizer, reporter, resume=resume)
+        await asyncio.to_thread(draw_plots, folder)
     return summary
 
 
@@ -98,11 +99,7 @@ async def _run(
                 fleet,
                 tokenizer,
                 environment,
-                SamplingParams(
-                    max_tokens=config.rollout.max_tokens,
-                    temperature=config.rollout.temperature,
-                    top_p=config.rollout.top_p,
-                ),
+                SamplingParams(max_tokens=config.rollout.max_tokens, temperature=config.rollout.temperature),
                 config.rollout.concurrency,
             )
             training = train(
