@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
+import tracemalloc
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import orjson
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +18,8 @@ from penstock.engine.vllm_plugin.delta_source import DeltaSource
 from penstock.engine.vllm_plugin.host_bytes import HostBytes
 from penstock.errors import WeightsError
 from penstock.weights import delta_format
-from penstock.weights.delta import Chain, DeltaStore
+from penstock.weights.compression import zstd
+from penstock.weights.delta import DeltaFiles, DeltaStore
 from penstock.weights.manifest import WeightManifest
 
 DTYPES = ["float32", "bfloat16", "int64", "uint8", "float8_e4m3fn"]
@@ -76,7 +78,7 @@ def start() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def store(tmp_path):
-    store = DeltaStore(tmp_path / "weights", full_every=3)
+    store = DeltaStore(tmp_path / "weights")
     yield store
     store.close()
 
@@ -93,27 +95,41 @@ def test_only_what_changed_is_sent_and_brought(store):
     assert set(engine.update(published(store, 1, tensors))) == set(tensors)
     tensors["a"][3, 5] += 1
     manifest = published(store, 2, tensors)
-    assert Chain.of(manifest).links[0].nbytes < 300
+    assert DeltaFiles.of(manifest).delta_bytes < 300
     assert engine.update(manifest) == ["a"]
     assert engine.has(tensors)
-    assert engine.update(published(store, 3, tensors)) == []
+    assert engine.update(published(store, 3, tensors)) == ["a"], "what differs from the whole version"
     assert engine.has(tensors)
 
 
-def test_a_chain_ends_with_a_whole_version_and_old_files_go(store, tmp_path):
+def test_each_delta_is_against_the_whole_version_and_old_files_go(store, tmp_path):
     tensors = start()
     engine = Engine(tensors)
-    lengths = []
-    for version in range(1, 11):
+    for version in range(1, 8):
         tensors["c"] += 1
+        if version == 5:
+            tensors["a"].normal_()  # too much for later deltas against this whole version
         manifest = published(store, version, tensors)
-        lengths.append(len(Chain.of(manifest).links))
-        engine.update(manifest)
+        files = DeltaFiles.of(manifest)
+        assert (files.full_version, files.delta == "") == ((6, version == 6) if version > 5 else (1, version == 1))
+        changed = engine.update(manifest)
+        assert version in {1, 5, 6} or changed == ["c"]
         assert engine.has(tensors)
         there = {file.name for file in (tmp_path / "weights").glob("v*")}
-        assert set(Chain.of(manifest).files) <= there
-        assert len(there) <= 6
-    assert lengths == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+        assert files.names <= there
+        assert len(there) <= 4
+    late = Engine(start())
+    assert set(late.update(manifest)) == set(tensors)
+    assert late.has(tensors)
+
+
+def test_what_a_later_delta_does_not_change_is_whole_again(store):
+    tensors = start()
+    engine, whole = Engine(tensors), {name: tensor.clone() for name, tensor in tensors.items()}
+    engine.update(published(store, 1, tensors))
+    engine.update(published(store, 2, {**tensors, "b": tensors["b"] + 1}))
+    assert engine.update(published(store, 3, {**tensors, "c": tensors["c"] + 1})) == ["c", "b"]
+    assert engine.has({**whole, "c": whole["c"] + 1})
 
 
 def test_an_engine_that_joins_or_missed_some_gets_there(store):
@@ -121,7 +137,7 @@ def test_an_engine_that_joins_or_missed_some_gets_there(store):
     early = Engine(tensors)
     early.update(published(store, 1, tensors))
     for version in (2, 3):
-        tensors["a"] *= 1.01
+        tensors["a"][version] *= 1.01
         manifest = published(store, version, tensors)
     late = Engine(start())
     assert set(late.update(store.current)) == set(tensors)
@@ -180,7 +196,7 @@ def test_a_damaged_or_missing_file_is_refused_and_the_next_version_is_whole_agai
     engine = Engine(tensors)
     engine.update(published(store, 1, tensors))
     manifest = published(store, 2, {**tensors, "a": tensors["a"] + 1})
-    file = Path(manifest.location["folder"]) / Chain.of(manifest).files[-1]
+    file = Path(manifest.location["folder"]) / DeltaFiles.of(manifest).delta
     data = file.read_bytes()
     file.write_bytes(bytes([data[0] ^ 1]) + data[1:])
     with pytest.raises(WeightsError, match="damaged"):
@@ -195,15 +211,13 @@ def test_a_damaged_or_missing_file_is_refused_and_the_next_version_is_whole_agai
     assert engine.has({**tensors, "a": tensors["a"] + 1})
 
 
-def test_deltas_out_of_order_are_refused(store):
+def test_a_delta_of_other_versions_is_refused(store):
     tensors = start()
     manifests = [published(store, version, {**tensors, "c": tensors["c"] + version}) for version in (1, 2, 3)]
-    chain = Chain.of(manifests[2])
-    skipped = replace(chain, links=chain.links[1:])
-    with pytest.raises(WeightsError, match="in order"):
-        Engine(tensors).prepare(replace(manifests[2], location=skipped.location()))
+    with pytest.raises(WeightsError, match="cannot make 3 of 1"):
+        Engine(tensors).prepare(replace(manifests[2], location=manifests[1].location))
     with pytest.raises(WeightsError, match="do not make version 3"):
-        Chain.of(replace(manifests[2], location=manifests[1].location))
+        DeltaFiles.of(replace(manifests[2], location=manifests[0].location))
 
 
 def test_a_result_that_was_not_meant_is_refused(store):
@@ -215,13 +229,13 @@ def test_a_result_that_was_not_meant_is_refused(store):
         Engine(tensors).prepare(replace(manifest, tensors=wrong))
 
 
-def test_tensors_of_another_form_begin_a_new_chain_and_nan_is_not_sent(store):
+def test_tensors_of_another_form_come_whole_and_nan_is_not_sent(store):
     tensors = start()
     published(store, 1, tensors)
-    assert Chain.of(published(store, 2, {**tensors, "c": torch.ones(9)})).links == ()
+    assert DeltaFiles.of(published(store, 2, {**tensors, "c": torch.ones(9)})).delta == ""
     with pytest.raises(WeightsError, match="NaN"):
         store.publish(3, {**tensors, "c": torch.full((9,), float("nan"))}.items())
-    assert Chain.of(published(store, 3, {**tensors, "c": torch.zeros(9)})).links[0].version == 3
+    assert DeltaFiles.of(published(store, 3, {**tensors, "c": torch.zeros(9)})).full_version == 2
 
 
 def test_the_trainer_starts_again(store, tmp_path):
@@ -234,7 +248,7 @@ def test_the_trainer_starts_again(store, tmp_path):
     engine = Engine(start())
     engine.update(again.current)
     assert engine.has(tensors)
-    assert Chain.of(published(again, 3, tensors)).links == ()
+    assert DeltaFiles.of(published(again, 3, tensors)).delta == ""
     again.close()
 
 
@@ -267,8 +281,44 @@ def test_any_change_survives(tmp_path_factory, dtype, count, chunk, positions, b
     assert changed == ({0} if not torch.equal(as_bytes(old), as_bytes(new)) else set())
 
 
-@pytest.mark.parametrize("spoil", ["footer", "chunk", "tensor", "length", "gap"])
-def test_a_malformed_file_is_an_error_of_ours(tmp_path, spoil):
+CHUNK = delta_format.Chunk(tensor=0, start=0, count=4000, changed=1, gap_bytes=1, nbytes=0)
+CHUNKS = {
+    "a fraction": {"changed": 1.5},
+    "negative": {"changed": -1, "gap_bytes": -1},
+    "no such tensor": {"tensor": 5},
+    "too long": {"count": 4001},
+    "too short": {"count": 3},
+    "more than there is": {"changed": 1 << 25},
+    "gaps too wide": {"gap_bytes": 9},
+}
+BOMB = zstd.compress(bytes(1 << 26))
+CODES = {
+    "a bomb": lambda _: BOMB,
+    "more than there is": lambda _: BOMB,
+    "two frames": lambda codes: codes + BOMB,
+    "cut": lambda codes: codes[:-1],
+    "no frame": lambda codes: bytes(len(codes)),
+}
+FOOTERS = {
+    "no object": lambda _: b"7",
+    "deep": lambda _: b"[" * 100_000,
+    "infinite": lambda text: text.replace(b"4000", b"1e999"),
+    "no base": lambda text: text.replace(b"base", b"bass"),
+    "a field more": lambda text: text.replace(b"4000", b"4000,1"),
+    "twice": lambda text: text.replace(b"]]", b"],[0,0,4000,1,1,0]]"),
+}
+
+
+def spoiled(spoil: str, codes: bytes, text: bytes) -> tuple[bytes, bytes]:
+    """Codes and footer of a delta with one fault."""
+    codes = CODES.get(spoil, bytes)(codes)
+    chunk = {**asdict(CHUNK), "nbytes": len(codes), **CHUNKS.get(spoil, {})}
+    text = orjson.dumps({**orjson.loads(text), "chunks": [[*chunk.values()]]})
+    return codes, FOOTERS.get(spoil, bytes)(text)
+
+
+@pytest.mark.parametrize("spoil", [*CHUNKS, *CODES, *FOOTERS])
+def test_a_malformed_file_is_an_error_of_ours_and_takes_no_memory(tmp_path, spoil):
     old, new = bytearray(4000), bytearray(4000)
     new[17] = 1
     entry = delta_format.TensorEntry("w", "uint8", (4000,), 0, 0)
@@ -276,21 +326,22 @@ def test_a_malformed_file_is_an_error_of_ours(tmp_path, spoil):
         delta_format.write(file, memoryview(old), memoryview(new), [entry], base=1, to=2)
     data = (tmp_path / "file").read_bytes()
     length = int.from_bytes(data[-8:], "little")
-    codes, footer = data[: -8 - length], json.loads(data[-8 - length : -8])
-    chunk = footer["chunks"][0]
-    match spoil:
-        case "footer":
-            footer.pop("base")
-        case "chunk":
-            codes = bytes(len(codes))
-        case "tensor":
-            chunk[0] = 5
-        case "length":
-            chunk[2] = 4001
-        case "gap":
-            chunk[2] = 3
-    text = json.dumps(footer).encode()
-    with pytest.raises(WeightsError, match="malformed delta"):
-        delta_format.apply(
-            memoryview(codes + text + len(text).to_bytes(8, "little")), memoryview(old), [entry], base=1, to=2
-        )
+    codes, text = spoiled(spoil, data[: -8 - length], data[-8 - length : -8])
+    tracemalloc.start()
+    try:
+        with pytest.raises(WeightsError, match="malformed delta"):
+            delta_format.apply(
+                memoryview(codes + text + len(text).to_bytes(8, "little")), memoryview(old), [entry], base=1, to=2
+            )
+        assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("delta_bytes", "x"), ("delta_crc32", "1" * 5000), ("full", ""), ("full_version", "1e3")]
+)
+def test_a_malformed_location_is_refused(store, key, value):
+    manifest = published(store, 1, start())
+    with pytest.raises(WeightsError, match="malformed weight manifest"):
+        Engine(start()).prepare(replace(manifest, location={**manifest.location, key: value}))

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from penstock.engine.vllm_plugin.disk_source import DiskSource
+from penstock.engine.vllm_plugin.host_bytes import HostBytes
 from penstock.errors import StateError, WeightsError
 from penstock.weights.disk import DiskStore, open_version
 from penstock.weights.manifest import WeightManifest
+from penstock.weights.version_folder import VersionFile
 
 TENSORS = {
     "bytes": torch.arange(5, dtype=torch.uint8),
@@ -176,8 +178,44 @@ def test_a_folder_that_is_gone_is_said_and_one_that_is_back_is_used(store, tmp_p
     assert same(loaded(store.publish(2, TENSORS.items())), TENSORS)
 
 
-def test_a_mapping_outlives_the_file(store):
+def test_an_open_version_outlives_its_name(store):
     manifest = store.publish(1, [("w", torch.ones(4))])
-    mapping = open_version(manifest)
-    store._folder.keep(())
-    assert len(mapping) >= manifest.extent
+    with open_version(manifest) as file:
+        store._folder.keep(())
+        assert file.size >= manifest.extent
+        file.read(0, file.size)
+
+
+@pytest.mark.parametrize("when", ["prepared", "loaded"])
+def test_a_file_that_shrinks_while_it_is_read_is_an_error_of_ours(store, when, monkeypatch):
+    """Its reader would be killed by SIGBUS, were it mapped."""
+    manifest = store.publish(1, [("first", torch.ones(4)), ("w", torch.ones(10_000))])
+    path = Path(manifest.location["folder"]) / manifest.location["file"]
+
+    def shrink(file: VersionFile, target: memoryview, offset: int) -> None:
+        os.truncate(path, 1000)
+        read_into(file, target, offset)
+
+    read_into = VersionFile.read_into
+    monkeypatch.setattr(VersionFile, "read_into", shrink)
+    with pytest.raises(WeightsError, match="the file has shrunk"):
+        loaded(manifest) if when == "loaded" else HostBytes().check(manifest, 0)
+
+
+def test_nothing_is_written_through_a_link(store, tmp_path):
+    """In a folder that others can write to, one of them may have left links under names that it can guess."""
+    (tmp_path / "weights").mkdir()
+    victim = tmp_path / "victim"
+    victim.write_text("theirs")
+    links = [tmp_path / "weights" / name for name in ("current.json.part", "current.json")]
+    for link in links:
+        link.symlink_to(victim)
+    store.commit(store.publish(1, TENSORS.items()))
+    assert victim.read_text() == "theirs"
+    assert not any(link.is_symlink() for link in links)
+    assert DiskStore(tmp_path / "weights").current.version == 1
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "lock").symlink_to(tmp_path / "made")
+    with pytest.raises(WeightsError, match="give another folder"):
+        DiskStore(tmp_path / "other").publish(1, TENSORS.items())
+    assert not (tmp_path / "made").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,28 @@ def test_an_error_that_somebody_keeps_hinders_neither_the_next_version_nor_the_e
     assert mappings() == before
     with pytest.raises(StateError, match="is closed"):
         store.publish(3, [("w", torch.ones(4))])
+
+
+def test_memory_that_a_reader_maps_keeps_its_size(store):
+    for size in (4, 10_000):  # a larger version moves to a file of its own
+        manifest = store.publish(1, [("w", torch.ones(size))])
+        fd = os.open(manifest.location["path"], os.O_RDWR)
+        for other in (0, 1_000_000):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, other)
+        os.close(fd)
+
+
+def test_memory_that_could_shrink_is_refused(store):
+    """A reader of a mapping that shrinks is killed by SIGBUS."""
+    fd = os.memfd_create("foreign", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+    path = f"/proc/{os.getpid()}/fd/{fd}"
+    with pytest.raises(WeightsError, match="not sealed"):
+        open_mapping(path, 4096)
+    with pytest.raises(WeightsError, match="not sealed"):
+        store.adopt(WeightManifest(1, "shared_memory", {"path": path}, ()))
+    os.close(fd)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from nano_models import changed
 from penstock.errors import WeightsError
 from penstock.types import SamplingParams
-from penstock.weights.delta import Chain, DeltaStore
+from penstock.weights.delta import DeltaFiles, DeltaStore
 from penstock.weights.disk import DiskStore
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -43,9 +43,7 @@ async def test_versions_are_served_as_they_were_published(live, store):
     report = await live.update(partly)
     assert await served(live) < 1e-4
     if isinstance(store, DeltaStore):
-        links = Chain.of(store.current).links
-        assert len(links) == 2
-        assert links[-1].nbytes < report.bytes / 10 < links[0].nbytes
+        assert 0 < DeltaFiles.of(store.current).delta_bytes < report.bytes / 10
 
 
 async def test_a_damaged_file_is_refused_and_the_version_before_is_served_on(live, store, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import mmap
+import os
 import zlib
 from array import array
 from collections.abc import Sequence
@@ -73,37 +73,36 @@ def _check_specs(tensors: Sequence[TensorEntry], specs: dict[str, TensorSpec]) -
 
 def _check_bytes(path: Path, tensors: Sequence[TensorEntry]) -> None:
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        with path.open("rb", buffering=0) as file:
             for tensor in tensors:
-                _check_tensor(mapped, tensor)
+                _check_tensor(os.pread(file.fileno(), tensor.nbytes, tensor.offset), tensor)
     except FileNotFoundError:
         # A simulated trainer need not have bytes; the manifest alone is then what is checked.
         return
     except (OSError, ValueError) as error:
-        raise WeightsError(f"cannot map the weights at {path}: {error}") from error
+        raise WeightsError(f"cannot read the weights at {path}: {error}") from error
 
 
 def _check_files(manifest: WeightManifest) -> None:
-    """Every tensor of a whole file; every delta as it was sent, since it takes torch to see what they make."""
+    """Every tensor of a whole file; a delta as it was sent, since it takes torch to see what it makes."""
     if manifest.transport == disk.TRANSPORT:
-        whole, deltas = disk.open_version(manifest), False
+        whole, delta_name = disk.open_version(manifest), ""
     else:
-        chain = delta.Chain.of(manifest)
-        whole, deltas = chain.open_full(manifest.extent), bool(chain.links)
-        for link in chain.links:
-            chain.open_link(link).close()
+        files = delta.DeltaFiles.of(manifest)
+        whole, delta_name = files.open_full(manifest.extent), files.delta
+        if delta_name:
+            files.read_delta()
     with whole:
-        for tensor in () if deltas else manifest.tensors:
-            _check_tensor(whole, tensor)
+        for tensor in () if delta_name else manifest.tensors:
+            _check_tensor(whole.read(tensor.offset, tensor.nbytes), tensor)
 
 
-def _check_tensor(mapped: mmap.mmap, tensor: TensorEntry) -> None:
-    raw = mapped[tensor.offset : tensor.offset + tensor.nbytes]
+def _check_tensor(raw: bytes | memoryview, tensor: TensorEntry) -> None:
     if len(raw) != tensor.nbytes:
-        raise WeightsError(f"tensor {tensor.name!r} ends beyond the {len(mapped)} bytes that are there")
+        raise WeightsError(f"tensor {tensor.name!r} ends beyond the bytes that are there")
     if (found := zlib.crc32(raw)) != tensor.crc32:
         raise WeightsError(f"tensor {tensor.name!r} has the checksum {found}, the manifest says {tensor.crc32}")
-    if _has_nan(raw, tensor.dtype):
+    if _has_nan(bytes(raw), tensor.dtype):
         raise WeightsError(f"tensor {tensor.name!r} holds NaN or infinity")
 
 

@@ -11,13 +11,13 @@ bits zero, and its bytes are sorted by significance, so that zstd finds them: a 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from typing import Any, BinaryIO
 
+import orjson
 import torch
 
 from penstock.errors import WeightsError
@@ -78,12 +78,12 @@ def write(
                     count = min(CHUNK, _elements(entry) - index * CHUNK)
                     chunks.append(Chunk(number, index * CHUNK, count, changed, gap_bytes, len(data)))
                     file.write(data)
-    footer = json.dumps({"version": to, "base": base, "chunks": [astuple(chunk) for chunk in chunks]}).encode()
+    footer = orjson.dumps({"version": to, "base": base, "chunks": [astuple(chunk) for chunk in chunks]})
     file.write(footer + len(footer).to_bytes(8, "little"))
 
 
 def apply(data: memoryview, buffer: memoryview, entries: Sequence[TensorEntry], *, base: int, to: int) -> set[int]:
-    """Make the base version in `buffer`, which is writable, the version that results.
+    """Make the base version in `buffer`, which is writable, the version that results; applied again, it undoes that.
 
     Args:
         data: the file.
@@ -98,43 +98,45 @@ def apply(data: memoryview, buffer: memoryview, entries: Sequence[TensorEntry], 
     Raises:
         WeightsError: the file is of other versions, or malformed. What is in `buffer` is of no version then.
     """
-    footer, chunks = _footer(data)
-    if (footer["base"], footer["version"]) != (base, to):
-        raise WeightsError(
-            f"a delta from weight version {footer['base']} to {footer['version']} cannot make {to} of {base}: deltas "
-            "are applied in order"
-        )
+    chunks = _footer(data, base, to)
     with ThreadPoolExecutor(_threads()) as pool:
         for _ in pool.map(lambda piece: _decode(*piece), _pieces(data, chunks, buffer, entries)):
             pass
     return {chunk.tensor for chunk in chunks}
 
 
-def _footer(data: memoryview) -> tuple[dict[str, Any], list[Chunk]]:
+def _footer(data: memoryview, base: int, to: int) -> list[Chunk]:
     length = int.from_bytes(data[-8:], "little")
     try:
-        footer = json.loads(bytes(data[-8 - length : -8]))
-        chunks = [Chunk(*map(int, fields)) for fields in footer["chunks"]]
-        footer = {"version": int(footer["version"]), "base": int(footer["base"])}
-    except (ValueError, TypeError, KeyError) as error:
+        footer: Any = orjson.loads(data[max(0, len(data) - 8 - length) : -8])
+        rows: list[Any] = footer["chunks"]
+        versions = footer["base"], footer["version"]
+        chunks = [Chunk(*row) for row in rows]
+    except (ValueError, TypeError, KeyError) as error:  # orjson takes numbers of 64 bits, and 1024 levels
         raise WeightsError(f"malformed delta: {error!r}") from error
+    if versions != (base, to):
+        raise WeightsError(f"a delta from weight version {versions[0]} to {versions[1]} cannot make {to} of {base}")
+    for chunk in chunks:
+        if any(type(number) is not int or number < 0 for number in astuple(chunk)):
+            raise WeightsError(f"malformed delta: {chunk} has something else than numbers of 0 or more")
     if sum(chunk.nbytes for chunk in chunks) + length + 8 != len(data):
         raise WeightsError(f"malformed delta: its chunks are not what its {len(data)} bytes hold")
-    return footer, chunks
+    return chunks
 
 
 def _pieces(
     data: memoryview, chunks: Sequence[Chunk], buffer: memoryview, entries: Sequence[TensorEntry]
 ) -> Iterator[tuple[torch.Tensor, Chunk, memoryview]]:
     """For each chunk the part of its tensor, and its code."""
-    begin = 0
+    begin, done = 0, (0, 0)
     for chunk in chunks:
-        if not 0 <= chunk.tensor < len(entries):
-            raise WeightsError(f"malformed delta: {chunk} is of no tensor")
+        if chunk.tensor >= len(entries) or (chunk.tensor, chunk.start) < done:
+            raise WeightsError(f"malformed delta: {chunk} is of no tensor, or not behind the one before it")
         words = _words(buffer, entries[chunk.tensor])
-        if not 0 <= chunk.start <= len(words) - chunk.count:
+        done = chunk.tensor, chunk.start + chunk.count
+        if done[1] > len(words) or chunk.count > CHUNK:
             raise WeightsError(f"malformed delta: {chunk} does not lie in {entries[chunk.tensor].name!r}")
-        yield words[chunk.start : chunk.start + chunk.count], chunk, data[begin : begin + chunk.nbytes]
+        yield words[chunk.start : done[1]], chunk, data[begin : begin + chunk.nbytes]
         begin += chunk.nbytes
 
 
@@ -156,19 +158,13 @@ def _encode(old: torch.Tensor, new: torch.Tensor) -> tuple[int, int, bytes] | No
 def _decode(part: torch.Tensor, chunk: Chunk, coded: memoryview) -> None:
     """Change a chunk in place."""
     size = part.element_size()
-    expected = chunk.changed * (chunk.gap_bytes + size)
-    try:
-        has = zstd.get_frame_info(coded).decompressed_size
-        data = bytearray(zstd.decompress(coded) if has == expected else b"")
-    except zstd.ZstdError as error:
-        raise WeightsError(f"malformed delta: {chunk}: {error}") from error
-    if not data or len(data) != expected or not 0 <= chunk.gap_bytes <= _POSITION:
-        raise WeightsError(f"malformed delta: {chunk} does not have {expected} bytes")
+    whole = chunk.gap_bytes == 0
+    if not 0 < chunk.changed <= len(part) or chunk.gap_bytes > _POSITION or (whole and chunk.changed != len(part)):
+        raise WeightsError(f"malformed delta: {chunk} cannot be of its {len(part)} elements")
+    data = _decompressed(coded, chunk.changed * (chunk.gap_bytes + size), chunk)
     gaps, values = data[: chunk.gap_bytes * chunk.changed], data[chunk.gap_bytes * chunk.changed :]
     differing = _from_planes(values, size).view(part.dtype)
-    if chunk.gap_bytes == 0:
-        if len(differing) != len(part):
-            raise WeightsError(f"malformed delta: {chunk} is not whole")
+    if whole:
         part.bitwise_xor_(differing)
         return
     gaps += bytes((_POSITION - chunk.gap_bytes) * chunk.changed)
@@ -176,6 +172,19 @@ def _decode(part: torch.Tensor, chunk: Chunk, coded: memoryview) -> None:
     if not (int(positions[0]) >= 0 and int(positions[-1]) < len(part) and bool((positions.diff() > 0).all())):
         raise WeightsError(f"malformed delta: {chunk} has elements outside of it")
     part[positions] = part[positions] ^ differing
+
+
+def _decompressed(coded: memoryview, expected: int, chunk: Chunk) -> bytearray:
+    """One zstd frame of `expected` bytes; what would become more is refused before memory is taken for it."""
+    decoder = zstd.ZstdDecompressor()
+    try:
+        says = zstd.get_frame_info(coded).decompressed_size
+        data = bytearray(decoder.decompress(coded, max_length=expected + 1) if says == expected else b"")
+    except zstd.ZstdError as error:
+        raise WeightsError(f"malformed delta: {chunk}: {error}") from error
+    if len(data) != expected or not decoder.eof or decoder.unused_data:
+        raise WeightsError(f"malformed delta: {chunk} is not one zstd frame of {expected} bytes")
+    return data
 
 
 def _planes(words: torch.Tensor) -> bytes:

@@ -16,7 +16,7 @@ from penstock.errors import WeightsError
 from penstock.types import TensorSpec
 from penstock.weights.manifest import WeightManifest
 from penstock.weights.safetensors_header import header
-from penstock.weights.version_folder import VersionFolder, map_file
+from penstock.weights.version_folder import VersionFile, VersionFolder
 
 if TYPE_CHECKING:
     import torch
@@ -92,9 +92,9 @@ class DiskStore:
         self._folder.close()
 
 
-def open_version(manifest: WeightManifest) -> mmap.mmap:
-    """Map the file of a version. WeightsError: it is gone, or too short."""
-    return map_file(manifest.location.get("folder", ""), manifest.location.get("file", ""), manifest.extent)
+def open_version(manifest: WeightManifest) -> VersionFile:
+    """Open the file of a version. WeightsError: it is gone, or too short."""
+    return VersionFile(manifest.location.get("folder", ""), manifest.location.get("file", ""), manifest.extent)
 
 
 def in_order(

@@ -9,6 +9,7 @@ engine can always be given the current one.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import re
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 TRANSPORT = "shared_memory"
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _STORE_FILE = re.compile(r"/proc/\d+/fd/\d+")
 
 
@@ -52,9 +54,9 @@ class SharedMemoryStore:
         tensors = list(checked(named_tensors))
         size, offsets = layout(tensors)
         buffer = self._buffers[0] if self._holds_current(self._buffers[1]) else self._buffers[1]
-        view = buffer.resize(size)
-        entries = write(view, tensors, offsets)
-        return WeightManifest(version=version, transport=TRANSPORT, location={"path": buffer.path}, tensors=entries)
+        entries = write(buffer.resize(size), tensors, offsets)
+        location = {"path": str(buffer.path)}
+        return WeightManifest(version=version, transport=TRANSPORT, location=location, tensors=entries)
 
     def adopt(self, manifest: WeightManifest) -> WeightManifest:
         """Keep a version that another process of this user published, also when that process ends; no byte is copied.
@@ -63,7 +65,7 @@ class SharedMemoryStore:
             The manifest with the place where engines find it from now on, for `commit`.
 
         Raises:
-            WeightsError: it is no store's file, is gone, or is shorter than the manifest says.
+            WeightsError: it is no store's file, is gone, is shorter than the manifest says, or is not sealed.
             StateError: the store is closed.
         """
         path = manifest.location.get("path", "")
@@ -71,10 +73,7 @@ class SharedMemoryStore:
             raise WeightsError(f"weights of the transport {manifest.transport!r} at {path!r} cannot be adopted")
         self._buffers[0].check_open()
         self._let_go(but=self.current.location.get("path") if self.current is not None else None)
-        fd = _open_store(path)
-        if (size := os.fstat(fd).st_size) < manifest.extent:
-            os.close(fd)
-            raise WeightsError(f"the weights at {path} are {size} bytes, the manifest needs {manifest.extent}")
+        fd = _open_store(path, manifest.extent)
         ours = f"/proc/{os.getpid()}/fd/{fd}"
         self._adopted[ours] = fd
         return replace(manifest, location={"path": ours})
@@ -107,62 +106,95 @@ class _Buffer:
     """
 
     def __init__(self, name: str) -> None:
-        self._fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        self._name = name
+        self._fd: int | None = None
         self._map: mmap.mmap | None = None
+        self._closed = False
 
     @property
-    def path(self) -> str:
-        """Where another process of the same user finds it."""
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
+    def path(self) -> str | None:
+        """Where another process of the same user finds it; None while nothing was written."""
+        return None if self._fd is None else f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def check_open(self) -> None:
         """Raise StateError after `close`."""
-        if self._fd < 0:
+        if self._closed:
             raise StateError("the store of weights is closed: its fleet or engine was torn down")
 
     def resize(self, size: int) -> memoryview:
-        """A writable view of at least `size` bytes. It never shrinks: an engine may still map what was there."""
+        """A writable view of at least `size` bytes. A larger version gets a file of its own: none changes its size."""
         self.check_open()
         if self._map is None or len(self._map) < size:
-            os.ftruncate(self._fd, size)
-            self._map = mmap.mmap(self._fd, size)
+            self._free()
+            self._fd, self._map = sealed_memory(self._name, size)
         return memoryview(self._map)
 
     def close(self) -> None:
         """Let go of mapping and file; closing twice is harmless."""
+        self._closed = True
+        self._free()
+
+    def _free(self) -> None:
         self._map = None
-        if self._fd >= 0:
+        if self._fd is not None:
             os.close(self._fd)
-            self._fd = -1
+            self._fd = None
+
+
+def sealed_memory(name: str, size: int) -> tuple[int, mmap.mmap]:
+    """A memfd of `size` bytes that nobody can shrink or grow, and a writable mapping of it.
+
+    A reader of a mapped file that shrinks is killed by SIGBUS; `open_mapping` maps sealed files only.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        return fd, mmap.mmap(fd, size)
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def open_mapping(path: str, nbytes: int) -> mmap.mmap:
     """Map the store's file read-only, in another process.
 
     Raises:
-        WeightsError: the file is gone (the store's process ended) or shorter than the manifest says.
+        WeightsError: the file is gone (the store's process ended), shorter than the manifest says, or not sealed.
     """
-    fd = _open_store(path)
+    fd = _open_store(path, nbytes)
     try:
-        size = os.fstat(fd).st_size
-        if size < nbytes:
-            raise WeightsError(f"the weights at {path} are {size} bytes, the manifest needs {nbytes}")
-        return mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        return mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
     finally:
         os.close(fd)
 
 
-def _open_store(path: str) -> int:
+def _open_store(path: str, nbytes: int) -> int:
+    """A descriptor of a file whose size cannot change. WeightsError: it is not one of `nbytes` bytes or more."""
     if not _STORE_FILE.fullmatch(path):  # any other file of this host is nobody's weights
         raise WeightsError(f"cannot open the weights at {path!r}: it is no store's file (/proc/PID/fd/N)")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            return fd
-        os.close(fd)
-        raise WeightsError(f"cannot open the weights at {path}: it is no file")
     except OSError as error:
         raise WeightsError(
             f"cannot open the weights at {path}: {error.strerror}; the process that published them must be alive, on "
             "this host, and of the same user"
         ) from error
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        why = "it is no file"
+    elif not _is_sealed(fd):
+        why = "the file is not sealed, so its size could change"
+    elif found.st_size < max(nbytes, 1):
+        why = f"they are {found.st_size} bytes, the manifest needs {nbytes}"
+    else:
+        return fd
+    os.close(fd)
+    raise WeightsError(f"cannot open the weights at {path}: {why}")
+
+
+def _is_sealed(fd: int) -> bool:
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
+    except OSError:  # a file of a file system that knows no seals
+        return False

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import mmap
 import os
 import re
 import secrets
@@ -17,12 +16,13 @@ from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 from penstock.errors import StateError, WeightsError
 from penstock.weights.manifest import WeightManifest
 
-_FILE = re.compile(r"v\d+-[0-9a-f]{8}\.(safetensors|delta)(\.part)?|current\.json\.part")
+_FILE = re.compile(r"v\d+-[0-9a-f]{8}\.(safetensors|delta)")
+_PART = re.compile(rf"({_FILE.pattern}|current\.json)(\.[0-9a-f]{{8}})?\.part")
 _INDEX = "current.json"
 _LOCK = "lock"
 
@@ -54,7 +54,7 @@ class VersionFolder:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         except OSError as error:
             raise WeightsError(f"cannot keep weights in {self.path}: {error.strerror}; give another folder") from error
         try:
@@ -103,7 +103,7 @@ class VersionFolder:
         """
         try:
             for file in self.path.iterdir():
-                if _FILE.fullmatch(file.name) and file.name not in names:
+                if _PART.fullmatch(file.name) or (_FILE.fullmatch(file.name) and file.name not in names):
                     file.unlink(missing_ok=True)
         except OSError as error:
             raise WeightsError(
@@ -132,9 +132,10 @@ class VersionFolder:
 
     @contextmanager
     def _atomically(self, name: str) -> Generator[BinaryIO]:
-        part = self.path / f"{name}.part"
+        # A name that nobody can guess, and not through a link: another user of the folder may have put one there.
+        part = self.path / f"{name}.{secrets.token_hex(4)}.part"
         try:
-            with part.open("w+b") as file:
+            with part.open("x+b") as file:  # O_EXCL: not through a link
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -148,26 +149,55 @@ class VersionFolder:
             os.close(fd)
 
 
-def map_file(folder: str, name: str, nbytes: int) -> mmap.mmap:
-    """Map a version's file read-only, on any host that has the folder.
+class VersionFile:
+    """A version's file, open for reading on any host that has the folder; close it, or use it in a `with`.
 
-    Raises:
-        WeightsError: it is not there, or shorter than `nbytes`.
+    It is read and not mapped: the reader of a mapping whose file shrinks is killed by SIGBUS.
     """
-    path = Path(folder) / name
-    if not folder or not _FILE.fullmatch(name):
-        raise WeightsError(f"malformed weight manifest: {str(path)!r} is no file of a store of weights")
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise WeightsError(
-            f"cannot open the weights at {path}: {error.strerror}; trainer and engines must see the folder under the "
-            "same path"
-        ) from error
-    try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_size < max(nbytes, 1):
-            raise WeightsError(f"the weights at {path} are {found.st_size} bytes, the manifest needs {nbytes}")
-        return mmap.mmap(fd, found.st_size, prot=mmap.PROT_READ)
-    finally:
-        os.close(fd)
+
+    def __init__(self, folder: str, name: str, nbytes: int) -> None:
+        """Open it. WeightsError: it is not there, or shorter than `nbytes`."""
+        self._path = Path(folder) / name
+        if not folder or not _FILE.fullmatch(name):
+            raise WeightsError(f"malformed weight manifest: {str(self._path)!r} is no file of a store of weights")
+        try:
+            self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise WeightsError(
+                f"cannot open the weights at {self._path}: {error.strerror}; trainer and engines must see the folder "
+                "under the same path"
+            ) from error
+        found = os.fstat(self._fd)
+        self.size = found.st_size
+        if not stat.S_ISREG(found.st_mode) or self.size < max(nbytes, 1):
+            self.close()
+            raise WeightsError(f"the weights at {self._path} are {self.size} bytes, the manifest needs {nbytes}")
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fill `target` with what lies from `offset` on. WeightsError: the file has shrunk, or its disk fails."""
+        while len(target):
+            try:
+                count = os.preadv(self._fd, [target], offset)
+            except OSError as error:
+                raise WeightsError(f"cannot read the weights at {self._path}: {error.strerror}") from error
+            if not count:
+                raise WeightsError(
+                    f"the weights at {self._path} end at {offset}: the file has shrunk since it was opened"
+                )
+            target, offset = target[count:], offset + count
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """So many bytes in memory of their own; see `read_into`."""
+        data = memoryview(bytearray(nbytes))
+        self.read_into(data, offset)
+        return data
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

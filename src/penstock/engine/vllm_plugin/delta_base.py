@@ -1,4 +1,4 @@
-"""The whole of one version in host memory, to which deltas are applied; of an engine, for its workers.
+"""The whole of one version in host memory, of which deltas make others; of an engine, for its workers.
 
 It is kept only where the transport `delta` is used. Workers map it as they map shared memory, through `/proc/PID/fd/N`.
 """
@@ -10,30 +10,34 @@ import json
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 from penstock.engine.vllm_plugin.spec import check_tensors
 from penstock.weights import delta_format
-from penstock.weights.delta import Chain
+from penstock.weights.delta import DeltaFiles
 from penstock.weights.manifest import WeightManifest
+from penstock.weights.shared_memory import sealed_memory
 
 
 class DeltaBase:
-    """What `chain` makes, up to the version that was prepared last."""
+    """The version that was prepared last."""
 
     def __init__(self) -> None:
-        self._fd = os.memfd_create("penstock-delta-base", os.MFD_CLOEXEC)
+        self._fd = -1
         self._image: mmap.mmap | None = None
-        self._files: tuple[str, ...] = ()
-        """Those that were put into the image, in order; none while it is of no version."""
-        self._touched: dict[str, set[int]] = {}
-        """Of each delta in the image, numbers of the tensors that it changed."""
-        self._versions: dict[int, tuple[str, ...]] = {}
-        """Files of which the versions were made that the engine may have in force."""
+        self._full = ""
+        """Name of the whole file that the image is made of; empty while the image is of no version."""
+        self._undo: Callable[[], object] = lambda: None
+        """Makes the image the whole version again: a delta is its own inverse."""
+        self._changed: frozenset[int] = frozenset()
+        """Numbers of the tensors in which the image differs from the whole version."""
+        self._versions: dict[int, tuple[str, frozenset[int]]] = {}
+        """The whole file, and what differs from it, of the versions that the engine may have in force."""
         self._lock = threading.Lock()
 
     def bring(self, manifest: WeightManifest, in_force: int) -> WeightManifest:
-        """Make the image that version, by the deltas that it lacks, or anew where it is of another chain.
+        """Make the image that version.
 
         Args:
             manifest: of the transport `delta`.
@@ -46,43 +50,49 @@ class DeltaBase:
         Raises:
             WeightsError: a file is gone or damaged, or a tensor that resulted is not what was sent, or not finite.
         """
-        chain = Chain.of(manifest)
+        files = DeltaFiles.of(manifest)
         with self._lock:
-            self._apply(chain, manifest)
+            self._make(files, manifest)
             location = {"path": f"/proc/{os.getpid()}/fd/{self._fd}"}
-            files = self._versions.get(in_force)
-            if files is not None and chain.files[: len(files)] == files:
-                later = chain.files[len(files) :]
-                changed = sorted(set[int]().union(*(self._touched[file] for file in later)))
-                location |= {"base": str(in_force), "changed": json.dumps(changed)}
+            full, changed = self._versions.get(in_force, ("", frozenset[int]()))
+            if full == files.full:
+                location |= {"base": str(in_force), "changed": json.dumps(sorted(changed | self._changed))}
             # Of two versions with one number, of which the first was refused by another engine, the last counts.
-            kept = {number: files for number, files in self._versions.items() if number == in_force}
-            self._versions = {**kept, manifest.version: chain.files}
+            kept = {number: made for number, made in self._versions.items() if number == in_force}
+            self._versions = {**kept, manifest.version: (files.full, self._changed)}
             return replace(manifest, location=location)
 
-    def _apply(self, chain: Chain, manifest: WeightManifest) -> None:
-        done, self._files = self._files, ()  # should anything fail, the image is of no version
-        if self._image is None or not done or chain.files[: len(done)] != done:
-            self._touched = {}
-            self._load(chain, manifest.extent)
-            done, unchecked = (chain.full,), set(range(len(manifest.tensors)))
+    def _make(self, files: DeltaFiles, manifest: WeightManifest) -> None:
+        entries = manifest.tensors
+        full, self._full = self._full, ""  # should anything fail, the image is of no version
+        if self._image is not None and full == files.full and manifest.extent <= len(self._image):
+            self._undo()
+            unchecked = set(self._changed)
         else:
-            unchecked = set[int]()
-        image = memoryview(self._image)  # pyright: ignore[reportArgumentType] - loaded above
-        versions = (chain.full_version, *(link.version for link in chain.links))
-        for number in range(len(done) - 1, len(chain.links)):
-            link = chain.links[number]
-            data = memoryview(chain.open_link(link))
-            base = versions[number]
-            self._touched[link.file] = delta_format.apply(data, image, manifest.tensors, base=base, to=link.version)
-            unchecked |= self._touched[link.file]
-        check_tensors(image, [manifest.tensors[number] for number in sorted(unchecked)])
-        self._files = chain.files
+            self._image = self._loaded(files, manifest.extent)
+            unchecked = set(range(len(entries)))
+        image = memoryview(self._image)
+        self._undo, self._changed = lambda: None, frozenset()
+        if files.delta:
+            data, base = files.read_delta(), files.full_version
 
-    def _load(self, chain: Chain, extent: int) -> None:
-        full = chain.open_full(extent)
-        if self._image is None or len(self._image) != len(full):
-            self._image = None
-            os.ftruncate(self._fd, len(full))
-            self._image = mmap.mmap(self._fd, len(full))
-        self._image[:] = memoryview(full)
+            def apply() -> set[int]:
+                return delta_format.apply(data, image, entries, base=base, to=manifest.version)
+
+            self._changed = frozenset(apply())
+            self._undo = apply
+        check_tensors(
+            [entries[number] for number in sorted(unchecked | self._changed)],
+            lambda entry: image[entry.offset : entry.offset + entry.nbytes],
+        )
+        self._full = files.full
+
+    def _loaded(self, files: DeltaFiles, extent: int) -> mmap.mmap:
+        image, extent = self._image, max(extent, 1)
+        with files.open_full(extent) as file:
+            if image is None or len(image) != extent:
+                if self._fd >= 0:
+                    os.close(self._fd)
+                self._fd, image = sealed_memory("penstock-delta-base", extent)
+            file.read_into(memoryview(image), 0)
+        return image

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from penstock.weights.pack import view
 
 
 class DiskSource:
-    """Maps the file; its bytes were checked before (`host_bytes.py`)."""
+    """Reads the file; its bytes were checked before (`host_bytes.py`)."""
 
     partial = False
     compares = False
@@ -24,12 +25,15 @@ class DiskSource:
         del worker
 
     def prepare(self, manifest: WeightManifest) -> None:
-        """See that the file can be mapped from here too: a worker may be on another host than who checked it."""
+        """See that the file can be opened from here too: a worker may be on another host than who checked it."""
         open_version(manifest).close()
 
     def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """Views of the mapping."""
+        """Each in the same memory, as large as the largest."""
         del place
-        buffer = memoryview(open_version(manifest))
-        for entry in manifest.tensors:
-            yield entry, view(buffer, entry)
+        buffer = memoryview(bytearray(max((entry.nbytes for entry in manifest.tensors), default=0)))
+        with open_version(manifest) as file:
+            for entry in manifest.tensors:
+                part = buffer[: entry.nbytes]
+                file.read_into(part, entry.offset)
+                yield entry, view(part, replace(entry, offset=0))

@@ -34,7 +34,8 @@ class HostBytes:
         if manifest.transport == shared_memory.TRANSPORT:
             check_bytes(manifest)
         elif manifest.transport == disk.TRANSPORT:
-            check_tensors(memoryview(disk.open_version(manifest)), manifest.tensors)
+            with disk.open_version(manifest) as file:
+                check_tensors(manifest.tensors, lambda entry: file.read(entry.offset, entry.nbytes))
         elif manifest.transport == delta.TRANSPORT:
             if self._base is None:
                 from penstock.engine.vllm_plugin.delta_base import DeltaBase  # noqa: PLC0415 - needs zstd

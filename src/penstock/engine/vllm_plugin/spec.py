@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -62,26 +62,25 @@ class WeightSpec:
 
 def check_bytes(manifest: WeightManifest) -> None:
     """Map the bytes and raise WeightsError where a checksum differs or a value is not finite."""
-    mapping = open_mapping(manifest.location.get("path", ""), manifest.extent)
-    check_tensors(memoryview(mapping), manifest.tensors)
+    buffer = memoryview(open_mapping(manifest.location.get("path", ""), manifest.extent))
+    check_tensors(manifest.tensors, lambda entry: buffer[entry.offset : entry.offset + entry.nbytes])
 
 
-def check_tensors(buffer: memoryview, entries: Iterable[TensorEntry]) -> None:
-    """Raise WeightsError where the checksum of a tensor in `buffer` differs, or a value is not finite."""
+def check_tensors(entries: Iterable[TensorEntry], read: Callable[[TensorEntry], memoryview]) -> None:
+    """Raise WeightsError where a tensor's checksum differs, or a value is not finite. `read` gets a tensor's bytes."""
 
-    def check(item: tuple[TensorEntry, torch.Tensor]) -> None:
-        entry, tensor = item
-        crc = zlib.crc32(buffer[entry.offset : entry.offset + entry.nbytes])
-        if crc != entry.crc32:
+    def check(entry: TensorEntry) -> None:
+        data = read(entry)
+        if (crc := zlib.crc32(data)) != entry.crc32:
             raise WeightsError(f"tensor {entry.name!r} has crc32 {crc:08x}, its manifest says {entry.crc32:08x}")
-        if not all_finite(tensor):
+        if not all_finite(view(data, replace(entry, offset=0))):
             raise WeightsError(f"tensor {entry.name!r} holds NaN or infinity")
 
     # A thread for each tensor and not torch's pool for each: for tensors of a few kilobytes that one costs more than it
     # brings. Half of the cores, since the engine generates meanwhile.
     threads = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        for _ in pool.map(check, [(entry, view(buffer, entry)) for entry in entries]):
+        for _ in pool.map(check, entries):
             pass
 
 
