@@ -1,6 +1,6 @@
 # `make demo` and `make test` set themselves up; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: setup demo test test-slow bench lint clean help
+.PHONY: setup demo test test-slow bench lint check-vllm clean help
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -27,6 +27,9 @@ lint: $(READY) ## ruff check, ruff format, pyright (strict)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright
+
+check-vllm: $(READY) ## which names of vLLM's that the plugin uses 0.26, 0.32, 0.33 and the newest lack (downloads 0.6 GB)
+	@$(BIN)/python scripts/check_vllm.py
 
 clean: ## remove caches and build folders (.venv and runs/ stay)
 	@rm -rf .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info
