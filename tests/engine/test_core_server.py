@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from concurrent.futures import Future
 from typing import Any
 
 import aiohttp
 import pytest
 
+from penstock.engine.vllm_plugin import core_server
 from penstock.engine.vllm_plugin.core_server import CoreServer
-from penstock.errors import TransferError, WeightsError
+from penstock.errors import StateError, TransferError, WeightsError
 
 
 @pytest.fixture
@@ -24,6 +27,8 @@ def server():
                 done.set_exception(WeightsError("they do not fit"))
             case "unforeseen":
                 done.set_exception(KeyError("x"))
+            case "deep":
+                repr(body)  # as the message of an error does
             case "slow":
                 threading.Timer(0.1, done.set_result, ({"late": True},)).start()
             case _:
@@ -55,3 +60,81 @@ async def test_the_server_in_the_core_answers(server, path, body, key, status, a
         session.post(server + path, json=body) as response,
     ):
         assert (response.status, await response.json()) == (status, answer)
+
+
+def said_by(server: str, sent: bytes, *, timeout_s: float = 20.0) -> bytes:
+    """All that the server says to these bytes, until it ends the connection or a whole answer is there."""
+    host, _, port = server.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=timeout_s) as connection:
+        connection.sendall(sent)
+        answer = b""
+        while piece := connection.recv(2**16):
+            answer += piece
+            if b"}" in piece:
+                break
+        return answer
+
+
+HEAD = b"POST /do HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer secret\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "says"),
+    [
+        (HEAD.replace(b"secret", b"wrong") + b"\r\n", 401, "Unauthorized"),
+        (HEAD.replace(b"Authorization", b"X") + b"\r\n", 401, "Unauthorized"),
+        (HEAD + b"Origin: http://evil\r\nContent-Type: text/plain\r\nContent-Length: 2\r\n\r\n{}", 403, "Origin"),
+        (HEAD.replace(b"127.0.0.1", b"evil.example") + b"\r\n", 403, "not called 'evil.example'"),
+        (HEAD + b"Content-Length: -1\r\n\r\n", 400, "Content-Length"),
+        (HEAD + b"Content-Length: 1_0\r\n\r\n", 400, "Content-Length"),
+        (HEAD + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n", 400, "Content-Length"),
+        (HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", 400, "Content-Length"),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", 400, "Transfer-Encoding"),
+        (HEAD + b"Content-Length: 2000\r\n\r\n" + b"[" * 1000 + b"]" * 1000, 400, "malformed body"),
+        (HEAD + b"Content-Length: 9\r\n\r\n[[[[[[[[[", 400, "malformed body"),
+    ],
+)
+def test_what_it_does_not_take_is_named(server: str, sent: bytes, status: int, says: str) -> None:
+    answer = said_by(server, sent).decode()
+    assert (answer.split(" ")[1], says in answer) == (str(status), True), answer
+
+
+def test_nesting_that_python_cannot_follow_is_an_answer(server: str) -> None:
+    body = b'{"what": "deep", "x": ' + b"[" * 1000 + b"]" * 1000 + b"}"
+    answer = said_by(server, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    assert b"HTTP/1.1 400" in answer or b"HTTP/1.1 500" in answer, answer
+
+
+def test_without_a_key_there_is_no_port() -> None:
+    with pytest.raises(StateError, match="there is none"):
+        CoreServer({}, [])
+
+
+def test_a_body_that_trickles_ends_by_one_deadline(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_server, "REQUEST_S", 0.5)
+    monkeypatch.setattr(core_server, "STRANGER_S", 0.5)
+    for head in (HEAD + b"Content-Length: 9999\r\n\r\n", b"POST /do HTTP/1.1\r\nX: "):  # the second is a stranger's
+        host, _, port = server.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=20.0) as connection:
+            connection.sendall(head)
+            began = time.monotonic()
+            with pytest.raises(ConnectionError):  # noqa: PT012 - whichever byte is refused
+                while time.monotonic() - began < 20:
+                    connection.sendall(b"1")
+                    time.sleep(0.02)
+
+
+def test_strangers_do_not_keep_its_fleet_out(server: str) -> None:
+    host, _, port = server.removeprefix("http://").partition(":")
+    before = threading.active_count()
+    idle = [socket.create_connection((host, int(port)), timeout=20.0) for _ in range(5 * core_server.STRANGERS)]
+    try:
+        assert b'{"ok":true}' in said_by(server, HEAD + b"Content-Length: 12\r\n\r\n" + b'{"what":"x"}')
+        assert idle[0].recv(1) == b"", "the oldest made room"
+        until = time.monotonic() + 20
+        while threading.active_count() > before + core_server.STRANGERS + 8 and time.monotonic() < until:
+            time.sleep(0.02)
+        assert threading.active_count() <= before + core_server.STRANGERS + 8
+    finally:
+        for connection in idle:
+            connection.close()

@@ -29,13 +29,18 @@ class App:
             vllm_config = SimpleNamespace(model_config=None)
 
 
-async def status(method: str, path: str, key: str | None) -> int:
-    return (await answer(method, path, key))[0]["status"]
+async def status(method: str, path: str, key: str | None, **fields: bytes) -> int:
+    return (await answer(method, path, key, **fields))[0]["status"]
 
 
-async def answer(method: str, path: str, key: str | None = None, app: Any = App) -> list[dict[str, Any]]:
+async def answer(
+    method: str, path: str, key: str | None = None, app: Any = App, kind: str = "http", **fields: bytes
+) -> list[dict[str, Any]]:
     headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
-    scope = {"type": "http", "method": method, "path": path, "headers": headers, "app": app}
+    headers += [(name.encode(), value) for name, value in fields.items()]
+    scope = {"type": kind, "path": path, "headers": headers, "app": app}
+    if kind == "http":
+        scope["method"] = method
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -75,6 +80,49 @@ async def test_probes_need_no_key_and_without_one_nobody_is_asked(monkeypatch) -
     assert await status("OPTIONS", "/v1/completions", None) == 200, "a browser's preflight carries none"
     monkeypatch.delenv("VLLM_API_KEY")
     assert await status("POST", "/pause", None) == 200
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+@pytest.mark.parametrize(
+    ("path", "refused"),
+    [
+        ("/pause", True), ("/pause\n", True), ("/collective_rpc", True), ("/penstock/info", True), ("/anything", True),
+        ("/v1/load_lora_adapter", True), ("/v1/completions", False), ("/health", False), ("/metrics", False),
+    ],
+)  # fmt: skip
+async def test_a_web_page_controls_nothing_with_a_key_or_without(
+    path: str,
+    refused: bool,  # noqa: FBT001
+    key: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", key or "")
+    for fields in ({"origin": b"http://evil"}, {"host": b"evil.example"}, {"host": b"evil.example:8000"}):
+        for method in ("POST", "OPTIONS"):
+            assert (await status(method, path, key, **fields) == 403) == refused, (method, fields)
+    if path != "/penstock/info":
+        assert await status("POST", path, key, host=b"127.0.0.1:8000") == 200
+
+
+async def test_a_websocket_needs_the_key_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert (await answer("", "/v1/realtime", None, kind="websocket"))[0]["type"] == "websocket.close"
+    assert (await answer("", "/v1/realtime", "secret", kind="websocket"))[0]["type"] != "websocket.close"
+
+
+@pytest.mark.parametrize(("keys", "port"), [(["secret"], 4001), ([], None)])
+async def test_the_core_has_no_port_where_there_is_no_key(keys: list[str], port: int | None) -> None:
+    async def call(method: str, *args: Any) -> int:
+        assert (method, args) == ("penstock_control_port", (["secret"],))
+        return 4001
+
+    engine = SimpleNamespace(
+        engine_core=SimpleNamespace(call_utility_async=call),
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1)),
+    )
+    middleware = PenstockMiddleware(behind)
+    middleware._expect = lambda _: None  # type: ignore[method-assign]
+    assert await middleware._control_port(engine, keys) == port
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])

@@ -128,6 +128,16 @@ async def test_bad_json_and_large_bodies_are_refused():
                 assert (await answer.json())["error"]["code"] == status
 
 
+@pytest.mark.parametrize("plain", [False, True])
+async def test_a_web_page_controls_nothing(plain: bool) -> None:  # noqa: FBT001
+    async with SimServer(SimConfig(plain=plain)) as server, aiohttp.ClientSession() as session:
+        for fields in ({"Origin": "http://evil", "Content-Type": "text/plain"}, {"Host": "evil.example"}):
+            async with session.post(server.url + "/resume", headers=fields) as answer:
+                assert (answer.status == 403) != plain, "our plugin's doing"
+            async with session.post(server.url + "/v1/completions", data=b'{"prompt": "a"}', headers=fields) as answer:
+                assert answer.status == 200
+
+
 async def test_api_key_guards_everything_but_probes():
     async with sim_client(SimConfig(api_key="secret")) as sim:
         for path in ("/v1/models", "/penstock/info", "/is_paused"):

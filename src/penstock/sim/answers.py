@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -11,7 +10,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from penstock.errors import EngineDeadError, RequestError, StateError, UserError
+from penstock.guard import DATA_PATHS, OPEN_PATHS, cross_site, has_key
 from penstock.sim.adapters import AdapterNotFoundError
+from penstock.sim.config import SimConfig
 from penstock.sim.engine import SimEngine
 from penstock.sim.faults import RefusedError
 from penstock.types import SamplingParams
@@ -20,9 +21,6 @@ RANKS: web.AppKey[tuple[SimEngine, ...]] = web.AppKey("ranks", tuple)
 """The data-parallel ranks of the server; nearly always one."""
 RANK: web.RequestKey[SimEngine] = web.RequestKey("rank", SimEngine)
 """The one that a request is for."""
-
-OPEN_PATHS = ("/health", "/ping", "/metrics", "/version")
-"""What needs no API key, as with our middleware in vLLM."""
 
 _INTEGERS = ("max_tokens", "n", "top_k", "seed", "min_tokens")
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -77,15 +75,20 @@ async def errors_as_vllm(request: web.Request, handler: Handler) -> web.StreamRe
         return error_answer(str(error), "InternalServerError", 500)
 
 
-def require_key(api_key: str | None) -> Middleware:
-    """Middleware: 401 without the key, on every path but `OPEN_PATHS`."""
+def guarded(config: SimConfig) -> Middleware:
+    """Middleware: 401 without the key, on every path but `OPEN_PATHS`; 403 for a web page's control call.
+
+    The second is our plugin's doing, and a plain vLLM does not have it.
+    """
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "")
-        wanted = f"Bearer {api_key}"
-        guarded = api_key is not None and request.path not in OPEN_PATHS
-        if guarded and not secrets.compare_digest(given.encode(), wanted.encode()):
+        if not config.plain and request.path not in DATA_PATHS:
+            fields = [(name.lower(), value) for name, value in request.raw_headers]
+            if (why := cross_site(fields, {config.host.lower()})) is not None:
+                return json_answer({"error": why}, 403)
+        given = request.headers.get("Authorization", "").encode()
+        if config.api_key is not None and request.path not in OPEN_PATHS and not has_key(given, [config.api_key]):
             return json_answer({"error": "Unauthorized"}, 401)
         return await handler(request)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.errors import ConfigError
@@ -19,7 +19,7 @@ class SimConfig:
     host: str = "127.0.0.1"
     port: int = 0
     """0: any free port."""
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     served_model_name: str = "sim-model"
     max_body_bytes: int = 64 * 2**20
 

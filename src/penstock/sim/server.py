@@ -11,7 +11,7 @@ from aiohttp import web
 
 from penstock.errors import EngineStartError
 from penstock.sim import control_routes, openai_routes, penstock_routes, plain_routes, token_routes
-from penstock.sim.answers import RANKS, errors_as_vllm, require_key
+from penstock.sim.answers import RANKS, errors_as_vllm, guarded
 from penstock.sim.clock import Clock
 from penstock.sim.config import SimConfig
 from penstock.sim.engine import SimEngine
@@ -123,7 +123,7 @@ class SimServer:
 
 
 def _app(config: SimConfig, ranks: tuple[SimEngine, ...]) -> web.Application:
-    middlewares = [require_key(config.api_key), errors_as_vllm]
+    middlewares = [guarded(config), errors_as_vllm]
     app = web.Application(client_max_size=config.max_body_bytes, middlewares=middlewares)
     app[RANKS] = ranks
     get, post = app.router.add_get, app.router.add_post

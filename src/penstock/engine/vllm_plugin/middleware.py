@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hmac
 import logging
 import os
 import time
@@ -26,11 +25,12 @@ from penstock.engine.vllm_plugin.sources import SOURCES
 from penstock.engine.vllm_plugin.spec import expected_weights
 from penstock.engine.vllm_plugin.version_spans import VersionSpans
 from penstock.errors import EngineError, StateError, TransferError, WeightsError
+from penstock.guard import DATA_PATHS, OPEN_PATHS, cross_site, has_key
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = ("/health", "/ping", "/metrics", "/version")
-"""What needs no API key: probes and scrapers have none, and these change nothing and tell nothing of a request."""
+WEBSOCKET_REFUSED, WEBSOCKET_REASON = 1008, 120
+"""Close code of a policy (RFC 6455, 7.4.1), and bytes of a reason that fit."""
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -41,7 +41,8 @@ class PenstockMiddleware:
     """Answers `/penstock/*` and passes everything else on, adding to answers what `telling.py` says.
 
     It asks for the API key on every path but `OPEN_PATHS`: vLLM itself does so on some prefixes only, which leaves
-    `/collective_rpc`, `/pause` and every other control call to anyone who reaches the port.
+    `/collective_rpc`, `/pause` and every other control call to anyone who reaches the port. Control (every path but
+    `DATA_PATHS`) is refused to web pages, with a key or without.
     """
 
     def __init__(self, app: Any) -> None:
@@ -55,8 +56,12 @@ class PenstockMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
-        if scope["type"] == "http" and not _may(scope):
-            await _answer(send, 401, {"error": "Unauthorized"})
+        if scope["type"] in {"http", "websocket"} and (refused := _refusal(scope)) is not None:
+            status, error = refused
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": WEBSOCKET_REFUSED, "reason": error[:WEBSOCKET_REASON]})
+            else:
+                await _answer(send, status, {"error": error})
             return
         if scope["type"] != "http" or not scope["path"].startswith("/penstock/"):
             await self._spans.pass_on(self.app, scope, receive, send)
@@ -108,10 +113,12 @@ class PenstockMiddleware:
         }
 
     async def _control_port(self, engine: Any, keys: list[str]) -> int | None:
-        """Where the engine's one core listens; several cores have to be paused together, from here."""
+        """Where the engine's one core listens: None without an API key, and for several cores, paused together here."""
         if not _one_core(engine):
             return None
         self._expect(engine)
+        if not keys:  # what listens there obeys whoever has the key, and without one it would obey everybody
+            return None
         return await engine.engine_core.call_utility_async("penstock_control_port", keys)
 
     async def _kept_under(self, engine: Any) -> int | None:
@@ -215,12 +222,17 @@ class PenstockMiddleware:
         return version_of(await engine.get_weight_version())
 
 
-def _may(scope: Scope) -> bool:
+def _refusal(scope: Scope) -> tuple[int, str] | None:
+    """Status and reason where this caller may not call this; nothing was done."""
+    if scope["path"] not in DATA_PATHS:
+        options = getattr(scope["app"].state, "args", None)
+        if (why := cross_site(scope["headers"], {str(getattr(options, "host", None)).lower()})) is not None:
+            return 403, why
     keys = _keys(scope)
-    if not keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
-        return True
+    if not keys or scope["path"] in OPEN_PATHS or scope.get("method") == "OPTIONS":
+        return None
     given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-    return any(hmac.compare_digest(given, b"Bearer " + key.encode()) for key in keys)
+    return None if has_key(given, keys) else (401, "Unauthorized")
 
 
 def _keys(scope: Scope) -> list[str]:

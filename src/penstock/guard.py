@@ -1,0 +1,110 @@
+"""Who may call a control surface: the holder of its key, no web page, and nobody under a foreign host name.
+
+A browser sends a page's plain POST to 127.0.0.1 without asking anybody, and a page whose name was bound anew to
+127.0.0.1 (DNS rebinding) even reads the answer. Browsers put `Origin` and `Host` themselves, so these two tell.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import re
+import secrets
+import socket
+import threading
+from collections.abc import Collection, Iterable
+
+HOSTS_ENV = "PENSTOCK_HOSTS"
+"""Names, with commas between them, by which a server may be called besides IP addresses and those of its machine."""
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
+"""Of an engine: what needs no key. Probes and scrapers have none; these change nothing and say nothing of a request."""
+
+DATA_PATHS = OPEN_PATHS | frozenset(
+    {
+        *("/v1/models", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"),
+        *("/tokenize", "/detokenize", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
+        *("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+        *("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"),
+    }
+)
+"""Of an engine: what a web page may call, where it has the key. Every other path counts as control."""
+
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]@/]+))(?::[0-9]*)?")
+
+
+def new_key() -> str:
+    """A random key that nobody guesses."""
+    return secrets.token_urlsafe(32)
+
+
+def has_key(given: bytes, keys: Iterable[str]) -> bool:
+    """Whether the `Authorization` field `given` carries one of `keys`; takes as long for a wrong one as for a right."""
+    found = [hmac.compare_digest(given, b"Bearer " + key.encode()) for key in keys]
+    return any(found)
+
+
+def cross_site(headers: Iterable[tuple[bytes, bytes]], known: Collection[str] = ()) -> str | None:
+    """Why a control call is refused for the web page that it may come from; None: it is not.
+
+    Args:
+        headers: of the request, names in lower case.
+        known: names of this server besides IP addresses, localhost, the machine's name and those of `HOSTS_ENV`.
+    """
+    for name, value in headers:
+        if name == b"origin":
+            return "control calls are not for web pages; leave Origin out"
+        if name == b"host" and not _is_ours(value.decode("latin-1").strip().lower(), known):
+            host = value.decode("latin-1")[:80]
+            return f"this server is not called {host!r}; use its IP address, or name it in {HOSTS_ENV} of its process"
+    return None
+
+
+def _is_ours(host: str, known: Collection[str]) -> bool:
+    match = _HOST.fullmatch(host)
+    if match is None:
+        return False
+    name = match[1] or match[2]
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        also = os.environ.get(HOSTS_ENV, "").lower().split(",")
+        return name in {"localhost", socket.gethostname().lower(), *known, *(given.strip() for given in also)}
+    return True
+
+
+class Strangers:
+    """Connections that have not shown the key: so many at most, the oldest gives way to the next.
+
+    Without a bound a stranger's connections would take a server's threads and descriptors; with one that refuses, its
+    own fleet would be kept out.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._sockets: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
+
+    def add(self, connection: socket.socket) -> None:
+        """It was accepted."""
+        with self._lock:
+            self._sockets[connection] = None
+            oldest = next(iter(self._sockets)) if len(self._sockets) > self._most else None
+            if oldest is not None:
+                del self._sockets[oldest]
+        if oldest is not None:
+            shut(oldest)
+
+    def remove(self, connection: socket.socket) -> None:
+        """It has shown the key, or is closed."""
+        with self._lock:
+            self._sockets.pop(connection, None)
+
+
+def shut(connection: socket.socket) -> None:
+    """End a connection that another thread may be reading from or writing to; that thread sees its end."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # it has ended already
+        return
