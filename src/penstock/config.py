@@ -188,10 +188,14 @@ Transport = Literal["shared_memory", "broadcast", "cuda_ipc", "disk", "delta"]
 """How the bytes of a weight version come to the engines."""
 
 
+MOST_ENGINES = 4096
+"""Of one fleet; a greater number is a slip."""
+
+
 class FleetConfig(Section):
     """The engines that serve one base model."""
 
-    engines: Annotated[int, Field(ge=0)] = 1
+    engines: Annotated[int, Field(ge=0, le=MOST_ENGINES)] = 1
     """So many are launched; 0 where there are others to `attach`."""
     attach: tuple[ServerSpec, ...] = ()
     """Servers of others that serve the same model, in the same fleet. They are never ended or started anew; one that
