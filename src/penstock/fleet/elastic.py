@@ -247,7 +247,13 @@ class Elastic:
         member.returns = True
         self._roster.enlist(member)
         self._supervisor.watch(member)
-        await self._roster.until(lambda: not member.coming)
+        limit_s = engines.config.start_timeout_s
+        if not await self._roster.until(lambda: not member.coming, deadline_s=limit_s):
+            raise EngineStartError(
+                f"it has started and not joined the fleet within {limit_s:g} s (engine.start_timeout_s), and is tried "
+                f"again: {member.lifecycle.reason}",
+                engine=member.name,
+            )
         if member.state is State.DEAD:
             raise EngineStartError(f"it was to join the fleet and died: {member.lifecycle.reason}", engine=member.name)
         if member.state is State.SYNCING:
