@@ -188,10 +188,14 @@ Transport = Literal["shared_memory", "broadcast", "cuda_ipc", "disk", "delta"]
 """How the bytes of a weight version come to the engines."""
 
 
+MOST_ENGINES = 4096
+"""Of one fleet; a greater number is a slip."""
+
+
 class FleetConfig(Section):
     """The engines that serve one base model."""
 
-    engines: Annotated[int, Field(ge=0)] = 1
+    engines: Annotated[int, Field(ge=0, le=MOST_ENGINES)] = 1
     """So many are launched; 0 where there are others to `attach`."""
     attach: tuple[ServerSpec, ...] = ()
     """Servers of others that serve the same model, in the same fleet. They are never ended or started anew; one that
@@ -203,11 +207,13 @@ class FleetConfig(Section):
     health_interval_s: Seconds = 1.0
     hang_timeout_s: Seconds = 15.0
     """An engine that gives no sign of life for so long hangs: it is ended."""
-    max_restarts: Annotated[int, Field(ge=0)] = 5
-    """How often one engine is started anew within `restart_window_s`; one that dies once more stays dead."""
+    max_restarts: Annotated[int, Field(ge=0)] | None = None
+    """How often one engine is started anew within `restart_window_s`; one that dies once more stays dead. Default:
+    without end."""
     restart_window_s: Seconds = 600.0
     restart_backoff_s: Seconds = 1.0
-    """Before the first restart; twice as long before each further one of the window, up to a minute."""
+    """Before the first restart; twice as long before each further one, up to two minutes, until none was needed for
+    `restart_window_s`."""
     drain_timeout_s: Seconds = 600.0
     """How long an engine that is to leave may go on with what it has."""
     stop_timeout_s: Seconds = 10.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import resource
@@ -32,6 +33,28 @@ def raise_file_limit() -> None:
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+_SHORTAGES = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.ENOMEM: "no memory is left",
+    errno.EMFILE: "this process has no file descriptor left (ulimit -n)",
+    errno.ENFILE: "this machine has no file descriptor left",
+    errno.EAGAIN: "this user may start no more processes (ulimit -u)",
+}
+
+
+def shortage(error: OSError) -> str:
+    """What an error of the system says that it lacks, in words, with the file that it is about."""
+    what = _SHORTAGES.get(error.errno or 0)
+    return str(error) if what is None else f"{what}{f': {error.filename}' if error.filename else ''}"
+
+
+def full_disk(log: Path) -> str:
+    """A line that says so where the disk of `log` has no room: a process that writes there may have said nothing."""
+    free = os.statvfs(log.parent)
+    return "" if free.f_bavail and free.f_favail != 0 else f"the disk is full: {log.parent}\n"
 
 
 class ChildProcess:

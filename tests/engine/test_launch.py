@@ -101,6 +101,14 @@ async def test_a_server_that_never_gets_ready_is_ended_at_the_deadline(tmp_path)
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
+async def test_a_server_that_cannot_write_its_log_ends_with_the_reason(tmp_path, monkeypatch):
+    real = os.statvfs
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*real(path)[:4], 0, *real(path)[5:])))
+    config = EngineConfig(model="sim", profile="sim", start_timeout_s=0.05)
+    with pytest.raises(EngineStartError, match=f"the disk is full: {tmp_path}"):
+        await EngineProcess.launch(config, name="mute", log_dir=tmp_path)
+
+
 MARK = "PENSTOCK_TEST"
 """A variable that all processes of one test inherit."""
 

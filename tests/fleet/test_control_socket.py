@@ -402,7 +402,7 @@ async def test_bad_calls_are_answered(fleet: Fleet) -> None:
     async with Link(fleet.endpoint._path) as link:
         with pytest.raises(UserError, match="there is no call 'dance'; known: pause, "):
             await link.call("dance")
-        with pytest.raises(UserError, match="malformed arguments: KeyError"):
+        with pytest.raises(UserError, match="malformed arguments of the call 'pause': KeyError"):
             await link.call("pause")
         with pytest.raises(UserError, match="unknown pause mode 'quickly'; known: keep, wait, abort"):
             await link.call("pause", mode="quickly", clear_cache=True, timeout_s=None)
@@ -411,8 +411,20 @@ async def test_bad_calls_are_answered(fleet: Fleet) -> None:
         manifest = {"version": 99, "transport": "shared_memory", "location": {"path": "/etc/passwd"}, "tensors": []}
         with pytest.raises(WeightsError, match="cannot be adopted"):
             await link.call("update", manifest=manifest)
-        with pytest.raises(UserError, match="seen must be an integer"):
-            await link._request("GET", "/fleet?seen=x", None, 30.0)
+        for seen in ("x", "²", "9" * 5000):
+            with pytest.raises(UserError, match="seen must be an integer"):
+                await link._request("GET", f"/fleet?seen={seen}", None, 30.0)
+        before = fleet._roster.members
+        for count in (1e30, 1e6, 2**62, -1, True, 1.5, "2", None, []):
+            with pytest.raises(UserError, match="the number of engines to add is a whole number from 1 to 40"):
+                await link.call("add", count=count)
+        for seconds in (-1, "nan", 1e30, [], None):
+            with pytest.raises(UserError, match="timeout_s"):
+                await link.call("collective_rpc", method="m", args=[], kwargs={}, timeout_s=seconds)
+        assert fleet._roster.members == before
+        for body in (b"[" * 100_000, b"7", b"\xff", b'{"count": 1e999}'):
+            async with link._session.post("http://fleet/fleet/add", data=body) as answer:
+                assert answer.status == 400, await answer.text()
         http = HttpTransport(fleet.url)
         with pytest.raises(PenstockError):
             await http.post("/fleet/stop", {}, timeout_s=30.0)  # the router has no such thing

@@ -173,7 +173,7 @@ async def test_the_last_engines_stay_and_errors_name_what_is_there(fleet: Fleet)
         await fleet.drain("e7")
     with pytest.raises(UserError, match="there is no engine 2"):
         await fleet.remove(2)
-    with pytest.raises(UserError, match="at least 1 engine can be added, got 0"):
+    with pytest.raises(UserError, match="the number of engines to add is a whole number from 1 to 4094, got 0"):
         await fleet.add_engines(0)
     assert await fleet.drain(0)
     with pytest.raises(UserError, match="without engine e1 0 would be left, and min_engines is 1; add one first"):

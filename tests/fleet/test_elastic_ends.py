@@ -15,10 +15,11 @@ from virtual_fleet import Network, VirtualEngines, open_fleet, virtual_time, wit
 
 from penstock.config import EngineConfig
 from penstock.engine.control import ControlClient
-from penstock.errors import DeadlineError, EngineStartError, PenstockError, StateError, UserError
+from penstock.errors import DeadlineError, EngineError, EngineStartError, PenstockError, StateError, UserError
 from penstock.fleet import assemble
 from penstock.fleet.launched_engines import LaunchedEngines
 from penstock.fleet.lifecycle import Lifecycle, State
+from penstock.fleet.member import Member
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import PauseMode
@@ -185,9 +186,11 @@ async def test_an_engine_whose_start_is_given_up_when_it_runs_is_ended_and_its_g
         assert fleet._roster.members[-1].gpus == ("1",)
 
 
-async def test_a_start_for_which_the_system_has_no_room_is_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with launched(1, restart_backoff_s=0.01) as (fleet, launcher):
-        launch, full = launcher.launch, [OSError(errno.ENOSPC, "No space left on device")]
+async def test_a_start_for_which_the_system_has_no_room_is_named_and_tried_until_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with launched(1, restart_backoff_s=0.001) as (fleet, launcher):
+        launch, full = launcher.launch, 7 * [OSError(errno.ENOSPC, "No space left on device", "e0.log")]
 
         async def launch_or_fail(*given: Any) -> Any:
             if full:
@@ -198,9 +201,29 @@ async def test_a_start_for_which_the_system_has_no_room_is_one_that_failed(monke
         launcher.processes[0].kill()
         await until(lambda: not full)
         await check_serves(fleet, engines=1)
-        full.append(OSError(errno.EMFILE, "Too many open files"))
-        with pytest.raises(EngineStartError, match=r"engine e1: this system starts no process for it: .*Too many open"):
+        reasons = [change.reason for change in fleet._roster.members[0].lifecycle.history]
+        assert sum("no process can be started for it: the disk is full: e0.log" in reason for reason in reasons) == 7
+        for number, words in ((errno.EMFILE, "no file descriptor left"), (errno.ENOMEM, "no memory is left")):
+            full.append(OSError(number, "some words of the system"))
+            with pytest.raises(EngineStartError, match=rf"no process can be started for it: .*{words}"):
+                await fleet.add_engines()
+
+
+async def test_adding_an_engine_that_never_joins_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is started anew without end; who asked for it is told."""
+    async with launched(1, restart_backoff_s=0.001) as (fleet, launcher):
+        started = len(launcher.processes)
+
+        async def never(member: Member) -> None:
+            raise EngineError("it has other weights than its peers", engine=member.name)
+
+        monkeypatch.setattr(fleet._elastic._supervisor, "_admit", never)
+        config = fleet._elastic._engines.config.model_copy(update={"start_timeout_s": 0.2})
+        monkeypatch.setattr(fleet._elastic._engines, "config", config)
+        with pytest.raises(EngineStartError, match=r"not joined the fleet within 0\.2 s .*"):
             await fleet.add_engines()
+        assert len(launcher.processes) > started + 1
+        await check_serves(fleet, engines=1)
 
 
 @pytest.mark.parametrize("paused", [False, True])

@@ -31,10 +31,23 @@ def test_a_restart_counts_no_more_when_its_window_has_passed() -> None:
     clock.now += 39.0
     assert budget.spend() is None
     clock.now += 1.0
-    assert budget.left()
-    assert budget.spend() == 2.0, "one of the two is left in the window"
+    assert budget.left(), "one of the two is left in the window"
+    assert budget.spend() == 4.0, "and it has not been well for a window"
     clock.now += 1000.0
     assert budget.spend() == 1.0, "all is forgotten"
+
+
+def test_without_a_limit_it_goes_on_for_ever_and_waits_two_minutes_at_most() -> None:
+    clock = Hand()
+    budget = RestartBudget(None, 600.0, 1.0, clock)
+    waits = []
+    for _ in range(1000):
+        waits.append(budget.spend())
+        clock.now += (waits[-1] or 0.0) + 11.0  # it is killed 11 s after each start
+    assert waits[:8] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 120.0]
+    assert set(waits[8:]) == {120.0}
+    clock.now += 600.0
+    assert budget.spend() == 1.0, "it was well for a window"
 
 
 def test_waits_are_bounded_however_large_the_budget() -> None:

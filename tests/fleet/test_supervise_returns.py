@@ -180,6 +180,17 @@ async def test_starts_that_fail_are_tried_again_after_twice_the_wait_until_the_b
         assert (await bench.operations.update([], None)).failures == {}, "the fleet goes on"
 
 
+async def test_an_engine_is_tried_again_without_end_and_the_last_reason_is_told() -> None:
+    bench = await Bench("ab").started()
+    async with restarting(bench) as restarts:
+        restarts.engines.failing = 20
+        bench.process["a"].kill()
+        await until(lambda: len(restarts.engines.starts) == 21)
+        assert restarts.waits[:9] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 120.0, 120.0]
+        assert any(change.reason == "port taken" for change in bench.roster.members[0].lifecycle.history)
+        await until_serves(bench, "a", 0)
+
+
 async def test_deaths_far_apart_never_end_the_budget() -> None:
     bench = await Bench("ab").started()
     async with restarting(bench, FleetConfig(health_interval_s=3600.0, max_restarts=1)) as restarts:

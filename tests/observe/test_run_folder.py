@@ -289,6 +289,7 @@ def test_a_folder_that_cannot_be_made_is_said_to_be_so(tmp_path: Path) -> None:
 
 def test_a_broken_row_is_named(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, RunConfig(engine=EngineConfig(model="m")))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step"\n')
-    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2 is not JSON"):
-        folder.metrics()
+    for row in ('{"step"', "[" * 100_000, "7", "[]", "{}", '{"step": 1e999}', '{"step": "2"}'):
+        (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "loss": NaN}}\n{row}\n')
+        with pytest.raises(UserError, match=r"metrics\.jsonl, line 2.*restore the file|its step is a whole number"):
+            folder.metrics()

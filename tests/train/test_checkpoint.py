@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.errors import CheckpointError
-from penstock.train.checkpoint import KEEP, Snapshot, latest, load, save
+from penstock.train.checkpoint import FORMAT, KEEP, Snapshot, latest, load, save
 
 VALUES = {"version": 3, "next_task": 17, "queue": [{"prompt": "a\nb", "ids": [1, 2]}], "lr": 1e-4}
 
@@ -52,6 +52,14 @@ def test_a_file_cut_at_any_byte_is_refused_with_its_name_and_a_remedy(tmp_path: 
             load(path)
     path.write_bytes(whole)
     assert load(path)[0] == 1
+
+
+@pytest.mark.parametrize("values", ["[" * 100_000, "{", ""])
+def test_a_record_that_cannot_be_read_is_refused(tmp_path: Path, values: str):
+    path = tmp_path / "step-00000001.safetensors"
+    save_file({"w": torch.zeros(2)}, path, metadata={"format": FORMAT, "step": "1", "values": values})
+    with pytest.raises(CheckpointError, match="is not JSON"):
+        load(path)
 
 
 def test_foreign_files_are_refused(tmp_path: Path):

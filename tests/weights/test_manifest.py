@@ -2,9 +2,44 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
+import orjson
 import pytest
 
-from penstock.weights.manifest import differ
+from penstock.errors import WeightsError
+from penstock.parsing import parse_json
+from penstock.weights.manifest import WeightManifest, differ
+from penstock.weights.version_folder import VersionFolder
+
+GOOD = {"version": 1, "transport": "disk", "location": {}, "tensors": [["w", "float32", [2, 3], 0, 5]]}
+MALFORMED = [
+    [], 7, {"version": 1e30}, {"version": True}, {"version": 2**63}, {"location": []}, {"tensors": 3}, {"tensors": [7]},
+    {"tensors": [["w", "float32", [1e30], 0, 5]]}, {"tensors": [["w", "float32", [-1], 0, 5]]},
+    {"tensors": [["w", "float32", "23", 0, 5]]}, {"tensors": [["w", "float32", [2], float("inf"), 5]]},
+    {"tensors": [["w", "float32", [2], 0, "5"]]}, {"tensors": [["w", "complex64", [2], 0, 5]]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", MALFORMED)
+def test_a_malformed_manifest_is_a_named_error(damage: Any) -> None:
+    WeightManifest.from_json(GOOD)
+    with pytest.raises(WeightsError, match="malformed weight manifest"):
+        WeightManifest.from_json({**GOOD, **damage} if isinstance(damage, dict) else damage)
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b'{"version": 1e999}', b"\xff", b"", b"7"])
+def test_a_folder_whose_note_cannot_be_read_has_no_version(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "current.json").write_bytes(text)
+    assert VersionFolder(tmp_path).remembered() is None
+
+
+def test_json_that_is_nested_without_end_is_a_named_error() -> None:
+    for loads in (json.loads, orjson.loads):
+        with pytest.raises(WeightsError, match="the note is not JSON that can be read"):
+            parse_json(b"[" * 100_000, "the note", WeightsError, loads=loads)
 
 
 @pytest.mark.parametrize(

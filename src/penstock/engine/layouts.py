@@ -15,6 +15,7 @@ from typing import Any, Literal, Self, cast
 
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
+from penstock.parsing import parse_json
 
 Device = Literal["cpu", "gpu"]
 
@@ -89,10 +90,7 @@ def read_shape(model: str) -> ModelShape | None:
     path = Path(model).expanduser() / "config.json"
     if not path.is_file():
         return None
-    try:
-        config: Any = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON ({error}); is the checkpoint whole?") from None
+    config: Any = parse_json(path.read_bytes(), f"the checkpoint's {path}", ConfigError, loads=json.loads)
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must hold an object, not {type(config).__name__}; is the checkpoint whole?")
     return ModelShape.of(cast("Mapping[str, Any]", config))

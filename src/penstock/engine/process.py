@@ -17,7 +17,7 @@ from penstock.config import EngineConfig
 from penstock.engine.command import resolve_profile, server_command
 from penstock.engine.transport import HttpTransport
 from penstock.errors import EngineStartError, PenstockError
-from penstock.process import ChildProcess
+from penstock.process import ChildProcess, full_disk
 
 PROBE_S = 0.2
 """Between two readiness probes. vLLM announces readiness only on its port, so this one wait has no event to use."""
@@ -121,6 +121,7 @@ class EngineProcess:
         profile = resolve_profile(config)
         raise EngineStartError(
             f"the {profile} server for model {config.model} {what}; its log ({self.log}) says:\n"
+            + full_disk(self.log)
             + telling_lines(self._child.said()),
             engine=self.name,
         )

@@ -13,6 +13,7 @@ from penstock.engine.control import EngineInfo
 from penstock.errors import DeadlineError, EngineError, EngineHTTPError, PenstockError
 from penstock.fleet.control import FanOut
 from penstock.fleet.lifecycle import State
+from penstock.parsing import reading
 from penstock.types import UpdateReport
 
 
@@ -69,8 +70,9 @@ def state_of(data: Mapping[str, Any]) -> FleetState:
 
 
 def report_of(data: Mapping[str, Any]) -> UpdateReport:
-    """An `UpdateReport` from its `dataclasses.asdict`."""
-    return _REPORT.validate_python(data)
+    """An `UpdateReport` from its `dataclasses.asdict`. Raises EngineError where it is something else."""
+    with reading("report of an update", EngineError):
+        return _REPORT.validate_python(data)
 
 
 def fan_out_to_json(outcome: FanOut[Any]) -> dict[str, Any]:

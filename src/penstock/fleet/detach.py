@@ -21,6 +21,7 @@ from penstock.fleet.control_wire import error_of
 from penstock.fleet.daemon import API_KEY_ENV, Plan
 from penstock.fleet.settings import made
 from penstock.fleet.sockets import folder
+from penstock.parsing import parse_json
 
 MARGIN_S = 60.0
 """What a start may take besides its engines."""
@@ -89,7 +90,7 @@ async def _outcome(lines: asyncio.StreamReader, log: Path, limit_s: float) -> st
     try:
         async with asyncio.timeout(limit_s):
             while line := await lines.readline():
-                said: dict[str, Any] = orjson.loads(line)
+                said: dict[str, Any] = parse_json(line, "what the detached fleet says", EngineStartError)
                 pid = said.get("pid", pid)
                 if url := _url(said):
                     return url

@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-from penstock.config import ServerSpec
+from penstock.config import MOST_ENGINES, ServerSpec
 from penstock.errors import DeadlineError, EngineDeadError, EngineStartError, PenstockError, StateError, UserError
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import SERVABLE, Engines, Member
@@ -18,6 +18,7 @@ from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
 from penstock.fleet.settings import place_of, seconds
 from penstock.fleet.supervise import Attached, Supervisor
+from penstock.parsing import whole_number
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -101,9 +102,9 @@ class Elastic:
         return await self._until_closed(self._add(count))
 
     async def _add(self, count: int) -> tuple[str, ...]:
-        if type(count) is not int or count < 1:
-            raise UserError(f"at least 1 engine can be added, got {count!r}")
         engines = self._starting()
+        room = MOST_ENGINES - sum(member.state is not State.STOPPED for member in self._roster.members)
+        whole_number(count, "the number of engines to add", least=1, most=max(1, room))
         lives = [Lifecycle(f"e{next(self._numbers)}") for _ in range(count)]
         try:
             for life in lives:
@@ -246,7 +247,13 @@ class Elastic:
         member.returns = True
         self._roster.enlist(member)
         self._supervisor.watch(member)
-        await self._roster.until(lambda: not member.coming)
+        limit_s = engines.config.start_timeout_s
+        if not await self._roster.until(lambda: not member.coming, deadline_s=limit_s):
+            raise EngineStartError(
+                f"it has started and not joined the fleet within {limit_s:g} s (engine.start_timeout_s), and is tried "
+                f"again: {member.lifecycle.reason}",
+                engine=member.name,
+            )
         if member.state is State.DEAD:
             raise EngineStartError(f"it was to join the fleet and died: {member.lifecycle.reason}", engine=member.name)
         if member.state is State.SYNCING:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import asdict
@@ -24,8 +25,9 @@ from penstock.fleet.control_wire import FleetState, MemberState, error_to_json, 
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
-from penstock.fleet.settings import specs_of
+from penstock.fleet.settings import seconds, specs_of
 from penstock.fleet.sockets import SOCKET_MODE, refuse_second, socket_of
+from penstock.parsing import parse_json, reading
 from penstock.section import validate
 from penstock.types import PauseMode
 from penstock.weights.manifest import WeightManifest
@@ -34,6 +36,8 @@ MAX_BODY = 64 * 2**20
 """A manifest of a 100k-tensor model is about 10 MB."""
 SILENCE_S = 10.0
 """How long a question after changes is left without an answer; the asker learns from the answer that we live."""
+
+_CHANGE = re.compile(r"-?[0-9]{1,18}")
 
 STOPPED = "the fleet was told to stop, by `penstock fleet stop` or another program"
 
@@ -73,19 +77,19 @@ class Endpoint:
             "resume": lambda _: operations.resume(),
             "abort": lambda _: operations.abort(),
             "reset_prefix_cache": lambda _: operations.reset_prefix_cache(),
-            "sleep": lambda args: operations.sleep(int(args["level"])),
+            "sleep": lambda args: operations.sleep(args["level"]),
             "wake_up": lambda args: operations.wake_up(args["tags"]),
             "collective_rpc": self._collective_rpc,
             "load_adapter": lambda args: operations.load_adapter(
-                str(args["adapter"]), str(args["path"]), float(args["timeout_s"])
+                str(args["adapter"]), str(args["path"]), _timeout_s(args)
             ),
             "look": lambda _: elastic.look(),
             "init_weight_transfer": lambda args: operations.init_weight_transfer(args["init_info"]),
-            "native_update": lambda args: operations.native_update(args["update_info"], int(args["version"])),
+            "native_update": lambda args: operations.native_update(args["update_info"], args["version"]),
             "update": lambda args: operations.update_from(
                 WeightManifest.from_json(args["manifest"]), kv=args.get("kv", "recompute")
             ),
-            "add": lambda args: elastic.add(int(args["count"])),
+            "add": lambda args: elastic.add(args["count"]),
             "attach": lambda args: elastic.attach(specs_of(validate(ServerSpec, s) for s in args["servers"])),
             "drain": lambda args: elastic.drain(args["engine"], args["timeout_s"]),
             "remove": lambda args: elastic.remove(args["engine"], args["timeout_s"]),
@@ -154,7 +158,7 @@ class Endpoint:
     async def _collective_rpc(self, args: dict[str, Any]) -> dict[str, Any]:
         call = self._operations.collective_rpc
         return fan_out_to_json(
-            await call(str(args["method"]), float(args["timeout_s"]), list(args["args"]), dict(args["kwargs"]))
+            await call(str(args["method"]), _timeout_s(args), list(args["args"]), dict(args["kwargs"]))
         )
 
     async def _stop(self, _: dict[str, Any]) -> None:
@@ -176,8 +180,8 @@ class Endpoint:
 
     async def _state_changed(self, http: web.Request) -> web.Response:
         seen = http.query.get("seen", "-1")
-        if not seen.lstrip("-").isdigit():
-            return _answer({"error": error_to_json(UserError(f"seen must be an integer, got {seen!r}"))}, 400)
+        if not _CHANGE.fullmatch(seen):
+            return _answer({"error": error_to_json(UserError(f"seen must be an integer, got {seen[:80]!r}"))}, 400)
         await self._roster.until(
             lambda: self._roster.changes != int(seen) or self._ended.is_set(), deadline_s=SILENCE_S
         )
@@ -193,22 +197,24 @@ class Endpoint:
             call = self._calls.get(name)
             if call is None:
                 raise UserError(f"there is no call {name!r}; known: {', '.join(self._calls)}")
-            result = await call(_arguments(name, await http.read()))
+            arguments = _arguments(name, await http.read())
+            with reading(f"arguments of the call {name!r}"):
+                result = await call(arguments)
         except PenstockError as error:
             return _answer({"error": error_to_json(error), "state": state_to_json(self._state())}, 400)
-        except (KeyError, TypeError, ValueError) as malformed:
-            error = UserError(f"the call {name!r} has malformed arguments: {malformed!r}")
-            return _answer({"error": error_to_json(error)}, 400)
         if hasattr(result, "__dataclass_fields__"):
             result = asdict(result)
         return _answer({"result": result, "state": state_to_json(self._state())})
 
 
+def _timeout_s(args: dict[str, Any]) -> float:
+    if (given := seconds(args["timeout_s"])) is None:
+        raise UserError("this call needs a timeout_s, in seconds")
+    return given
+
+
 def _arguments(name: str, body: bytes) -> dict[str, Any]:
-    try:
-        arguments: Any = orjson.loads(body or b"{}")
-    except orjson.JSONDecodeError as error:
-        raise UserError(f"the call {name!r} has a body that is not JSON: {error}") from None
+    arguments: Any = parse_json(body or b"{}", f"the body of the call {name!r}")
     if not isinstance(arguments, dict):
         raise UserError(f"the call {name!r} takes a JSON object, got {type(arguments).__name__}")
     return arguments  # pyright: ignore[reportUnknownVariableType] - a JSON object

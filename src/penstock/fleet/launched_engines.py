@@ -13,6 +13,7 @@ from penstock.errors import EngineStartError, PenstockError, StateError
 from penstock.fleet.assemble import join
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import SERVABLE, EngineHandle, Member
+from penstock.process import shortage
 
 
 class Launcher(Protocol):
@@ -114,7 +115,7 @@ class LaunchedEngines:
         try:
             return await self._launcher.launch(self.config, name, gpus)
         except OSError as error:  # no memory, descriptor or room on a disk is left; that may pass
-            raise EngineStartError(f"this system starts no process for it: {error}", engine=name) from error
+            raise EngineStartError(f"no process can be started for it: {shortage(error)}", engine=name) from error
 
     async def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
         """GPUs for one engine more, where others have `taken`. Raises ConfigError where there is no room."""

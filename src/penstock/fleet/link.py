@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
-import orjson
 
 from penstock.engine.transport import as_json
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, PenstockError, UserError
 from penstock.fleet.control_wire import FleetState, error_of, state_of
 from penstock.fleet.endpoint import SILENCE_S
 from penstock.fleet.sockets import present, socket_of
+from penstock.parsing import parse_json, reading
 
 ANSWER_S = 10.0
 """Deadline of what is answered at once."""
@@ -102,15 +102,15 @@ class Link:
         timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=ANSWER_S)
         try:
             async with self._session.request(method, "http://fleet" + path, data=data, timeout=timeout) as response:
-                answer: Any = orjson.loads(await response.read())
+                answer: Any = parse_json(await response.read(), f"the answer of {self._path}", EngineError)
         except TimeoutError as error:
             raise DeadlineError(
                 f"the process that holds the fleet did not answer within {deadline_s:g} s", seconds=deadline_s
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise LinkGoneError(f"the process that holds the fleet is gone: nobody answers at {self._path}") from error
-        except orjson.JSONDecodeError as error:
-            raise EngineError(f"{self._path} answers, but not as a fleet") from error
-        if "error" in answer:
-            raise error_of(answer["error"])
-        return answer
+        with reading(f"answer of {self._path}, which is not a fleet's", EngineError):
+            if "error" not in answer:
+                return {"result": answer.get("result"), "state": answer["state"]}
+            error = error_of(answer["error"])
+        raise error

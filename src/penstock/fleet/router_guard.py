@@ -53,7 +53,7 @@ class RouterGuard:
 
     def watch(self, roster: Roster, fleet: FleetConfig) -> None:
         """From now on a new router gets the roster's gate and engines before anyone waits for it in vain."""
-        roster.router_returns = fleet.max_restarts > 0
+        roster.router_returns = fleet.max_restarts != 0
         self._watch = asyncio.create_task(self._guard(roster, fleet), name="guard-router")
 
     async def stop(self) -> None:
@@ -74,7 +74,7 @@ class RouterGuard:
                 await cancelled(hung)
             logger.warning("the router ended with status %d", status)
             if not await self._start_anew(roster, budget):
-                logger.error("the router stays down: it ended again after %d restarts", fleet.max_restarts)
+                logger.error("the router stays down: it ended again after %s restarts", fleet.max_restarts)
                 roster.router_gave_up()
                 return
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 from penstock.config import ServerSpec
 from penstock.errors import ConfigError, UserError
+from penstock.parsing import LARGEST
 from penstock.section import Section, validate
 
 S = TypeVar("S", bound=Section)
@@ -55,7 +56,7 @@ def made(log_dir: Path) -> Path:
 
 def seconds(given: Any) -> float | None:
     """A `timeout_s` that a caller gave, checked before anything is done by it. Raises UserError where it is none."""
-    if given is not None and not (isinstance(given, (int, float)) and given >= 0):
+    if given is not None and not (isinstance(given, (int, float)) and 0 <= given <= LARGEST):
         raise UserError(f"timeout_s is a number of seconds, 0 or more, got {given!r}; leave it out for the default")
     return given
 

@@ -133,7 +133,7 @@ class Supervisor:
         self._roster.announce()
         if self._engines is not None or member.spec is not None:
             logger.error(
-                "engine %s stays dead: it died again after %d restarts within %g s (fleet.max_restarts); the last "
+                "engine %s stays dead: it died again after %s restarts within %g s (fleet.max_restarts); the last "
                 "reason: %s", member.name, self._fleet.max_restarts, self._fleet.restart_window_s,
                 member.lifecycle.reason,
             )  # fmt: skip

@@ -60,6 +60,7 @@ from penstock.config import RunConfig, load_config
 from penstock.errors import ConfigError, UserError
 from penstock.observe.summary import Summary
 from penstock.observe.trajectory_log import TrajectoryRecord, to_markdown
+from penstock.parsing import parse_json, reading, whole_number
 
 CONFIG = "config.yaml"
 RECORDS = ("metrics.jsonl", "evaluations.jsonl", "trajectories.jsonl")
@@ -257,9 +258,10 @@ class RunFolder:
     def summary(self) -> dict[str, Any]:
         """What summary.json holds. Raises UserError where the run has not ended."""
         try:
-            return json.loads((self.path / "summary.json").read_text())
+            text = (self.path / "summary.json").read_bytes()
         except FileNotFoundError:
             raise UserError(f"{self.path} has no summary.json: the run has not ended; resume it first") from None
+        return parse_json(text, f"{self.path}/summary.json", loads=json.loads)
 
     @contextmanager
     def capture_log(self) -> Generator[None]:
@@ -297,11 +299,15 @@ def _read(file: Path) -> list[dict[str, Any]]:
     whole, _, _ = text.rpartition("\n")
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(whole.splitlines(), start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            raise UserError(f"{file}, line {number} is not JSON ({error}); take it out or restore the file") from error
+        row = parse_json(line, f"{file}, line {number}", _damaged, loads=json.loads)
+        with reading(f"row in {file}, line {number}", _damaged):
+            whole_number(row["step"], "its step", error=_damaged)
+        rows.append(row)
     return rows
+
+
+def _damaged(why: str) -> UserError:
+    return UserError(f"{why}; take the line out or restore the file")
 
 
 def _replace(file: Path, text: str) -> None:

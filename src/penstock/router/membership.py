@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from penstock.errors import StateError, UserError
+from penstock.parsing import whole_number
 
 _NAME = re.compile(r"[!-~]{1,128}")
 _MAX_ADAPTER = 256
@@ -38,10 +39,9 @@ class EngineEntry:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise UserError(f"engine name {self.name!r} must be 1 to 128 printable ASCII characters without spaces")
-        if self.weight_version < 0:
-            raise UserError(f"engine {self.name}: weight_version must not be negative, got {self.weight_version}")
-        if self.dp_rank is not None and self.dp_rank < 0:
-            raise UserError(f"engine {self.name}: dp_rank must not be negative, got {self.dp_rank}")
+        whole_number(self.weight_version, f"engine {self.name}: weight_version")
+        if self.dp_rank is not None:
+            whole_number(self.dp_rank, f"engine {self.name}: dp_rank")
         for adapter in self.adapters or ():
             if not 1 <= len(adapter.encode()) <= _MAX_ADAPTER:
                 raise UserError(f"engine {self.name}: an adapter's name has 1 to {_MAX_ADAPTER} bytes, got {adapter!r}")
@@ -93,8 +93,7 @@ class Membership:
             StateError: an older or equal epoch with other engines, so that a late message cannot undo a newer one.
             UserError: a negative epoch, or a name or URL that occurs twice.
         """
-        if epoch < 0:
-            raise UserError(f"epoch must not be negative, got {epoch}")
+        whole_number(epoch, "epoch")
         announced = Membership(epoch, tuple(engines))
         if epoch > self.epoch:
             return announced

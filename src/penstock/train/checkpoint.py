@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.errors import CheckpointError
+from penstock.parsing import parse_json
 
 FORMAT = "penstock-checkpoint-1"
 KEEP = 2
@@ -92,7 +93,9 @@ def load(path: Path) -> tuple[int, Snapshot]:
             if metadata.get("format") != FORMAT:
                 raise CheckpointError(f"{path} is no checkpoint of Penstock ({FORMAT}); {remedy}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-            return int(metadata["step"]), Snapshot(tensors, json.loads(metadata["values"]))
+            return int(metadata["step"]), Snapshot(
+                tensors, parse_json(metadata["values"], "its record", loads=json.loads)
+            )
     except FileNotFoundError:
         raise CheckpointError(f"no such checkpoint: {path}; start a new run without --resume") from None
     except (OSError, SafetensorError, KeyError, ValueError) as error:

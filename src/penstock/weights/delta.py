@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from penstock.errors import WeightsError
+from penstock.parsing import reading
 from penstock.types import TensorSpec
 from penstock.weights.disk import in_order
 from penstock.weights.manifest import WeightManifest
@@ -53,11 +54,9 @@ class DeltaFiles:
         if manifest.transport != TRANSPORT:
             raise WeightsError(f"weights of the transport {manifest.transport!r} are no deltas")
         where = manifest.location
-        try:
+        with reading("weight manifest", WeightsError):
             numbers = [int(where[key]) for key in ("full_version", "delta_bytes", "delta_crc32")]
             files = cls(where["folder"], numbers[0], where["full"], where["delta"], *numbers[1:])
-        except (KeyError, ValueError) as error:
-            raise WeightsError(f"malformed weight manifest: {error!r}") from error
         if not files.delta and files.full_version != manifest.version:
             raise WeightsError(f"malformed weight manifest: its files do not make version {manifest.version}")
         return files

@@ -21,6 +21,7 @@ import orjson
 import torch
 
 from penstock.errors import WeightsError
+from penstock.parsing import parse_json, reading, whole_number
 from penstock.weights.compression import zstd
 from penstock.weights.manifest import TensorEntry
 from penstock.weights.pack import view
@@ -107,18 +108,16 @@ def apply(data: memoryview, buffer: memoryview, entries: Sequence[TensorEntry], 
 
 def _footer(data: memoryview, base: int, to: int) -> list[Chunk]:
     length = int.from_bytes(data[-8:], "little")
-    try:
-        footer: Any = orjson.loads(data[max(0, len(data) - 8 - length) : -8])
+    with reading("delta", WeightsError):
+        footer: Any = parse_json(data[max(0, len(data) - 8 - length) : -8], "malformed delta: its footer", WeightsError)
         rows: list[Any] = footer["chunks"]
         versions = footer["base"], footer["version"]
         chunks = [Chunk(*row) for row in rows]
-    except (ValueError, TypeError, KeyError) as error:  # orjson takes numbers of 64 bits, and 1024 levels
-        raise WeightsError(f"malformed delta: {error!r}") from error
     if versions != (base, to):
         raise WeightsError(f"a delta from weight version {versions[0]} to {versions[1]} cannot make {to} of {base}")
     for chunk in chunks:
-        if any(type(number) is not int or number < 0 for number in astuple(chunk)):
-            raise WeightsError(f"malformed delta: {chunk} has something else than numbers of 0 or more")
+        for number in astuple(chunk):
+            whole_number(number, f"malformed delta: each field of {chunk}", error=WeightsError)
     if sum(chunk.nbytes for chunk in chunks) + length + 8 != len(data):
         raise WeightsError(f"malformed delta: its chunks are not what its {len(data)} bytes hold")
     return chunks

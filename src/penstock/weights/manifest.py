@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from penstock.errors import WeightsError
+from penstock.parsing import LARGEST, reading, whole_number
 
 DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -92,19 +93,25 @@ class WeightManifest:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Read what `to_json` wrote. Raises WeightsError where a field is missing or of the wrong form."""
-        try:
-            manifest = cls(
-                version=int(data["version"]),
+        with reading("weight manifest", WeightsError):
+            return cls(
+                version=whole_number(data["version"], "its version", error=malformed),
                 transport=str(data["transport"]),
                 location={str(k): str(v) for k, v in data["location"].items()},
-                tensors=tuple(
-                    TensorEntry(str(name), str(dtype), tuple(int(d) for d in shape), int(offset), int(crc))
-                    for name, dtype, shape, offset, crc in data["tensors"]
-                ),
+                tensors=tuple(_entry(*row) for row in data["tensors"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise WeightsError(f"malformed weight manifest: {error!r}") from error
-        for entry in manifest.tensors:
-            if entry.dtype not in DTYPE_BYTES or min(0, entry.offset, *entry.shape) < 0:
-                raise WeightsError(f"malformed weight manifest: {entry} has an unknown dtype or a negative size")
-        return manifest
+
+
+def malformed(why: str) -> WeightsError:
+    """The error for what does not fit into a manifest."""
+    return WeightsError(f"malformed weight manifest: {why}")
+
+
+def _entry(name: Any, dtype: Any, shape: Any, offset: Any, crc: Any) -> TensorEntry:
+    entry = TensorEntry(str(name), str(dtype), tuple(shape), offset, crc)
+    for number in (*entry.shape, entry.offset):
+        whole_number(number, f"each size of tensor {entry.name!r}", error=malformed)
+    whole_number(entry.crc32, f"the checksum of tensor {entry.name!r}", least=-LARGEST - 1, error=malformed)
+    if entry.dtype not in DTYPE_BYTES:
+        raise malformed(f"tensor {entry.name!r} has the unknown dtype {entry.dtype!r}")
+    return entry

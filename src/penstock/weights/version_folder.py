@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 from penstock.errors import StateError, WeightsError
+from penstock.parsing import parse_json
 from penstock.weights.manifest import WeightManifest
 
 _FILE = re.compile(r"v\d+-[0-9a-f]{8}\.(safetensors|delta)")
@@ -118,8 +119,9 @@ class VersionFolder:
     def remembered(self) -> WeightManifest | None:
         """The version noted last, by whatever process; None where there is none, or where the note is no manifest."""
         try:
-            manifest = WeightManifest.from_json(json.loads((self.path / _INDEX).read_bytes()))
-        except (OSError, ValueError):
+            data = (self.path / _INDEX).read_bytes()
+            manifest = WeightManifest.from_json(parse_json(data, _INDEX, WeightsError))
+        except (OSError, WeightsError):
             return None
         return replace(manifest, location={**manifest.location, "folder": str(self.path)})  # it may have been moved
 

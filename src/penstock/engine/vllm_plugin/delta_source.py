@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from penstock.engine.vllm_plugin.checksum import weights_checksum
 from penstock.engine.vllm_plugin.sources import Place
 from penstock.errors import WeightsError
+from penstock.parsing import parse_json, reading
 from penstock.weights.manifest import TensorEntry, WeightManifest
 from penstock.weights.pack import view
 from penstock.weights.shared_memory import open_mapping
@@ -52,7 +52,5 @@ class DeltaSource:
 
 
 def _numbers(manifest: WeightManifest) -> frozenset[int]:
-    try:
-        return frozenset(int(number) for number in json.loads(manifest.location["changed"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise WeightsError(f"malformed weight manifest: {error!r}") from error
+    with reading("weight manifest", WeightsError):
+        return frozenset(parse_json(manifest.location["changed"], "malformed weight manifest: `changed`", WeightsError))

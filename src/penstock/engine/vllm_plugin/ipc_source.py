@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
-import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,10 +12,11 @@ import torch
 
 from penstock.engine.vllm_plugin.sources import Place
 from penstock.errors import TransferError, WeightsError
+from penstock.parsing import parse_json, reading
 from penstock.weights import cuda_driver
 from penstock.weights.device_sum import device_sums
 from penstock.weights.lease import borrow
-from penstock.weights.manifest import TensorEntry, WeightManifest
+from penstock.weights.manifest import TensorEntry, WeightManifest, malformed
 
 
 class IpcSource:
@@ -66,16 +65,14 @@ class IpcSource:
                 f"the trainer shows its weights on the GPUs {', '.join(sorted(manifest.location))}, and this engine "
                 f"runs on {uuid}: give CudaIpcStore all devices of the engines, or use another transport"
             )
-        try:
-            part = json.loads(manifest.location[uuid])
+        with reading(f"weight manifest: the location of {uuid}", WeightsError):
+            part = parse_json(manifest.location[uuid], "its text", malformed)
             given = len(part["places"])
             part = {
                 "lease": str(part["lease"]),
                 "blocks": [(base64.b64decode(handle, validate=True), int(size)) for handle, size in part["blocks"]],
                 "places": [(int(block), int(offset)) for block, offset in part["places"]],
             }
-        except (KeyError, TypeError, ValueError, binascii.Error) as error:
-            raise WeightsError(f"malformed weight manifest: {error!r} in the location of {uuid}") from error
         if given != len(manifest.tensors):
             raise WeightsError(f"malformed weight manifest: {given} places for {len(manifest.tensors)} tensors")
         return part

@@ -105,7 +105,9 @@ def _checkpoint_tensors(folder: Path) -> list[tuple[str, str, tuple[int, ...]]]:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 part = tensors.get_slice(name)
-                found.append((name, _SAFETENSORS_DTYPES[part.get_dtype()], tuple(part.get_shape())))
+                if (dtype := part.get_dtype()) not in _SAFETENSORS_DTYPES:
+                    raise WeightsError(f"tensor {name!r} of {file} has the dtype {dtype}, which no update can bring")
+                found.append((name, _SAFETENSORS_DTYPES[dtype], tuple(part.get_shape())))
     return found
 
 

@@ -1,0 +1,53 @@
+"""What comes out of files and sockets, read so that whatever is wrong with it is one named error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import orjson
+
+from penstock.errors import PenstockError, UserError
+
+Refusal = Callable[[str], PenstockError]
+"""Makes the error of a message: a class of the family, or a function."""
+
+LARGEST = 2**63 - 1
+"""What every number of ours fits into."""
+_SHOWN = 200
+
+
+def parse_json(
+    data: bytes | memoryview | str, what: str, error: Refusal = UserError, *, loads: Callable[[Any], Any] = orjson.loads
+) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        data: the text.
+        what: it is, for the message.
+        error: makes what is raised where it is no JSON, or nested deeper than can be read.
+        loads: `json.loads` where NaN and numbers of more than 64 bits may be in it.
+    """
+    try:
+        return loads(data)
+    except (ValueError, RecursionError) as problem:
+        raise error(f"{what} is not JSON that can be read: {problem}") from problem
+
+
+@contextmanager
+def reading(what: str, error: Refusal = UserError) -> Generator[None]:
+    """Turn what a value of another form than expected raises while it is taken apart into one error that names it."""
+    try:
+        yield
+    except PenstockError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as problem:
+        raise error(f"malformed {what}: {repr(problem)[:_SHOWN]}") from problem
+
+
+def whole_number(value: Any, what: str, *, least: int = 0, most: int = LARGEST, error: Refusal = UserError) -> int:
+    """A value that is a whole number from `least` to `most`, and neither a bool nor a float; else `error`."""
+    if type(value) is not int or not least <= value <= most:
+        raise error(f"{what} is a whole number from {least} to {most}, got {repr(value)[:_SHOWN]}")
+    return value
