@@ -95,7 +95,6 @@ class Core:
 @pytest.fixture(autouse=True)
 def _without_vllm(monkeypatch):
     monkeypatch.setattr(clearing, "worker_is_here", lambda _: True)
-    monkeypatch.setattr(core_round, "_mark", lambda core, version: core.done.append(f"mark {version}"))
 
 
 def ask(core: Core, version: int = 4, *, clear_cache: bool = True) -> Future[Any]:
@@ -109,7 +108,7 @@ def test_a_round_pauses_loads_labels_and_resumes_in_this_order():
     done = ask(core, clear_cache=False)
     core.step()
     answer = done.result(0)
-    assert core.done == ["penstock_prepared", "pause keep False", "penstock_load(4,)", "label 4", "mark 4", "resume"]
+    assert core.done == ["penstock_prepared", "pause keep False", "penstock_load(4,)", "label 4", "resume"]
     assert not core.clearing.is_set(), "KV is kept"
     assert (answer["version"], answer["checksum"], answer["preempted"]) == (4, "c", 3)
     assert set(answer["seconds"]) == {"pause", "load", "resume", "bubble", "load.load", "load.checksum"}
@@ -132,7 +131,7 @@ def test_caches_are_cleared_while_weights_come_and_nothing_goes_on_before_both_a
     core.step()
     assert done.result(0)["version"] == 4
     by = threading.current_thread().name if here else "penstock-clear_0"
-    assert core.done[2:] == [by, "penstock_load(4,)", "reset encoder cache", "label 4", "mark 4", "resume"]
+    assert core.done[2:] == [by, "penstock_load(4,)", "reset encoder cache", "label 4", "resume"]
     core.clearing.clear()
     clearing.meanwhile()
     assert not core.clearing.is_set(), "once"

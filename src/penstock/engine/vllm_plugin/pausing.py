@@ -28,6 +28,7 @@ from contextvars import ContextVar
 from typing import Any
 from urllib.parse import parse_qs
 
+from penstock.engine.vllm_plugin import compat
 from penstock.engine.vllm_plugin.every_rank import hear_all
 
 ROUTES = frozenset({"/pause", "/resume", "/sleep", "/wake_up", "/finish_weight_update", "/collective_rpc"})
@@ -218,7 +219,7 @@ class Pausing:
         core.sleep_async = self._sleep
         core.wake_up_async = self._wake_up
         engine.collective_rpc = functools.partial(self._collective_rpc, engine.collective_rpc)
-        if hasattr(engine, "update_weight_version"):  # vLLM 0.26 has its label later: `/penstock/weights/label`
+        if compat.labels_weights(engine):  # others have their label later: `/penstock/weights/label`
             engine.finish_weight_update = functools.partial(self._finish, engine.finish_weight_update)
 
     def read(self, query: bytes) -> None:
@@ -242,8 +243,7 @@ class Pausing:
 
         And without emptying the cache of processed images, whose other half stays as it is too.
         """
-        if wait_for_inflight_requests:  # an older name of vLLM 0.26, whose route gives it
-            mode = "wait"
+        mode = compat.pause_mode(mode, wait_for_inflight_requests)
         await self._core.call_utility_async("penstock_pause", _mode(mode), clear_cache)
 
     async def _sleep(self, level: int = 1, mode: str = "abort") -> None:
