@@ -18,15 +18,12 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from typing import Any
 
 from penstock.engine.vllm_plugin import compat
-from penstock.engine.vllm_plugin.clearing import caches_cleared
 from penstock.engine.vllm_plugin.core_server import CoreServer
-from penstock.engine.vllm_plugin.pausing import holds_of, mode_in_core
+from penstock.engine.vllm_plugin.pause import clear_kv, holds_of, mode_in_core, step_cap_of
 from penstock.engine.vllm_plugin.preparing import Preparing, group_of, raise_refusal
-from penstock.engine.vllm_plugin.short_steps import short_steps_of
 from penstock.engine.vllm_plugin.spec import WeightSpec
 from penstock.errors import EngineError, StateError, TransferError
 
@@ -96,11 +93,10 @@ def _preparing_of(core: Any) -> Preparing:
 
 def _routes(core: Any) -> dict[str, Callable[[Any], Future[Any]]]:
     """What a body says is read before the core is asked."""
-    preparing, short_steps = _preparing_of(core), short_steps_of(core)
+    preparing = _preparing_of(core)
 
     def apply(body: Any) -> Future[Any]:
         version, clear_cache = int(body["version"]), bool(body["clear_cache"])
-        short_steps.apply_is_here()
         return _in_core(core, lambda done: _Round(core, version, clear_cache, done).begin())
 
     def prepare(body: Any) -> Future[Any]:
@@ -168,7 +164,7 @@ def _prepare(core: Any, manifest: dict[str, Any], done: Future[Any]) -> None:
     if asleep := holds_of(core).check_awake():
         raise StateError(asleep)
     raise_refusal(core.collective_rpc("penstock_prepare", args=(manifest,)))
-    short_steps_of(core).begin(lambda: done.set_result({"ok": True}))
+    step_cap_of(core).begin(lambda: done.set_result({"ok": True}))
 
 
 def _join_group(core: Any, group: dict[str, Any], done: Future[Any]) -> None:
@@ -200,7 +196,7 @@ class _Round:
 
     def begin(self) -> None:
         """Pause. With a step on the device, vLLM answers with a future that ends when it is done."""
-        self._began -= short_steps_of(self._core).end()
+        step_cap_of(self._core).end()
         if asleep := holds_of(self._core).check_awake():
             raise StateError(asleep)
         held = self._core.collective_rpc("penstock_prepared")
@@ -236,8 +232,9 @@ class _Round:
         core, holds = self._core, holds_of(self._core)
         paused = time.perf_counter()
         holds.weights_are_out()
-        with caches_cleared(core) if self._clear_cache else nullcontext():
-            ranks = core.collective_rpc("penstock_load", args=(self._version,))
+        if self._clear_cache:
+            clear_kv(core)
+        ranks = core.collective_rpc("penstock_load", args=(self._version,))
         raise_failure(ranks)
         compat.label_core(core, self._version)
         core._penstock_kv_kept = None if self._clear_cache else self._version  # noqa: SLF001

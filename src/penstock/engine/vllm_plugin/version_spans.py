@@ -20,7 +20,7 @@ import orjson
 from penstock.engine.vllm_plugin import resume
 from penstock.engine.vllm_plugin.compat import TokenVersions
 from penstock.engine.vllm_plugin.in_flight import CURRENT, InFlight, Made
-from penstock.engine.vllm_plugin.pausing import ROUTES, Pausing
+from penstock.engine.vllm_plugin.pause import ROUTES, Pausing
 from penstock.engine.vllm_plugin.telling import serve
 from penstock.engine.wire import GENERATE, PROGRESS_HEADER
 
