@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.vllm_plugin import clearing, core_round, pausing, short_steps
+from penstock.engine.vllm_plugin import core_round, pause
 from penstock.engine.vllm_plugin.spec import WeightSpec
 from penstock.errors import EngineError, StateError, TransferError, WeightsError
 from penstock.weights.shared_memory import SharedMemoryStore
@@ -30,16 +29,15 @@ class Core:
         chunked = SimpleNamespace(enable_chunked_prefill=True, disable_chunked_mm_input=False)
         self.scheduler = SimpleNamespace(
             get_num_unfinished_requests=lambda: 3, scheduler_config=chunked, max_num_scheduled_tokens=8192,
-            max_num_running_reqs=256, num_spec_tokens=0, block_size=16, get_kv_connector=lambda: None,
+            max_num_running_reqs=256, num_spec_tokens=0, block_size=16,
         )  # fmt: skip
         self.batch_queue: list[str] = ["a step"] if step_under_way else []
         self.step_fn = self.end_step
-        self.check_for_draft_tokens = self.async_scheduling = False
         self.paused = False
         self.waiting: Future[None] | None = Future() if step_under_way else None
         self.ranks = ranks or [{"checksum": "c", "seconds": {"load": 0.1, "checksum": 0.01}}]
         self.prepared = 4
-        self.clearing, self.emptied, self.cleared_by = threading.Event(), True, ""
+        self.emptied = True
         self.refusals: list[str | None] = [None, None]
 
     def is_scheduler_paused(self) -> bool:
@@ -67,8 +65,7 @@ class Core:
 
     def reset_prefix_cache(self, *, reset_running_requests: bool, reset_connector: bool) -> bool:
         assert (reset_running_requests, reset_connector, self.paused) == (True, True, True)
-        self.cleared_by = threading.current_thread().name
-        self.clearing.set()
+        self.done.append("reset prefix cache")
         return self.emptied
 
     def reset_encoder_cache(self) -> None:
@@ -92,12 +89,6 @@ class Core:
         call()
 
 
-@pytest.fixture(autouse=True)
-def _without_vllm(monkeypatch):
-    monkeypatch.setattr(clearing, "worker_is_here", lambda _: True)
-    monkeypatch.setattr(core_round, "_mark", lambda core, version: core.done.append(f"mark {version}"))
-
-
 def ask(core: Core, version: int = 4, *, clear_cache: bool = True) -> Future[Any]:
     return core_round._in_core(
         core, lambda done: core_round._Round(core, version, clear_cache=clear_cache, done=done).begin()
@@ -109,44 +100,27 @@ def test_a_round_pauses_loads_labels_and_resumes_in_this_order():
     done = ask(core, clear_cache=False)
     core.step()
     answer = done.result(0)
-    assert core.done == ["penstock_prepared", "pause keep False", "penstock_load(4,)", "label 4", "mark 4", "resume"]
-    assert not core.clearing.is_set(), "KV is kept"
+    assert core.done == ["penstock_prepared", "pause keep False", "penstock_load(4,)", "label 4", "resume"]
     assert (answer["version"], answer["checksum"], answer["preempted"]) == (4, "c", 3)
     assert set(answer["seconds"]) == {"pause", "load", "resume", "bubble", "load.load", "load.checksum"}
 
 
-@pytest.mark.parametrize("here", [True, False])
-def test_caches_are_cleared_while_weights_come_and_nothing_goes_on_before_both_are_done(monkeypatch, *, here: bool):
-    monkeypatch.setattr(clearing, "worker_is_here", lambda _: here)
+def test_caches_are_cleared_before_weights_come():
     core = Core(step_under_way=False)
-
-    def load(method: str, args: Any = ()) -> list[Any]:
-        if method == "penstock_load":
-            clearing.meanwhile()  # which only the worker of this process has something to do in
-            assert core.clearing.wait(20)
-            core.done.append(core.cleared_by)
-        return Core.collective_rpc(core, method, args)
-
-    core.collective_rpc = load
     done = ask(core)
     core.step()
     assert done.result(0)["version"] == 4
-    by = threading.current_thread().name if here else "penstock-clear_0"
-    assert core.done[2:] == [by, "penstock_load(4,)", "reset encoder cache", "label 4", "mark 4", "resume"]
-    core.clearing.clear()
-    clearing.meanwhile()
-    assert not core.clearing.is_set(), "once"
+    assert core.done[2:] == ["reset prefix cache", "reset encoder cache", "penstock_load(4,)", "label 4", "resume"]
 
 
-@pytest.mark.parametrize("here", [True, False])
-def test_a_core_whose_kv_cache_could_not_be_emptied_does_not_go_on(monkeypatch, *, here: bool):
-    monkeypatch.setattr(clearing, "worker_is_here", lambda _: here)
+def test_a_core_whose_kv_cache_could_not_be_emptied_does_not_go_on():
     core = Core(step_under_way=False)
     core.emptied = False
     done = ask(core)
     core.step()
     with pytest.raises(EngineError, match="vLLM could not empty its KV cache"):
         done.result(0)
+    assert "penstock_load(4,)" not in core.done
     core_round.holds_of(core).resume()
     assert core.paused
     core.emptied = True
@@ -155,16 +129,6 @@ def test_a_core_whose_kv_cache_could_not_be_emptied_does_not_go_on(monkeypatch, 
         core.step()
     assert again.result(0)["version"] == 4
     assert not core.paused
-
-
-def test_where_kv_goes_elsewhere_too_that_is_cleared_in_the_thread_it_is_used_to(monkeypatch):
-    monkeypatch.setattr(clearing, "worker_is_here", lambda _: False)
-    core = Core(step_under_way=False)
-    core.scheduler.get_kv_connector = lambda: "a connector"
-    done = ask(core)
-    core.step()
-    assert done.result(0)["version"] == 4
-    assert core.cleared_by == threading.current_thread().name
 
 
 def test_a_round_that_waited_for_a_step_gives_the_core_an_input_so_that_it_does_not_wait_for_one():
@@ -203,7 +167,7 @@ def test_a_load_that_was_cut_leaves_the_engine_held_whoever_resumes_until_one_co
 
 def test_a_core_says_how_long_it_was_held_whatever_held_it(monkeypatch: pytest.MonkeyPatch):
     clock = SimpleNamespace(perf_counter=lambda: clock.now, now=100.0)
-    monkeypatch.setattr(pausing, "time", clock)
+    monkeypatch.setattr(pause, "time", clock)
     core = Core(step_under_way=False)
     holds = core_round.holds_of(core)
 
@@ -214,7 +178,7 @@ def test_a_core_says_how_long_it_was_held_whatever_held_it(monkeypatch: pytest.M
         return holds.held_s
 
     assert at(1) == 0
-    assert at(2, lambda: holds.pause("keep", clear_cache=False), lambda: holds.stood_still(5)) == 0, "not twice"
+    assert at(2, lambda: holds.pause("keep", clear_cache=False)) == 0
     assert at(3, holds.begin_update, holds.weights_are_out) == 1
     assert at(4, holds.weights_are_in) == 2, "it is paused yet"
     assert at(6, holds.resume, holds.resume) == 4
@@ -312,25 +276,6 @@ def test_a_version_is_checked_beside_the_core_and_prepared_between_two_of_its_st
     assert done.result(0) == {"ok": True}
     assert core.done == ["penstock_prepare"], "nothing was paused"
     assert core.given == body["manifest"]
-
-
-def test_the_step_after_prepare_waits_for_apply_and_the_wait_is_part_of_the_bubble(monkeypatch, store):
-    monkeypatch.setattr(short_steps, "HOLD_S", 20.0)
-    core, answers = Core(step_under_way=False), queue.Queue[Future[Any]]()
-    core_round._expect(core, SPEC.to_json())
-    routes = core_round._routes(core)
-    ready = routes["/penstock/weights/prepare"](offer(store, torch.ones(2, 3)))
-    core.step()
-    assert ready.result(0) == {"ok": True}
-    body = {"version": 4, "clear_cache": False}
-    threading.Timer(0.05, lambda: answers.put(routes["/penstock/weights/apply"](body))).start()
-    began = time.perf_counter()
-    assert core.step_fn() == (None, False)
-    assert time.perf_counter() - began < 10, "it knows that apply is here"
-    applied = answers.get(timeout=20)
-    core.step()
-    assert applied.result(0)["seconds"]["bubble"] >= 0.04
-    assert core_round.holds_of(core).held_s >= 0.04
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,7 @@ async def test_it_tells_which_logprobs_the_server_gives(mode: str, monkeypatch) 
         engine_core=SimpleNamespace(add_request_async=object),
         vllm_config=SimpleNamespace(model_config=model, parallel_config=parallel, lora_config=None),
         get_weight_version=version,
+        update_weight_version=version,
         is_paused=paused,
         collective_rpc=on_workers,
     )

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import orjson
 import pytest
 
-from penstock.engine.vllm_plugin.core_round import VERSION_MARK
+from penstock.engine.vllm_plugin.compat import VERSION_MARK
 from penstock.engine.vllm_plugin.version_spans import VersionSpans
 from penstock.engine.wire import (
     FINAL_ONLY,
@@ -125,9 +125,9 @@ async def test_tokens_are_counted_under_the_version_in_force():
         first, second = engine.sample("generate-tokens-x"), engine.sample("generate-tokens-x", 1)
         engine.step(first, 3)
         engine.step(second, 1)
-        spans.set_version(4)
+        spans.versions.version = 4
         engine.step(second, 2)
-        spans.set_version(5)
+        spans.versions.version = 5
         engine.step(second, 1)
 
     assert header(await serve(spans, engine, during)) == [[[0, 0, 3]], [[0, 0, 1], [4, 1, 3], [5, 3, 4]]]
@@ -259,7 +259,7 @@ async def test_who_asks_is_told_every_so_many_tokens_and_then_the_whole_answer()
     async def during():
         first, second = engine.sample("cmpl-x-0"), engine.sample("cmpl-x-0", 1)
         for step in range(10):
-            spans.set_version(step // 3)
+            spans.versions.version = step // 3
             engine.step(first, 1)
             if step < 2:
                 engine.step(second, 1, "stop" if step else None)
@@ -387,7 +387,7 @@ async def test_after_a_pause_everything_made_before_it_is_counted():
     engine.request_states = dict.fromkeys(map(str, range(300)))
     queue.put_nowait([["a"], ["b"], ["c"]])
     queue.put_nowait([["d"]])
-    await spans.settle(engine)
+    await spans.versions.settle(engine)
     assert processed == ["a", "b", "c", "d"]
     task.cancel()
 

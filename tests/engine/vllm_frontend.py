@@ -103,7 +103,7 @@ class FrontEnd:
         self._process(outputs)
 
     def _process(self, outputs: list[EngineCoreOutput]) -> Any:
-        self.spans.set_version(self.version)
+        self.spans.versions.version = self.version
         if not NATIVE:
             return self.processor.process_outputs(outputs)
         label = str(self.version) if self.version else "default"

@@ -27,7 +27,7 @@ def register() -> None:
             BACKEND, "penstock.engine.vllm_plugin.shm_backend", "SharedMemoryWeightTransferEngine"
         )
     from penstock.engine.vllm_plugin import core_round, every_answer  # noqa: PLC0415 - only inside vLLM
-    from penstock.engine.vllm_plugin.pausing import extend_core  # noqa: PLC0415 - only inside vLLM
+    from penstock.engine.vllm_plugin.pause import extend_core  # noqa: PLC0415 - only inside vLLM
 
     extend_core()
     core_round.install()

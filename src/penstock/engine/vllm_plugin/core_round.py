@@ -18,19 +18,14 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from typing import Any
 
-from penstock.engine.vllm_plugin.clearing import caches_cleared
+from penstock.engine.vllm_plugin import compat
 from penstock.engine.vllm_plugin.core_server import CoreServer
-from penstock.engine.vllm_plugin.pausing import holds_of, mode_in_core
-from penstock.engine.vllm_plugin.preparing import Preparing, group_of, raise_refusal, version_of
-from penstock.engine.vllm_plugin.short_steps import short_steps_of
+from penstock.engine.vllm_plugin.pause import clear_kv, holds_of, mode_in_core, step_cap_of
+from penstock.engine.vllm_plugin.preparing import Preparing, group_of, raise_refusal
 from penstock.engine.vllm_plugin.spec import WeightSpec
 from penstock.errors import EngineError, StateError, TransferError
-
-VERSION_MARK = "penstock-weight-version:"
-"""An output of the core for a request of this name, which nobody made: what follows it is of the version it ends in."""
 
 _CALL = object()
 """The kind of an item in the core's input queue that is a function to call."""
@@ -98,15 +93,15 @@ def _preparing_of(core: Any) -> Preparing:
 
 def _routes(core: Any) -> dict[str, Callable[[Any], Future[Any]]]:
     """What a body says is read before the core is asked."""
-    preparing, short_steps = _preparing_of(core), short_steps_of(core)
+    preparing = _preparing_of(core)
 
     def apply(body: Any) -> Future[Any]:
         version, clear_cache = int(body["version"]), bool(body["clear_cache"])
-        short_steps.apply_is_here()
         return _in_core(core, lambda done: _Round(core, version, clear_cache, done).begin())
 
     def prepare(body: Any) -> Future[Any]:
-        return _checked(lambda: preparing.check(body, lambda: _version(core)), functools.partial(_prepare, core))
+        in_force = functools.partial(compat.core_version, core)
+        return _checked(lambda: preparing.check(body, in_force), functools.partial(_prepare, core))
 
     def group(body: Any) -> Future[Any]:
         return _checked(lambda: group_of(body), functools.partial(_join_group, core))
@@ -169,19 +164,12 @@ def _prepare(core: Any, manifest: dict[str, Any], done: Future[Any]) -> None:
     if asleep := holds_of(core).check_awake():
         raise StateError(asleep)
     raise_refusal(core.collective_rpc("penstock_prepare", args=(manifest,)))
-    short_steps_of(core).begin(lambda: done.set_result({"ok": True}))
+    step_cap_of(core).begin(lambda: done.set_result({"ok": True}))
 
 
 def _join_group(core: Any, group: dict[str, Any], done: Future[Any]) -> None:
     raise_refusal(core.collective_rpc("penstock_join_group", args=(group,)))
     done.set_result({"ok": True})
-
-
-def _version(core: Any) -> int:
-    """The core's own label where it has one (0.32), else that of the last update of ours."""
-    if hasattr(core, "get_weight_version"):
-        return version_of(core.get_weight_version())
-    return getattr(core, "_penstock_version", 0)
 
 
 def _kv_kept(core: Any) -> int | None:
@@ -208,7 +196,7 @@ class _Round:
 
     def begin(self) -> None:
         """Pause. With a step on the device, vLLM answers with a future that ends when it is done."""
-        self._began -= short_steps_of(self._core).end()
+        step_cap_of(self._core).end()
         if asleep := holds_of(self._core).check_awake():
             raise StateError(asleep)
         held = self._core.collective_rpc("penstock_prepared")
@@ -244,14 +232,12 @@ class _Round:
         core, holds = self._core, holds_of(self._core)
         paused = time.perf_counter()
         holds.weights_are_out()
-        with caches_cleared(core) if self._clear_cache else nullcontext():
-            ranks = core.collective_rpc("penstock_load", args=(self._version,))
+        if self._clear_cache:
+            clear_kv(core)
+        ranks = core.collective_rpc("penstock_load", args=(self._version,))
         raise_failure(ranks)
-        if hasattr(core, "set_weight_version"):  # vLLM 0.32 labels what it makes
-            core.set_weight_version(str(self._version))
-        core._penstock_version = self._version  # noqa: SLF001
+        compat.label_core(core, self._version)
         core._penstock_kv_kept = None if self._clear_cache else self._version  # noqa: SLF001
-        _mark(core, self._version)
         loaded = time.perf_counter()
         holds.weights_are_in()  # and goes on, unless somebody has paused it or put it to sleep
         end = time.perf_counter()
@@ -280,12 +266,3 @@ def raise_failure(ranks: Sequence[Mapping[str, Any]]) -> None:
     for key, error in (("fault", EngineError), ("error", TransferError)):
         if problem := next((rank[key] for rank in ranks if key in rank), None):
             raise error(problem)
-
-
-def _mark(core: Any, version: int) -> None:
-    """Tell the API server, in the order of the outputs, that from here on they are of this version."""
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs  # noqa: PLC0415 - only inside vLLM
-
-    output = EngineCoreOutput(request_id=f"{VERSION_MARK}{version}", new_token_ids=[])
-    for client in range(len(core.addresses.outputs)):
-        core.output_queue.put_nowait((client, EngineCoreOutputs(outputs=[output])))

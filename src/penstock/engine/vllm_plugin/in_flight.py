@@ -1,10 +1,4 @@
-"""What every request in flight has made: tokens, logprobs, and exactly which weight version made which token.
-
-vLLM 0.32 labels every token with the version its engine core had; 0.26 does not, and there the version in force is kept
-here. That is exact too: the core sends its outputs and the answer to our pause over one ordered channel, so when the
-pause has returned and the queue behind that channel is empty (`VersionSpans.settle`), every output of the old weights
-has been processed and none of the new ones exists. Arrival time plays no part.
-"""
+"""What every request in flight has made: tokens, logprobs, and exactly which weight version made which token."""
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
@@ -14,8 +8,6 @@ from contextvars import ContextVar
 from typing import Any
 
 import orjson
-
-from penstock.engine.wire import version_of_tokens
 
 
 class Made:
@@ -49,13 +41,10 @@ class Made:
         self._counted = self._told = sum(tokens for _, tokens in versions)
 
     def count(self, version: int) -> None:
-        """Its new tokens are of this version, or of the one that vLLM says."""
+        """Its new tokens are of this version."""
         total = self.state.detokenizer.num_output_tokens()
         if total == self._counted:
             return
-        labelled = getattr(self.state, "weight_version_starts", None)  # vLLM 0.32
-        if labelled:
-            version = version_of_tokens(labelled[-1][0])
         for parts in (self.versions, self._untold):
             if not parts or parts[-1][0] != version:
                 parts.append([version, 0])

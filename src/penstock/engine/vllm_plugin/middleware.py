@@ -20,7 +20,7 @@ import orjson
 from penstock.engine.vllm_plugin.core_round import raise_failure
 from penstock.engine.vllm_plugin.core_server import MAX_BODY, refusal
 from penstock.engine.vllm_plugin.every_rank import check_replicas, on_every_rank
-from penstock.engine.vllm_plugin.preparing import Preparing, field, group_of, raise_refusal, version_of
+from penstock.engine.vllm_plugin.preparing import Preparing, field, group_of, raise_refusal
 from penstock.engine.vllm_plugin.sources import SOURCES
 from penstock.engine.vllm_plugin.spec import expected_weights
 from penstock.engine.vllm_plugin.version_spans import VersionSpans
@@ -180,11 +180,7 @@ class PenstockMiddleware:
     async def _label(self, engine: Any, body: Any) -> dict[str, Any]:
         """Tokens from here on are of this version; the engine must be paused, its weights loaded."""
         version = int(field(body, "version"))
-        if hasattr(engine, "update_weight_version"):  # vLLM 0.32 labels every token itself
-            await engine.update_weight_version(str(version))
-        else:
-            await self._spans.settle(engine)
-        self._spans.set_version(version)
+        await self._spans.versions.label(engine, version)
         await self._spans.pausing.weights_are_in(engine)
         return {"version": version}
 
@@ -217,10 +213,7 @@ class PenstockMiddleware:
         }
 
     async def _current_version(self, engine: Any) -> int:
-        """The core's own label where it has one (0.32), else ours."""
-        if not hasattr(engine, "get_weight_version"):
-            return self._spans.version
-        return version_of(await engine.get_weight_version())
+        return await self._spans.versions.in_force(engine)
 
 
 def _refusal(scope: Scope) -> tuple[int, str] | None:

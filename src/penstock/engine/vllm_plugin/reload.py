@@ -11,7 +11,6 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from penstock.engine.vllm_plugin import cpu
 from penstock.engine.vllm_plugin.adapters import without_adapters
-from penstock.engine.vllm_plugin.clearing import meanwhile
 from penstock.engine.vllm_plugin.direct_load import make_plan
 from penstock.engine.vllm_plugin.direct_plan import DirectPlan
 from penstock.engine.vllm_plugin.direct_proof import put_back
@@ -60,12 +59,9 @@ class Loader:
             receive(model, ((entry.name, tensor.to(self._worker.device, copy=True)) for entry, tensor in tensors))
             finish(model, self._worker.model_config)
             return False
-        last = manifest.tensors[-1]
         with torch.no_grad():
             for entry, tensor in source.tensors(manifest, plan.place):
                 plan.put(entry.name, tensor)
-                if entry is last:
-                    meanwhile()
         torch.accelerator.synchronize()
         return source.compares
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import orjson
 
-from penstock.engine.wire import INITIAL_VERSION, RESUME_ARG
+from penstock.engine.vllm_plugin.compat import seed_versions
+from penstock.engine.wire import RESUME_ARG
 
 
 def part_of(request: Any, index: int, config: Any) -> dict[str, Any] | None:
@@ -80,11 +81,7 @@ def seed(request: Any, state: Any, part: dict[str, Any]) -> None:
         for position in part["logprobs"]:
             processor.logprobs.append({token: Logprob(value, rank, text) for token, value, rank, text in position})
             processor.cumulative_logprob += position[0][1]
-    if hasattr(state, "weight_version_starts"):  # vLLM 0.32
-        start = 0
-        for version, tokens in part["versions"]:
-            state.weight_version_starts.append((INITIAL_VERSION if version == 0 else str(version), start))
-            start += tokens
+    seed_versions(state, part["versions"])
 
 
 def emit(state: Any, part: dict[str, Any]) -> None:

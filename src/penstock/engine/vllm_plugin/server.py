@@ -7,23 +7,14 @@ metadata of vllm).
 
 from __future__ import annotations
 
-import importlib.util
-import runpy
-import sys
-
 from penstock import lifeline
+from penstock.engine.vllm_plugin import compat
 
 
 def main() -> None:
     """Tie this process group to the launcher's life, then run vLLM's server until it is told to stop."""
     lifeline.watch()
-    launcher = "vllm.entrypoints.launchers.api_server.entry"
-    if importlib.util.find_spec("vllm.entrypoints.launchers") is not None:
-        sys.argv.append("--enable-scale-out")  # the token endpoint; 0.26 serves it always and knows no such option
-        module = importlib.import_module(launcher)
-        module.main()
-    else:  # vLLM 0.26
-        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+    compat.run_server()
 
 
 if __name__ == "__main__":

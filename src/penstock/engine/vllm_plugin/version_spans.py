@@ -11,7 +11,6 @@ tokens, which 0.32 has on the token endpoint alone:
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import re
 from typing import Any
@@ -19,9 +18,9 @@ from typing import Any
 import orjson
 
 from penstock.engine.vllm_plugin import resume
-from penstock.engine.vllm_plugin.core_round import VERSION_MARK
+from penstock.engine.vllm_plugin.compat import TokenVersions
 from penstock.engine.vllm_plugin.in_flight import CURRENT, InFlight, Made
-from penstock.engine.vllm_plugin.pausing import ROUTES, Pausing
+from penstock.engine.vllm_plugin.pause import ROUTES, Pausing
 from penstock.engine.vllm_plugin.telling import serve
 from penstock.engine.wire import GENERATE, PROGRESS_HEADER
 
@@ -30,15 +29,13 @@ ABORTS = frozenset({"/abort_requests", "/inference/v1/abort_requests"})
 BEAM = re.compile("-[0-9a-f]{16}-beam-[0-9]+$")
 """What vLLM makes of beam search: a request for every token of every beam. Of answers put together of such, which beam
 they were for and in what order is not known here, so nothing is told of their versions, nor of how far they are."""
-OUTPUTS_PER_TICK = 128
-"""vLLM's output handler yields to the loop after so many outputs (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE's default)."""
 
 
 class VersionSpans:
     """The requests in flight of one API server."""
 
     def __init__(self) -> None:
-        self._version = 0
+        self.versions = TokenVersions()
         self._installed = False
         self.pausing = Pausing()
         self._model: Any = None
@@ -52,8 +49,8 @@ class VersionSpans:
         processor, core = engine.output_processor, engine.engine_core
         self._model = engine.vllm_config.model_config
         processor.add_request = functools.partial(self._add, processor, processor.add_request)
-        processor.process_outputs = functools.partial(self._process, processor.process_outputs)
         core.add_request_async = functools.partial(self._add_to_core, processor, core.add_request_async)
+        self.versions.install(engine)
 
     async def pass_on(self, app: Any, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Serve a request of vLLM's own, and tell what it makes (`telling.py`)."""
@@ -79,30 +76,6 @@ class VersionSpans:
         finally:
             CURRENT.reset(token)
             self._in_flight.discard(request)
-
-    async def settle(self, engine: Any) -> None:
-        """After a pause: return when every output that the engine core made before it has been counted."""
-        if hasattr(engine, "update_weight_version"):  # vLLM 0.32 labels the outputs themselves
-            return
-        queue = engine.engine_core.outputs_queue
-        while not queue.empty():  # noqa: ASYNC110 - vLLM's queue has no event for this
-            await asyncio.sleep(0)  # lets the output handler, in this same loop, go on
-        for _ in range(2 + len(engine.output_processor.request_states) // OUTPUTS_PER_TICK):
-            await asyncio.sleep(0)
-
-    @property
-    def version(self) -> int:
-        """The last that was set."""
-        return self._version
-
-    def _process(self, process_outputs: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(outputs) == 1 and outputs[0].request_id.startswith(VERSION_MARK):
-            self.set_version(int(outputs[0].request_id.removeprefix(VERSION_MARK)))
-        return process_outputs(outputs, *args, **kwargs)
-
-    def set_version(self, version: int) -> None:
-        """Tokens counted from here on are of this version, where vLLM does not say."""
-        self._version = version
 
     def _add(
         self,
@@ -143,7 +116,7 @@ class VersionSpans:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        in_flight.note(made, self._version, finish_reason, stop_reason)
+        in_flight.note(made, self.versions.of_newest(made.state), finish_reason, stop_reason)
         output = make_request_output(new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
         return in_flight.lighten(output)
 

@@ -116,22 +116,16 @@ _IN_THE_CORE = (
     ),
     Use(
         "an update empties what is cached of the old weights",
-        (
-            *_in(
-                _CORE, "reset_prefix_cache(reset_running_requests,reset_connector) reset_encoder_cache model_executor"
-            ),
-            _SCHEDULER + "get_kv_connector",
-            "vllm.v1.executor.uniproc_executor:UniProcExecutor",
-        ),
+        _in(_CORE, "reset_prefix_cache(reset_running_requests,reset_connector) reset_encoder_cache"),
     ),
     Use("requests of the core", _in(_SCHEDULER, "get_num_unfinished_requests get_request_counts")),
     Use(
-        "steps are short between prepare and apply",
+        "patched: steps are small between prepare and apply",
         (
-            *_in(_CORE, "step_fn batch_queue check_for_draft_tokens async_scheduling scheduler"),
+            *_in(_CORE, "step_fn batch_queue scheduler"),
             *_in(
                 _SCHEDULER,
-                "has_requests max_num_scheduled_tokens max_num_running_reqs num_spec_tokens block_size max_model_len "
+                "max_num_scheduled_tokens max_num_running_reqs num_spec_tokens block_size max_model_len "
                 "scheduler_config",
             ),
             *_in(_CONFIG + "SchedulerConfig.", "enable_chunked_prefill disable_chunked_mm_input"),

@@ -1,10 +1,8 @@
-"""Between `prepare` and `apply` an engine makes small steps, one at a time: an update waits for next to none."""
+"""Between `prepare` and `apply` an engine makes small steps, so that an update waits for no large one."""
 
 from __future__ import annotations
 
-import queue
 import random
-import threading
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,9 +13,8 @@ from unittest.mock import MagicMock
 import aiohttp
 import pytest
 
-from penstock.engine.vllm_plugin import short_steps
-from penstock.engine.vllm_plugin.pausing import Holds, holds_of
-from penstock.engine.vllm_plugin.short_steps import ShortSteps
+from penstock.engine.vllm_plugin import pause
+from penstock.engine.vllm_plugin.pause import StepCap
 from penstock.weights.shared_memory import SharedMemoryStore
 
 pytestmark = pytest.mark.vllm
@@ -59,17 +56,15 @@ class Scheduler:
 class Loop:
     """vLLM's own `step_with_batch_queue`, of a scheduler and workers that note what they are asked."""
 
-    def __init__(self, *, drafts: bool = False) -> None:
+    def __init__(self) -> None:
         from vllm.v1.engine.core import EngineCore
 
         self.done: list[str] = []
         self.handed_on: list[tuple[int, int]] = []
         self.scheduler = Scheduler()
         kind = {"is_pooling_model": False, "is_ec_consumer": True, "is_mm_encoder_only": False}
-        drafting = {"check_for_draft_tokens": drafts, "async_scheduling": True}
-        self.core = MagicMock(batch_queue=deque(), batch_queue_size=2, scheduler=self.scheduler, **kind, **drafting)
-        self.core.output_queue = queue.Queue()
-        self.core.penstock_holds = Holds(self.core)
+        self.core = MagicMock(batch_queue=deque(), batch_queue_size=2, scheduler=self.scheduler, **kind)
+        self.core.check_for_draft_tokens = False
         self.core._should_throttle_prefills = lambda: False
         self.core.model_executor = self
         self.core.step_fn = partial(EngineCore.step_with_batch_queue, self.core)
@@ -94,115 +89,60 @@ class Loop:
         for _ in range(count):
             outputs, _ = self.core.step_fn()
             self.handed_on += (outputs or {}).items()
-            while not self.core.output_queue.empty():
-                self.handed_on.append(self.core.output_queue.get_nowait())
         return self.done[before:]
 
 
-def test_no_step_is_launched_before_the_last_has_ended_and_prepare_waits_for_those_that_were():
+def test_prepare_is_told_when_what_was_launched_before_has_ended_and_steps_are_small_until_apply():
     loop, told = Loop(), []
     assert loop.steps(3) == ["launch 1", "launch 2", "end 1", "launch 3", "end 2"]
-    short = ShortSteps(loop.core)
-    short.begin(lambda: told.append(list(loop.done)))
+    cap = StepCap(loop.core)
+    cap.begin(lambda: told.append(list(loop.done)))
     assert told == []
-    assert loop.steps(2) == ["end 3", "launch 4", "end 4", "launch 5", "end 5"]
+    assert loop.steps(2) == ["launch 4", "end 3", "launch 5", "end 4"]
     assert [done[-1] for done in told] == ["end 3"]
-    short.end()
-    assert loop.steps(3) == ["launch 6", "launch 7", "end 6", "launch 8", "end 7"]
-    assert loop.scheduler.budgets == [8192] * 3 + [1024] * 2 + [8192] * 3
-    assert loop.handed_on == [(0, number) for number in range(1, 8)], "every answer, once and in order"
+    cap.end()
+    assert loop.steps(2) == ["launch 6", "end 5", "launch 7", "end 6"]
+    assert loop.scheduler.budgets == [8192] * 3 + [1024] * 2 + [8192] * 2
+    assert loop.handed_on == [(0, number) for number in range(1, 7)], "every answer, once and in order"
 
 
-def test_of_nothing_under_way_prepare_is_told_at_once_and_a_pause_finds_nothing_to_wait_for():
+def test_of_nothing_under_way_prepare_is_told_at_once_and_again():
     loop, told = Loop(), []
-    short = ShortSteps(loop.core)
-    short.begin(lambda: told.append("a"))
+    cap = StepCap(loop.core)
+    cap.begin(lambda: told.append("a"))
     assert told == ["a"]
     loop.steps(2)
-    assert not loop.core.batch_queue
-    short.begin(lambda: told.append("b"))
-    assert told == ["a", "b"]
-    short.end()
+    cap.begin(lambda: told.append("b"))
+    assert told == ["a", "b"], "what is under way is small already"
+    cap.end()
     assert loop.scheduler.max_num_scheduled_tokens == 8192
 
 
-def test_a_core_that_has_told_that_it_is_ready_launches_nothing_before_apply(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(short_steps, "HOLD_S", 20.0)
-    loop = Loop()
+def test_an_apply_that_comes_before_the_large_step_has_ended_leaves_no_prepare_unanswered():
+    loop, told = Loop(), []
     loop.steps(2)
-    short = ShortSteps(loop.core)
-    short.begin(partial(threading.Timer(0.05, short.apply_is_here).start))
-    assert loop.steps(3) == ["end 2"]
-    stood = short.end()
-    assert 0.04 <= stood < 20, "it is said"
-    assert holds_of(loop.core).held_s == stood
-    assert short.end() == 0, "once"
-    assert loop.steps(1) == ["launch 3"]
+    cap = StepCap(loop.core)
+    usual = loop.core.step_fn
+    cap.begin(lambda: told.append("a"))
+    cap.end()
+    assert (told, loop.core.step_fn) == (["a"], usual)
 
 
-def test_it_does_not_wait_for_an_apply_that_takes_its_time(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(short_steps, "HOLD_S", 0.02)
+def test_an_update_that_does_not_come_leaves_no_small_steps(monkeypatch: pytest.MonkeyPatch):
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(pause, "time", clock)
     loop = Loop()
-    short = ShortSteps(loop.core)
-    short.begin(lambda: None)
-    assert loop.steps(2) == ["launch 1", "end 1", "launch 2", "end 2"]
-    held = holds_of(loop.core).held_s
-    assert held >= 0.015
-    short.apply_is_here()
-    assert loop.steps(1) == [], "and it launches none once it knows of it"
-    assert (short.end(), holds_of(loop.core).held_s) == (held, held), "what it stood in vain is said too"
-
-
-def test_a_core_that_had_nothing_to_do_since_it_told_lets_no_request_wait(monkeypatch: pytest.MonkeyPatch):
-    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now, perf_counter=lambda: clock.now)
-    monkeypatch.setattr(short_steps, "time", clock)
-    loop = Loop()
-    short = ShortSteps(loop.core)
-    short._apply_is_here = waited = MagicMock(is_set=lambda: False)
-    short.begin(lambda: None)
-    clock.now += short_steps.HOLD_S
-    assert loop.steps(1) == ["launch 1", "end 1"]
-    waited.wait.assert_not_called()
-
-
-def test_an_apply_of_the_past_is_no_reason_to_wait():
-    loop = Loop()
-    short = ShortSteps(loop.core)
-    short.apply_is_here()
-    short.begin(lambda: None)
-    assert loop.steps(1) == ["launch 1", "end 1"]
-
-
-def test_where_tokens_are_drafted_steps_are_short_and_launched_ahead_as_ever():
-    """VLLM asks what was drafted only for a step that is launched while another is under way."""
-    loop, told = Loop(drafts=True), []
-    loop.steps(3)
-    short = ShortSteps(loop.core)
-    short.begin(lambda: told.append(list(loop.done)))
-    assert loop.steps(1) == ["launch 4", "end 3"]
-    assert told == []
-    assert loop.steps(2) == ["launch 5", "end 4", "launch 6", "end 5"]
-    assert [done[-1] for done in told] == ["end 3"]
-    short.end()
-    assert loop.scheduler.budgets == [8192] * 3 + [1024] * 3
-    assert loop.handed_on == [(0, number) for number in range(1, 6)]
-
-
-def test_an_update_that_does_not_come_leaves_no_short_steps(monkeypatch: pytest.MonkeyPatch):
-    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now, perf_counter=lambda: clock.now)
-    monkeypatch.setattr(short_steps, "time", clock)
-    loop = Loop()
-    ShortSteps(loop.core).begin(lambda: None)
+    StepCap(loop.core).begin(lambda: None)
     loop.steps(1)
-    clock.now += short_steps.UNTIL_S + 1
-    assert loop.steps(2) == ["launch 2", "launch 3", "end 2"]
+    clock.now += pause.CAP_S + 1
+    loop.steps(2)
     assert loop.scheduler.budgets == [1024, 8192, 8192]
 
 
 def test_a_step_that_was_under_way_when_everything_is_paused_is_waited_for():
     loop, told = Loop(), []
     loop.steps(2)
-    ShortSteps(loop.core).begin(lambda: told.append(True))
+    StepCap(loop.core).begin(lambda: told.append(True))
     loop.scheduler.requests = False
     loop.steps(1)
     assert (told, list(loop.core.batch_queue), loop.done[-1]) == ([True], [], "end 2")
@@ -219,33 +159,17 @@ def test_a_step_that_was_under_way_when_everything_is_paused_is_waited_for():
         ({}, {"whole_images": True}, 6000),
     ],
 )
-def test_a_short_step_has_room_for_every_running_request_and_keeps_no_prompt_waiting(
+def test_a_small_step_has_room_for_every_running_request_and_keeps_no_prompt_waiting(
     given: dict[str, int], config: dict[str, bool], tokens: int
 ):
     loop = Loop()
     vars(loop.scheduler).update(given, scheduler_config=_config(**config))
     before = loop.scheduler.max_num_scheduled_tokens
-    short = ShortSteps(loop.core)
-    short.begin(lambda: None)
+    cap = StepCap(loop.core)
+    cap.begin(lambda: None)
     assert loop.scheduler.max_num_scheduled_tokens == tokens
-    short.end()
+    cap.end()
     assert loop.scheduler.max_num_scheduled_tokens == before
-
-
-@pytest.mark.parametrize("owner", ["core", "config"])
-def test_a_vllm_that_has_changed_makes_steps_as_ever_and_updates_come_all_the_same(owner: str):
-    loop, told = Loop(), []
-    loop.steps(2)
-    usual = loop.core.step_fn
-    if owner == "core":
-        del loop.core.check_for_draft_tokens
-    else:
-        del loop.scheduler.scheduler_config.disable_chunked_mm_input
-    short = ShortSteps(loop.core)
-    short.begin(lambda: told.append(True))
-    assert (told, loop.core.step_fn, loop.scheduler.max_num_scheduled_tokens) == ([True], usual, 8192)
-    short.end()
-    assert loop.steps(1) == ["launch 3", "end 2"]
 
 
 async def test_a_real_engine_makes_them_from_prepare_to_apply(live):

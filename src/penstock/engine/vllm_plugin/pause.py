@@ -28,7 +28,9 @@ from contextvars import ContextVar
 from typing import Any
 from urllib.parse import parse_qs
 
+from penstock.engine.vllm_plugin import compat
 from penstock.engine.vllm_plugin.every_rank import hear_all
+from penstock.errors import EngineError
 
 ROUTES = frozenset({"/pause", "/resume", "/sleep", "/wake_up", "/finish_weight_update", "/collective_rpc"})
 MEMORY_TAGS = frozenset({"weights", "kv_cache"})
@@ -36,6 +38,10 @@ SCHEDULING = frozenset({"scheduling"})
 """What vLLM calls that which a sleep of level 0 holds: no memory goes."""
 DROPS_WEIGHTS = 2
 """The sleep level whose wake-up brings memory and no weights."""
+CAP_S = 5.0
+"""After a version was prepared; the slowest engine of a fleet may take so long for what this one has done already."""
+CAP_TOKENS = 1024
+"""Of a step: prompts of so many tokens take an H200 about as long as the next tokens of 256 long contexts."""
 
 _release: ContextVar[bool] = ContextVar("penstock_release", default=False)
 """The pause that this task serves asks for vLLM's own abort."""
@@ -106,11 +112,6 @@ class Holds:
             return "the engine's weights are asleep: wake them (wake_up with the tag weights) before an update"
         return None
 
-    def stood_still(self, seconds: float) -> None:
-        """The core has waited for an update to begin."""
-        if self._since is None:
-            self._held_s += seconds
-
     def begin_update(self) -> None:
         """Weights are about to be written: nobody else's resume counts from here on."""
         self._hold()
@@ -140,6 +141,93 @@ class Holds:
     def _hold(self) -> None:
         if self._since is None:
             self._since = time.perf_counter()
+
+
+class StepCap:
+    """Small steps of one engine core between `prepare` and `apply`: a pause waits for what was launched.
+
+    vLLM launches a step before the last one has ended, and a step may be of 8,192 prompt tokens: 0.2 s of an 8B model
+    on an H200, four times what its weights take to come. Nothing takes back a step that was launched, so `prepare` is
+    answered when the larger ones have ended, and `apply` finds small ones. It costs tokens/s for the milliseconds
+    between them, or for `CAP_S` where no `apply` comes. Its methods run in the core's own thread, between two steps.
+    """
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self._usual: Callable[[], Any] | None = None
+        """The core's own `step_fn`, while there is another in its place."""
+        self._tokens = 0
+        self._until = 0.0
+        self._large: Any = None
+        """The last step that was launched before they became small, until it has ended."""
+        self._waiting: list[Callable[[], None]] = []
+
+    def begin(self, then: Callable[[], None]) -> None:
+        """Make small steps until `end`, or for `CAP_S`; call `then` once no larger one is under way."""
+        core, scheduler = self._core, self._core.scheduler
+        if self._usual is None:
+            self._large = core.batch_queue[0] if core.batch_queue else None
+            self._tokens = scheduler.max_num_scheduled_tokens
+            scheduler.max_num_scheduled_tokens = min(self._tokens, _small(scheduler))
+            self._usual, core.step_fn = core.step_fn, self._step
+        self._until = time.monotonic() + CAP_S
+        self._waiting.append(then)
+        self._tell()
+
+    def end(self) -> None:
+        """Make steps as ever; more than once is harmless."""
+        if self._usual is not None:
+            self._core.step_fn, self._usual = self._usual, None
+            self._core.scheduler.max_num_scheduled_tokens = self._tokens
+        self._large = None
+        self._tell()
+
+    def _step(self) -> Any:
+        """In place of the core's `step_fn`, for which vLLM (0.26 to 0.33) has no hook."""
+        if self._usual is None or time.monotonic() > self._until:
+            self.end()
+            return self._core.step_fn()
+        made = self._usual()
+        self._tell()
+        return made
+
+    def _tell(self) -> None:
+        if self._large is None or not any(step is self._large for step in self._core.batch_queue):
+            self._large = None
+            waiting, self._waiting = self._waiting, []
+            for then in waiting:
+                then()
+
+
+def _small(scheduler: Any) -> int:
+    """Enough for a token of every request that runs, and for a block of a prompt, or all of it where it is not cut.
+
+    Nor is an image cut for a model that looks at all of it at once (`disable_chunked_mm_input`): what does not fit in a
+    step would wait, and all new requests behind it.
+    """
+    decoding = scheduler.max_num_running_reqs * (1 + scheduler.num_spec_tokens)
+    config = scheduler.scheduler_config
+    cut = config.enable_chunked_prefill and not config.disable_chunked_mm_input
+    whole = 0 if cut else scheduler.max_model_len
+    return max(CAP_TOKENS, decoding + scheduler.block_size, whole)
+
+
+def step_cap_of(core: Any) -> StepCap:
+    """Of vLLM's EngineCore, in its process."""
+    if not hasattr(core, "penstock_step_cap"):
+        core.penstock_step_cap = StepCap(core)
+    return core.penstock_step_cap
+
+
+def clear_kv(core: Any) -> None:
+    """Empty what a paused core caches of its weights. What depends on none stays (see `_of_weights`).
+
+    Raises:
+        EngineError: vLLM could not; the core must not go on.
+    """
+    if not core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+        raise EngineError("vLLM could not empty its KV cache, or its connector's: the engine must be restarted")
+    core.reset_encoder_cache()
 
 
 def mode_in_core(mode: str) -> str:
@@ -218,7 +306,7 @@ class Pausing:
         core.sleep_async = self._sleep
         core.wake_up_async = self._wake_up
         engine.collective_rpc = functools.partial(self._collective_rpc, engine.collective_rpc)
-        if hasattr(engine, "update_weight_version"):  # vLLM 0.26 has its label later: `/penstock/weights/label`
+        if compat.labels_weights(engine):  # others have their label later: `/penstock/weights/label`
             engine.finish_weight_update = functools.partial(self._finish, engine.finish_weight_update)
 
     def read(self, query: bytes) -> None:
@@ -242,8 +330,7 @@ class Pausing:
 
         And without emptying the cache of processed images, whose other half stays as it is too.
         """
-        if wait_for_inflight_requests:  # an older name of vLLM 0.26, whose route gives it
-            mode = "wait"
+        mode = compat.pause_mode(mode, wait_for_inflight_requests)
         await self._core.call_utility_async("penstock_pause", _mode(mode), clear_cache)
 
     async def _sleep(self, level: int = 1, mode: str = "abort") -> None:

@@ -1,0 +1,126 @@
+"""What vLLM 0.26 to 0.31 lacks or does otherwise. The end of their support is one commit: this file, and what calls it.
+
+VLLM 0.32 labels its weights, and every token with them. Before, the version in force is kept here, on both sides. That
+is exact too: the core sends its outputs and a mark of each update over one ordered channel. After a pause, every output
+of the old weights was processed once the queue behind that channel is empty (`TokenVersions.settle`), and none of the
+new ones exists.
+
+Two more pieces leave with 0.26: `adapters.py`, and `trainer_send_weights` of `shm_backend.py`.
+"""
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib.util
+import runpy
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.engine.vllm_plugin.preparing import version_of
+from penstock.engine.wire import INITIAL_VERSION, version_of_tokens
+
+VERSION_MARK = "penstock-weight-version:"
+"""Begins the id of an output that belongs to no request: outputs after it are of the version that the id ends in."""
+OUTPUTS_PER_TICK = 128
+"""vLLM's output handler yields to the loop after so many outputs (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE's default)."""
+
+
+def run_server() -> None:
+    """Run vLLM's API server with the token endpoint, which 0.26 always has and newer ones have on an option."""
+    if importlib.util.find_spec("vllm.entrypoints.launchers") is None:
+        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+        return
+    sys.argv.append("--enable-scale-out")
+    importlib.import_module("vllm.entrypoints.launchers.api_server.entry").main()
+
+
+# --- in the core's process -------------------------------------------------------------------------------------------
+
+
+def core_version(core: Any) -> int:
+    """The version of a core's weights: its own label, else that of the last update of ours."""
+    if hasattr(core, "get_weight_version"):
+        return version_of(core.get_weight_version())
+    return getattr(core, "_penstock_version", 0)
+
+
+def label_core(core: Any, version: int) -> None:
+    """Tokens that this core makes from here on are of this version."""
+    if hasattr(core, "set_weight_version"):
+        core.set_weight_version(str(version))
+        return
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs  # noqa: PLC0415 - only inside vLLM
+
+    core._penstock_version = version  # noqa: SLF001
+    mark = EngineCoreOutput(request_id=f"{VERSION_MARK}{version}", new_token_ids=[])
+    for client in range(len(core.addresses.outputs)):
+        core.output_queue.put_nowait((client, EngineCoreOutputs(outputs=[mark])))
+
+
+# --- in the API server's process -------------------------------------------------------------------------------------
+
+
+def labels_weights(engine: Any) -> bool:
+    """Whether an AsyncLLM labels its weights."""
+    return hasattr(engine, "update_weight_version")
+
+
+def pause_mode(mode: str, wait_for_inflight_requests: bool | None) -> str:  # noqa: FBT001 - as vLLM's
+    """What `AsyncLLM.pause_generation` is asked for; the route of 0.26 says `wait` by an older name."""
+    return "wait" if wait_for_inflight_requests else mode
+
+
+class TokenVersions:
+    """Which weights make the tokens of one API server's engine."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        """The last that was set, for an engine that labels nothing."""
+
+    def install(self, engine: Any) -> None:
+        """Read the marks of `label_core` among the outputs."""
+        if not labels_weights(engine):
+            processor = engine.output_processor
+            processor.process_outputs = functools.partial(self._process, processor.process_outputs)
+
+    def _process(self, process_outputs: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(outputs) == 1 and outputs[0].request_id.startswith(VERSION_MARK):
+            self.version = int(outputs[0].request_id.removeprefix(VERSION_MARK))
+        return process_outputs(outputs, *args, **kwargs)
+
+    def of_newest(self, state: Any) -> int:
+        """Of the tokens that a RequestState has got last."""
+        labels = getattr(state, "weight_version_starts", None)
+        return version_of_tokens(labels[-1][0]) if labels else self.version
+
+    async def in_force(self, engine: Any) -> int:
+        """The version of the engine's weights."""
+        return version_of(await engine.get_weight_version()) if labels_weights(engine) else self.version
+
+    async def label(self, engine: Any, version: int) -> None:
+        """Tokens from here on are of this version; the engine must be paused."""
+        if labels_weights(engine):
+            await engine.update_weight_version(str(version))
+        else:
+            await self.settle(engine)
+            self.version = version
+
+    async def settle(self, engine: Any) -> None:
+        """After a pause: return when every output that the core made before it has been counted."""
+        queue = engine.engine_core.outputs_queue
+        while not queue.empty():  # noqa: ASYNC110 - vLLM's queue has no event for this
+            await asyncio.sleep(0)  # lets the output handler, in this same loop, go on
+        for _ in range(2 + len(engine.output_processor.request_states) // OUTPUTS_PER_TICK):
+            await asyncio.sleep(0)
+
+
+def seed_versions(state: Any, versions: Sequence[Sequence[int]]) -> None:
+    """Give vLLM's own RequestState the `[version, tokens]` that a sample had elsewhere."""
+    if hasattr(state, "weight_version_starts"):
+        start = 0
+        for version, tokens in versions:
+            state.weight_version_starts.append((INITIAL_VERSION if version == 0 else str(version), start))
+            start += tokens
