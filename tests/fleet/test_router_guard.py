@@ -12,7 +12,7 @@ import pytest
 from fleet_fakes import FakeProcess, FakeRouter, until
 
 from penstock.config import FleetConfig, RouterConfig
-from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError
+from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, EngineStartError
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_guard import RouterGuard
 from penstock.fleet.router_process import RouterProcess
@@ -131,6 +131,38 @@ async def test_a_router_for_which_the_system_has_no_room_is_started_again(
         made[0].kill()
         await asyncio.wait_for(until(lambda: len(made) == 2), 10.0)
     assert not full
+
+
+@pytest.mark.parametrize("max_restarts", [0, 5])
+async def test_a_router_that_does_not_start_is_tried_again_without_end(
+    monkeypatch: pytest.MonkeyPatch, max_restarts: int
+) -> None:
+    waits: list[float] = []
+    tries = 12
+    made = [RouterChild()]
+
+    async def relaunch(*_: object) -> RouterChild:
+        if len(waits) < tries:
+            raise EngineStartError("No space left on device")
+        made.append(RouterChild())
+        return made[-1]
+
+    async def sleep(seconds: float, original: Any = asyncio.sleep) -> None:
+        if seconds >= 0.1:
+            waits.append(seconds)
+        await original(0.0)
+
+    guard = RouterGuard(made[0], relaunch)
+    guard.watch(Roster(Answers([])), FleetConfig(health_interval_s=0.05, max_restarts=max_restarts))
+    monkeypatch.setattr("penstock.fleet.router_guard.asyncio.sleep", sleep)
+    made[0].kill()
+    await until(lambda: len(made) == 2)
+    assert waits == [min(0.1 * 2.0**i, 120.0) for i in range(tries)]
+    made[1].kill()  # at once: the wait goes on from there
+    await until(lambda: len(made) == 3)
+    assert waits[-1] == 120.0
+    monkeypatch.undo()
+    await guard.stop()
 
 
 async def test_nobody_asks_the_router_over_connections_that_were_closed(

@@ -55,7 +55,7 @@ async def test_a_client_that_leaves_ends_the_engines_work(*, process: bool, answ
 async def test_a_client_that_leaves_inside_its_body_ends_the_engines_work() -> None:
     async with rig(never) as r:
         client = await r.client()
-        await client.send(request(headers="Content-Length: 100\r\n") + b"half")
+        await client.send(request(headers="Content-Length: 2000000\r\n") + b"x" * 1_100_000)
         async with asyncio.timeout(60):
             await r.backends[0].arrived.wait()
             client.close()
@@ -334,7 +334,7 @@ async def test_an_early_answer_ends_the_upload() -> None:
 
     async with rig(too_large, read_bodies=False) as r:
         client = await r.client()
-        await client.send(request(headers="Content-Length: 5000000\r\n") + b"x" * 100_000)
+        await client.send(request(headers="Content-Length: 5000000\r\n") + b"x" * 1_100_000)
         answer = await client.receive()
         assert (answer.status, answer.body, answer.header("connection")) == (413, b"too large", "close")
         await eventually(lambda: not r.backends[0].open)

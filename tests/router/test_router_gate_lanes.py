@@ -123,6 +123,37 @@ async def test_one_kind_of_room_does_not_hold_up_another() -> None:
     assert not gate.waits_for_room((0, None))
 
 
+async def test_lanes_that_stay_full_are_each_tried_once_for_one_event() -> None:
+    gate, log = make_gate(), []
+    lanes = [Lane(Kind.ROOM, (version, None)) for version in range(65)]  # more than a slice
+    full = set(lanes)
+    waiting = [Request(i, log, lambda lane=lane: lane if lane in full else None) for i, lane in enumerate(lanes)]
+    for request in waiting:
+        gate.submit(request)
+    gate.room()
+    await turns(50)
+    assert [request.tries for request in waiting] == [2] * 65  # and no loop that spins
+    full.clear()
+    gate.room()
+    await turns(10)
+    assert log == list(range(65))
+    assert not gate.crowded
+
+
+async def test_load_that_falls_during_a_round_begins_another() -> None:
+    gate, log = make_gate(), []
+    lanes = [Lane(Kind.ROOM, (version, None)) for version in range(100)]
+    full = set(lanes)
+    for i, lane in enumerate(lanes):
+        gate.submit(Request(i, log, lambda lane=lane: lane if lane in full else None))
+    gate.room()
+    await turns(1)
+    full.discard(lanes[0])  # which has been tried
+    gate.room()
+    await turns(10)
+    assert log == [0]
+
+
 async def test_who_waits_for_room_and_then_for_an_engine_makes_way() -> None:
     gate, log, first = make_gate(), [], ROOM
     gate.submit(Request("first", log, lambda: first))

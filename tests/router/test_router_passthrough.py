@@ -12,6 +12,8 @@ import aiohttp
 import pytest
 from router_rig import Backend, Rig, Seen, answer_name, read_chunks, reply, request, rig, value
 
+from penstock.router.exchange import REPLAY_LIMIT
+
 both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 
@@ -116,7 +118,7 @@ async def test_each_event_is_passed_on_at_once(*, process: bool) -> None:
 
 
 @both_loops
-async def test_a_request_body_is_streamed(*, process: bool) -> None:
+async def test_a_request_body_is_streamed_once_it_is_too_long_to_keep(*, process: bool) -> None:
     async def early(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
         chunks = read_chunks(reader)
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-First: " + await anext(chunks) + b"\r\n\r\n")
@@ -127,10 +129,13 @@ async def test_a_request_body_is_streamed(*, process: bool) -> None:
     async with rig(early, process=process, read_bodies=False) as r:
         client = await r.client()
         await client.send(request(headers="Transfer-Encoding: chunked\r\n") + b"1\r\na\r\n")
+        long = b"x" * REPLAY_LIMIT
         async with asyncio.timeout(60):
+            await client.send(b"%x\r\n%b\r\n" % (len(long), long))
             _, headers = await client.head()
             assert value(headers, "x-first") == "a"
             chunks = read_chunks(client.reader)
+            assert await anext(chunks) == long
             for piece in (b"bc", b"d"):
                 await client.send(b"%x\r\n%b\r\n" % (len(piece), piece))
                 assert await anext(chunks) == piece

@@ -112,6 +112,7 @@ class Member:
                 eligible=not self.leaving,
                 draining=self.state is State.DRAINING,
                 dp_rank=rank,
+                max_model_len=self.info.max_model_len or None,
             )
             for rank in ranks
         ]

@@ -254,11 +254,6 @@ class Roster:
             pass
         return False
 
-    def router_gave_up(self) -> None:
-        """The router will not be started again: nobody needs to wait for it."""
-        self.router_returns = False
-        self.announce()
-
     async def _say_gate(self, *, closed: bool) -> None:
         self._confirmed = None
         await self.admin.gate(closed)

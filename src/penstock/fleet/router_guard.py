@@ -10,7 +10,6 @@ from typing import Any
 from penstock.config import FleetConfig
 from penstock.engine.concurrent import cancelled
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError
-from penstock.fleet.restart import RestartBudget
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import RouterProcess
 
@@ -18,6 +17,10 @@ logger = logging.getLogger(__name__)
 
 BACKOFF_S = 0.1
 """Before the first restart: nobody is served without a router, and it starts in a fraction of a second."""
+MAX_BACKOFF_S = 120.0
+"""The wait doubles up to this, without an end: what keeps a router from starting, such as a full disk, may pass."""
+STEADY_S = 60.0
+"""A router that has served for so long is well: should it end, the wait before its restart is short again."""
 HUNG_CHECKS = 3
 
 
@@ -50,10 +53,12 @@ class RouterGuard:
         self._policy: Mapping[str, Any] = {}
         self._relaunch = relaunch
         self._watch: asyncio.Task[None] | None = None
+        self._restarts = 0
+        """Since a router was steady."""
 
     def watch(self, roster: Roster, fleet: FleetConfig) -> None:
         """From now on a new router gets the roster's gate and engines before anyone waits for it in vain."""
-        roster.router_returns = fleet.max_restarts != 0
+        roster.router_returns = True
         self._watch = asyncio.create_task(self._guard(roster, fleet), name="guard-router")
 
     async def stop(self) -> None:
@@ -65,18 +70,18 @@ class RouterGuard:
             await self._router.stop()
 
     async def _guard(self, roster: Roster, fleet: FleetConfig) -> None:
-        budget = RestartBudget(fleet.max_restarts, fleet.restart_window_s, BACKOFF_S)
+        clock = asyncio.get_running_loop().time
         while True:
+            began = clock()
             hung = asyncio.create_task(self._until_hung(roster, fleet), name="health-router")
             try:
                 status = await self._router.wait()
             finally:
                 await cancelled(hung)
             logger.warning("the router ended with status %d", status)
-            if not await self._start_anew(roster, budget):
-                logger.error("the router stays down: it ended again after %s restarts", fleet.max_restarts)
-                roster.router_gave_up()
-                return
+            if clock() - began >= STEADY_S:
+                self._restarts = 0
+            await self._start_anew(roster)
 
     async def _until_hung(self, roster: Roster, fleet: FleetConfig) -> None:
         clock = asyncio.get_running_loop().time
@@ -99,20 +104,20 @@ class RouterGuard:
         logger.warning("the router has not answered for %g s: it is ended", fleet.hang_timeout_s)
         self._router.kill()  # a stopped process would take no other signal
 
-    async def _start_anew(self, roster: Roster, budget: RestartBudget) -> bool:
-        while (wait_s := budget.spend()) is not None:
+    async def _start_anew(self, roster: Roster) -> None:
+        while True:
+            wait_s = min(BACKOFF_S * 2.0 ** min(self._restarts, 20), MAX_BACKOFF_S)  # bounded, or it overflows a float
+            self._restarts += 1
             await asyncio.sleep(wait_s)
             try:
                 self._router = await self._relaunch(self._policy)
+                break
             except PenstockError as error:
-                logger.warning("the router did not start: %s", error)
-                continue
-            try:
-                await roster.restore()
-            except PenstockError as error:
-                logger.warning("the new router did not take the fleet's engines: %s", error)
-                await self._router.stop()
-            else:
-                logger.info("the router is back")
-            return True
-        return False
+                logger.warning("the router did not start, after a wait of %g s: %s", wait_s, error)
+        try:
+            await roster.restore()
+        except PenstockError as error:
+            logger.warning("the new router did not take the fleet's engines: %s", error)
+            await self._router.stop()
+        else:
+            logger.info("the router is back")

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import re
+import logging
+import os
 import sys
+from contextlib import closing
+from io import FileIO
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+
+import orjson
 
 from penstock.config import RouterConfig
 from penstock.engine.process import telling_lines
 from penstock.errors import ConfigError, EngineStartError
 from penstock.process import ChildProcess
 
+logger = logging.getLogger(__name__)
+
 START_S = 30.0
 """Deadline of its start, which takes a fraction of a second on an idle machine."""
-LOOK_S = 0.02
-"""Between two looks into its log."""
 STOP_S = 5.0
 """Between SIGTERM and SIGKILL."""
 
 API_KEY_ENV = "PENSTOCK_API_KEY"
-USAGE = 2
-"""Its exit status when it cannot be started as asked."""
-
-_READY = re.compile(r"^penstock router ready on (http://\S+)\n", re.MULTILINE)
 
 
 class RouterProcess:
@@ -55,14 +56,24 @@ class RouterProcess:
             # Not on the command line, which every user of the machine can read.
             options += ["--api-key-env", API_KEY_ENV]
             env[API_KEY_ENV] = api_key
-        argv = [sys.executable, "-m", "penstock.router", *options]
-        child = await ChildProcess.start(argv, name="router", log=log_dir / "router.log", env=env)
-        try:
-            url = await _ready(child)
-        except BaseException:
-            child.kill()
-            await child.wait()
-            raise
+        read_fd, write_fd = os.pipe()
+        with os.fdopen(read_fd, "rb", buffering=0) as ready:
+            try:
+                child = await ChildProcess.start(
+                    [sys.executable, "-m", "penstock.router", *options, "--ready-fd", str(write_fd)],
+                    name="router",
+                    log=log_dir / "router.log",
+                    env=env,
+                    pass_fds=(write_fd,),
+                )
+            finally:
+                os.close(write_fd)
+            try:
+                url = await _ready(child, ready)
+            except BaseException:
+                child.kill()
+                await child.wait()
+                raise
         return cls(url, child)
 
     async def wait(self) -> int:
@@ -78,22 +89,28 @@ class RouterProcess:
         self._child.kill()
 
 
-async def _ready(child: ChildProcess) -> str:
-    """Wait for the line that names the URL."""
+async def _ready(child: ChildProcess, pipe: FileIO) -> str:
+    """Wait for the router's report on its pipe; returns its URL."""
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), pipe
+    )
+    with closing(transport):
+        try:
+            async with asyncio.timeout(START_S):
+                line = await reader.readline()
+                what = "" if line else f"ended with status {await child.wait()}"
+        except TimeoutError:
+            line, what = b"", f"was not ready within {START_S:g} s"
+    report: dict[str, Any] = orjson.loads(line) if line else {}
+    if "url" in report:
+        if report["log_error"]:
+            logger.warning("the router serves, but cannot write its log %s: %s", child.log, report["log_error"])
+        return str(report["url"])
+    if report:
+        raise ConfigError(report["error"]) if report["usage"] else EngineStartError(f"the router: {report['error']}")
     try:
-        async with asyncio.timeout(START_S):
-            while True:
-                ready = _READY.search(child.said())
-                if ready is not None:
-                    return ready[1]
-                if child.returncode is not None:
-                    what = f"ended with status {child.returncode}"
-                    break
-                # Only its log says which port it got, and a file gives no event.
-                await asyncio.sleep(LOOK_S)
-    except TimeoutError:
-        what = f"was not ready within {START_S:g} s"
-    lines = telling_lines(child.said())
-    if child.returncode == USAGE:
-        raise ConfigError(lines)
-    raise EngineStartError(f"the router {what}; its log ({child.log}) says:\n{lines}")
+        said = telling_lines(child.said())
+    except OSError as error:  # its folder may be gone
+        said = f"nothing, since it cannot be read: {error.strerror}"
+    raise EngineStartError(f"the router {what}; its log ({child.log}) says:\n{said}")

@@ -89,8 +89,9 @@ async def open_router(config: RouterConfig, *, log_dir: Path, api_key: str | Non
 async def _launch(config: RouterConfig, log_dir: Path, api_key: str | None) -> RouterProcess:
     try:
         return await RouterProcess.launch(config, log_dir=log_dir, api_key=api_key)
-    except OSError as error:  # no memory, descriptor or room on a disk is left; that may pass
-        raise EngineStartError(f"this system starts no process for the router: {error}") from error
+    except OSError as error:  # no memory, descriptor or room on a disk is left, or its log's folder is gone
+        what = f"open the router's log {error.filename}" if error.filename else "start a process for the router"
+        raise EngineStartError(f"this system cannot {what}: {error.strerror or error}") from error
 
 
 async def _withdraw(admin: Admin) -> None:

@@ -8,8 +8,11 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
+import orjson
 import uvloop
 
 from penstock import lifeline
@@ -26,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run until SIGINT or SIGTERM. Exit status 2: it could not be started as asked; 1: its workers do not start."""
     lifeline.watch()
     options = vars(_parser().parse_args(arguments))
-    key_env = options.pop("api_key_env")
+    key_env, ready_fd = options.pop("api_key_env"), options.pop("ready_fd")
     try:
         config = validate(RouterConfig, {name: value for name, value in options.items() if value is not None})
         api_key = _api_key(key_env)
@@ -34,14 +37,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
             logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
         raise_file_limit()
         keep_freed_memory()
-        uvloop.run(_serve(config, api_key))
+        uvloop.run(_serve(config, api_key, ready_fd))
     except PenstockError as error:
-        sys.stderr.write(f"penstock router: {error}\n")
+        _report(ready_fd, {"error": str(error), "usage": isinstance(error, UserError)})
+        _print(2, f"penstock router: {error}\n")
         return 2 if isinstance(error, UserError) else 1
     return 0
 
 
-async def _serve(config: RouterConfig, api_key: str | None) -> None:
+def _print(fd: int, line: str) -> str | None:
+    """Write a line for people; returns why that failed. A log on a full disk must not end the router."""
+    try:
+        os.write(fd, line.encode())
+    except OSError as error:
+        return error.strerror
+    return None
+
+
+def _report(ready_fd: int | None, message: Mapping[str, Any]) -> None:
+    """Tell the process that started this one, once, whether it serves; by a pipe, which no full disk stops."""
+    if ready_fd is not None:
+        with suppress(BrokenPipeError), os.fdopen(ready_fd, "wb") as pipe:
+            pipe.write(orjson.dumps(message) + b"\n")
+
+
+async def _serve(config: RouterConfig, api_key: str | None, ready_fd: int | None) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -51,8 +71,8 @@ async def _serve(config: RouterConfig, api_key: str | None) -> None:
         router = Hub(config, api_key=api_key, given_up=stop.set)
     try:
         await router.start()
-        sys.stdout.write(f"penstock router ready on {router.url}\n")
-        sys.stdout.flush()
+        log_error = _print(1, f"penstock router ready on {router.url}\n")
+        _report(ready_fd, {"url": router.url, "log_error": log_error})
         await stop.wait()
     finally:
         await router.close()
@@ -90,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", help=f"address to listen on (default {defaults.host})")
     parser.add_argument("--port", type=int, help="port to listen on (default: any free one)")
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key to ask for")
+    parser.add_argument("--ready-fd", type=int, metavar="FD", help="pipe to say on, in a line of JSON, that it serves")
     parser.add_argument("--policy", help=f"or several, with commas between them (default {defaults.policy})")
     for name, kind, what in _PLACEMENT:
         parser.add_argument(

@@ -53,12 +53,12 @@ class _EngineBody(_Strict):
     draining: bool = False
     adapters: list[str] | None = None
     dp_rank: int | None = None
+    max_model_len: int | None = None
 
     def entry(self) -> EngineEntry:
-        adapters = None if self.adapters is None else tuple(self.adapters)
-        return EngineEntry(
-            self.name, self.url, self.weight_version, self.eligible, self.draining, adapters, self.dp_rank
-        )
+        given: dict[str, Any] = self.model_dump()
+        given["adapters"] = None if self.adapters is None else tuple(self.adapters)
+        return EngineEntry(**given)
 
 
 class _EnginesBody(_Strict):

@@ -13,6 +13,9 @@ from penstock.router.sessions import SessionTable
 new_tuple = cast("Any", tuple).__new__
 """Of a named tuple, at half the price of calling its class."""
 
+MOST_TOKENS = 1 << 20
+"""Most that a request's headers can claim where nobody says what an engine holds: the longest contexts of today."""
+
 
 class Candidate:
     """One engine as it was announced, and what has become of it since."""
@@ -55,6 +58,12 @@ class Candidate:
         """Whether requests may go there, those of its own sessions at least."""
         return self.entry.eligible and not self.down
 
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens that one sequence can have there."""
+        known = (self.entry.max_model_len, self.kv_capacity)
+        return min([tokens for tokens in known if tokens], default=MOST_TOKENS)
+
     def has(self, min_weight_version: int, adapter: str | None) -> bool:
         """Whether it has what a request asks for."""
         return self.weight_version >= min_weight_version and (
@@ -82,6 +91,8 @@ class Candidates:
         """Resident tokens of all of them together."""
         self._least_version = 0
         self._adapters_differ = False
+        self.most_tokens = MOST_TOKENS
+        """Most tokens that one sequence can have on any engine of the set."""
 
     def set(self, entries: Sequence[EngineEntry]) -> tuple[list[str], list[str]]:
         """Take over a full set.
@@ -116,6 +127,7 @@ class Candidates:
             engine.place = len(self._open) if takes_new else -1
             if takes_new:
                 self._open.append(engine)
+        self.most_tokens = max([engine.most_tokens for engine in self.engines.values()], default=MOST_TOKENS)
         self._views = [engine.view for engine in self._open]
         self._least_version = min([engine.weight_version for engine in self._open], default=0)
         self._adapters_differ = any(engine.adapters is not None for engine in self._open)

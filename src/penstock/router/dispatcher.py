@@ -141,6 +141,11 @@ class Dispatcher:
     def try_place(self, exchange: Exchange) -> Lane | None:
         """Send the request to an engine, or say what it has to wait for."""
         request = exchange.request
+        most = self.placement.most_tokens
+        if request.prompt_tokens > most or request.expected_tokens > most:
+            # Headers are hints: a false one must not fill an engine for all others.
+            request.prompt_tokens = min(request.prompt_tokens, most)
+            request.expected_tokens = min(request.expected_tokens, most)
         gate = self.gate
         if gate.adapters and request.adapter in gate.adapters:
             return Lane(Kind.ADAPTER, request.adapter)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from penstock.router.lane import Lane
 
 REPLAY_LIMIT = 1 << 20
-"""Bytes of request body kept for a retry; while a request is held, no more than these are read of it."""
+"""Bytes of request body kept for a retry. A request is placed once its body or so much of it has come: a client that
+stalls holds neither an engine's connection nor a share of its KV cache. While it is held, no more is read of it."""
 
 
 class Exchange:
@@ -30,6 +31,7 @@ class Exchange:
         "_head_sent",
         "_replay",
         "_stale",
+        "_submitted",
         "_waiting",
         "body_done",
         "bytes_in",
@@ -73,6 +75,8 @@ class Exchange:
         self._connection: EngineConnection | None = None
         self._replay: list[bytes | memoryview] | None = []
         self._buffered = 0
+        self._submitted = False
+        """Enough of its body has come, and the gate got it."""
         self._waiting = False
         """The gate may have it."""
         self._stale = False
@@ -94,7 +98,8 @@ class Exchange:
         self._replay = [first]
         self._buffered = len(first)
         self.dispatcher.metrics.requests += 1
-        self.dispatcher.gate.submit(self)
+        if done or self._buffered > REPLAY_LIMIT:
+            self._submit()
 
     def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:
         """A piece of the request's body, with its framing, as it came."""
@@ -111,6 +116,8 @@ class Exchange:
                     self._replay = None
                 elif not done:
                     self.adjust_reading()
+        if not self._submitted and (done or self._buffered > REPLAY_LIMIT):
+            self._submit()
 
     def cancel(self) -> None:
         """The client has gone; so must the engine's work for it."""
@@ -132,10 +139,7 @@ class Exchange:
     def held(self) -> int:
         """It waits from now on; no more bytes of it are kept than the answer says."""
         self._waiting = True
-        if self.body_done or self._replay is None:
-            return self._buffered
-        length = self.request.length
-        return REPLAY_LIMIT if length < 0 else min(len(self.request.forward) + length, REPLAY_LIMIT)
+        return self._buffered
 
     def needs(self) -> str:
         """What its headers ask of an engine, for the message that there was none."""
@@ -263,6 +267,10 @@ class Exchange:
             self.dispatcher.replace(self, "hung_up")
 
     # --- its end -----------------------------------------------------------------------------------------------------
+
+    def _submit(self) -> None:
+        self._submitted = True
+        self.dispatcher.gate.submit(self)
 
     def _leave_gate(self) -> None:
         if self._waiting:

@@ -101,7 +101,11 @@ class Gate:
         self._woken: deque[Queue] = deque()
         """Lanes whose event has come, to be tried before those that came after."""
         self._passing = False
-        self._fill_due = False
+        self._round: deque[Lane] = deque()
+        """Lanes that the present round over `crowded` has still to try."""
+        self._round_due = False
+        """Load has fallen since that round began."""
+        self._filling_soon = False
         self._first_late = _NEVER
         """No request in NOWHERE is late before this time, by the clock that stands still."""
 
@@ -193,9 +197,11 @@ class Gate:
 
     def room(self) -> None:
         """Load has fallen: those that have waited for room longest are tried, soon, and once for many such events."""
-        if self.crowded and not self._fill_due:
-            self._fill_due = True
-            asyncio.get_running_loop().call_soon(self._fill)
+        if self.crowded:
+            self._round_due = True
+            if not self._filling_soon:
+                self._filling_soon = True
+                asyncio.get_running_loop().call_soon(self._fill)
 
     def expire(self, now: float) -> None:
         """Refuse those for which no engine was up for too long; `now` is `time.monotonic()`."""
@@ -268,23 +274,31 @@ class Gate:
         asyncio.get_running_loop().call_soon(self._pass_slice)
 
     def _fill(self) -> None:
-        self._fill_due = False
-        if self._closed_at is not None:
+        """Try the first of each lane, and the next where it went; once for each time that load fell, and no more."""
+        self._filling_soon = False
+        if self._closed_at is not None:  # opening begins a round
+            self._round.clear()
             return
-        tries = _SLICE
+        if not self._round:
+            self._round_due = False
+            self._round.extend(self.crowded)
         self._filling = True
-        for lane in list(self.crowded):
-            while tries and lane in self.crowded:
-                tries -= 1
-                request = next(iter(self.crowded[lane]))
-                self._try(request)
-                entry = self._entries.get(request)
-                if entry is not None and entry.lane == lane:  # no room for it: nor for those behind it
-                    entry.queue.move_to_end(request, last=False)
-                    break
+        for _ in range(_SLICE):
+            while self._round and self._round[0] not in self.crowded:
+                self._round.popleft()
+            if not self._round:
+                break
+            lane = self._round[0]
+            request = next(iter(self.crowded[lane]))
+            self._try(request)
+            entry = self._entries.get(request)
+            if entry is not None and entry.lane == lane:  # no room for it: nor for those behind it
+                entry.queue.move_to_end(request, last=False)
+                self._round.popleft()
         self._filling = False
-        if not tries:
-            self.room()
+        if self._round or self._round_due:
+            self._filling_soon = True
+            asyncio.get_running_loop().call_soon(self._fill)
 
     # --- clocks ------------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,8 @@ class EngineEntry:
     dp_rank: int | None = None
     """It is this data-parallel rank of the server at `url`, which is told so in a header of every request; None: the
     server is one engine, and shares requests out among its ranks itself."""
+    max_model_len: int | None = None
+    """Most tokens that one of its sequences can have; None: not known."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -42,6 +44,8 @@ class EngineEntry:
         whole_number(self.weight_version, f"engine {self.name}: weight_version")
         if self.dp_rank is not None:
             whole_number(self.dp_rank, f"engine {self.name}: dp_rank")
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise UserError(f"engine {self.name}: max_model_len must be at least 1, got {self.max_model_len}")
         for adapter in self.adapters or ():
             if not 1 <= len(adapter.encode()) <= _MAX_ADAPTER:
                 raise UserError(f"engine {self.name}: an adapter's name has 1 to {_MAX_ADAPTER} bytes, got {adapter!r}")

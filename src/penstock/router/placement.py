@@ -144,9 +144,16 @@ class Placement:
             kv_capacity: tokens it holds; 0: not known.
         """
         engine = self._engine(name)
-        engine.kv_usage, engine.kv_capacity = kv_usage, kv_capacity
+        known, engine.kv_usage, engine.kv_capacity = engine.kv_capacity, kv_usage, kv_capacity
+        if kv_capacity != known:
+            self._candidates.arrange()
         _, engine.said_at, _ = self.board.totals(name)
         self._candidates.changed(name)
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens that a request's headers can claim: more than one sequence can have fits on no engine."""
+        return self._candidates.most_tokens
 
     def views(self) -> Mapping[str, EngineView]:
         """Every engine of the set, as policies see it."""
