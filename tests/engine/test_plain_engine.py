@@ -220,4 +220,4 @@ def test_it_plugs_in_where_servers_of_others_join_and_nowhere_else() -> None:
         for file in source.rglob("*.py")
         if room not in file.parents and "penstock.engine.vanilla" in file.read_text()
     }
-    assert users == {"engine/http.py", "fleet/attach.py", "fleet/adopt.py"}
+    assert users == {"engine/http.py", "fleet/attach.py", "fleet/adopt.py", "cli/status.py"}

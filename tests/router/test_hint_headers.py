@@ -69,7 +69,9 @@ async def test_a_router_spreads_a_group_and_finds_a_beginning() -> None:
 
 
 async def events(backend: Backend, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
-    writer.write(reply(b"data: [DONE]\n\n", headers="Content-Type: text/event-stream\r\n"))
+    writer.write(
+        reply(b"data: [DONE]\n\n", headers="Content-Type: text/event-stream\r\nX-Penstock-Progress: stream\r\n")
+    )
 
 
 async def test_a_streamed_completion_says_as_much_as_one_in_one_piece() -> None:

@@ -17,12 +17,12 @@ class VanillaControl(ControlClient):
 
     Args:
         name, url, options: as of `ControlClient`.
-        history: of the fleet that the server is in, or of itself.
+        history: of the fleet that the server is in; None: one of its own, which nothing reads.
     """
 
-    def __init__(self, name: str, url: str, *, history: VersionHistory, **options: Any) -> None:
+    def __init__(self, name: str, url: str, *, history: VersionHistory | None = None, **options: Any) -> None:
         super().__init__(name, url, **options)
-        self._history = history
+        self._history = history or VersionHistory()
         self._has_plugin = True
         self._labelled = 0
         """The version of the last native update, for vLLM 0.26, which keeps none."""
