@@ -26,9 +26,9 @@ import _dummy_models
 import psutil
 
 from penstock.engine.concurrent import all_or_first_error
-from penstock.engine.continuation import GENERATE
 from penstock.engine.data import DataClient
-from penstock.engine.wire import generate_body, samples_of
+from penstock.engine.vanilla.answers import samples_of
+from penstock.engine.wire import GENERATE, generate_body
 from penstock.fleet.fleet import Fleet
 from penstock.types import SamplingParams
 

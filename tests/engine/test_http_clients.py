@@ -13,6 +13,7 @@ import pytest
 from penstock.engine.capabilities import Capabilities
 from penstock.engine.control import ControlClient
 from penstock.engine.data import DataClient
+from penstock.engine.vanilla.replies import VanillaReplies
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, RequestError
 from penstock.router.admin_client import RouterAdmin
 from penstock.types import GenerateBatch, SamplingParams
@@ -121,7 +122,7 @@ async def test_what_is_made_again_has_its_own_stop_string() -> None:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         data = DataClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", vocab_size=32)
-        data.plain.here = lambda: [("e1", Capabilities(plugin=False))]
+        data.state.unreported = VanillaReplies(lambda: [("e1", Capabilities(plugin=False))])
         (sample,) = await data.sample([1], 1, SamplingParams(logprobs=False, stop=("b",), min_tokens=3))
         assert (sample.token_ids, sample.text) == ((7, 8, 9), "abc"), "a stop string before `min_tokens` ends nothing"
         await data.close()

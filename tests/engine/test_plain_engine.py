@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import penstock
 from penstock import Fleet
 from penstock.cli.status import _cells, _collect
 from penstock.engine.http import HTTPEngine
@@ -208,3 +210,14 @@ async def test_one_started_without_statistics_serves_and_says_what_it_lacks(monk
             (shown,) = (await _collect(fleet.url, None))["engines"]
             assert shown["state"] == "serving"
             assert _cells(shown)[3:7] == ["-"] * 4
+
+
+def test_it_plugs_in_where_servers_of_others_join_and_nowhere_else() -> None:
+    source = Path(penstock.__file__).parent
+    room = source / "engine" / "vanilla"
+    users = {
+        file.relative_to(source).as_posix()
+        for file in source.rglob("*.py")
+        if room not in file.parents and "penstock.engine.vanilla" in file.read_text()
+    }
+    assert users == {"engine/http.py", "fleet/attach.py", "fleet/adopt.py", "cli/status.py"}

@@ -16,7 +16,7 @@ from aiohttp import web
 from penstock.config import EngineConfig
 from penstock.engine.capabilities import DEV_MODE, LACKING, PENSTOCK, Capabilities, EngineInfo, require
 from penstock.engine.command import server_command
-from penstock.engine.control import ControlClient
+from penstock.engine.vanilla.control import VanillaControl
 from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, MissingCapabilityError, UserError
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
@@ -26,7 +26,7 @@ PLAIN = Capabilities(plugin=False, weight_transfer="nccl", lora=True)
 
 async def found(**config: Any) -> EngineInfo:
     async with SimServer(SimConfig(max_model_len=512, **config)) as server:
-        control = ControlClient("e0", server.url)
+        control = VanillaControl("e0", server.url)
         try:
             return await control.info()
         finally:
@@ -78,7 +78,7 @@ async def test_what_its_owner_left_out_is_found(config: dict[str, Any], changes:
 
 async def test_versions_and_pauses_of_plain_vllm_are_read() -> None:
     async with SimServer(SimConfig(plain=True)) as server:
-        control = ControlClient("e0", server.url)
+        control = VanillaControl("e0", server.url)
         server.engine.weights.relabel("7")
         await server.engine.pause()
         info = await control.info()
@@ -92,7 +92,7 @@ async def test_versions_and_pauses_of_plain_vllm_are_read() -> None:
 async def test_a_native_update_of_a_server_that_keeps_no_version_is_remembered() -> None:
     for version in ("0.26.0", "0.32.0"):
         async with SimServer(SimConfig(plain=True, vllm_version=version)) as server:
-            control = ControlClient("e0", server.url)
+            control = VanillaControl("e0", server.url)
             await control.init_weight_transfer({"master_address": "127.0.0.1"})
             await server.engine.pause()
             await control.native_update({"names": []}, version=4)
@@ -120,7 +120,7 @@ async def test_something_else_is_said_to_be_something_else(answers: dict[str, An
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    control = ControlClient("e0", f"http://127.0.0.1:{runner.addresses[0][1]}")
+    control = VanillaControl("e0", f"http://127.0.0.1:{runner.addresses[0][1]}")
     try:
         with pytest.raises(EngineError, match=f"e0: .*{says}"):
             await control.info()
@@ -130,7 +130,7 @@ async def test_something_else_is_said_to_be_something_else(answers: dict[str, An
 
 
 async def test_nobody_there_is_said_with_the_address() -> None:
-    control = ControlClient("e0", "http://127.0.0.1:9")
+    control = VanillaControl("e0", "http://127.0.0.1:9")
     with pytest.raises(EngineDeadError) as gone:
         await control.info()
     await control.close()
@@ -146,7 +146,7 @@ async def test_nobody_there_is_said_with_the_address() -> None:
 @pytest.mark.parametrize("plain", [False, True])
 async def test_another_api_key_is_said_with_the_address(key: str | None, says: str, plain: bool) -> None:  # noqa: FBT001
     async with SimServer(SimConfig(max_model_len=512, plain=plain, api_key="sesame")) as server:
-        control = ControlClient("e0", server.url, api_key=key)
+        control = VanillaControl("e0", server.url, api_key=key)
         with pytest.raises(EngineHTTPError, match=f"engine e0: {server.url} {says}"):
             await control.info()
         await control.close()

@@ -8,8 +8,7 @@ import orjson
 import pytest
 
 from penstock.engine.merge import merged
-from penstock.engine.partial import Partials
-from penstock.engine.seam import Seam
+from penstock.engine.partial import Partials, StreamDeduplicator
 
 
 def chunk(index=0, *, of="first", finish=None, **choice):
@@ -17,7 +16,7 @@ def chunk(index=0, *, of="first", finish=None, **choice):
 
 
 def new(seam, *chunks):
-    return [passed["choices"][0] for passed in map(seam.new, chunks) if passed is not None]
+    return [passed["choices"][0] for passed in map(seam.of, chunks) if passed is not None]
 
 
 def test_an_undisturbed_stream_passes_as_it_is():
@@ -29,16 +28,16 @@ def test_an_undisturbed_stream_passes_as_it_is():
         chunk(delta={}, finish="tool_calls", stop_reason=None),
         {"id": "first", "created": 5, "choices": [], "usage": {"total_tokens": 3}},
     ]
-    seam = Seam()
-    assert [seam.new(one) for one in chunks] == chunks
+    seam = StreamDeduplicator()
+    assert [seam.of(one) for one in chunks] == chunks
 
 
 @pytest.mark.parametrize("sizes", [[6], [2, 4], [1] * 6])
 def test_behind_a_seam_only_what_is_new_passes_however_it_is_cut(sizes):
     text = "abcdef"
-    seam = Seam()
+    seam = StreamDeduplicator()
     new(seam, chunk(text="ab", token_ids=[1, 2], logprobs={"tokens": ["a", "b"]}), chunk(text="c", token_ids=[3]))
-    seam.again()
+    seam.begin_again()
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     chunks = [
         chunk(of="second", text=text[e - s : e], token_ids=list(range(e - s + 1, e + 1)))
@@ -52,17 +51,17 @@ def test_behind_a_seam_only_what_is_new_passes_however_it_is_cut(sizes):
 
 def test_the_first_ids_stay_and_nothing_comes_twice():
     call = {"index": 0, "id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a'}}
-    seam = Seam()
+    seam = StreamDeduplicator()
     new(seam, chunk(delta={"role": "assistant", "content": ""}), chunk(delta={"tool_calls": [call]}))
-    seam.again()
+    seam.begin_again()
     other = {"index": 0, "id": "y", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     third = {"index": 1, "id": "z", "type": "function", "function": {"name": "g", "arguments": ""}}
     chunks = [
         chunk(of="2nd", delta={"role": "assistant", "content": ""}),
         chunk(of="2nd", delta={"tool_calls": [other, third]}),
     ]
-    assert seam.new(chunks[0]) is None
-    passed = seam.new(chunks[1])
+    assert seam.of(chunks[0]) is None
+    passed = seam.of(chunks[1])
     assert (passed["id"], passed["created"]) == ("first", 5)
     first, second = passed["choices"][0]["delta"]["tool_calls"]
     assert first == {"index": 0, "id": None, "type": None, "function": {"name": None, "arguments": '": 1}'}}
@@ -70,9 +69,9 @@ def test_the_first_ids_stay_and_nothing_comes_twice():
 
 
 def test_choices_are_counted_apart_and_an_end_comes_once():
-    seam = Seam()
+    seam = StreamDeduplicator()
     new(seam, chunk(0, text="a"), chunk(1, text="xy", finish="stop"))
-    seam.again()
+    seam.begin_again()
     passed = new(seam, chunk(1, text="xy", finish="stop"), chunk(0, text="ab", finish="length"))
     assert passed == [{"index": 0, "text": "b", "finish_reason": "length"}]
 
@@ -80,10 +79,10 @@ def test_choices_are_counted_apart_and_an_end_comes_once():
 def test_usage_comes_once_though_the_stream_broke_off_behind_it():
     usage = {"id": "first", "created": 5, "choices": [], "usage": {"total_tokens": 3}}
     chunks = [chunk(text="a", finish="stop"), usage]
-    seam = Seam()
-    assert [seam.new(one) for one in chunks] == chunks
-    seam.again()
-    assert [seam.new(one) for one in chunks] == [None, None]
+    seam = StreamDeduplicator()
+    assert [seam.of(one) for one in chunks] == chunks
+    seam.begin_again()
+    assert [seam.of(one) for one in chunks] == [None, None]
 
 
 def told(index=0, **of):

@@ -12,18 +12,10 @@ from types import SimpleNamespace
 import orjson
 import pytest
 
+from penstock.engine.vanilla.answers import samples_of, spans_of
 from penstock.engine.vllm_plugin.compat import VERSION_MARK
 from penstock.engine.vllm_plugin.version_spans import VersionSpans
-from penstock.engine.wire import (
-    FINAL_ONLY,
-    PROGRESS_HEADER,
-    SPANS_HEADER,
-    UNKNOWN_VERSION,
-    generate_body,
-    samples_of,
-    spans_of,
-    versions_of,
-)
+from penstock.engine.wire import FINAL_ONLY, PROGRESS_HEADER, SPANS_HEADER, UNKNOWN_VERSION, generate_body
 from penstock.errors import EngineError
 from penstock.types import SamplingParams, VersionSpan
 
@@ -111,7 +103,8 @@ async def serve(
 
 
 def header(sent):
-    return versions_of({k.decode().lower(): v for k, v in sent[0]["headers"]}.get(SPANS_HEADER.lower()))
+    value = {k.decode().lower(): v for k, v in sent[0]["headers"]}.get(SPANS_HEADER.lower())
+    return None if value is None else orjson.loads(value)
 
 
 def asked(value: str):

@@ -16,8 +16,8 @@ import orjson
 import pytest
 
 from nano_models import changed, logprobs_of, taught
-from penstock.engine.continuation import GENERATE
-from penstock.engine.wire import PROGRESS_HEADER, generate_body, samples_of
+from penstock.engine.vanilla.answers import samples_of
+from penstock.engine.wire import GENERATE, PROGRESS_HEADER, generate_body
 from penstock.errors import EngineHTTPError
 from penstock.types import PauseMode, Sample, SamplingParams, VersionSpan
 

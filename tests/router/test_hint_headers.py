@@ -13,18 +13,13 @@ from penstock.engine.wire import request_headers
 from penstock.router.prefix_hash import prefix_hashes
 from penstock.types import GenerateBatch, SamplingParams
 
-CHOICE = {
-    "index": 0,
-    "token_ids": [1],
-    "finish_reason": "length",
-    "logprobs": {"content": [{"logprob": -1.0}]},
-    "weight_versions": [{"version": "0", "start": 0, "end": 1}],
-}
+SAMPLE = {"index": 0, "ids": [1], "logprobs": "[[[1,-1.0,1,null]]]", "versions": [[0, 1]], "finish": "length"}
+LAST = {"status": 200, "samples": [SAMPLE], "versions": [[[0, 0, 1]]], "answer": {}}
 PARAMS = {"max_tokens": 16, "detokenize": False}
 
 
 async def one_token(backend: Backend, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
-    writer.write(reply(orjson.dumps({"choices": [CHOICE]}), headers="Content-Type: application/json\r\n"))
+    writer.write(reply(orjson.dumps(LAST) + b"\n", headers="Content-Type: application/x-ndjson\r\n"))
 
 
 def test_headers_are_those_that_are_known() -> None:
@@ -74,7 +69,9 @@ async def test_a_router_spreads_a_group_and_finds_a_beginning() -> None:
 
 
 async def events(backend: Backend, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
-    writer.write(reply(b"data: [DONE]\n\n", headers="Content-Type: text/event-stream\r\n"))
+    writer.write(
+        reply(b"data: [DONE]\n\n", headers="Content-Type: text/event-stream\r\nX-Penstock-Progress: stream\r\n")
+    )
 
 
 async def test_a_streamed_completion_says_as_much_as_one_in_one_piece() -> None:

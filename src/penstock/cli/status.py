@@ -72,9 +72,9 @@ async def _collect(url: str, api_key: str | None) -> dict[str, Any]:
 async def _engine(load: EngineLoad, router: RouterState, api_key: str | None) -> dict[str, Any]:
     from dataclasses import asdict  # noqa: PLC0415
 
-    from penstock.engine.control import ControlClient  # noqa: PLC0415
+    from penstock.engine.vanilla.control import VanillaControl  # noqa: PLC0415
 
-    control = ControlClient(load.name, load.url, api_key=api_key, timeout_s=ENGINE_TIMEOUT_S)
+    control = VanillaControl(load.name, load.url, api_key=api_key, timeout_s=ENGINE_TIMEOUT_S)
     try:
         info, stats = await asyncio.gather(control.info(), _stats(control))
     except EngineError as error:

@@ -11,13 +11,12 @@ from yarl import URL
 
 from penstock.engine.capabilities import PENSTOCK, SAMPLED_FROM, EngineInfo
 from penstock.engine.metrics import engine_stats
-from penstock.engine.plain import NOT_FOUND, plain_info
 from penstock.engine.transport import TORN, HttpTransport, UnreachableError
 from penstock.errors import EngineError, EngineHTTPError, StateError, TransferError, WeightsError
 from penstock.types import EngineStats, EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest
 
-BAD_REQUEST, UNAUTHORIZED = 400, 401
+BAD_REQUEST, UNAUTHORIZED, NOT_FOUND = 400, 401, 404
 _NO_CORE = object()
 INFO = "/penstock/info"
 _OPTIONAL = {"capabilities", "dtype", "instance", "kv_kept"}
@@ -38,15 +37,13 @@ class ControlClient:
         self._timeout_s = timeout_s
         self._key = api_key
         self._core: HttpTransport | None = None
-        self._labelled = 0
-        """The version of the last native update, for an engine that keeps none."""
 
     async def info(self) -> EngineInfo:
-        """Version, sizes, state and what it can do; of a server without our plugin as far as it can be found out.
+        """Version, sizes, state and what it can do.
 
         Raises:
             EngineError: it answers something else, so it is no engine of ours.
-            EngineHTTPError: it is no vLLM server at all, or asks for another key.
+            EngineHTTPError: it is no engine with our plugin, or asks for another key.
         """
         try:
             return await self._info()
@@ -61,12 +58,7 @@ class ControlClient:
             ) from None
 
     async def _info(self) -> EngineInfo:
-        try:
-            answer: Any = await self.http.get(INFO, timeout_s=self._timeout_s)
-        except EngineHTTPError as error:
-            if error.status != NOT_FOUND:
-                raise
-            return await plain_info(self.http, labelled=self._labelled, timeout_s=self._timeout_s)
+        answer: Any = await self.http.get(INFO, timeout_s=self._timeout_s)
         try:
             known: dict[str, Any] = {name: answer[name] for name in _TOLD}
             known["transports"] = tuple(known["transports"])
@@ -178,10 +170,7 @@ class ControlClient:
         await self._post("/start_weight_update")
         await self._post("/update_weights", {"update_info": dict(update_info)})
         await self._post("/finish_weight_update", {"weight_version": str(version)})
-        self._labelled = version
-        info = await self.info()
-        if info.weight_version != version and info.capabilities.plugin:  # vLLM 0.26 takes no label
-            await self._post("/penstock/weights/label", {"version": version})
+        await self._label(version)
 
     async def join_group(self, group: Mapping[str, Any]) -> None:
         """Let every worker begin to join a group (`weights.group.GroupSpec` as JSON), while the engine generates.
@@ -240,6 +229,10 @@ class ControlClient:
         await self.http.close()
         if self._core is not None:
             await self._core.close()
+
+    async def _label(self, version: int) -> None:
+        if (await self.info()).weight_version != version:  # vLLM 0.26 takes no label
+            await self._post("/penstock/weights/label", {"version": version})
 
     async def _past_the_api(self, port: int | None) -> None:
         """From now on speak to the engine's core itself, where it listens, about what must not wait behind tokens."""

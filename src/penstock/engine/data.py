@@ -12,10 +12,9 @@ from typing import Any
 
 from penstock.engine import completion, wire
 from penstock.engine.concurrent import all_or_first_error
-from penstock.engine.continuation import DEAD_STATUS, RETRY_S, Continuation, Counters
-from penstock.engine.joining import HandedOverError, PlainEngines, joined, rest_of
+from penstock.engine.continuation import DEAD_STATUS, RETRY_S, ClientState, Continuation, Counters
 from penstock.engine.merge import merged
-from penstock.engine.partial import Partial, sample_of, whole_of
+from penstock.engine.partial import whole_of
 from penstock.engine.transport import HttpTransport, UnreachableError
 from penstock.engine.wire import GENERATE
 from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, RequestError
@@ -26,15 +25,13 @@ STREAM_CHUNK_TOKENS = 64
 _LEAST_HASHED = 2 * BLOCK
 """Tokens: a shorter prompt is computed anew sooner than it is found."""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-Made = tuple[Sample, int | str | None]
-"""A sample without text, and the stop string or token that ended it."""
 
 
 class DataClient:
     """Generation over HTTP. One request for each prompt, so that a router can spread a batch.
 
-    Every request ends with its whole answer, through pauses that abort it and through deaths of engines
-    (`continuation.py`); one that `abort_generation` ends, ends with the finish reason `abort`.
+    Every request ends with its whole answer, also where engines release it or die under it (`continuation.py`). One
+    that `abort_generation` ends has the finish reason `abort`.
 
     Args:
         url: of an engine or of the router.
@@ -48,8 +45,7 @@ class DataClient:
             a prompt of 32k tokens.
 
     Attributes:
-        counters: what it had to do so that nothing was lost.
-        plain: what it knows of engines without our plugin; who makes it for them fills it in.
+        state: what its requests share; its `unreported` is replaced where engines may have no plugin of ours.
     """
 
     def __init__(
@@ -67,11 +63,19 @@ class DataClient:
         self.vocab_size = vocab_size
         self.request_timeout_s = request_timeout_s
         self.stream_chunk_tokens = stream_chunk_tokens
-        self.counters = Counters()
-        self.plain = PlainEngines()
+        self.state = ClientState(self.http, stream_chunk_tokens)
         self.kept: Callable[[], Collection[int]] = tuple
         """Weight versions that were put in force with the KV cache kept."""
         self._routed = routed
+
+    @property
+    def counters(self) -> Counters:
+        """What it had to do so that nothing was lost."""
+        return self.state.counters
+
+    def expect_aborts(self) -> None:
+        """Let all requests sent so far end with what they have, as the caller is about to ask of the engines."""
+        self.state.aborted_at = asyncio.get_running_loop().time()
 
     async def generate_batch(self, batch: GenerateBatch) -> GenerateOutput:
         """Complete a batch (R2); answers in input order, `n` samples of a prompt side by side."""
@@ -177,62 +181,21 @@ class DataClient:
         session_id: SessionId | None,
         group_id: str | None = None,
     ) -> list[Sample]:
-        self.plain.check(params)
+        self.state.unreported.check(params)
         end = asyncio.get_running_loop().time() + self.request_timeout_s
+        hashes = prefix_hashes(token_ids) if self._routed and len(token_ids) >= _LEAST_HASHED else None
+        headers = wire.request_headers(len(token_ids), params, session_id, group_id=group_id, prefix_hashes=hashes)
+        request = self._request(GENERATE, wire.generate_body(token_ids, params), headers)
+        answer = await request.answer()
+        parts = [request.partials.get(i) for i in range(params.n)]
         made = [
-            (self._kv_labelled(s), stop) for s, stop in await self._made(token_ids, params, (session_id, group_id), end)
+            (self._kv_labelled(whole_of(part, params, spans)), part.stop_reason)
+            for part, spans in zip(parts, wire.padded(answer.spans or (), params.n), strict=False)
         ]
         if not params.detokenize:
             return [sample for sample, _ in made]
         texts = await all_or_first_error(self._text(sample, params, stop, end) for sample, stop in made)
         return [replace(sample, text=text) for (sample, _), text in zip(made, texts, strict=True)]
-
-    async def _made(
-        self,
-        token_ids: Sequence[int],
-        params: SamplingParams,
-        place: tuple[SessionId | None, str | None],
-        end: float,
-        deaths: int = 0,
-    ) -> list[Made]:
-        """The samples of a prompt, whole by `end` (of the loop's clock). `place`: its session and group."""
-        hashes = prefix_hashes(token_ids) if self._routed and len(token_ids) >= _LEAST_HASHED else None
-        headers = wire.request_headers(len(token_ids), params, place[0], group_id=place[1], prefix_hashes=hashes)
-        left = end - asyncio.get_running_loop().time()
-        request = self._request(GENERATE, wire.generate_body(token_ids, params), headers, timeout_s=left, deaths=deaths)
-        try:
-            answer = await request.answer()
-        except HandedOverError as cut:
-            parts = cut.partials
-            return await all_or_first_error(
-                self._rest(token_ids, params, place, end, (i, parts.get(i), cut.deaths)) for i in range(params.n)
-            )
-        if answer.told:
-            parts = map(request.partials.get, range(params.n))
-            told = zip(parts, wire.padded(answer.spans or (), params.n), strict=False)
-            return [(whole_of(part, params, spans), part.stop_reason) for part, spans in told]
-        samples = wire.samples_of(answer.body, answer.spans, params)
-        own = {choice["index"]: choice.get("stop_reason") for choice in answer.body["choices"]}
-        return [(sample, request.partials.get(i).stop_reason or own[i]) for i, sample in enumerate(samples)]
-
-    async def _rest(
-        self,
-        token_ids: Sequence[int],
-        params: SamplingParams,
-        place: tuple[SessionId | None, str | None],
-        end: float,
-        cut: tuple[int, Partial, int],
-    ) -> Made:
-        """Sample `cut[0]`, which has `cut[1]`; under its request `cut[2]` engines have died."""
-        index, part, deaths = cut
-        begun = sample_of(part, params)
-        if part.finish is not None:
-            return begun, part.stop_reason
-        if len(part.ids) >= params.max_tokens:  # the engine died before it could say that this was the end
-            return replace(begun, finish_reason="length"), None
-        rest_params = rest_of(params, len(part.ids), index)
-        ((rest, stop),) = await self._made([*token_ids, *part.ids], rest_params, place, end, deaths)
-        return joined(begun, rest), stop
 
     async def _text(self, sample: Sample, params: SamplingParams, stop: int | str | None, end: float) -> str:
         ids = sample.token_ids
@@ -300,26 +263,8 @@ class DataClient:
         headers = {**(hints or {}), **_session(session_id)}
         return self._request(path, {**body, "stream": True}, headers).chunks()
 
-    def _request(
-        self,
-        path: str,
-        body: Mapping[str, Any],
-        headers: Mapping[str, str],
-        *,
-        timeout_s: float | None = None,
-        deaths: int = 0,
-    ) -> Continuation:
-        return Continuation(
-            self.http,
-            path,
-            body,
-            headers=headers,
-            timeout_s=self.request_timeout_s if timeout_s is None else timeout_s,
-            chunk_tokens=self.stream_chunk_tokens,
-            counters=self.counters,
-            plain=self.plain,
-            deaths=deaths,
-        )
+    def _request(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Continuation:
+        return Continuation(self.state, path, body, headers=headers, timeout_s=self.request_timeout_s)
 
     def _checked_ids(self, given: Sequence[int], where: str) -> list[int]:
         """As Python's ints: those of numpy and torch cannot be sent."""

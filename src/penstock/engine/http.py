@@ -12,7 +12,9 @@ from penstock.engine.capabilities import Capability, require
 from penstock.engine.continuation import Counters
 from penstock.engine.control import ControlClient, EngineInfo
 from penstock.engine.data import STREAM_CHUNK_TOKENS, DataClient
-from penstock.engine.joining import PlainEngines, Stretches
+from penstock.engine.vanilla.control import VanillaControl
+from penstock.engine.vanilla.history import VersionHistory
+from penstock.engine.vanilla.replies import VanillaReplies
 from penstock.errors import DeadlineError, PenstockError, RequestError, StateError, UpdateError, WeightsError
 from penstock.types import (
     KV,
@@ -47,10 +49,6 @@ class HTTPEngine(Engine):
         self._kv_stays = True
         """The pause in force left the KV cache as it was, as far as is known here: others may have paused it."""
         data.kept = lambda: self._kept
-        self._stretches = Stretches(info.weight_version)
-        itself = ((control.name, info.capabilities),)
-        plain = () if info.capabilities.plugin else itself
-        data.plain = PlainEngines(lambda: plain, self._stretches, everyone=lambda: itself)
 
     @classmethod
     async def connect(
@@ -64,7 +62,8 @@ class HTTPEngine(Engine):
         stream_chunk_tokens: int = STREAM_CHUNK_TOKENS,
     ) -> Self:
         """Read what the engine says of itself and return it ready for use."""
-        control = ControlClient(name or url, url, api_key=api_key, timeout_s=control_timeout_s)
+        history = VersionHistory()
+        control = VanillaControl(name or url, url, history=history, api_key=api_key, timeout_s=control_timeout_s)
         try:
             info = await control.info()
         except BaseException:
@@ -79,7 +78,11 @@ class HTTPEngine(Engine):
             stream_chunk_tokens=stream_chunk_tokens,
             routed=False,
         )
-        return cls(control, data, info)
+        engine = cls(control, data, info)
+        history.version = lambda: engine.weight_version
+        itself = ((control.name, info.capabilities),)
+        data.state.unreported = VanillaReplies(lambda: itself, history)
+        return engine
 
     @property
     def tp_size(self) -> int:
@@ -148,7 +151,6 @@ class HTTPEngine(Engine):
         self._require("pause", "pause_generation")
         if await self.control.is_paused():
             raise StateError("generation is already paused; call resume_generation first")
-        self._stretches.stop()
         # `wait` ends with the longest request in flight, the other modes at once.
         deadline_s = timeout_s or (self.data.request_timeout_s if mode is PauseMode.WAIT else None)
         try:
@@ -170,7 +172,7 @@ class HTTPEngine(Engine):
     async def abort_generation(self) -> None:
         """End every request in flight with what it has."""
         self._require("abort", "abort_generation")
-        self.data.plain.aborts += 1
+        self.data.expect_aborts()
         await self.control.abort()
 
     async def reset_prefix_cache(self) -> None:
@@ -202,7 +204,6 @@ class HTTPEngine(Engine):
             self._kept.add(version)
         await self.control.native_update(update_info, version=version)
         self._version = version
-        self._stretches.change(version)
 
     async def update_weights(
         self,

@@ -1,10 +1,10 @@
-"""What a request's samples have so far, as the engine tells it while they are made, and how they are taken up again."""
+"""What a request's samples have so far, as the engine reports it; and what is new of a stream that was resumed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
@@ -47,18 +47,24 @@ class Partial:
         """Nothing more is to come."""
         return self.finish is not None and not self.cut
 
-    def add(self, news: Mapping[str, Any]) -> None:
-        """What the engine tells of it since it told last."""
-        self.ids += news["ids"]
-        if news.get("logprobs") is not None:
-            self.logprobs.append(news["logprobs"])
-        for version, tokens in news["versions"]:
+    def add(self, report: Mapping[str, Any]) -> None:
+        """Take in what the engine reports of it since its last report."""
+        self.ids += report["ids"]
+        if report.get("logprobs") is not None:
+            self.logprobs.append(report["logprobs"])
+        for version, tokens in report["versions"]:
             if self.versions and self.versions[-1][0] == version:
                 self.versions[-1][1] += tokens
             else:
                 self.versions.append([version, tokens])
-        self.finish, self.stop_reason = news.get("finish"), news.get("stop_reason")
-        self.asked, self.whole_only = bool(news.get("asked")), bool(news.get("whole_only"))
+        self.finish, self.stop_reason = report.get("finish"), report.get("stop_reason")
+        self.asked, self.whole_only = bool(report.get("asked")), bool(report.get("whole_only"))
+
+    def join(self, rest: Partial) -> None:
+        """Append what another request has made of what was left of it."""
+        end = {"finish": rest.finish, "stop_reason": rest.stop_reason, "asked": rest.asked}
+        self.add({"ids": rest.ids, "versions": rest.versions, **end})
+        self.logprobs += rest.logprobs
 
     def forget(self) -> int:
         """Begin anew; returns how many tokens are thrown away."""
@@ -103,12 +109,12 @@ def whole_of(part: Partial, params: SamplingParams, spans: Sequence[Sequence[int
     """A sample that has ended.
 
     Args:
-        part: all that was told of it.
+        part: all that was reported of it.
         params: of the request.
         spans: `[[version, start, end], ...]` of it, as the engine counts them at its end.
 
     Raises:
-        EngineError: as `sample_of`; nobody has said how it ended; or not each of its tokens was told once.
+        EngineError: as `sample_of`; no report says how it ended; or not each of its tokens was reported once.
     """
     if part.finish is None:
         raise EngineError(f"the answer has ended, and the engine has told {len(part.ids)} tokens of it and no end")
@@ -128,15 +134,15 @@ class Partials:
         return iter(self._samples.values())
 
     def get(self, index: int) -> Partial:
-        """Sample `index`; one of which nothing was told has nothing."""
+        """Sample `index`, empty before the first report of it."""
         return self._samples.setdefault(index, Partial())
 
-    def add(self, news: Iterable[Mapping[str, Any]]) -> int:
-        """What the engine tells of several; returns the number of new tokens."""
+    def add(self, reports: Iterable[Mapping[str, Any]]) -> int:
+        """Take in what the engine reports of several; returns the number of new tokens."""
         tokens = 0
-        for one in news:
-            self.get(one["index"]).add(one)
-            tokens += len(one["ids"])
+        for report in reports:
+            self.get(report["index"]).add(report)
+            tokens += len(report["ids"])
         return tokens
 
     @property
@@ -150,3 +156,79 @@ class Partials:
             return None
         size = 1 + max(self._samples)
         return orjson.dumps([self.get(i).as_json() for i in range(size)]).decode()
+
+
+class StreamDeduplicator:
+    """Passes on what is new of a stream that was resumed, and so tells everything from the start.
+
+    It counts what of each part of each choice went on, in characters and list entries. The engine that goes on has the
+    state of the one before it, so its text begins with the text that was passed on. Chunks are cut elsewhere, and
+    random ids (the answer's, those of tool calls) differ: the first ones stay.
+    """
+
+    def __init__(self) -> None:
+        self.passed_on = False
+        """The caller has seen something."""
+        self._over = False
+        """The one event without choices, usage, went on: behind it nothing is new."""
+        self._head: dict[str, Any] = {}
+        self._passed: dict[tuple[Any, ...], int] = {}
+        self._seen: dict[tuple[Any, ...], int] = {}
+
+    def begin_again(self) -> None:
+        """The stream begins anew."""
+        self._seen.clear()
+
+    def of(self, chunk: dict[str, Any]) -> dict[str, Any] | None:
+        """The part of an event that its reader has not seen; None where that is nothing."""
+        if not self._head:
+            self._head = {key: chunk[key] for key in ("id", "created", "model") if key in chunk}
+        choices: list[dict[str, Any]] = chunk.get("choices") or []
+        parts = [self._choice(choice) for choice in choices]
+        new = [part for part in parts if part is not None]
+        if not (new if choices else not self._over):
+            return None
+        self._over = not choices
+        self.passed_on = True
+        return {**chunk, **self._head, "choices": new}
+
+    def _choice(self, choice: dict[str, Any]) -> dict[str, Any] | None:
+        before = sum(self._passed.values())
+        first = not any(key[0] == choice["index"] for key in self._passed)
+        index = choice["index"]
+        part = {key: self._part((index, key), value) for key, value in choice.items() if key != "index"}
+        return {"index": index, **part} if first or sum(self._passed.values()) > before else None
+
+    def _part(self, key: tuple[Any, ...], value: Any) -> Any:
+        """The part of `value` that lies beyond what was passed on under `key`."""
+        name = key[-1]
+        if name == "tool_calls" and isinstance(value, list):
+            calls = cast("list[dict[str, Any]]", value)
+            return [
+                {"index": call.get("index", 0)}
+                | {k: self._part((*key, call.get("index", 0), k), v) for k, v in call.items() if k != "index"}
+                for call in calls
+            ]
+        if isinstance(value, Mapping):
+            fields = cast("Mapping[str, Any]", value)
+            return {k: self._part((*key, k), v) for k, v in fields.items()}
+        if name in _ONCE and value is not None:
+            return value if self._advance(key, 1) == 0 else None
+        if isinstance(value, (str, list)):
+            whole = cast("str | list[Any]", value)
+            return whole[self._advance(key, len(whole)) :]
+        return value
+
+    def _advance(self, key: tuple[Any, ...], length: int) -> int:
+        """Count `length` more under `key`; returns how many of them were passed on before."""
+        start = self._seen.get(key, 0)
+        if key[-1] in _ONCE:
+            start = 0
+        passed = self._passed.get(key, 0)
+        self._seen[key] = start + length
+        self._passed[key] = max(passed, start + length)
+        return min(max(0, passed - start), length)
+
+
+_ONCE = frozenset({"role", "id", "type", "name", "finish_reason", "stop_reason"})
+"""What comes once for a choice or a tool call, and is no text in parts."""

@@ -14,7 +14,7 @@ from penstock.engine.capabilities import smallest_vocabulary
 from penstock.engine.concurrent import cancelled, in_thread
 from penstock.engine.control import ControlClient
 from penstock.engine.data import STREAM_CHUNK_TOKENS, DataClient
-from penstock.engine.joining import PlainEngines
+from penstock.engine.vanilla.replies import VanillaReplies
 from penstock.errors import EngineDeadError, PenstockError, StateError
 from penstock.fleet.control import FanOut
 from penstock.fleet.control_wire import FleetState, MemberState, fan_out_of, report_of
@@ -76,7 +76,7 @@ async def adopt(
         data.http.back = roster.router_back
         data.kept = lambda: roster.kept
         data.http.suspect = orders.look
-        data.plain = PlainEngines(roster.plain, everyone=roster.asked)
+        data.state.unreported = VanillaReplies(roster.asked)
         owned.push_async_callback(data.close)
         follower = asyncio.create_task(roster.follow(link, state.change), name="follow-fleet")
         owned.push_async_callback(cancelled, follower)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from penstock.config import FleetConfig
@@ -11,7 +11,6 @@ from penstock.engine.capabilities import smallest_vocabulary
 from penstock.engine.concurrent import cancelled
 from penstock.engine.control import ControlClient
 from penstock.engine.data import DataClient
-from penstock.engine.joining import PlainEngines
 from penstock.errors import DeadlineError, StateError, UserError
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.endpoint import Endpoint
@@ -38,9 +37,10 @@ async def join(
     api_key: str | None,
     control_timeout_s: float,
     process: EngineHandle | None = None,
+    client: Callable[..., ControlClient] = ControlClient,
 ) -> Member:
     """Ask an engine what it is; it is SYNCING then. Raises `EngineDeadError` and its kin where it does not answer."""
-    control = ControlClient(lifecycle.engine, url, api_key=api_key, timeout_s=control_timeout_s)
+    control = client(lifecycle.engine, url, api_key=api_key, timeout_s=control_timeout_s)
     try:
         async with asyncio.timeout(JOIN_S):
             info = await control.info()
@@ -102,6 +102,8 @@ async def assemble(
     store = Stores(fleet, lambda: updatable(roster.members), control_timeout_s)
     owned.callback(store.close)
     data = _data_client(router, roster, owned, api_key, request_timeout_s, fleet.stream_chunk_tokens)
+    if attached is not None:
+        attached.serve(data.state, roster)
     operations = Operations(
         roster,
         store,
@@ -152,7 +154,6 @@ def _data_client(
     )
     data.http.back = roster.router_back
     data.kept = lambda: roster.kept
-    data.plain = PlainEngines(roster.plain, roster.stretches, everyone=roster.asked)
     owned.push_async_callback(data.close)
     return data
 

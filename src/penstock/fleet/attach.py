@@ -5,15 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 from penstock.config import ServerSpec
 from penstock.engine.concurrent import all_or_first_error
+from penstock.engine.continuation import ClientState
 from penstock.engine.transport import HttpTransport
+from penstock.engine.vanilla.control import VanillaControl
+from penstock.engine.vanilla.history import VersionHistory
+from penstock.engine.vanilla.replies import VanillaReplies
 from penstock.errors import EngineHTTPError, PenstockError, UserError
 from penstock.fleet.assemble import JOIN_S, join
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import Member
+from penstock.fleet.roster import Roster
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +38,12 @@ class AttachedServers:
         self._api_key = api_key
         self._control_s = control_timeout_s
         self._served_as = served_as
+        self._history = VersionHistory()
+
+    def serve(self, client: ClientState, roster: Roster) -> None:
+        """Let a client's requests reach servers without our plugin (`engine/vanilla/`)."""
+        self._history.version = lambda: roster.version
+        client.unreported = VanillaReplies(roster.asked, self._history)
 
     async def join(self, lifecycle: Lifecycle, spec: ServerSpec, beside: Sequence[Member] = ()) -> Member:
         """Ask a server what it is; it is SYNCING then.
@@ -47,10 +59,15 @@ class AttachedServers:
         """
         try:
             member = await join(
-                lifecycle, spec.url, self._connections, api_key=self._api_key, control_timeout_s=self._control_s
+                lifecycle,
+                spec.url,
+                self._connections,
+                api_key=self._api_key,
+                control_timeout_s=self._control_s,
+                client=partial(VanillaControl, history=self._history),
             )
             try:
-                await self._look(spec.url)
+                await self._check_address(spec.url)
                 _refuse_other_model(member, beside)
                 member.ranks = _ranks(member, spec)
             except BaseException:
@@ -66,7 +83,7 @@ class AttachedServers:
         """Close the connections to them; they run on."""
         await self._connections.aclose()
 
-    async def _look(self, url: str) -> None:
+    async def _check_address(self, url: str) -> None:
         http = HttpTransport(url, api_key=self._api_key)
         try:
             await _refuse_router(http)

@@ -251,7 +251,7 @@ class Fleet(Engine):
 
     async def abort_generation(self) -> None:
         """End every request in flight on every engine with what it has."""
-        self._data.plain.aborts += 1
+        self._data.expect_aborts()
         await self._operations.abort()
 
     async def reset_prefix_cache(self) -> None:

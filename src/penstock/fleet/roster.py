@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from penstock.engine.capabilities import Capabilities
-from penstock.engine.joining import Stretches
 from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, PenstockError, StateError
 from penstock.fleet.control import Call, FanOut, fan_out
 from penstock.fleet.core_watch import Occupation
@@ -63,8 +62,6 @@ class Roster:
         """Versions that were put in force with the KV cache kept."""
         self.checksums: Mapping[tuple[int, int, int], Collection[str]] = {}
         """What engines of a layout have said of the fleet's weights; empty where nobody has."""
-        self.stretches = Stretches(version)
-        """What was served between closings of the gate; for engines that label no token."""
         self.changes = 0
         """Grows with each change that was announced."""
         self.router_returns = False
@@ -95,10 +92,6 @@ class Roster:
     def asked(self) -> list[tuple[str, Capabilities]]:
         """Engines that get requests, or may soon."""
         return [(m.name, m.info.capabilities) for m in self.members if m.state not in {State.DEAD, State.STOPPED}]
-
-    def plain(self) -> list[tuple[str, Capabilities]]:
-        """Those of them without our plugin."""
-        return [(name, has) for name, has in self.asked() if not has.plugin]
 
     def hopeless(self) -> bool:
         """Whether no engine is left and none is coming back, or the fleet ends."""
@@ -150,7 +143,6 @@ class Roster:
     def commit(self, version: int, checksums: Mapping[tuple[int, int, int], Collection[str]] | None = None) -> None:
         """Every live engine has confirmed `version`: it is the fleet's from now on."""
         self.version = version
-        self.stretches.change(version)
         self.used = max(self.used, version)
         self.checksums = checksums or {}
         for member in self.live():
@@ -193,8 +185,6 @@ class Roster:
 
     async def gate(self, *, closed: bool) -> None:
         """Close or open the router's gate; in force when this returns."""
-        if closed and not self._closed:
-            self.stretches.stop()
         self._closed = closed
 
         async def say() -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from penstock.config import FleetConfig, ServerSpec
 from penstock.engine.concurrent import cancelled
+from penstock.engine.continuation import ClientState
 from penstock.errors import DeadlineError, PenstockError, StateError
 from penstock.fleet.control import fan_out
 from penstock.fleet.core_watch import QUESTIONS, until_silent
@@ -36,6 +37,7 @@ class Attached(Protocol):
     async def join(  # noqa: D102
         self, lifecycle: Lifecycle, spec: ServerSpec, beside: Sequence[Member] = ()
     ) -> Member: ...
+    def serve(self, client: ClientState, roster: Roster) -> None: ...  # noqa: D102
 
 
 class Supervisor:

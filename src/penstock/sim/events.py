@@ -57,6 +57,8 @@ async def send_events(
     Plain vLLM has no `commentator`, and makes none.
     """
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    if progress and commentator is not None:
+        response.headers["X-Penstock-Progress"] = "stream"
     await response.prepare(http)
     try:
         async for chunk in chunks:

@@ -5,7 +5,8 @@
 - With a number in it, for an answer in one piece: lines of JSON, `{"samples": [...]}` whenever a sample has so many
   tokens more, and at last `{"status", "samples", "versions", "answer"}`, vLLM's own answer in it, of the token endpoint
   without the tokens, which the samples of these lines are.
-- With `stream`, for a stream: a comment with `{"samples": [...]}` before every event that has tokens.
+- With `stream`, for a stream: the header `PROGRESS_HEADER`, and a comment with `{"samples": [...]}` before every event
+  that has tokens.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -17,10 +18,12 @@ from typing import Any
 import orjson
 
 from penstock.engine.vllm_plugin.in_flight import InFlight
-from penstock.engine.wire import COMMENT, LINES_TYPE, SPANS_HEADER, STREAM_PROGRESS
+from penstock.engine.wire import COMMENT, LINES_TYPE, PROGRESS_HEADER, SPANS_HEADER, STREAM_PROGRESS
 
 MAX_HEADER = 8000
 """Clients refuse longer header lines (aiohttp: 8190). A body of hundreds of prompts has none; send them one by one."""
+STREAM_REPORTS = (PROGRESS_HEADER.lower().encode(), STREAM_PROGRESS.encode())
+"""Header of a stream that has such comments, by which a client knows an engine with our plugin."""
 DONE = b"data: [DONE]"
 EVENT = b"data: {"
 ABORTED = b'"finish_reason":"abort"'
@@ -50,6 +53,8 @@ def _with_spans(send: Any, request: InFlight, path: str, *, progress: bool) -> A
                 k.lower() == b"content-type" and v.startswith(b"text/event-stream") for k, v in message["headers"]
             )
             spans = b"" if streams else orjson.dumps(request.spans())
+            if streams and progress:
+                message = {**message, "headers": [*message["headers"], STREAM_REPORTS]}
             if len(spans) > len(b"[]") and len(spans) < MAX_HEADER:
                 message = {**message, "headers": [*message["headers"], (SPANS_HEADER.lower().encode(), spans)]}
         elif streams and (body := message.get("body")):

@@ -1,4 +1,4 @@
-"""What a vLLM server without our plugin is and can do, found out by questions that change nothing."""
+"""Finds out what a vLLM server without our plugin is and can do, by questions that change nothing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _CALLS = {
 """Each of them a POST: asked with GET, a server that has it answers 405, and 404 where it has not."""
 
 
-async def plain_info(http: HttpTransport, *, labelled: int, timeout_s: float) -> EngineInfo:
-    """Find out what a server is. It needs no dev mode for that, but says of itself only with it how it is set.
+async def identify(http: HttpTransport, *, labelled: int, timeout_s: float) -> EngineInfo:
+    """Find out what a server is. Without dev mode it does not say how it is set.
 
     Args:
         http: to it.

@@ -1,0 +1,149 @@
+"""Requests that vLLM without our plugin answers: it reports nothing while it works, and resumes nothing.
+
+- Died: the spine sends the request again from the start (`continuation.py`).
+- Aborted by a pause: each sample of the token endpoint is asked for again with its tokens as part of the prompt, and
+  joined from the ids. Text, chats and samples with stop strings, whose state is inside the engine, are made again from
+  the start. A stream that has begun cannot be: it raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from penstock.engine import wire
+from penstock.engine.capabilities import Capabilities, require
+from penstock.engine.concurrent import all_or_first_error
+from penstock.engine.continuation import Answer, Continuation, UnreportedReplies
+from penstock.engine.transport import Reply
+from penstock.engine.vanilla.answers import samples_of, spans_of
+from penstock.engine.vanilla.history import VersionHistory
+from penstock.errors import EngineError
+from penstock.types import Sample, SamplingParams
+
+
+class VanillaReplies(UnreportedReplies):
+    """Reads the replies of vLLM without our plugin, and sends again what a pause has cut.
+
+    Args:
+        engines: name and capabilities of each engine that may get a request.
+        history: which versions they served; None: another process updates them.
+    """
+
+    def __init__(
+        self, engines: Callable[[], Sequence[tuple[str, Capabilities]]], history: VersionHistory | None = None
+    ) -> None:
+        self._engines = engines
+        self._history = history
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise MissingCapabilityError if an engine cannot do what a token request asks for."""
+        require(self._engines(), "tokens", "generate")
+        if params.logprobs:
+            require(self._engines(), "sampled_logprobs", "generate with logprobs")
+
+    async def answer(self, request: Continuation, reply: Reply) -> Answer:
+        """The whole answer, joined where a pause has cut it.
+
+        Raises:
+            EngineError: it does not say which weights made its tokens, and the history is not known either.
+        """
+        # The engine has begun at the beginning, whatever it was given to resume.
+        counters = request.client.counters
+        counters.wasted_tokens += sum(sample.forget() for sample in request.partials)
+        body = request.client.http.decode(await reply.read())
+        choices: list[dict[str, Any]] = body["choices"]
+        usage: Any = body.get("usage")
+        tokens = int(usage["completion_tokens"]) if usage else 0
+        aborted = any(choice["finish_reason"] == "abort" for choice in choices)
+        asked = request.client.aborted_at >= request.sent_at
+        version = self._history.version_of(request.sent_at, aborted=aborted) if self._history is not None else None
+        spans: list[Any] | None = None
+        if request.path == wire.GENERATE:
+            spans = [spans_of(choice, version) for choice in choices]
+        elif version is not None and len(choices) == 1:
+            spans = [[[version, 0, tokens]]]
+        unlabelled = spans is not None and None in spans and self._history is not None
+        if unlabelled or (aborted and not asked and not _joinable(request)):
+            counters.wasted_tokens += tokens
+            request.partials.get(0).finish = "abort"
+            return Answer(body, None)
+        if request.path != wire.GENERATE:
+            return Answer(body, spans)
+        sampling: dict[str, Any] = request.body["sampling_params"]
+        samples = samples_of(body, spans, SamplingParams(n=sampling["n"], logprobs="logprobs" in sampling))
+        for choice, sample in zip(sorted(choices, key=lambda choice: choice["index"]), samples, strict=True):
+            request.partials.get(choice["index"]).add(_report_of(sample, choice.get("stop_reason"), asked=asked))
+        if any(sample.ids for sample in request.partials):  # else the whole request is sent again
+            cut = [i for i in range(len(samples)) if request.partials.get(i).cut]
+            await all_or_first_error(_finish(request, i) for i in cut)
+        parts = (request.partials.get(i) for i in range(len(samples)))
+        return Answer(body, [[[0, 0, len(part.ids)]] for part in parts])
+
+    async def events(self, request: Continuation, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
+        """The events of a stream, without versions.
+
+        Raises:
+            EngineError: it is cut, or begins again, and the caller has seen a part of it.
+        """
+        _refuse_if_begun(request)
+        request.partials.get(0).whole_only = True
+        async for event in request.events_of(reply):
+            choices: list[dict[str, Any]] = event.get("choices") or []
+            for choice in choices:
+                if choice.get("finish_reason") is not None:
+                    choice["weight_versions"] = None
+                if choice.get("finish_reason") == "abort" and request.client.aborted_at < request.sent_at:
+                    _refuse_if_begun(request)
+                    request.partials.get(choice["index"]).finish = "abort"
+            yield event
+
+
+def _refuse_if_begun(request: Continuation) -> None:
+    if request.passed_on:
+        raise EngineError(
+            "a stream was cut that cannot be taken up: there are engines without Penstock's plugin; ask for it "
+            "without stream, pause with mode keep, or launch all engines by Penstock"
+        )
+
+
+def _joinable(request: Continuation) -> bool:
+    return request.path == wire.GENERATE and not request.body["sampling_params"].get("stop")
+
+
+def _report_of(sample: Sample, stop_reason: int | str | None, *, asked: bool) -> Mapping[str, Any]:
+    """A sample as our plugin reports it."""
+    logprobs = None
+    if sample.logprobs is not None:
+        pairs = zip(sample.token_ids, sample.logprobs, strict=True)
+        logprobs = orjson.dumps([[[token, logprob, 1, None]] for token, logprob in pairs]).decode()
+    return {
+        "ids": sample.token_ids,
+        "logprobs": logprobs,
+        "versions": [[span.version, span.end - span.start] for span in sample.spans],
+        "finish": sample.finish_reason,
+        "stop_reason": stop_reason,
+        "asked": asked,
+    }
+
+
+async def _finish(request: Continuation, index: int) -> None:
+    """Ask for what is left of a sample that was cut, and join it."""
+    part = request.partials.get(index)
+    sampling: dict[str, Any] = request.body["sampling_params"]
+    left = sampling["max_tokens"] - len(part.ids)
+    if left <= 0:  # it was aborted before it could say that this was the end
+        part.finish = "length"
+        return
+    rest_of = {**sampling, "n": 1, "max_tokens": left, "min_tokens": max(0, sampling["min_tokens"] - len(part.ids))}
+    if "seed" in sampling:
+        rest_of["seed"] += index
+    ids = [*request.body["token_ids"], *part.ids]
+    lengths = {wire.PROMPT_TOKENS_HEADER: str(len(ids)), wire.EXPECTED_TOKENS_HEADER: str(left)}
+    request.client.counters.continued += 1
+    request.client.counters.requeued_tokens += len(part.ids)
+    rest = request.part({"token_ids": ids, "sampling_params": rest_of}, {**request.headers, **lengths})
+    await rest.answer()
+    part.join(rest.partials.get(0))
