@@ -56,7 +56,7 @@ class VersionSpan:
 class SamplingParams:
     """How to sample; names and defaults are vLLM's, except that `max_tokens` has no hidden default of 16.
 
-    `logprobs` asks for the logprob of each sampled token after temperature scaling.
+    `logprobs` asks for the logprob of each sampled token; `GenerateOutput.response_logprobs` says which one it is.
     `seed` with `n > 1` gives sample `i` the seed `seed + i`.
     `skip_special_tokens` leaves the token that ends a text out of it (vLLM's detokenizer shows any other).
     """
@@ -289,7 +289,11 @@ class GenerateOutput:
         responses: decoded text, `""` where `detokenize` is off.
         response_ids: token ids, ragged `[B * n][T_i]`.
         stop_reasons: `stop`, `length` or `abort`.
-        response_logprobs: ragged as `response_ids`, or None when not asked for.
+        response_logprobs: ragged as `response_ids`, or None when not asked for. Each is the logprob under the
+            distribution that its token was drawn from. Engines apply penalties, temperature, `min_p`, `top_k` and
+            `top_p` to the logits, in this order, and take the log-softmax over the tokens that are left. With
+            penalties and cuts off it is log-softmax(logits / temperature) over the whole vocabulary. At temperature 0
+            it is that of temperature 1, without cuts.
         response_spans: weight versions of the tokens (G1).
     """
 

@@ -50,6 +50,55 @@ async def test_generate_keeps_order_and_gives_exact_logprobs_after_temperature(l
         assert text == await live.engine.data.detokenize(ids)
 
 
+@pytest.mark.parametrize(
+    "masks",
+    [
+        {"top_p": 0.5},
+        {"top_k": 5},
+        {"min_p": 0.3},
+        {"presence_penalty": 1.0},
+        {"frequency_penalty": 0.5},
+        {"repetition_penalty": 1.5},
+        {"temperature": 0.0, "presence_penalty": 1.0, "top_p": 0.5, "top_k": 5},
+        {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+    ],
+    ids="+".join,
+)
+async def test_logprobs_are_of_the_distribution_sampled_from(live, masks):
+    """What `GenerateOutput.response_logprobs` says of masks and penalties."""
+    options = {"max_tokens": 20, "temperature": 0.7, "ignore_eos": True, "seed": 3, **masks}
+    prompt, params = [10, 20, 30], SamplingParams(**options)
+    (sample,) = await live.engine.sample(prompt, 1, params)
+    ids = list(sample.token_ids)
+    with torch.no_grad():
+        logits = live.history.latest(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    rows = [_processed(row, prompt, ids[:i], params).log_softmax(-1) for i, row in enumerate(logits)]
+    again = [float(row[token]) for row, token in zip(rows, ids, strict=True)]
+    assert max(abs(a - b) for a, b in zip(again, sample.logprobs, strict=True)) < 1e-4
+    whole = (logits / (params.temperature or 1.0)).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+    assert max(abs(a - b) for a, b in zip(whole, sample.logprobs, strict=True)) > 1e-2
+
+
+def _processed(logits, prompt, made, params):
+    """`[V]` logits of one step as vLLM draws from them: penalties, temperature, min_p, top_k, top_p in turn."""
+    counts = torch.bincount(torch.tensor(made, dtype=torch.long), minlength=len(logits))
+    seen = torch.zeros(len(logits), dtype=torch.bool)
+    seen[[*prompt, *made]] = True
+    r = params.repetition_penalty
+    logits = torch.where(seen, torch.where(logits > 0, logits / r, logits * r), logits)
+    logits = logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+    if params.temperature == 0:
+        return logits
+    logits = logits / params.temperature
+    shares = logits.softmax(-1)
+    logits = logits.masked_fill(shares < params.min_p * shares.max(), -torch.inf)
+    if params.top_k:
+        logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], -torch.inf)
+    shares, order = logits.softmax(-1).sort(descending=True)
+    beyond = order[shares.cumsum(-1) - shares >= params.top_p]
+    return logits.index_fill(0, beyond, -torch.inf)
+
+
 async def test_the_token_that_ends_a_text_is_no_part_of_it(live):
     samples = await live.engine.sample([5, 6], 16, SamplingParams(max_tokens=200, seed=1))
     (first, *_), texts = [s for s in samples if s.finish_reason == "stop"], live.engine.data.detokenize

@@ -185,7 +185,8 @@ class AsyncVLLM:
         Args:
             prompts: a string, token ids, a TextPrompt or TokensPrompt, or a list of those.
             sampling_params: of vLLM; one, or one for each prompt. Default: `SamplingParams()`, 16 tokens. `logprobs`
-                are those of `log_softmax(logits / temperature)`, see `logprobs_mode`.
+                are those of what tokens are drawn from (vLLM's `processed_logprobs`), after penalties, temperature and
+                cuts; see `GenerateOutput.response_logprobs`.
             prompt_token_ids: instead of `prompts`, ids `[P]` or ragged `[B][P_i]`.
             use_tqdm: taken and not looked at.
             lora_request: vLLM's LoRARequest; engines need `enable_lora=True`. They load it at its first use.
@@ -305,7 +306,7 @@ class AsyncVLLM:
 
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """Names, dtypes and shapes of the tensors that `update_weights` wants."""
-        return model_metadata(self.engine_args)
+        return model_metadata(self.engine_args, self.fleet.dtype)
 
     def get_master_address(self) -> str:
         """Host of the router. Nobody has to meet there: weights do not go over a process group."""
