@@ -11,6 +11,7 @@ from sim_fleets import SIM, check_serves
 
 from penstock import Fleet
 from penstock.engine.capabilities import PENSTOCK, Capabilities
+from penstock.engine.http import HTTPEngine
 from penstock.errors import EngineHTTPError, MissingCapabilityError, UserError
 from penstock.fleet.lifecycle import State
 from penstock.sim.config import SimConfig
@@ -108,3 +109,46 @@ async def test_engines_launched_with_another_backend_take_what_it_does_once_they
     with pytest.raises(MissingCapabilityError, match=r"^update_named_weights: b accepted no "):
         await bench.operations.native_update(NAMES, 2)
     assert bench.journal == []
+
+
+async def test_kv_that_a_native_update_keeps_is_labelled() -> None:
+    bench = await Bench("ab").started()
+    for version, clear_cache in ((1, True), (2, False), (3, False), (4, True)):
+        await bench.operations.pause(PauseMode.KEEP, clear_cache=clear_cache)
+        if version == 3:
+            await bench.operations.reset_prefix_cache()
+        await bench.operations.native_update(NAMES, version)
+        await bench.operations.resume()
+    assert bench.roster.kept == {2}
+    bench.check_belief()
+
+
+async def test_one_engine_labels_it_too() -> None:
+    async with SimServer(SimConfig(plain=True, tokens_per_second=500, max_model_len=512)) as server:
+        engine = await HTTPEngine.connect(server.url)
+        await engine.init_weight_update_communicator(JOIN)
+        labels = list[tuple[int, bool]]()
+        for version, clear_cache in ((1, True), (2, False)):
+            await engine.pause_generation(clear_cache=clear_cache)
+            await engine.update_named_weights(NAMES, version=version)
+            await engine.resume_generation()
+            (sample,) = await engine.sample([5], 1, {"max_tokens": 9, "detokenize": False})
+            labels += [(span.version, span.kv_kept) for span in sample.spans]
+        assert labels == [(1, False), (2, True)]
+        await engine.teardown()
+
+
+async def test_a_server_that_rejoins_a_paused_fleet_keeps_no_prefix_for_a_native_update() -> None:
+    bench = await Bench("ab").started()
+    member = bench.roster.members[1]
+    await bench.roster.bury(member, "died")
+    member.process = None  # of others
+    await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
+    member.lifecycle.to(State.LAUNCHING, "answers again")
+    member.lifecycle.to(State.SYNCING, "test")
+    await bench.operations.admit(member)
+    assert bench.engine["b"].calls["pause"][:2] == (PauseMode.KEEP, True)
+    await bench.operations.native_update(NAMES, 1)
+    assert bench.roster.kept == set()
+    await bench.operations.resume()
+    bench.check_belief()

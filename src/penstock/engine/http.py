@@ -44,6 +44,8 @@ class HTTPEngine(Engine):
         self._update: asyncio.Task[UpdateReport] | None = None
         self._store = SharedMemoryStore()
         self._kept = {info.weight_version} if info.kv_kept else set[int]()
+        self._kv_stays = True
+        """The pause in force left the KV cache as it was, as far as is known here: others may have paused it."""
         data.kept = lambda: self._kept
         self._stretches = Stretches(info.weight_version)
         itself = ((control.name, info.capabilities),)
@@ -155,6 +157,7 @@ class HTTPEngine(Engine):
             if timeout_s is not None:
                 await self.control.resume()
             raise
+        self._kv_stays = not clear_cache
 
     async def resume_generation(self) -> None:
         """Go on."""
@@ -162,6 +165,7 @@ class HTTPEngine(Engine):
         if not await self.control.is_paused():
             raise StateError("generation is not paused; there is nothing to resume")
         await self.control.resume()
+        self._kv_stays = True
 
     async def abort_generation(self) -> None:
         """End every request in flight with what it has."""
@@ -194,6 +198,8 @@ class HTTPEngine(Engine):
     async def update_named_weights(self, update_info: Mapping[str, Any], *, version: int) -> None:
         """VLLM's native start, update, finish (R18)."""
         self._require("weight_transfer", "update_named_weights")
+        if self._kv_stays:
+            self._kept.add(version)
         await self.control.native_update(update_info, version=version)
         self._version = version
         self._stretches.change(version)

@@ -76,6 +76,8 @@ class Operations:
         """Weights older than this version are gone from memory (sleep level 2)."""
         self._updating = False
         self._native = NativeCalls()
+        self._kv_stays = paused
+        """The pause in force left the KV caches as they were, as far as is known."""
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None) -> None:
         """Close the gate, then pause every engine; StateError if paused.
@@ -103,7 +105,7 @@ class Operations:
                         seconds=timeout_s or 0.0,
                     )
                 self._move_all(State.PAUSED, f"pause_generation ({mode})")
-                self.paused = True
+                self.paused, self._kv_stays = True, not clear_cache
 
         await self.turns.take(run, occupies=False)  # one that waits for requests goes on with its steps
 
@@ -167,9 +169,12 @@ class Operations:
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes."""
-        await self.turns.take(
-            lambda: self._tell(lambda engine: engine.reset_prefix_cache(), "reset of the prefix cache", needs="caches")
-        )
+
+        async def run() -> None:
+            await self._tell(lambda engine: engine.reset_prefix_cache(), "reset of the prefix cache", needs="caches")
+            self._kv_stays = False
+
+        await self.turns.take(run)
 
     async def collective_rpc(
         self, method: str, timeout_s: float, args: Sequence[Any], kwargs: Mapping[str, Any] | None
@@ -295,6 +300,8 @@ class Operations:
                 raise StateError("pause generation before a native weight update: vLLM dies of one while it generates")
             self._check_weights_awake()
             self._native.check_update(self._roster.live(), update_info)
+            if self._kv_stays:
+                self._roster.keep_kv(version)
             self._roster.used = version  # an engine that fails on the way may have taken it
             await self._roster.command(
                 lambda engine: engine.native_update(update_info, version=version),

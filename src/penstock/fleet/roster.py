@@ -120,6 +120,11 @@ class Roster:
         self._ended = True
         self.announce()
 
+    def keep_kv(self, version: int) -> None:
+        """This version comes into force with the KV caches kept: tokens made under it say so."""
+        self.kept |= {version}
+        self.announce()  # clients in other processes label what they get by it, from the first token on
+
     def admit(self, member: Member) -> None:
         """Let an engine that is SYNCING serve; the router learns of it with the next `push`.
 

@@ -136,7 +136,8 @@ async def bring_in(
         if back := sorted(MEMORY_TAGS - asleep):
             await ask(lambda engine: engine.wake_up(back))
     elif paused:
-        await ask(lambda engine: engine.pause(PauseMode.KEEP, clear_cache=False))
+        # A server that others started has KV of its own, which must not outlive a native update.
+        await ask(lambda engine: engine.pause(PauseMode.KEEP, clear_cache=True))
     elif member.process is None and member.info.capabilities.pause:  # paused by its owner, or by us when it was torn
         await ask(lambda engine: engine.resume())
     if member.control is not control:

@@ -194,8 +194,7 @@ class Updater:
         # An engine that has applied goes on with the requests it has, before anyone knows whether the update commits.
         self.roster.used = max(self.roster.used, version)
         if not clear_cache:
-            self.roster.kept |= {version}
-            self.roster.announce()  # clients in other processes label what they get by it, from the first token on
+            self.roster.keep_kv(version)
 
         async def failed(member: Member, error: PenstockError) -> None:
             await self.roster.bury(member, f"apply of weight version {version} failed: {error}", torn=True)
