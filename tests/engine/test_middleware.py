@@ -139,7 +139,9 @@ async def test_it_tells_which_logprobs_the_server_gives(mode: str, monkeypatch) 
         assert method == "penstock_warm_up"
         return [None]
 
-    model = SimpleNamespace(get_vocab_size=lambda: 32, max_model_len=64, enable_sleep_mode=False, logprobs_mode=mode)
+    model = SimpleNamespace(
+        get_vocab_size=lambda: 32, max_model_len=64, enable_sleep_mode=False, logprobs_mode=mode, dtype="torch.bfloat16"
+    )
     parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=2)
     engine = SimpleNamespace(
         output_processor=SimpleNamespace(add_request=object, process_outputs=object),
@@ -154,6 +156,7 @@ async def test_it_tells_which_logprobs_the_server_gives(mode: str, monkeypatch) 
     told = json.loads(body["body"])
     assert (start["status"], told["weight_version"], told["logprobs_mode"]) == (200, 3, mode)
     assert told["lora"] is False
+    assert told["dtype"] == "bfloat16"
 
 
 class Cores:

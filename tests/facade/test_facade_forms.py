@@ -10,11 +10,21 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from penstock import AsyncVLLM
+from penstock.config import EngineConfig
 from penstock.errors import ConfigError, EngineError, RequestError
+from penstock.facade.metadata import model_metadata
 from penstock.facade.options import changed_fields, launch_options
 from penstock.facade.outputs import request_output
 from penstock.facade.prompts import Prompt, Prompts
 from penstock.facade.sampling import completion_fields
+
+
+@pytest.mark.parametrize("served", ["bfloat16", "float32"])
+def test_metadata_has_the_dtype_that_the_engines_compute_in(served, nano_path):
+    """Whatever devices this machine has: under Ray engines run on others."""
+    metadata = model_metadata(EngineConfig(model=str(nano_path)), served)
+    assert {str(dtype) for dtype, _ in metadata.values()} == {f"torch.{served}"}
+    assert len(metadata) > 10
 
 
 @pytest.mark.parametrize(

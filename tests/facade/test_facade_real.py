@@ -141,6 +141,7 @@ def test_a_lora_adapter(service, nano_path, tmp_path):
 
 
 def test_new_weights_as_torchrls_updater_brings_them(service, model):
+    assert service.fleet.dtype == "float32"
     metadata = service.get_model_metadata()
     other = changed(model, 4)
     brought = dict(other.named_parameters())

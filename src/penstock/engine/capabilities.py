@@ -106,6 +106,8 @@ class EngineInfo:
     capabilities: Capabilities = PENSTOCK
     kv_kept: bool = False
     """The update to this version kept the KV cache."""
+    dtype: str = ""
+    """In which it computes, by torch's name: `bfloat16`; empty where it does not say."""
     instance: str = ""
     """Another one after each start of plain vLLM; empty where it does not say."""
 

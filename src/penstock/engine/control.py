@@ -20,7 +20,8 @@ from penstock.weights.manifest import WeightManifest
 BAD_REQUEST, UNAUTHORIZED = 400, 401
 _NO_CORE = object()
 INFO = "/penstock/info"
-_TOLD = [field.name for field in fields(EngineInfo) if field.name not in {"capabilities", "instance", "kv_kept"}]
+_OPTIONAL = {"capabilities", "dtype", "instance", "kv_kept"}
+_TOLD = [field.name for field in fields(EngineInfo) if field.name not in _OPTIONAL]
 """What our plugin says there, besides how it is set; what else it can do is known."""
 
 
@@ -70,6 +71,7 @@ class ControlClient:
             known: dict[str, Any] = {name: answer[name] for name in _TOLD}
             known["transports"] = tuple(known["transports"])
             known["kv_kept"] = bool(answer.get("kv_kept", False))
+            known["dtype"] = str(answer.get("dtype", ""))
             known["capabilities"] = replace(
                 PENSTOCK,
                 sleep=bool(answer.get("sleep", True)),

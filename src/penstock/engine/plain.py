@@ -72,6 +72,7 @@ def _read(http: HttpTransport, vllm: str, answers: list[Any], labelled: int) -> 
         max_model_len=int(models["data"][0]["max_model_len"]),
         transports=(),
         capabilities=_capabilities(calls, config, tokens=tokens, spans=weights is not None),
+        dtype=str(model.get("dtype") or "").removeprefix("torch."),
         instance=str(config.get("instance_id") or ""),
     )
 

@@ -175,6 +175,11 @@ class Fleet(Engine):
         return sum(m.info.dp for m in self._roster.members if m.state is not State.STOPPED)
 
     @property
+    def dtype(self) -> str | None:
+        """In which the engines compute, by torch's name: `bfloat16`; None: none of them says."""
+        return next((m.info.dtype for m in self._roster.members if m.info.dtype), None)
+
+    @property
     def weight_version(self) -> int:
         """Version that every serving engine has confirmed."""
         return self._roster.version

@@ -104,6 +104,7 @@ class PenstockMiddleware:
             "dp": parallel.data_parallel_size,
             "vocab_size": config.model_config.get_vocab_size(),
             "max_model_len": config.model_config.max_model_len,
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "transports": sorted(SOURCES),
             "logprobs_mode": config.model_config.logprobs_mode,
             # On CPUs vLLM answers that it sleeps, and frees nothing.
