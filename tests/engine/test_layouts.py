@@ -151,7 +151,7 @@ def test_a_launch_is_refused_by_the_models_own_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="its 12 attention heads"):
         server_command(EngineConfig(model=str(tmp_path), profile="gpu", tensor_parallel_size=5), port=1, api_key=None)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
+    with pytest.raises(ConfigError, match=r"config\.json is not JSON that can be read"):
         server_command(EngineConfig(model=str(tmp_path), profile="gpu"), port=1, api_key=None)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="must hold an object, not list"):
