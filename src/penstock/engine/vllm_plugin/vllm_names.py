@@ -64,7 +64,7 @@ _HANGING_IN = (
         _in(
             "vllm.entrypoints~",
             '"/inference/v1/generate" "/v1/completions" "/v1/chat/completions" "/abort_requests" "/pause" "/resume" '
-            '"/sleep" "/wake_up" "/finish_weight_update" "/collective_rpc" "/health" "/ping" "/metrics" "/version"',
+            '"/sleep" "/wake_up" "/finish_weight_update" "/collective_rpc" "/health" "/metrics" "/version"',
         ),
     ),
     Use(
