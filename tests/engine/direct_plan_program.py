@@ -28,14 +28,12 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.reload import layerwise, record_metadata_for_reloading
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from nano_models import save_biased, save_dense, save_moe, save_routed
 from penstock.engine.vllm_plugin import reload
-from penstock.engine.vllm_plugin.direct_load import make_plan
-from penstock.engine.vllm_plugin.direct_plan import DirectPlan, NotDirectError, Piece, written
-from penstock.engine.vllm_plugin.direct_proof import Proof
+from penstock.engine.vllm_plugin.direct import DirectPlan, make_plan, written
 from penstock.errors import TransferError
 from penstock.weights.manifest import TensorEntry
 
@@ -122,7 +120,19 @@ class Bench:
         self.found: dict[str, Any] = {"tensors": len(entries)}
 
     def plan(self) -> DirectPlan | None:
-        return make_plan(self.model, self.config.model_config, self.entries, CPU)
+        return make_plan(self.model, self.entries)
+
+    def loader(self, plan: DirectPlan | None) -> reload.Loader:
+        """One that has this plan to prove, as if it ran on a GPU."""
+        loader = reload.Loader(worker(self, CPU))
+        loader._plan = plan
+        return loader
+
+    def load(self, loader: reload.Loader, source: Any = None) -> bool:
+        """Load what was sent."""
+        source = source or Sent(self.sent)
+        with torch.no_grad(), instead(torch.accelerator, "synchronize", lambda: None):
+            return loader.load(SimpleNamespace(tensors=self.entries), source)  # type: ignore[arg-type]
 
     def loaded(self) -> bool:
         """Whether the model has what was sent, as its own `load_weights` puts it there; it has, afterwards."""
@@ -134,25 +144,53 @@ class Bench:
         return all(torch.equal(then, now) for then, now in zip(had, self.model.parameters(), strict=True))
 
 
-def plan_and_swap(bench: Bench, pairs: list[tuple[str, str]]) -> None:
-    """A plan, and what the proof says of plans that take one tensor for another."""
+class Sent:
+    """A source of these tensors."""
+
+    compares, partial, asked_for_places = True, False, False
+
+    def __init__(self, sent: dict[str, torch.Tensor]) -> None:
+        self._sent = sent
+
+    def tensors(self, manifest: Any, place: Callable[[TensorEntry], torch.Tensor | None]) -> Iterator[Any]:
+        for entry in manifest.tensors:
+            memory = place(entry)
+            self.asked_for_places |= memory is not None
+            yield entry, self._sent[entry.name] if memory is None else memory.copy_(self._sent[entry.name])
+
+
+def prove_and_copy(bench: Bench) -> None:
+    """A plan, the first update, which proves it, and the second, which it copies."""
     found = bench.found
     with unchanged(bench.model, found, "unchanged"), Watch(bench.model) as watch:
         plan = bench.plan()
-        assert plan is not None, "no plan"
-        found["in_place"] = sum(plan.place(entry) is not None for entry in bench.entries)
-        found["swapped"] = []
-        for first, second in pairs:
-            pieces: dict[str, list[Piece]] = dict(plan._pieces)
-            pieces[first], pieces[second] = pieces[second], pieces[first]
-            try:
-                Proof(bench.model, bench.entries, DirectPlan(pieces), CPU).run(bench.config.model_config)
-            except NotDirectError as error:
-                found["swapped"].append(str(error))
+    assert plan is not None, "no plan"
     found["writes"] = watch.seen
-    for name, tensor in bench.sent.items():
-        plan.put(name, tensor)
+    found["in_place"] = sum(plan.place(entry) is not None for entry in bench.entries)
+    loader = bench.loader(plan)
+    found["first_known"] = bench.load(loader)
+    found["proved"] = loader._proved
+    found["first_as_vllm_loads"] = bench.loaded()
+    bench.sent = {name: torch.randn_like(tensor) for name, tensor in bench.sent.items()}
+    found["second_known"] = bench.load(loader, second := Sent(bench.sent))
+    found["second_in_place"] = second.asked_for_places
     found["as_vllm_loads"] = bench.loaded()
+
+
+def swap(bench: Bench, pairs: list[tuple[str, str]]) -> None:
+    """Plans that take one tensor for another, or leave one out: whether they are proved, and what is loaded then."""
+    bench.found["swapped"] = []
+    for first, second in pairs:
+        for other in ("swapped", "left out"):
+            plan = bench.plan()
+            assert plan is not None
+            if other == "swapped":
+                plan.pieces[first], plan.pieces[second] = plan.pieces[second], plan.pieces[first]
+            else:
+                del plan.pieces[first]
+            loader = bench.loader(plan)
+            bench.load(loader)
+            bench.found["swapped"].append([loader._proved, loader._plan is not None, bench.loaded()])
 
 
 @contextmanager
@@ -164,36 +202,6 @@ def instead(owner: Any, name: str, other: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
-
-
-class Failing:
-    """A function that finds no memory at one of its calls."""
-
-    def __init__(self, function: Callable[..., Any], at: int) -> None:
-        self.calls = 0
-        self._function, self._at = function, at
-
-    def __call__(self, *given: Any) -> Any:
-        self.calls += 1
-        if self.calls == self._at:
-            raise torch.OutOfMemoryError("none left")
-        return self._function(*given)
-
-
-def failures(bench: Bench) -> dict[str, dict[str, bool]]:
-    """No memory at some call of a proof: there is no plan, and the model is as it was."""
-    found: dict[str, dict[str, bool]] = {}
-    places = {"a layer is taken apart": (layerwise, "restore_layer_on_meta"), "one is compared": (torch, "equal")}
-    for what, (owner, name) in places.items():
-        original = getattr(owner, name)
-        with instead(owner, name, counting := Failing(original, at=0)):
-            bench.plan()
-        last = counting.calls
-        for at in (1, last // 2, last):
-            of_this = found[f"{what}, {at} of {last}"] = {}
-            with unchanged(bench.model, of_this, "same"), instead(owner, name, Failing(original, at)):
-                of_this["plan"] = bench.plan() is not None
-    return found
 
 
 def cut_and_repeat(bench: Bench) -> bool:
@@ -225,8 +233,7 @@ def from_memory_that_is_reused(bench: Bench) -> bool:
             yield entry, tensor
             memory.fill_(torch.nan)
 
-    loader = reload.Loader(worker(bench, CPU))
-    loader.load(SimpleNamespace(tensors=bench.entries), SimpleNamespace(tensors=tensors))  # type: ignore[arg-type]
+    bench.load(bench.loader(bench.plan()), SimpleNamespace(tensors=tensors))
     return bench.loaded()
 
 
@@ -255,9 +262,8 @@ def refused(bench: Bench) -> dict[str, Any]:
     where = weight.data_ptr()
     with also(lambda: setattr(weight, "data", weight.data.clone())):
         found["moves a weight"] = bench.plan() is not None or weight.data_ptr() != where
-    # Only the reload of the proof calls this.
-    with instead(UnquantizedLinearMethod, "process_weights_after_loading", lambda _self, _layer: outside.add_(1)):
-        found["counts after loading"] = bench.plan() is not None or bool(outside.any())
+    scale = TensorEntry("model.layers.0.self_attn.attn.k_scale", "float32", (1,), 0, 0)
+    found["scales a KV cache"] = make_plan(model, [*bench.entries, scale]) is not None
     return found
 
 
@@ -280,7 +286,7 @@ def sinks(bench: Bench) -> dict[str, bool]:
 
 
 def frees(bench: Bench) -> list[int]:
-    """How often torch's unused GPU memory was given back: by a proof, by the end of a reload on a GPU, and on a CPU."""
+    """How often torch's unused GPU memory was given back: by the end of a reload on a GPU, and on a CPU."""
 
     class OnGPU(torch.nn.Module):
         def parameters(self, **_: Any) -> Iterator[Any]:
@@ -289,9 +295,6 @@ def frees(bench: Bench) -> list[int]:
     calls: list[None] = []
     counts: list[int] = []
     with instead(torch.cuda, "empty_cache", lambda: calls.append(None)):
-        loader = reload.Loader(worker(bench, torch.device("cuda")))
-        loader.prepare(SimpleNamespace(tensors=bench.entries))  # type: ignore[arg-type]
-        counts.append(len(calls))
         reload.finish(OnGPU(), bench.config.model_config)
         counts.append(len(calls))
         reload.begin(bench.model)
@@ -305,8 +308,8 @@ def examine(name: str, folder: Path, port: int) -> dict[str, Any]:
     model, config = load(folder, port)
     bench = Bench(model, config, entries_of(folder))
     with set_current_vllm_config(config):
-        plan_and_swap(bench, PAIRS[name])
-        bench.found["failed"] = failures(bench)
+        prove_and_copy(bench)
+        swap(bench, PAIRS[name])
         with torch.no_grad():
             bench.found["repeated"] = cut_and_repeat(bench)
             bench.found["reused"] = from_memory_that_is_reused(bench)

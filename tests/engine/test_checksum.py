@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.engine.vllm_plugin.checksum import weights_checksum
+from penstock.engine.vllm_plugin.checksum import check_replicas, weights_checksum
+from penstock.errors import WeightsError
 from penstock.weights.manifest import kind_of
 
 
@@ -54,3 +55,33 @@ def test_only_weights_of_equal_shapes_are_compared() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_equal_weights_have_equal_checksums_in_any_dtype(dtype: torch.dtype) -> None:
     assert weights_checksum(Model(dtype)) == weights_checksum(Model(dtype)) != weights_checksum(Model())
+
+
+@pytest.mark.parametrize(
+    ("checksums", "replicas"),
+    [
+        (["a"], 1),
+        (["a", "b"], 1),
+        (["a", "a"], 2),
+        (["a", "b"] * 3, 3),
+        (["sums:x", "a"], 2),
+        (["sums:x", "sums:x", "sums:x", "b", "a", "b"], 3),
+    ],
+)
+def test_shards_differ_and_replicas_do_not(checksums: list[str], replicas: int) -> None:
+    check_replicas(checksums, replicas)
+
+
+@pytest.mark.parametrize(
+    ("checksums", "replicas", "message"),
+    [
+        (["a", "b"], 2, "replica 1 has on rank 0 weights of checksum b, replica 0 of a"),
+        (["a", "b", "a", "b", "a", "c"], 3, "replica 2 has on rank 1 weights of checksum c, replica 0 of b"),
+        (["a", "b", "b", "a"], 2, "replica 1 has on rank 0"),
+        (["sums:x", "sums:y"], 2, "replica 1 has on rank 0 weights of checksum sums:y, replica 0 of sums:x"),
+        (["sums:x", "a", "b"], 3, "replica 2 has on rank 0 weights of checksum b, replica 1 of a"),
+    ],
+)
+def test_a_replica_with_other_weights_is_found(checksums: list[str], replicas: int, message: str) -> None:
+    with pytest.raises(WeightsError, match=message):
+        check_replicas(checksums, replicas)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -92,6 +93,16 @@ def test_every_attribute_of_vllms_objects_is_in_the_table():
     ours = own_names() | OTHERS
     missing = {(file, name) for file, name in attributes() if name not in known | ours and "penstock_" not in name}
     assert missing == set()
+
+
+def test_every_name_of_the_table_is_used():
+    files = [path for path in PLUGIN.parent.rglob("*.py") if path.name != "vllm_names.py"]
+    found = [word for path in files for word in re.split(r"[^\w/]+", path.read_text().replace("-", "_"))]
+    words = {*found, *(word.lstrip("_") for word in found)}
+    unused = {
+        name for name in TABLE if re.split(r"[.:~]", name.strip('"'))[-1].strip('"-').replace("-", "_") not in words
+    }
+    assert unused == {"vllm.plugins:load_general_plugins"}, "the one that calls us"
 
 
 @pytest.mark.vllm

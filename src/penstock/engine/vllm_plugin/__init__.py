@@ -26,9 +26,9 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "penstock.engine.vllm_plugin.shm_backend", "SharedMemoryWeightTransferEngine"
         )
-    from penstock.engine.vllm_plugin import core_round, every_answer  # noqa: PLC0415 - only inside vLLM
+    from penstock.engine.vllm_plugin import core_round, patches  # noqa: PLC0415 - only inside vLLM
     from penstock.engine.vllm_plugin.pause import extend_core  # noqa: PLC0415 - only inside vLLM
 
     extend_core()
     core_round.install()
-    every_answer.install()
+    patches.install()

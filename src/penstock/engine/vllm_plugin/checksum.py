@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from penstock.errors import WeightsError
 from penstock.weights.device_sum import device_sums
-from penstock.weights.manifest import SUMS, WeightManifest
+from penstock.weights.manifest import SUMS, WeightManifest, kind_of
 
 
 def checksum_of_sums(manifest: WeightManifest) -> str:
@@ -43,3 +45,27 @@ def weights_checksum(model: torch.nn.Module) -> str:
                 digest.update(name.encode())
                 digest.update(packed(probe, weight, None).float().numpy().tobytes())
     return f"{kind.hexdigest()}:{digest.hexdigest()}"
+
+
+def check_replicas(checksums: Sequence[str], replicas: int) -> None:
+    """Compare the data-parallel replicas of a dense model rank by rank, like with like (`manifest.kind_of`).
+
+    A mixture of experts must not be compared: vLLM spreads its experts over the replicas.
+
+    Args:
+        checksums: of every rank, shape `[replicas * ranks of one]`, as `patches.on_every_rank` orders them.
+        replicas: how many.
+
+    Raises:
+        WeightsError: a replica has other weights than one before it; the engine must not serve.
+    """
+    ranks = len(checksums) // replicas
+    said: dict[tuple[int, str], tuple[int, str]] = {}
+    for place, own in enumerate(checksums):
+        replica, rank = divmod(place, ranks)
+        other, first = said.setdefault((rank, kind_of(own)), (replica, own))
+        if own != first:
+            raise WeightsError(
+                f"data-parallel replica {replica} has on rank {rank} weights of checksum {own}, replica {other} of "
+                f"{first}: they would answer differently"
+            )

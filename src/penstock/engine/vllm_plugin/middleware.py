@@ -17,9 +17,10 @@ from typing import Any
 
 import orjson
 
+from penstock.engine.vllm_plugin.checksum import check_replicas
 from penstock.engine.vllm_plugin.core_round import raise_failure
 from penstock.engine.vllm_plugin.core_server import MAX_BODY, refusal
-from penstock.engine.vllm_plugin.every_rank import check_replicas, on_every_rank
+from penstock.engine.vllm_plugin.patches import on_every_rank
 from penstock.engine.vllm_plugin.preparing import Preparing, field, group_of, raise_refusal
 from penstock.engine.vllm_plugin.sources import SOURCES
 from penstock.engine.vllm_plugin.spec import expected_weights

@@ -12,7 +12,7 @@ after a sleep of level 2 also before there are weights; and a resume while the m
 weights that were dropped have been replaced (by an update of ours, a native one, or `reload_weights`).
 
 A pause, a sleep or an update that clears caches leaves vLLM's cache of processed images alone: what is in it does not
-depend on weights, and half of it is in the API server (see `_of_weights`).
+depend on weights, and half of it is in the API server (see `patches.keep_image_cache`).
 
 VLLM (0.26 to 0.32) has no extension point for this: the API server's calls on the core are led to functions of ours.
 """
@@ -29,7 +29,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from penstock.engine.vllm_plugin import compat
-from penstock.engine.vllm_plugin.every_rank import hear_all
+from penstock.engine.vllm_plugin.patches import collect_all_dp_replies
 from penstock.errors import EngineError
 
 ROUTES = frozenset({"/pause", "/resume", "/sleep", "/wake_up", "/finish_weight_update", "/collective_rpc"})
@@ -220,7 +220,7 @@ def step_cap_of(core: Any) -> StepCap:
 
 
 def clear_kv(core: Any) -> None:
-    """Empty what a paused core caches of its weights. What depends on none stays (see `_of_weights`).
+    """Empty what a paused core caches of its weights. What depends on none stays (see `patches.keep_image_cache`).
 
     Raises:
         EngineError: vLLM could not; the core must not go on.
@@ -246,34 +246,11 @@ def extend_core() -> None:
     """Make the methods of `Holds` callable on the core, as `penstock_pause` and so on; again is harmless."""
     from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - only inside vLLM
 
-    if not hasattr(EngineCore, "penstock_pause"):
-        EngineCore._reset_caches = _of_weights(EngineCore._reset_caches)  # noqa: SLF001
     for method in (
         Holds.pause, Holds.resume, Holds.sleep, Holds.wake_up, Holds.weights_are_out, Holds.weights_are_in,
         Holds.check_awake,
     ):  # fmt: skip
         setattr(EngineCore, f"penstock_{method.__name__}", _on_holds(method))
-
-
-def _of_weights(reset_caches: Callable[..., Any]) -> Callable[..., Any]:
-    """`EngineCore._reset_caches`, which ends every pause that clears, for those caches alone that depend on weights.
-
-    VLLM's own also empties the receiving half of the cache of processed images. The sending half, in the API server,
-    then goes on to send no more than the hash of an image that it has sent before, and the request fails: 0.26 has an
-    assertion there, 0.32 an error that asks for a retry. Its pull request 43001 lets the API server empty its half as
-    well, which a pause that comes past the API server cannot do, and which is too early where the pause waits for a
-    step: what is sent meanwhile is in both halves, and emptied in one. Needed until no pause touches that cache.
-    """
-
-    @functools.wraps(reset_caches)
-    def reset(core: Any, *args: Any, **kwargs: Any) -> Any:
-        core.reset_mm_cache = lambda: None
-        try:
-            return reset_caches(core, *args, **kwargs)
-        finally:
-            del core.reset_mm_cache
-
-    return reset
 
 
 def _on_holds(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -300,7 +277,7 @@ class Pausing:
         if self._core is not None:
             return
         self._core = core = engine.engine_core
-        hear_all(engine)
+        collect_all_dp_replies(engine)
         engine.pause_generation = self._pause
         engine.resume_generation = functools.partial(core.call_utility_async, "penstock_resume")
         core.sleep_async = self._sleep

@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    layerwise,
+)
+from vllm.platforms import current_platform
 
-from penstock.engine.vllm_plugin import cpu
 from penstock.engine.vllm_plugin.adapters import without_adapters
-from penstock.engine.vllm_plugin.direct_load import make_plan
-from penstock.engine.vllm_plugin.direct_plan import DirectPlan
-from penstock.engine.vllm_plugin.direct_proof import put_back
+from penstock.engine.vllm_plugin.direct import DirectPlan, Proof, make_plan
 from penstock.engine.vllm_plugin.sources import Source
 from penstock.weights.manifest import WeightManifest
 
@@ -24,21 +27,20 @@ class Loader:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._plan: DirectPlan | None = None
+        self._proved = False
         self._planned: tuple[Any, ...] | None = None
 
     def prepare(self, manifest: WeightManifest) -> None:
-        """Make the plan, if it is not made; the weights in force stay as they are. No step may be launched meanwhile.
+        """Make the plan, if it is not made; the weights in force stay as they are.
 
         On CPUs there is none: their kernels keep packed copies of the weights.
         """
         planned = tuple((e.name, e.dtype, e.shape) for e in manifest.tensors)
         if self._worker.device.type != "cuda" or planned == self._planned:
             return
-        model = self._worker.model_runner.get_model()
-        with without_adapters(model):
-            self._plan = make_plan(model, self._worker.model_config, manifest.tensors, self._worker.device)
-        self._planned = planned
-        _free_unused(self._worker.device)
+        with without_adapters(self._model):
+            self._plan = make_plan(self._model, manifest.tensors)
+        self._planned, self._proved = planned, False
 
     def load(self, manifest: WeightManifest, source: Source) -> bool:
         """Put every tensor of a prepared manifest in force; the engine must be paused.
@@ -49,15 +51,10 @@ class Loader:
         Raises:
             TransferError: of the source. The model is torn then, and must not run.
         """
-        plan, model = self._plan, self._worker.model_runner.get_model()
+        plan = self._plan if self._proved else None
         source.partial = plan is not None  # vLLM's reload takes a layer apart until all of it has come
         if plan is None:
-            begin(model)
-            tensors = source.tensors(manifest, lambda _: None)
-            # Copied in any case: vLLM keeps them until their layer is complete, some until `finish`, and what a source
-            # yields is its own again, or unmapped, once the next is asked for.
-            receive(model, ((entry.name, tensor.to(self._worker.device, copy=True)) for entry, tensor in tensors))
-            finish(model, self._worker.model_config)
+            self._reload(manifest, source)
             return False
         with torch.no_grad():
             for entry, tensor in source.tensors(manifest, plan.place):
@@ -65,11 +62,37 @@ class Loader:
         torch.accelerator.synchronize()
         return source.compares
 
+    def _reload(self, manifest: WeightManifest, source: Source) -> None:
+        """By vLLM's own way, which proves the plan or ends it."""
+        proof = None if self._plan is None else Proof(self._plan)
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for entry, tensor in source.tensors(manifest, lambda _: None):
+                # Copied in any case: vLLM keeps them until their layer is complete, some until `finish`, and what a
+                # source yields is its own again, or unmapped, once the next is asked for.
+                copy = tensor.to(self._worker.device, copy=True)
+                if proof is not None:
+                    proof.note(entry.name, copy)
+                yield entry.name, copy
+
+        begin(self._model)
+        receive(self._model, tensors())
+        finish(self._model, self._worker.model_config)
+        if proof is not None:
+            with without_adapters(self._model):
+                self._proved = proof.holds(self._model)
+            self._plan = self._plan if self._proved else None
+
+    @property
+    def _model(self) -> Any:
+        return self._worker.model_runner.get_model()
+
 
 def begin(model: Any) -> None:
     """Put the layers into loading state. From here to `finish` the model cannot run."""
     with without_adapters(model):
-        cpu.before_reload(model)
+        if current_platform.is_cpu():
+            _rebuild_experts(model)
         initialize_layerwise_reload(model)
 
 
@@ -79,7 +102,7 @@ def receive(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         try:
             model.load_weights(tensors)
         except BaseException:
-            put_back(model)  # else the next reload would count what came of this one as its own
+            _put_back(model)  # else the next reload would count what came of this one as its own
             raise
 
 
@@ -87,11 +110,41 @@ def finish(model: Any, model_config: Any) -> None:
     """Take the layers out of loading state, with the loaded weights in force."""
     with without_adapters(model):
         finalize_layerwise_reload(model, model_config)
-        cpu.after_reload(model)
-    _free_unused(next(model.parameters()).device)
+        if current_platform.is_cpu():
+            _pack_again(model)
+    if next(model.parameters()).device.type == "cuda":
+        torch.cuda.empty_cache()  # torch would keep what the largest layers took meanwhile
 
 
-def _free_unused(device: torch.device) -> None:
-    """Give back the GPU memory of a proof or a reload: torch would keep it, as much as the largest layers take."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+def _put_back(model: Any) -> None:
+    """Give layers that wait for tensors those that they had."""
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load():
+            layerwise._place_kernel_tensors(layer, info)  # noqa: SLF001 - vLLM has no call that ends a reload halfway
+            info.reset()
+
+
+# --- Two repairs that vLLM's reload needs on CPU ---------------------------------------------------------------------
+# Both seen on 0.32.0, and without them outputs are silently stale. On CPU vLLM packs weight matrices into a kernel's
+# own layout after loading, and computes with the packed copy. Both end with the release of vLLM that repacks in
+# `finalize_layerwise_reload` (no issue of vLLM's names them; its RFC 54477 would replace the mechanism).
+
+
+def _rebuild_experts(model: torch.nn.Module) -> None:
+    """`UnquantizedFusedMoEMethod` packs again only where it has no kernel: take that away."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def _pack_again(model: torch.nn.Module) -> None:
+    """Pack what kept a usable weight beside its packed copy.
+
+    `ParallelLMHead` shares a tied embedding's weight: the reload fills the embedding and never packs the head again.
+    """
+    for module in model.modules():
+        weight: Any = getattr(module, "weight", None)
+        if hasattr(module, "cpu_linear") and weight.numel() > 0:
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)

@@ -64,7 +64,7 @@ _HANGING_IN = (
         _in(
             "vllm.entrypoints~",
             '"/inference/v1/generate" "/v1/completions" "/v1/chat/completions" "/abort_requests" "/pause" "/resume" '
-            '"/sleep" "/wake_up" "/finish_weight_update" "/collective_rpc" "/health" "/ping" "/metrics" "/version"',
+            '"/sleep" "/wake_up" "/finish_weight_update" "/collective_rpc" "/health" "/metrics" "/version"',
         ),
     ),
     Use(
@@ -233,26 +233,8 @@ _ON_A_WORKER = (
         "vLLM's layerwise reload, and the end of one that was cut",
         (
             *_in(_RELOAD + ":", "initialize_layerwise_reload(model) finalize_layerwise_reload layerwise"),
-            *_in(
-                _RELOAD + ".layerwise:",
-                "initialize_layerwise_reload(model) finalize_layerwise_reload get_layerwise_info(layer) "
-                "_place_kernel_tensors(layer,info)",
-            ),
-            *_in(
-                _RELOAD + ".types:LayerReloadingInfo.",
-                "can_load reset kernel_tensors kernel_non_persistent_buffers loaded_weights",
-            ),
-            *_in(_RELOAD + ".utils:", "get_layer_params_buffers get_layer_tensors"),
-        ),
-    ),
-    Use(
-        "patched while a plan of copies is proved: the reload compares, and does not write",
-        (
-            *_in(
-                _RELOAD + ".layerwise:",
-                "_copy_and_restore_kernel_tensors(layer,info) _finalize_attention_layer(layer,info,model_config)",
-            ),
-            _RELOAD + ".meta:SKIP_TENSORS",
+            *_in(_RELOAD + ".layerwise:", "get_layerwise_info(layer) _place_kernel_tensors(layer,info)"),
+            *_in(_RELOAD + ".types:LayerReloadingInfo.", "can_load reset"),
         ),
     ),
     Use(

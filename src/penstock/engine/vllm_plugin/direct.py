@@ -1,0 +1,283 @@
+"""Updates of a model that are plain copies, where that is proved; they are as fast as the memory.
+
+The copies are found by running the model's own `load_weights` on tensors without memory and noting every `copy_`. The
+first update goes through vLLM's layerwise reload all the same, and proves them: what it put in force has to be, bit for
+bit, what the copies would have made of the same tensors. From then on updates are copied; where it is not, vLLM's
+reload goes on, which is right for any model and takes ten times as long.
+
+The reload takes a layer apart, gathers its tensors, loads and processes them in new memory, and copies the result to
+where kernels look. For an unquantised model on a GPU all of this comes down to copies, and no value decides which ones.
+"""
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from vllm.model_executor.layers.attention import Attention, MMEncoderAttention
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.v1.attention.backend import AttentionImplBase
+
+from penstock.errors import PenstockError
+from penstock.weights.device_sum import DeviceSums, device_sums
+from penstock.weights.manifest import TensorEntry
+
+logger = logging.getLogger("vllm.penstock")
+"""Below vLLM's own, which alone has a handler in a worker: what is said here is in the engine's log."""
+
+PLAIN_METHODS = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"})
+"""vLLM's methods that keep nothing else of the weights than the parameters themselves."""
+KV_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")
+
+
+class NotDirectError(PenstockError):
+    """This model's loading is more than copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One copy: a strided part of a checkpoint tensor goes to `target`, a view of live memory."""
+
+    target: torch.Tensor
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+    """Elements from the checkpoint tensor's first."""
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a whole, contiguous checkpoint tensor."""
+        return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.start)
+
+
+class DirectPlan:
+    """The copies of every checkpoint tensor, by its name."""
+
+    def __init__(self, pieces: dict[str, list[Piece]]) -> None:
+        self.pieces = pieces
+
+    def place(self, entry: TensorEntry) -> torch.Tensor | None:
+        """See `sources.Place`."""
+        match self.pieces.get(entry.name):
+            case [piece] if piece.start == 0 and piece.shape == entry.shape and piece.target.is_contiguous():
+                contiguous = torch.empty(entry.shape, device="meta").stride() == piece.stride
+                return piece.target if contiguous and dtype_of(entry) == piece.target.dtype else None
+            case _:
+                return None
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy one whole checkpoint tensor to where it belongs; nothing, if it came there already."""
+        tensor = tensor.contiguous()
+        for piece in self.pieces.get(name, ()):
+            if piece.target.data_ptr() != tensor.data_ptr():
+                piece.target.copy_(piece.of(tensor), non_blocking=True)
+
+
+def make_plan(model: torch.nn.Module, entries: Sequence[TensorEntry]) -> DirectPlan | None:
+    """The copies that load tensors of these names, dtypes and shapes, to be proved; None where there is more to it.
+
+    The model's weights stay as they are, and steps may run.
+    """
+    try:
+        _refuse_what_derives(model, entries)
+        with torch.no_grad(), _nothing_kept(model):
+            return DirectPlan(trace(model, entries))
+    except Exception as error:  # noqa: BLE001 - it runs the model's own code; vLLM's reload is right in any case
+        _say_slow(error)
+        return None
+
+
+class Proof:
+    """Compares what a reload put in force with what the copies of a plan would have made of the same tensors.
+
+    Values that are equal prove nothing: of two tensors that hold zeros, either is in the other's place. It is the
+    others that tell how a layer is loaded.
+    """
+
+    def __init__(self, plan: DirectPlan) -> None:
+        self._plan = plan
+        self._sent = DeviceSums()
+        self._targets: list[tuple[str, torch.Tensor]] = []
+
+    def note(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor that is about to be loaded, on the model's device."""
+        pieces = self._plan.pieces.get(name, ())
+        tensor = tensor.contiguous()
+        if pieces:
+            self._sent.add(*(piece.of(tensor).to(piece.target.dtype) for piece in pieces))
+        self._targets += [(name, piece.target) for piece in pieces]
+
+    def holds(self, model: torch.nn.Module) -> bool:
+        """Whether updates may be copied from now on, once all of a version is loaded."""
+        try:
+            with torch.no_grad():
+                self._check(model)
+        except (NotDirectError, torch.OutOfMemoryError) as error:
+            _say_slow(error)
+            return False
+        logger.info("updates of %d tensors are copied to their places", len(self._plan.pieces))
+        return True
+
+    def _check(self, model: torch.nn.Module) -> None:
+        in_force = device_sums(target for _, target in self._targets)
+        for (name, _), sent, found in zip(self._targets, self._sent.values(), in_force, strict=True):
+            if sent != found:
+                raise NotDirectError(f"the copies of {name} are not what vLLM loads")
+        filled: dict[int, list[torch.Tensor]] = defaultdict(list)
+        for _, target in self._targets:
+            filled[memory_of(target)].append(target)
+        for name, parameter in model.named_parameters():
+            targets = filled[memory_of(parameter)]
+            if parameter.numel() and not targets:
+                raise NotDirectError(f"{name} was not loaded")
+            rest = torch.empty_strided(parameter.shape, parameter.stride(), dtype=torch.bool, device=parameter.device)
+            rest.fill_(True)  # noqa: FBT003 - an element
+            for target in targets:
+                offset = target.storage_offset() - parameter.storage_offset()
+                rest.as_strided(target.shape, target.stride(), offset).fill_(False)  # noqa: FBT003
+            if parameter.detach()[rest].any():  # padding is zero
+                raise NotDirectError(f"{name} holds what no tensor of the update brings")
+
+
+def _say_slow(error: Exception) -> None:
+    logger.warning("updates are loaded by vLLM's layerwise reload, which takes longer than copies: %r", error)
+
+
+# --- what the copies are ---------------------------------------------------------------------------------------------
+
+
+def trace(model: torch.nn.Module, entries: Sequence[TensorEntry]) -> dict[str, list[Piece]]:
+    """What loading copies of each tensor; nothing is copied. NotDirectError: it does other things with them."""
+    tensors = {e.name: torch.empty(e.shape, dtype=dtype_of(e), device="meta") for e in entries}
+    sources = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}  # noqa: SLF001
+    load_weights: Any = model.load_weights
+    with _Recorder(sources) as recorder, _NoNewMemory():
+        load_weights(iter(tensors.items()))
+    return dict(recorder.pieces)
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes copies from tensors of the checkpoint, and refuses whatever else would change live memory."""
+
+    def __init__(self, sources: dict[int, str]) -> None:
+        super().__init__()
+        self.pieces: dict[str, list[Piece]] = defaultdict(list)
+        self._sources = sources
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[1].device.type == "meta":
+            target, source = args[0], args[1]
+            name = self._sources.get(source.untyped_storage()._cdata)  # noqa: SLF001 - its only identity on meta
+            if name is None or target.shape != source.shape:
+                raise NotDirectError(f"a copy of shape {tuple(source.shape)} is not from the checkpoint as it is")
+            piece = Piece(target.detach(), tuple(source.shape), source.stride(), source.storage_offset())
+            self.pieces[name].append(piece)
+            return target
+        if func is torch.ops.aten.fill_.Scalar and args[1] == 0:  # padding, zero before and after
+            return args[0]
+        if any(True for _ in written(func, args, kwargs or {})):
+            raise NotDirectError(f"loading calls {func}")
+        return func(*args, **(kwargs or {}))
+
+
+class _NoNewMemory(TorchFunctionMode):
+    """Refuses to give a tensor other memory (`parameter.data = ...`), which is no operator."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == vars(torch._C.TensorBase)["data"].__set__:  # noqa: SLF001 - each look-up makes another object
+            raise NotDirectError("loading gives a parameter other memory")
+        return func(*args, **(kwargs or {}))
+
+
+def written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensors with memory that a call of an operator writes to."""
+    for number, name in _arguments_written(func):
+        given = args[number] if number < len(args) else kwargs.get(name)
+        for tensor in tree_leaves(given):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                yield tensor
+
+
+@functools.cache
+def _arguments_written(func: Any) -> list[tuple[int, str]]:
+    arguments = enumerate(func._schema.arguments)  # noqa: SLF001 - it has no public name
+    return [(number, a.name) for number, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Where the memory begins of which this is a view."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def dtype_of(entry: TensorEntry) -> torch.dtype:
+    """Torch's name of it."""
+    return getattr(torch, entry.dtype)
+
+
+# --- what is more than copies ----------------------------------------------------------------------------------------
+
+
+def _refuse_what_derives(model: torch.nn.Module, entries: Sequence[TensorEntry]) -> None:
+    """Raise NotDirectError for what computes other tensors from weights once they are loaded: only a reload does so."""
+    if scales := [entry.name for entry in entries if entry.name.endswith(KV_SCALES)]:
+        raise NotDirectError(f"{scales[0]} scales a KV cache, which is more than a copy")
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        after_loading = getattr(type(module), "process_weights_after_loading", None)
+        if after_loading is not None and not isinstance(module, QuantizeMethodBase):  # seen with the layer whose it is
+            if not _derives_nothing(module, after_loading):
+                raise NotDirectError(f"{name}, a {kind}, may compute other tensors from weights once they are loaded")
+            continue  # its method scales its KV cache (`KV_SCALES`)
+        method = getattr(module, "quant_method", None)
+        if method is not None and type(method).__name__ not in PLAIN_METHODS | {"NoneType"}:
+            raise NotDirectError(f"{name} is a {kind} with {type(method).__name__}")
+
+
+def _derives_nothing(layer: Any, after_loading: Callable[..., None]) -> bool:
+    """Whether a layer with a method of its own for what comes after loading (0.26 to 0.33) derives nothing there."""
+    if after_loading is MMEncoderAttention.process_weights_after_loading:
+        return True  # reads scales of a file
+    if after_loading is not Attention.process_weights_after_loading:
+        return False  # MLA's, for one, absorbs a projection
+    variants = layer.impl.get_impl_variants() if hasattr(layer.impl, "get_impl_variants") else (layer.impl,)
+    return all(
+        type(impl).process_weights_after_loading is AttentionImplBase.process_weights_after_loading
+        # FlashInfer and b12x compute with a copy of the attention sinks, unless there are none, or of float32.
+        or (hasattr(impl, "_sinks_source") and impl.sinks is impl._sinks_source)  # noqa: SLF001
+        for impl in variants
+    )
+
+
+@contextmanager
+def _nothing_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Raise NotDirectError where a module, or what computes for it, holds other tensors afterwards, and undo that.
+
+    A model's `load_weights` may compute such from what it has loaded; parameters and buffers are not meant.
+    """
+    owners = (
+        (module, getattr(module, "impl", None), getattr(module, "quant_method", None)) for module in model.modules()
+    )
+    held = [vars(owner) for of_module in owners for owner in of_module if hasattr(owner, "__dict__")]
+    before = [dict(attributes) for attributes in held]
+    changed: list[str] = []
+    try:
+        yield
+    finally:
+        for now, then in zip(held, before, strict=True):
+            for key in now.keys() | then.keys():
+                values = now.get(key), then.get(key)
+                if values[0] is not values[1] and any(isinstance(value, torch.Tensor) for value in values):
+                    changed.append(key)
+                    del now[key]
+                    now.update((name, value) for name, value in then.items() if name == key)
+    if changed:
+        raise NotDirectError(f"loading computes {changed[0]}")
