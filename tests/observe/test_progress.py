@@ -6,9 +6,8 @@ import pytest
 from rich.console import Console
 from sample_run import sample_report, sample_rows, sample_summary
 
-from penstock.observe.progress import BLOCKS, LINE_EVERY, RunDisplay, sparkline
-from penstock.observe.report import Reporter
-from penstock.observe.table import bar, clock, end_table, milliseconds
+from penstock.observe.progress import BLOCKS, LINE_EVERY, RunDisplay, bar, clock, end_table, milliseconds, sparkline
+from penstock.observe.summary import Reporter
 
 
 class Run:

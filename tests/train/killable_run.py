@@ -16,11 +16,11 @@ from pathlib import Path
 
 from training_setup import config_of, run_on_sim
 
-from penstock.observe.report import NullReporter
 from penstock.observe.run_folder import RunFolder
+from penstock.observe.summary import Reporter
 
 
-class Talker(NullReporter):
+class Talker(Reporter):
     def __init__(self, stand_still_at: int) -> None:
         self.stand_still_at = stand_still_at
 

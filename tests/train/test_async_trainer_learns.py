@@ -11,8 +11,8 @@ from in_process_engine import InProcessEngine
 from training_setup import Characters, Letters, config_of, learner_of, save_nano_model
 from transformers import AutoModelForCausalLM
 
-from penstock.observe.report import NullReporter
 from penstock.observe.run_folder import RunFolder
+from penstock.observe.summary import Reporter
 from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.train.async_trainer import train
 from penstock.types import SamplingParams
@@ -61,7 +61,7 @@ async def test_reward_rises_and_logprobs_agree_at_equal_versions(tmp_path: Path)
         generator=SingleTurnGenerator(policy.engine, Characters(), environment, params, 64),
         environment=environment,
         folder=folder,
-        reporter=NullReporter(),
+        reporter=Reporter(),
     )
     rewards = [row["reward_mean"] for row in folder.metrics()]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2

@@ -19,9 +19,8 @@ from training_setup import Characters, Letters, config_of
 
 from penstock.config import RunConfig
 from penstock.errors import StateError
-from penstock.observe.report import NullReporter
 from penstock.observe.run_folder import RunFolder
-from penstock.observe.summary import Summary
+from penstock.observe.summary import Reporter, Summary
 from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.train.async_trainer import train
 from penstock.train.checkpoint import Snapshot
@@ -57,7 +56,7 @@ async def run(config: RunConfig, engine: InProcessEngine, learner: CountingLearn
         generator=SingleTurnGenerator(engine, Characters(), environment, params, config.rollout.concurrency),
         environment=environment,
         folder=RunFolder.create(path, config),
-        reporter=NullReporter(),
+        reporter=Reporter(),
     )
 
 

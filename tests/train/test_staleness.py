@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import StateError
-from penstock.train.staleness import StalenessWindow
+from penstock.train.schedule import StalenessWindow
 
 
 def ages_of(window: StalenessWindow, first_step: int = 0) -> dict[int, list[int]]:

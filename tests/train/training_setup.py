@@ -8,9 +8,8 @@ from typing import Any
 
 from penstock.config import RunConfig
 from penstock.engine.http import HTTPEngine
-from penstock.observe.report import NullReporter, Reporter
 from penstock.observe.run_folder import RunFolder
-from penstock.observe.summary import Summary
+from penstock.observe.summary import Reporter, Summary
 from penstock.rollout.environment import Environment, Task
 from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.sim import text
@@ -55,7 +54,7 @@ class Letters(Environment):
         return float(bool(response_text) and ord(response_text[0]) % 2 == 0)
 
 
-class Recorder(NullReporter):
+class Recorder(Reporter):
     """Keeps what it is told, in order."""
 
     def __init__(self) -> None:
@@ -149,7 +148,7 @@ async def run_on_sim(
                 generator=generator,
                 environment=environment,
                 folder=folder,
-                reporter=reporter or NullReporter(),
+                reporter=reporter or Reporter(),
                 resume=resume,
             )
         finally:

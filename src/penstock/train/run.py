@@ -11,9 +11,8 @@ from penstock.config import RunConfig
 from penstock.errors import PenstockError, UserError
 from penstock.fleet.fleet import Fleet
 from penstock.observe.plots import draw_plots
-from penstock.observe.report import Reporter
 from penstock.observe.run_folder import RunFolder
-from penstock.observe.summary import Summary
+from penstock.observe.summary import Reporter, Summary
 from penstock.rollout.environment import Environment, check_tasks, load_environment, told
 from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer

@@ -1,7 +1,8 @@
-"""How far rollouts may run ahead of the trainer: a bound that holds by construction and throws nothing away.
+"""When a group of rollouts may start: how far ahead of the trainer, and at which pace.
 
-A batch is `groups_per_batch` groups. Group `i` is trained on at step `i // groups_per_batch` (steps from 0), in
-the order of submission, whatever the order of completion. It may be submitted only when
+The bound on staleness holds by construction and throws nothing away. A batch is `groups_per_batch` groups. Group `i`
+is trained on at step `i // groups_per_batch` (steps from 0), in the order of submission, whatever the order of
+completion. It may be submitted only when
 
     i < (version - start_version + max_staleness + 1) * groups_per_batch
 
@@ -22,6 +23,8 @@ synchronous schedule.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -85,3 +88,54 @@ class StalenessWindow:
         if version != self.version + 1:
             raise StateError(f"weight version {version} was put in force after {self.version}: versions go up by one")
         self.version = version
+
+
+STARTS_PER_BATCH = 8
+"""Groups start in so many portions: an engine makes tokens far more cheaply for several groups at once."""
+
+
+class Pacer:
+    """Starts groups at the pace at which the learner takes them, not all at once when an update commits.
+
+    Where training is the slower side, the staleness window opens for a whole batch in the moment an update commits.
+    Started at once, those groups would be done early and grow stale, and the next update would find idle engines.
+    Spread over the time that the learner is busy, the same work begins later, under newer weights. The pace is the
+    learner's busy time, never its waiting time: where rollouts are the slower side, they start ahead of need.
+
+    `busy_s`: seconds that the learner was busy with the last batch; 0: no pacing.
+    """
+
+    def __init__(self) -> None:
+        self.busy_s = 0.0
+        self._turns: dict[int, asyncio.Future[None]] = {}
+        self._hurried = -1
+
+    async def turn(self, group: int, place: int, of: int) -> None:
+        """Return when group number `place` of the `of` that were admitted together should start.
+
+        That is at once when the learner waits for it (`hurry`), and in the middle of its portion of `busy_s` otherwise.
+        """
+        portion = place * STARTS_PER_BATCH // of
+        delay = self.busy_s * (portion + 0.5) / STARTS_PER_BATCH
+        if delay <= 0 or group <= self._hurried:
+            return
+        loop = asyncio.get_running_loop()
+        turn = self._turns[group] = loop.create_future()
+        timer = loop.call_later(delay, _release, turn)
+        try:
+            await turn
+        finally:
+            timer.cancel()
+            del self._turns[group]
+
+    def hurry(self, groups: Iterable[int]) -> None:
+        """The learner waits for these groups: they, and all before them, start now."""
+        self._hurried = max(self._hurried, *groups)
+        for group, turn in self._turns.items():
+            if group <= self._hurried:
+                _release(turn)
+
+
+def _release(turn: asyncio.Future[None]) -> None:
+    if not turn.done():
+        turn.set_result(None)
