@@ -12,11 +12,9 @@ from vllm.sampling_params import StructuredOutputsParams
 from penstock import AsyncVLLM
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, EngineError, RequestError
-from penstock.facade.metadata import model_metadata
-from penstock.facade.options import changed_fields, launch_options
+from penstock.facade.calls import Prompt, Prompts, completion_fields
+from penstock.facade.engine_args import changed_fields, launch_options, model_metadata
 from penstock.facade.outputs import request_output
-from penstock.facade.prompts import Prompt, Prompts
-from penstock.facade.sampling import completion_fields
 
 
 @pytest.mark.parametrize("served", ["bfloat16", "float32"])

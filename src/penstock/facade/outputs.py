@@ -8,11 +8,13 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import EngineError
-from penstock.facade.prompts import Prompt
+from penstock.facade.calls import Prompt
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
     from vllm.logprobs import Logprob
+
+# vLLM is imported in functions, since it takes seconds. A caller that sends its SamplingParams has it.
 
 Decode = Callable[[int], str | None]
 """A token id to its text, where that is known."""
@@ -35,20 +37,19 @@ def request_output(answer: Mapping[str, Any], prompt: Prompt, params: Any, lora:
     Raises:
         EngineError: the answer lacks what was asked for.
     """
-    from vllm import RequestOutput  # noqa: PLC0415 - takes seconds; whoever sends its SamplingParams has it
+    from vllm import RequestOutput  # noqa: PLC0415
 
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
     if len(choices) != params.n:
         raise EngineError(f"asked for {params.n} samples, got {len(choices)}")
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-    ids = choices[0].get("prompt_token_ids")
-    if ids is None:
-        ids = prompt.ids
+    told = choices[0].get("prompt_token_ids")
+    ids = prompt.ids if told is None else told
     return RequestOutput(
         request_id=str(answer["id"]),
         prompt=prompt.text,
         prompt_token_ids=None if ids is None else list(ids),
-        prompt_logprobs=_prompt_logprobs(choices[0], params),
+        prompt_logprobs=None if params.prompt_logprobs is None else _prompt_logprobs(choices[0]),
         outputs=[_completion_output(choice, params, lora, decode) for choice in choices],
         finished=True,
         lora_request=lora,
@@ -57,7 +58,7 @@ def request_output(answer: Mapping[str, Any], prompt: Prompt, params: Any, lora:
 
 
 def _completion_output(choice: Mapping[str, Any], params: Any, lora: Any, decode: Decode) -> Any:
-    from vllm.outputs import CompletionOutput  # noqa: PLC0415 - see above
+    from vllm.outputs import CompletionOutput  # noqa: PLC0415
 
     ids: list[int] | None = choice.get("token_ids")
     if ids is None:
@@ -76,16 +77,13 @@ def _completion_output(choice: Mapping[str, Any], params: Any, lora: Any, decode
         stop_reason=choice.get("stop_reason"),
         lora_request=lora,
     )
-    output.weight_versions = _spans(choice.get("weight_versions") or (), output)  # pyright: ignore[reportAttributeAccessIssue] - vLLM 0.26
+    spans = [dict(span) for span in choice.get("weight_versions") or ()]
+    if any(field.name == "weight_versions" for field in fields(output)):
+        from vllm.outputs import WeightVersionSpan  # noqa: PLC0415
+
+        spans = [WeightVersionSpan(span["version"], span["start"], span["end"]) for span in spans]
+    output.weight_versions = spans  # pyright: ignore[reportAttributeAccessIssue] - vLLM 0.26
     return output
-
-
-def _spans(given: Sequence[Mapping[str, Any]], output: Any) -> list[Any]:
-    if not any(field.name == "weight_versions" for field in fields(output)):
-        return [dict(span) for span in given]
-    from vllm.outputs import WeightVersionSpan  # noqa: PLC0415 - see above
-
-    return [WeightVersionSpan(span["version"], span["start"], span["end"]) for span in given]
 
 
 def _sample_logprobs(
@@ -93,22 +91,25 @@ def _sample_logprobs(
 ) -> list[dict[int, Logprob]]:
     given = choice.get("logprobs") or {}
     values = given.get("token_logprobs") or ()
-    tops = given.get("top_logprobs") if most else None
-    if len(values) != len(ids) or (tops is not None and len(tops) != len(ids)):
+    tops = (given.get("top_logprobs") if most else None) or [None] * len(ids)
+    if not len(values) == len(tops) == len(ids):
         raise EngineError(f"the answer has {len(ids)} tokens but {len(values)} logprobs")
-    return [
-        _position(token, values[i], _by_id(tops[i]) if tops is not None else {}, most, decode)
-        for i, token in enumerate(ids)
-    ]
+    return [_position(*position, most, decode) for position in zip(ids, values, tops, strict=True)]
 
 
-def _position(token: int, value: float, top: Mapping[int, float], most: int, decode: Decode) -> dict[int, Logprob]:
+def _position(
+    token: int, value: float, named: Mapping[str, float] | None, most: int, decode: Decode
+) -> dict[int, Logprob]:
     """The sampled token first, as in vLLM, then the likeliest.
 
     Where the sampled token is none of the likeliest, the API does not say its rank: None.
     """
-    from vllm.logprobs import Logprob  # noqa: PLC0415 - see above
+    from vllm.logprobs import Logprob  # noqa: PLC0415
 
+    try:
+        top = {int(name.removeprefix(ID_PREFIX)): other for name, other in (named or {}).items()}
+    except ValueError as error:
+        raise EngineError(f"the likeliest tokens come by their text and not their id: {error}") from error
     among = 0 < len(top) <= most or most < 0
     rank = 1 + sum(other > value for other in top.values()) if among else None
     entry = {token: Logprob(value, rank, decode(token))}
@@ -118,17 +119,8 @@ def _position(token: int, value: float, top: Mapping[int, float], most: int, dec
     return entry
 
 
-def _by_id(top: Mapping[str, float] | None) -> dict[int, float]:
-    try:
-        return {int(name.removeprefix(ID_PREFIX)): value for name, value in (top or {}).items()}
-    except ValueError as error:
-        raise EngineError(f"the likeliest tokens come by their text and not their id: {error}") from error
-
-
-def _prompt_logprobs(choice: Mapping[str, Any], params: Any) -> list[dict[int, Logprob] | None] | None:
-    if params.prompt_logprobs is None:
-        return None
-    from vllm.logprobs import Logprob  # noqa: PLC0415 - see above
+def _prompt_logprobs(choice: Mapping[str, Any]) -> list[dict[int, Logprob] | None]:
+    from vllm.logprobs import Logprob  # noqa: PLC0415
 
     given = choice.get("prompt_logprobs")
     if given is None:

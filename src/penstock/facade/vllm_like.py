@@ -18,12 +18,10 @@ from penstock.config import EngineConfig
 from penstock.engine.command import resolve_profile
 from penstock.errors import ConfigError, EngineError, RequestError
 from penstock.facade.balancer import LoadBalancer
+from penstock.facade.calls import Call, Prompt, Requests
+from penstock.facade.engine_args import changed_fields, launch_options, model_metadata
 from penstock.facade.loop_thread import LoopThread
-from penstock.facade.metadata import model_metadata
-from penstock.facade.options import changed_fields, launch_options
 from penstock.facade.outputs import request_output
-from penstock.facade.prompts import Prompt
-from penstock.facade.requests import Call, Requests
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.lifecycle import State
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
@@ -73,7 +71,7 @@ class AsyncVLLM:
         self._tokenizer = tokenizer
         model = config.served_model_name or config.model
         self._requests = Requests(fleet, model, self._tokenizer, api_key, config.request_timeout_s)
-        self._decode = functools.lru_cache(maxsize=None)(_decoder(self._tokenizer))
+        self._decode = functools.lru_cache(maxsize=None)(functools.partial(_decode, tokenizer))
         self._end = weakref.finalize(self, _end, loop, fleet, self._requests)
 
     # --- starting and ending -----------------------------------------------------------------------------------------
@@ -205,9 +203,14 @@ class AsyncVLLM:
             EngineHTTPError: an engine refused a prompt; the others are cancelled.
         """
         del use_tqdm
-        call = _call(
-            prompts, sampling_params, prompt_token_ids, lora_request, timeout_seconds, actor_index,
-            (prompt_adapter_request, guided_options_request),
+        if prompt_adapter_request is not None or guided_options_request is not None:
+            raise RequestError(
+                "prompt_adapter_request and guided_options_request are gone from vLLM; for the latter use "
+                "SamplingParams(structured_outputs=...)"
+            )
+        call = Call.of(
+            prompts, sampling_params, prompt_token_ids,
+            lora=lora_request, timeout_s=timeout_seconds, replica=actor_index,
         )  # fmt: skip
         return self._outputs(call, *self._loop.run(self._requests.send(call)))
 
@@ -222,7 +225,10 @@ class AsyncVLLM:
         actor_index: int | None = None,
     ) -> RequestOutput | list[RequestOutput]:
         """`generate` for coroutines of any event loop; its cancellation is one on the engines too."""
-        call = _call(prompts, sampling_params, prompt_token_ids, lora_request, timeout_seconds, actor_index, ())
+        call = Call.of(
+            prompts, sampling_params, prompt_token_ids,
+            lora=lora_request, timeout_s=timeout_seconds, replica=actor_index,
+        )  # fmt: skip
         return self._outputs(call, *await self._loop.result(self._requests.send(call)))
 
     def get_tokenizer(self) -> Any:
@@ -247,7 +253,15 @@ class AsyncVLLM:
 
     def figures(self) -> list[tuple[int, float]]:
         """Unfinished requests and share of KV blocks in use of each engine, by index; one that is away has none."""
-        return self.call(self._figures())
+        figures: list[tuple[int, float]] = []
+        for engine in self.call(self.fleet.engines()):
+            if engine.stats is not None:
+                figures.append((engine.stats.running + engine.stats.waiting, engine.stats.kv_cache_usage))
+            elif engine.state in _AWAY:
+                figures.append((0, 0.0))
+            else:
+                raise EngineError(f"it is {engine.state} and does not say how full it is", engine=engine.name)
+        return figures
 
     def collective_rpc(
         self,
@@ -328,49 +342,18 @@ class AsyncVLLM:
     def _outputs(
         self, call: Call, prompts: Sequence[Prompt], answers: Sequence[Mapping[str, Any]]
     ) -> RequestOutput | list[RequestOutput]:
-        triples = zip(answers, prompts, call.params, strict=True)
         outputs = [
-            request_output(answer, prompt, params, call.lora, self._decode) for answer, prompt, params in triples
+            request_output(*each, call.lora, self._decode) for each in zip(answers, prompts, call.params, strict=True)
         ]
         return outputs if call.prompts.batch else outputs[0]
-
-    async def _figures(self) -> list[tuple[int, float]]:
-        figures: list[tuple[int, float]] = []
-        for engine in await self.fleet.engines():
-            if engine.stats is not None:
-                figures.append((engine.stats.running + engine.stats.waiting, engine.stats.kv_cache_usage))
-            elif engine.state in _AWAY:
-                figures.append((0, 0.0))
-            else:
-                raise EngineError(f"it is {engine.state} and does not say how full it is", engine=engine.name)
-        return figures
-
-
-def _call(
-    prompts: Any, params: Any, ids: Any, lora: Any, timeout_s: float | None, replica: int | None, refused: Sequence[Any]
-) -> Call:
-    if any(given is not None for given in refused):
-        raise RequestError(
-            "prompt_adapter_request and guided_options_request are gone from vLLM; for the latter use "
-            "SamplingParams(structured_outputs=...)"
-        )
-    if params is None:
-        try:
-            from vllm import SamplingParams  # noqa: PLC0415 - takes seconds
-        except ImportError as error:
-            raise ConfigError("AsyncVLLM speaks vLLM's own types: pip install 'penstock[vllm]'") from error
-        params = SamplingParams()
-    return Call.of(prompts, params, ids, lora=lora, timeout_s=timeout_s, replica=replica)
 
 
 def _tokenizer(config: EngineConfig) -> Tokenizer | None:
     return None if resolve_profile(config) == "sim" else load_tokenizer(config.tokenizer or config.model)
 
 
-def _decoder(tokenizer: Tokenizer | None) -> Callable[[int], str | None]:
-    if tokenizer is None:
-        return lambda _: None
-    return lambda token: tokenizer.decode([token], skip_special_tokens=False)
+def _decode(tokenizer: Tokenizer | None, token: int) -> str | None:
+    return None if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
 
 
 def _end(loop: LoopThread, fleet: Fleet, requests: Requests) -> None:

@@ -1,0 +1,284 @@
+"""One call of vLLM's `generate` as completions of a fleet: prompts, sampling parameters, requests, answers."""
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, cast
+
+from penstock.engine.concurrent import all_or_first_error
+from penstock.engine.data import DataClient
+from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineHTTPError, RequestError, UserError
+from penstock.facade.adapters import Adapters
+from penstock.fleet.fleet import Fleet
+from penstock.fleet.member import SERVABLE
+from penstock.rollout.tokenizer import Tokenizer
+
+FORMS = "a string, token ids, a TextPrompt or TokensPrompt, or a list of those"
+NOT_FOUND = 404
+_ALWAYS = (
+    "n", "max_tokens", "temperature", "top_p", "top_k", "min_p",
+    "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+"""Sent even where they are vLLM's defaults: in the place of what is not said, a server puts the model's own."""
+_IF_SET = (
+    "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "logprobs", "prompt_logprobs", "skip_special_tokens",
+    "spaces_between_special_tokens", "include_stop_str_in_output", "allowed_token_ids", "bad_words", "logit_bias",
+    "structured_outputs", "thinking_token_budget", "repetition_detection", "watermarking",
+)  # fmt: skip
+_OURS = frozenset({
+    "detokenize", "extra_args", "output_kind", "skip_clone", "output_text_buffer_length", "skip_reading_prefix_cache",
+    "stream_interval",
+})  # fmt: skip
+"""Read here, or about the way of an answer inside vLLM: it comes whole. vLLM sets `skip_reading_prefix_cache` itself
+where prompt logprobs are asked for."""
+
+
+class GenerationTimeoutError(DeadlineError, TimeoutError):
+    """`timeout_seconds` passed; the engines have been told to stop."""
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt: text, ids, or both where the ids are those of the text."""
+
+    text: str | None = None
+    ids: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """At least one prompt, and whether they were given as one (`batch` is false) or as a list."""
+
+    items: tuple[Prompt, ...]
+    batch: bool
+
+    @classmethod
+    def of(cls, prompts: Any, prompt_token_ids: Any) -> Prompts:
+        """Read what was given for either argument of `generate`; a flat list of integers is one prompt.
+
+        Raises:
+            RequestError: both or neither, an empty list, or none of the known forms.
+        """
+        if (prompts is None) == (prompt_token_ids is None):
+            which = "neither" if prompts is None else "both"
+            raise RequestError(f"give exactly one of prompts and prompt_token_ids; got {which}")
+        name, given = ("prompts", prompts) if prompt_token_ids is None else ("prompt_token_ids", prompt_token_ids)
+        if isinstance(given, (str, Mapping)) or _is_ids(given):
+            return cls((_one(given, name),), batch=False)
+        if not isinstance(given, Sequence):
+            raise RequestError(f"{name} must be {FORMS}, got {type(given).__name__}")
+        items = cast("Sequence[Any]", given)
+        if not items:
+            raise RequestError(f"{name} is empty; give at least one prompt")
+        return cls(tuple(_one(item, f"{name}[{i}]") for i, item in enumerate(items)), batch=True)
+
+
+def _one(given: Any, where: str) -> Prompt:
+    if isinstance(given, str):
+        return Prompt(text=given)
+    if _is_ids(given):
+        return Prompt(ids=given)
+    if isinstance(given, Mapping):
+        parts = cast("Mapping[str, Any]", given)
+        text, ids = parts.get("prompt"), parts.get("prompt_token_ids")
+        if unknown := sorted(name for name in parts if name not in {"prompt", "prompt_token_ids"} and parts[name]):
+            raise RequestError(f"{where} has {', '.join(unknown)}, which engines are not sent; give text or token ids")
+        if (_is_ids(ids) or ids is None) and (isinstance(text, str) or (text is None and ids is not None)):
+            return Prompt(text=text, ids=ids)
+    shown = f"{given!r:.80}"
+    raise RequestError(f"{where} is {shown}; it must be text, token ids, a TextPrompt or a TokensPrompt")
+
+
+def _is_ids(given: Any) -> bool:
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence):
+        return False
+    ids = cast("Sequence[Any]", given)
+    return len(ids) > 0 and all(type(i) is int for i in ids)
+
+
+# --- sampling parameters ---------------------------------------------------------------------------------------------
+
+
+def completion_fields(params: Any) -> dict[str, Any]:
+    """The sampling part of a completion's body.
+
+    Args:
+        params: a `vllm.SamplingParams`.
+
+    Raises:
+        RequestError: it is something else, or sets what a completion cannot say.
+    """
+    names: Any = getattr(params, "__struct_fields__", None)
+    if names is None or not {*_ALWAYS, "prompt_logprobs"} <= {*names}:
+        raise RequestError(f"sampling_params must be vllm.SamplingParams, got {type(params).__name__}")
+    plain = type(params)()
+    body: dict[str, Any] = {name: getattr(params, name) for name in _ALWAYS}
+    for name in cast("tuple[str, ...]", names):
+        value = getattr(params, name)
+        if name in _ALWAYS or name in _OURS or name.startswith("_") or _same(value, getattr(plain, name)):
+            continue
+        if name not in _IF_SET:
+            raise RequestError(f"sampling parameter {name}={value!r} cannot be sent to an engine; leave it out")
+        body[name] = _as_json(value)
+    if params.extra_args:
+        body["vllm_xargs"] = dict(params.extra_args)
+    return body
+
+
+def _same(value: Any, default: Any) -> bool:
+    # Arrays do not compare to one truth value; their default is None.
+    return value is default or (default is not None and value == default)
+
+
+def _as_json(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        given = {f.name: getattr(value, f.name) for f in fields(value) if not f.name.startswith("_")}
+        return {name: _as_json(item) for name, item in given.items() if item is not None}
+    if isinstance(value, Mapping):
+        return {str(name): _as_json(item) for name, item in cast("Mapping[Any, Any]", value).items()}
+    return value
+
+
+# --- one call --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one `generate` asks for.
+
+    Attributes:
+        prompts: as given.
+        params: vLLM's SamplingParams, one for each prompt.
+        bodies: of the completions, without model and prompt.
+        lora: a LoRARequest, or None.
+        timeout_s: seconds for all of it; None: the fleet's `request_timeout_s` for each.
+        replica: index of the only engine that may serve it; None: the router chooses.
+    """
+
+    prompts: Prompts
+    params: tuple[Any, ...]
+    bodies: tuple[Mapping[str, Any], ...]
+    lora: Any = None
+    timeout_s: float | None = None
+    replica: int | None = None
+
+    @classmethod
+    def of(
+        cls, prompts: Any, params: Any, ids: Any, *, lora: Any, timeout_s: float | None, replica: int | None
+    ) -> Call:
+        """Read the arguments of `generate`; nothing is sent yet.
+
+        Raises:
+            RequestError: prompts or sampling parameters of an unknown form, or not one for each prompt.
+            ConfigError: no parameters are given, and vLLM, whose defaults they would be, is not installed.
+        """
+        if params is None:
+            try:
+                from vllm import SamplingParams  # noqa: PLC0415 - takes seconds
+            except ImportError as error:
+                raise ConfigError("AsyncVLLM speaks vLLM's own types: pip install 'penstock[vllm]'") from error
+            params = SamplingParams()
+        given = Prompts.of(prompts, ids)
+        count = len(given.items)
+        each = tuple(cast("Sequence[Any]", params)) if isinstance(params, (list, tuple)) else (params,) * count
+        if len(each) != count:
+            raise RequestError(
+                f"sampling_params has {len(each)} entries for {count} prompts; give one, or one for each"
+            )
+        bodies = {id(one): completion_fields(one) for one in each}
+        # TorchRL's own: no or negative seconds are no limit.
+        limit = timeout_s if timeout_s is not None and timeout_s > 0 else None
+        return cls(given, each, tuple(bodies[id(one)] for one in each), lora, limit, replica)
+
+
+class Requests:
+    """Sends calls to a fleet.
+
+    Args:
+        fleet: it.
+        model: name that the base model goes by.
+        tokenizer: of the model, so that the router sees which prompts begin alike; None: engines tokenize.
+        api_key: what engines and router ask for.
+        request_timeout_s: deadline of a request to a single engine, as the fleet has one for its own.
+    """
+
+    def __init__(
+        self, fleet: Fleet, model: str, tokenizer: Tokenizer | None, api_key: str | None, request_timeout_s: float
+    ) -> None:
+        self._fleet = fleet
+        self._model = model
+        self._tokenizer = tokenizer
+        self._api_key = api_key
+        self._request_s = request_timeout_s
+        self._adapters = Adapters(fleet)
+        self._direct: dict[str, DataClient] = {}
+
+    async def send(self, call: Call) -> tuple[list[Prompt], list[dict[str, Any]]]:
+        """The prompts, with their ids where a tokenizer is here, and for each the answer of `/v1/completions`.
+
+        Raises:
+            GenerationTimeoutError: not all of them came in time; what was under way has been cancelled.
+            PenstockError: of the first that failed; the others are cancelled.
+        """
+        try:
+            async with asyncio.timeout(call.timeout_s):
+                prompts = [self._tokenized(prompt) for prompt in call.prompts.items]
+                target = self._fleet if call.replica is None else await self._engine(call.replica)
+                model = self._model if call.lora is None else await self._adapters.load(call.lora)
+                base = {"model": model, "return_token_ids": True, "return_tokens_as_token_ids": True}
+                bodies = [
+                    {**base, "prompt": p.text or "" if p.ids is None else list(p.ids), **body}
+                    for p, body in zip(prompts, call.bodies, strict=True)
+                ]
+                return prompts, await all_or_first_error(self._completion(target, body, call.lora) for body in bodies)
+        except TimeoutError as error:
+            seconds = call.timeout_s or 0.0
+            raise GenerationTimeoutError(
+                f"{len(call.prompts.items)} prompts were not answered within timeout_seconds={seconds:g}; they have "
+                "been cancelled",
+                seconds=seconds,
+            ) from error
+
+    async def close(self) -> None:
+        """Close the connections to single engines."""
+        for client in self._direct.values():
+            await client.close()
+
+    async def _completion(self, target: Fleet | DataClient, body: Mapping[str, Any], lora: Any) -> dict[str, Any]:
+        try:
+            return await target.completion(body)
+        except EngineHTTPError as error:
+            if lora is None or error.status != NOT_FOUND:
+                raise
+            self._adapters.forget(lora)
+            await self._adapters.load(lora)
+            return await target.completion(body)
+
+    def _tokenized(self, prompt: Prompt) -> Prompt:
+        if prompt.ids is not None or prompt.text is None or self._tokenizer is None:
+            return prompt
+        # An empty text may have no ids; the engine's own error is the clearest.
+        return Prompt(prompt.text, self._tokenizer.encode(prompt.text) or None)
+
+    async def _engine(self, index: int) -> DataClient:
+        engines = await self._fleet.engines(stats=False)
+        if not 0 <= index < len(engines):
+            raise UserError(f"there is no engine {index}; the fleet has engines 0 to {len(engines) - 1}")
+        engine = engines[index]
+        if engine.state not in SERVABLE:  # no router keeps a request from weights that it has not confirmed
+            raise EngineDeadError(f"it is {engine.state}: {engine.reason}", engine=engine.name)
+        if engine.url not in self._direct:
+            self._direct[engine.url] = DataClient(
+                engine.url,
+                api_key=self._api_key,
+                request_timeout_s=self._request_s,
+                name=engine.name,
+                routed=False,
+            )
+        return self._direct[engine.url]
