@@ -103,6 +103,14 @@ def _policy_names(given: object) -> str:
     return ",".join(stripped)
 
 
+def _names(given: object) -> str:
+    """A list of texts, or texts with commas between them, as texts with commas between them."""
+    names = given.split(",") if isinstance(given, str) else given
+    if not isinstance(names, (list, tuple)):
+        raise ValueError("must be a list, or texts with commas between them")  # noqa: TRY004 - pydantic's
+    return ",".join(str(name).strip() for name in cast("Sequence[object]", names) if str(name).strip())
+
+
 class RouterConfig(Section):
     """The data plane in front of a fleet."""
 
@@ -140,6 +148,12 @@ class RouterConfig(Section):
     max_header_bytes: Positive = 65_536
     max_body_bytes: Positive = 256 * 2**20
     header_timeout_s: Seconds = 20.0
+    body_timeout_s: Seconds = 600.0
+    """All of a request's body has to be here after so long, time not counted in which the router does not read it."""
+    data_paths: Annotated[str, BeforeValidator(_names), Field(pattern=r"^(/[0-9A-Za-z._~/-]+(,|$))*$")] = ""
+    """Further paths that go to engines, exactly as written, as a list or with commas between them."""
+    allowed_hosts: Annotated[str, BeforeValidator(_names)] = ""
+    """Further names of this router that `Host` may have in calls to `/router/*`, as a list or with commas."""
     access_log: bool = False
     """One JSON line a request in the router's log."""
 

@@ -19,6 +19,11 @@ from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
 
 Headers = list[tuple[str, str]]
+DATA_PATHS = (
+    "/v1/x,/v1/echo,/a,/b,/c,/d,/e,/f,/bad,/0,/1,/2,/3,/4,/204,/304,/head,/options,/plain,/chunked,/warm-up,/digest,"
+    "/text,/stream,/slow,/fail-400,/broken,/broken-stream,/endless,/smuggled"
+)
+"""What tests ask for, besides the data calls of vLLM."""
 
 
 async def read_head(reader: asyncio.StreamReader) -> tuple[str, Headers]:
@@ -261,9 +266,15 @@ class Rig:
 
 @asynccontextmanager
 async def rig(
-    *answers: Answer, process: bool = False, api_key: str | None = None, read_bodies: bool = True, **config: Any
+    *answers: Answer,
+    process: bool = False,
+    api_key: str | None = None,
+    admin_key: str | None = None,
+    read_bodies: bool = True,
+    **config: Any,
 ) -> AsyncIterator[Rig]:
     """A router before one backend for each of `answers`; `process`: on uvloop, in a process of its own."""
+    config = {"data_paths": DATA_PATHS, "allowed_hosts": "test", **config}
     async with AsyncExitStack() as stack:
         backends: list[Backend] = []
         for i, answer in enumerate(answers):
@@ -274,11 +285,11 @@ async def rig(
         if process:
             url, pid = await stack.enter_async_context(router_process(api_key=api_key, **config))
         else:
-            router = Router(RouterConfig(**config), api_key=api_key)
+            router = Router(RouterConfig(**config), api_key=api_key, admin_key=admin_key)
             await router.start("127.0.0.1", 0)
             stack.push_async_callback(router.close)
             url, pid = router.url, os.getpid()
-        admin = RouterAdmin(url, api_key)
+        admin = RouterAdmin(url, admin_key or api_key)
         stack.push_async_callback(admin.close)
         made = Rig(url, admin, backends, router, pid)
         stack.callback(lambda: [client.close() for client in made.clients])

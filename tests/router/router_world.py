@@ -90,11 +90,11 @@ class World:
         self.asked[self.count] = Asked(self.count, session, adapter, version, client, reading)
         named = {"X-Session-ID": session, "X-Adapter": adapter, "X-Weight-Version": version, "X-Prompt-Tokens": tokens}
         headers = "".join(f"{name}: {given}\r\n" for name, given in named.items() if given)
-        await client.send(request(f"/r/{self.count}", b"body", headers))
+        await client.send(request(f"/v1/completions?r={self.count}", b"body", headers))
         await eventually(lambda: self.router.metrics.requests == self.count)
 
     async def serve(self, backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:
-        pending = Pending(int(seen.line.split()[1][3:]), backend.name, asyncio.get_running_loop().create_future())
+        pending = Pending(int(seen.line.split()[1].partition("r=")[2]), backend.name, asyncio.get_running_loop().create_future())
         self.pending.append(pending)
         closed = asyncio.ensure_future(reader.read(1))
         await asyncio.wait([pending.verdict, closed], return_when=asyncio.FIRST_COMPLETED)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 import aiohttp
 import pytest
@@ -49,8 +50,80 @@ async def test_a_web_page_cannot_change_anything() -> None:
         async with aiohttp.ClientSession(headers=page) as browser:
             async with browser.post(f"{r.url}/router/gate", data='{"closed": true}') as answer:
                 assert (answer.status, answer.headers["X-Penstock-Error"]) == (403, "cross_site")
-            async with browser.get(f"{r.url}/router/engines") as answer:
-                assert (await answer.json())["gate_closed"] is False
+            for path in ("/router/engines", "/router/metrics", "/metrics", "/router/health", "/"):
+                async with browser.get(r.url + path) as answer:
+                    assert (answer.status, answer.headers["X-Penstock-Error"]) == (403, "cross_site")
+        assert not (await r.admin.engines()).gate_closed
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "localhost.evil"])
+async def test_a_name_that_was_made_to_point_here_gets_nothing(host: str) -> None:
+    async with rig(answer_name) as r:
+        client = await r.client()
+        for method, path in (("GET", "/router/engines"), ("PUT", "/router/engines"), ("GET", "/metrics")):
+            await client.send(f"{method} {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+            answer = await client.receive()
+            assert (answer.status, answer.header("x-penstock-error")) == (403, "foreign_host")
+        assert (await client.ask()).status == 200  # data calls are the key's business
+
+
+async def test_names_of_the_router_itself_are_good() -> None:
+    async with rig(answer_name, allowed_hosts=["router.internal", "other"]) as r:
+        client = await r.client()
+        for host in ("127.0.0.1:8000", "[::1]:80", "LOCALHOST", socket.gethostname(), "router.internal:1", "10.1.2.3"):
+            await client.send(f"GET /router/engines HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+            assert (await client.receive()).status == 200, host
+
+
+async def test_the_admin_key_is_needed_to_change_the_router() -> None:
+    bodies = {
+        ("PUT", "/router/engines"): b'{"epoch": 9, "engines": []}',
+        ("POST", "/router/gate"): b'{"closed": false}',
+        ("PUT", "/router/policy"): b'{"policy": "random"}',
+        ("POST", "/router/preview"): b"{}",
+        ("POST", "/router/sessions/finish"): b'{"session_id": "s"}',
+        ("GET", "/router/engines"): b"",
+        ("GET", "/metrics"): b"",
+        ("GET", "/router/health"): b"",
+        ("POST", "/v1/x"): b"",
+    }
+    async with rig(answer_name, api_key="data", admin_key="admin") as r:
+        client = await r.client()
+
+        async def statuses(key: str) -> list[int]:
+            headers = f"Authorization: Bearer {key}\r\n" if key else ""
+            calls = reversed(bodies.items())
+            return [(await client.ask(path, body, headers, method)).status for (method, path), body in calls]
+
+        assert await statuses("") == [401, 200, 401, 401, 401, 401, 401, 401, 401]
+        assert await statuses("data") == [200, 200, 200, 200, 200, 200, 401, 401, 401]
+        assert await statuses("admin") == [200] * 9
+
+
+async def test_an_engine_gets_its_own_key_and_no_client_s() -> None:
+    async with rig(answer_name, answer_name, policy="round-robin") as r:
+        await r.announce([r.backends[0].entry(api_key="secret-of-e0"), r.backends[1].entry()])
+        client = await r.client()
+        for _ in range(2):
+            await client.ask(headers="Authorization: Bearer mine\r\nX-API-Key: mine\r\n")
+        assert [b.seen[0].header("authorization") for b in r.backends] == ["Bearer secret-of-e0", None]
+        assert [b.seen[0].header("x-api-key") for b in r.backends] == [None, None]
+        state = await client.ask("/router/engines", method="GET")
+        assert b"secret-of-e0" not in state.body
+        assert "secret-of-e0" not in repr(r.backends[0].entry(api_key="secret-of-e0"))
+        for bad in ("", "a b", "a\r\nX: y", "é"):
+            with pytest.raises(UserError, match="api_key"):
+                r.backends[0].entry(api_key=bad)
+
+
+async def test_the_root_says_what_is_served() -> None:
+    async with rig(answer_name) as r:
+        answer = await (await r.client()).ask("/", method="GET")
+        served = json.loads(answer.body)
+        assert answer.status == 200
+        assert "/v1/completions" in served["data"]
+        assert "/router/engines" in served["router"]
+        assert not r.backends[0].seen
 
 
 async def test_epochs() -> None:
@@ -198,7 +271,7 @@ async def test_the_key_is_asked_for_everywhere_but_on_health() -> None:
         assert (await client.ask("/router/health", method="GET")).status == 200
         answer = await client.ask(headers="authorization: Bearer secret\r\n")
         assert answer.status == 200
-        assert r.backends[0].seen[0].header("authorization") == "Bearer secret"
+        assert r.backends[0].seen[0].header("authorization") is None
         stranger = RouterAdmin(r.url)
         await stranger.health()
         with pytest.raises(EngineHTTPError, match="API key is missing") as caught:
@@ -229,7 +302,15 @@ async def test_a_wrong_key_with_a_large_body_still_gets_its_answer() -> None:
         "/pause?mode=abort",
         "/resume",
         "/collective_rpc",
-        "/%70ause",
+        "/pause/",
+        "/weight_checker",
+        "/inference/v1/abort_requests",
+        "/server_info",
+        "/weight_info",
+        "/penstock/info",
+        "/is_paused",
+        "/v1/responses/r1/cancel",
+        "/adapters/a",
         "/update_weights",
         "/v1/load_lora_adapter",
         "/penstock/weights/apply",
@@ -243,9 +324,26 @@ async def test_control_that_would_reach_one_engine_of_many_is_refused(target: st
         assert (answer.status, answer.header("x-penstock-error")) == (403, "control_call")
         # what a server cuts off before it looks for the path
         assert (await (await r.client()).ask("/pause#x", body=b"{}")).status == 400
-        for passed in ("/v1/completions", "/pauses", "/v1/x?then=/pause", "/penstock/info", "/is_paused"):
+        for passed in ("/v1/completions", "/v1/x?then=/pause"):
             assert (await client.ask(passed)).status == 200
-        assert len(r.backends[0].seen) + len(r.backends[1].seen) == 5
+        assert len(r.backends[0].seen) + len(r.backends[1].seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("/pauses", 404), ("/PAUSE", 404), ("/v1/completion", 404), ("/v1/completions/", 404), ("/v1/models/m", 404),
+        ("/pause%0a", 400), ("/resume%0a", 400), ("/collective_rpc%0a", 400), ("/%70ause", 400), ("//pause", 400),
+        ("/v1//completions", 400), ("/v1/./completions", 400), ("/v1/../pause", 400), ("/v1/completions/..", 400),
+        ("/v1/completions;a", 400), ("/v1\\completions", 400), ("/v1/completions%20", 400), ("/pause%2f", 400),
+        ("/v1/completions%3f", 400), ("/v1/comple%74ions", 400), ("/router%2fengines", 400),
+    ],
+)  # fmt: skip
+async def test_only_data_paths_reach_an_engine(target: str, status: int) -> None:
+    async with rig(answer_name) as r:
+        client = await r.client()
+        assert (await client.ask(target, body=b"{}")).status == status
+        assert r.backends[0].seen == []
 
 
 def figures(text: str) -> dict[str, float]:

@@ -125,7 +125,7 @@ async def test_http_1_0_clients_see_a_broken_chunked_answer_as_a_reset() -> None
 
     async with rig(breaks) as r:
         client = await r.client()
-        await client.send(b"GET / HTTP/1.0\r\n\r\n")
+        await client.send(b"GET /v1/x HTTP/1.0\r\n\r\n")
         with pytest.raises(ConnectionResetError):
             await client.rest()
 
@@ -152,14 +152,16 @@ async def test_an_answer_that_is_no_http_is_a_502(wire: bytes) -> None:
         client = await r.client()
         answer = await client.ask()
         assert answer.status == 502
-        assert answer.header("x-penstock-error") in {"bad_engine_response", "engine_failed"}
-        assert len(r.backends[0].seen) == 1  # a byte had come: not retried
+        # an engine that dies inside its head has given the client nothing: another one may answer
+        errors = {"engines_failed"} if wire.endswith(b"Content-Le") else {"bad_engine_response", "engine_failed"}
+        assert answer.header("x-penstock-error") in errors
+        assert len(r.backends[0].seen) == 1
         assert (await client.ask()).status == 502  # the connection goes on
 
 
 @both_loops
 async def test_a_request_that_was_hung_up_on_goes_to_another_engine_once(*, process: bool) -> None:
-    async with rig(hang_up, answer_name, hang_up, process=process, policy="round-robin") as r:
+    async with rig(hang_up, answer_name, process=process, policy="round-robin") as r:
         body = b"x" * 300_000
         for _ in range(6):
             client = await r.client()
@@ -172,11 +174,11 @@ async def test_a_request_that_was_hung_up_on_goes_to_another_engine_once(*, proc
         assert not any(e.down for e in state.engines)  # nobody refused a connection
 
 
-async def test_no_engine_is_tried_twice() -> None:
+async def test_a_request_that_has_lost_two_engines_gets_no_third() -> None:
     async with rig(hang_up, hang_up, hang_up) as r:
         answer = await (await r.client()).ask(body=b"poison")
         assert (answer.status, answer.header("x-penstock-error")) == (502, "engines_failed")
-        assert [len(b.seen) for b in r.backends] == [1, 1, 1]
+        assert sorted(len(b.seen) for b in r.backends) == [0, 1, 1]
 
 
 async def test_an_engine_that_came_back_gets_what_the_one_before_it_broke() -> None:
@@ -196,21 +198,19 @@ async def test_an_engine_that_came_back_gets_what_the_one_before_it_broke() -> N
 
 
 async def test_what_ends_every_engine_is_given_up() -> None:
-    async with rig(*[hang_up_when_told] * 6) as r:
+    async with rig(*[hang_up_when_told] * 2) as r:
         client = await r.client()
         await client.send(request())
-        for backend in r.backends[:5]:
+        for backend in r.backends:
             await r.announce([replace(backend.entry(), name="e0")])
             async with asyncio.timeout(60):
                 await backend.arrived.wait()
             await r.announce([])
             backend.disconnected.set()
-            await r.until_held(1)
-        await r.announce([replace(r.backends[5].entry(), name="e0")])
+            await r.until_held(int(backend is r.backends[0]))
         answer = await client.receive()
         assert (answer.status, answer.header("x-penstock-error")) == (502, "engines_failed")
         assert b'broke the request: e0"' in answer.body
-        assert not r.backends[5].seen
 
 
 async def test_a_session_follows_its_retry() -> None:

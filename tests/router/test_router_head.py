@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.router.head import CHUNKED, UNTIL_CLOSE, parse_request, parse_response, without_chunked
+from penstock.router.head import CHUNKED, UNTIL_CLOSE, parse_request, parse_response
 from penstock.router.refusal import RefusalError
 
 BAD_HEADS = {
@@ -82,14 +82,18 @@ def test_hostile_heads_are_refused(head: bytes) -> None:
     assert not re.search(r"\bb['\"]", str(caught.value)), "what was sent is shown as text"
 
 
-def test_a_plain_head_is_passed_on_as_it_came() -> None:
+def test_a_head_is_written_from_its_fields() -> None:
     head = (
         b"POST /v1/completions?a=b HTTP/1.1\r\nhOST: a\r\nX-Session-ID: 7\r\nX-Weight-Version: 3\r\n"
-        b"traceparent: 00-a-b-01\r\nAuthorization: Bearer k\r\nContent-Length: 12 \r\n"
-        b"X-Odd:\t two  words \r\nEmpty:\r\n\r\n"
+        b"traceparent: 00-a-b-01\r\nAuthorization: Bearer k\r\nContent-Length: 0012 \r\n"
+        b"X-Odd:\t two  words\r\nEmpty:\r\n\r\n"
     )
     request = parse_request(head)
-    assert request.forward == head
+    assert request.to_engine(b"X-Ours: 1\r\n") == (
+        b"POST /v1/completions?a=b HTTP/1.1\r\nX-Ours: 1\r\nhOST: a\r\nX-Session-ID: 7\r\nX-Weight-Version: 3\r\n"
+        b"traceparent: 00-a-b-01\r\nX-Odd: two  words\r\nEmpty: \r\nContent-Length: 12\r\n\r\n"
+    )
+    assert request.authorization == b"Bearer k"
     assert (request.method, request.target, request.length) == (b"POST", b"/v1/completions?a=b", 12)
     assert (request.session_id, request.min_weight_version) == ("7", 3)
     assert request.keep_alive
@@ -105,7 +109,7 @@ def test_what_a_client_says_for_its_placement() -> None:
     assert (request.session_id, request.group_id, request.adapter) == ("S-1", "G", "Mine")
     assert (request.prompt_tokens, request.expected_tokens) == (32768, 512)
     assert request.prefix_hashes == b"1:00ff,AB"
-    assert request.forward == head
+    assert request.to_engine() == head.replace(b":\tG", b": G")
     bare = parse_request(b"GET / HTTP/1.1\r\nHost: a\r\nX-Session-ID:\r\n\r\n")
     assert (bare.session_id, bare.group_id, bare.adapter, bare.prefix_hashes) == (None, None, None, None)
     assert (bare.prompt_tokens, bare.expected_tokens, bare.min_weight_version) == (0, 0, 0)
@@ -115,7 +119,7 @@ def test_names_beyond_ascii_are_those_that_admin_calls_say() -> None:
     head = "POST / HTTP/1.1\r\nHost: a\r\nX-Session-ID: séance\r\nX-Adapter: modèle\r\n\r\n"
     as_utf8, as_latin = parse_request(head.encode()), parse_request(head.encode("latin-1"))
     assert (as_utf8.session_id, as_utf8.adapter) == (as_latin.session_id, as_latin.adapter) == ("séance", "modèle")
-    assert as_latin.forward == head.encode("latin-1")
+    assert as_latin.to_engine() == head.encode("latin-1")
 
 
 def test_hop_by_hop_fields_stay_here() -> None:
@@ -126,19 +130,19 @@ def test_hop_by_hop_fields_stay_here() -> None:
         b"Expect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
     request = parse_request(head)
-    assert request.forward == b"POST / HTTP/1.1\r\nHost: a\r\nX-Other: 2\r\nTransfer-Encoding: chunked\r\n\r\n"
-    assert request.expects_continue
+    assert request.to_engine() == b"POST / HTTP/1.1\r\nHost: a\r\nX-Other: 2\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert request.expect
     assert request.length == CHUNKED
 
 
 def test_an_offer_to_upgrade_is_declined() -> None:
     request = parse_request(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
-    assert request.forward == b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+    assert request.to_engine() == b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
 def test_http_1_0_is_spoken_with_clients_only() -> None:
     request = parse_request(b"GET / HTTP/1.0\r\n\r\n")
-    assert request.forward == b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    assert request.to_engine() == b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
     assert not request.keep_alive
     assert parse_request(b"GET / HTTP/1.0\r\nConnection: Keep-Alive\r\n\r\n").keep_alive
 
@@ -157,7 +161,7 @@ def test_http_1_0_is_spoken_with_clients_only() -> None:
 def test_length_of_an_answer(head: bytes, method: bytes, length: int) -> None:
     response = parse_response(head, method)
     assert response.length == length
-    assert response.forward == head
+    assert response.to_client().lower() == head.replace(b"200\r\n", b"200 OK\r\n").lower()
 
 
 @pytest.mark.parametrize(
@@ -178,10 +182,36 @@ def test_ambiguous_answers_are_refused(head: bytes) -> None:
 
 def test_answers_are_told_in_our_own_version() -> None:
     response = parse_response(b"HTTP/1.0 200 OK\r\nConnection: close\r\nServer: x\r\n\r\n", b"GET")
-    assert response.forward == b"HTTP/1.1 200 OK\r\nServer: x\r\n\r\n"
+    assert response.to_client() == b"HTTP/1.1 200 OK\r\nServer: x\r\n\r\n"
     assert not response.keep_alive
-    assert without_chunked(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nA: b\r\n\r\n") == (
-        b"HTTP/1.1 200 OK\r\nA: b\r\n\r\n"
+    chunked = parse_response(b"HTTP/1.1 200 Fine\r\nTransfer-Encoding: chunked\r\nA: b\r\n\r\n", b"GET")
+    assert chunked.to_client(http_1_1=False, connection=b"close") == (
+        b"HTTP/1.1 200 OK\r\nA: b\r\nConnection: close\r\n\r\n"
+    )
+
+
+@pytest.mark.parametrize("options", ["", "keep-alive,", ", close", "close,,", " , ,x-mine, "])
+def test_an_empty_connection_option_takes_no_line_away(options: str) -> None:
+    line = f"Connection: {options}\r\nX-Mine: 1\r\nAccept: a\r\n".encode()
+    mine = b"" if "x-mine" in options else b"X-Mine: 1\r\n"
+    request = parse_request(b"POST / HTTP/1.1\r\nHost: a\r\n" + line + b"Content-Length: 1\r\n\r\n")
+    assert request.to_engine() == (
+        b"POST / HTTP/1.1\r\nHost: a\r\n" + mine + b"Accept: a\r\nContent-Length: 1\r\n\r\n"
+    )
+    assert request.keep_alive == ("close" not in options)
+    response = parse_response(b"HTTP/1.1 200 OK\r\nA: b\r\n" + line + b"Content-Length: 1\r\n\r\n", b"GET")
+    assert response.to_client() == (
+        b"HTTP/1.1 200 OK\r\nA: b\r\n" + mine + b"Accept: a\r\nContent-Length: 1\r\n\r\n"
+    )
+
+
+def test_no_key_and_no_rank_of_a_client_travels_on() -> None:
+    head = (
+        b"POST / HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer k\r\nx-api-KEY: k\r\nX-Data-Parallel-Rank: 1\r\n"
+        b"Connection: x-data-parallel-rank\r\n\r\n"
+    )
+    assert parse_request(head).to_engine(b"X-data-parallel-rank: 0\r\n") == (
+        b"POST / HTTP/1.1\r\nX-data-parallel-rank: 0\r\nHost: a\r\n\r\n"
     )
 
 
@@ -232,7 +262,7 @@ def test_what_is_accepted_means_the_same_to_llhttp(
     reference = _Reference()
     parser = httptools.HttpRequestParser(reference)
     try:
-        parser.feed_data(request.forward)  # what an engine reads
+        parser.feed_data(request.to_engine())  # what an engine reads
     except httptools.HttpParserUpgrade:
         pytest.fail("an upgrade was passed on")
     assert reference.complete

@@ -30,11 +30,11 @@ async def test_heads_pass_both_ways(*, process: bool) -> None:
             "X-Session-ID: 7\r\nTraceParent: 00-a-b-01\r\nAuthorization: Bearer k\r\nX-Twice: 1\r\nX-Twice: 2\r\n"
             "Content-Type: application/json\r\nAccept-Encoding: gzip\r\n"
         )
-        answer = await client.ask("/v1/a%20b?c=d&e", b"{}", sent + "Connection: keep-alive, X-Mine\r\nX-Mine: 1\r\n")
+        answer = await client.ask("/v1/x?a%20b=c&d", b"{}", sent + "Connection: keep-alive, X-Mine\r\nX-Mine: 1\r\n")
         seen = r.backends[0].seen[0]
-        assert seen.line == "POST /v1/a%20b?c=d&e HTTP/1.1"
+        assert seen.line == "POST /v1/x?a%20b=c&d HTTP/1.1"
         assert seen.headers == [
-            ("Host", "test"), ("X-Session-ID", "7"), ("TraceParent", "00-a-b-01"), ("Authorization", "Bearer k"),
+            ("Host", "test"), ("X-Session-ID", "7"), ("TraceParent", "00-a-b-01"),
             ("X-Twice", "1"), ("X-Twice", "2"), ("Content-Type", "application/json"), ("Accept-Encoding", "gzip"),
             ("Content-Length", "2"),
         ]  # fmt: skip
@@ -108,7 +108,8 @@ async def test_each_event_is_passed_on_at_once(*, process: bool) -> None:
         client = await r.client()
         await client.send(request())
         async with asyncio.timeout(60):
-            assert (await client.head())[0] == 200  # the head comes before the first event
+            release[0].set()
+            assert (await client.head())[0] == 200  # the head comes with the first event
             chunks = read_chunks(client.reader)
             for event in release:
                 event.set()

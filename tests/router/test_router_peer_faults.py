@@ -74,7 +74,7 @@ async def test_a_retry_leaves_the_sessions_engine() -> None:
             engine.close_idle(float("inf"))
         answer = await client.ask(body=b"poison", headers=session("s"))
         assert (answer.status, answer.header("x-penstock-error")) == (502, "engines_failed")
-        assert [sum(b"poison" in seen.body for seen in b.seen) for b in r.backends] == [1, 1, 1]
+        assert sorted(sum(b"poison" in seen.body for seen in b.seen) for b in r.backends) == [0, 1, 1]
 
 
 async def test_poisoned_requests_open_no_breaker_and_the_last_engine_serves_on() -> None:
@@ -148,7 +148,7 @@ async def test_where_a_session_lives_is_the_same_for_another_router_of_another_p
             stack.push_async_callback(backends[-1].stop)
         homes: list[dict[object, str]] = []
         for _ in range(2):  # each with its own salt of Python's hash
-            url, _ = await stack.enter_async_context(router_process(policy="consistent-hash"))
+            url, _ = await stack.enter_async_context(router_process(policy="consistent-hash", data_paths="/v1/x"))
             admin = RouterAdmin(url)
             stack.push_async_callback(admin.close)
             await admin.set_engines(1, [backend.entry() for backend in backends])
@@ -185,7 +185,6 @@ async def test_token_ids_and_unknown_fields_and_headers_arrive_as_they_were_sent
         "X-Request-Id": "r-1",
         "X-Custom": "a,b ;c",
         "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
-        "Authorization": "Bearer k",
     }
     async with rig(answer_name) as r:
         client = await r.client()

@@ -34,7 +34,7 @@ async def test_the_openai_client_through_the_router() -> None:
         router_process(api_key="k") as (url, _),
     ):
         admin = RouterAdmin(url, "k")
-        await admin.set_engines(1, [EngineEntry("one", one.url), EngineEntry("two", two.url)])
+        await admin.set_engines(1, [EngineEntry(name, server.url, api_key="k") for name, server in (("one", one), ("two", two))])
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
         headers = {"X-Session-ID": "7"}
         completion = await client.completions.create(
@@ -100,12 +100,12 @@ async def test_it_logs_a_line_a_request_when_asked() -> None:
     assert process.stdout is not None
     async with asyncio.timeout(20):
         url = (await process.stdout.readline()).decode().split()[-1]
-        await run("curl", "-sS", "-H", "X-Session-ID: s", "-d", "abc", f"{url}/v1/x?y")
+        await run("curl", "-sS", "-H", "X-Session-ID: s", "-d", "abc", f"{url}/v1/completions?y")
         process.terminate()
         _, err = await process.communicate()
     line = json.loads(err)
     assert line["hold_seconds"] >= 0.1
-    expected = {"method": "POST", "target": "/v1/x?y", "status": 503, "session": "s", "bytes_in": 3, "engine": None}
+    expected = {"method": "POST", "target": "/v1/completions?y", "status": 503, "session": "s", "bytes_in": 3, "engine": None}
     assert {key: line[key] for key in expected} == expected
     assert line["outcome"] == "held_too_long"
 
@@ -160,7 +160,7 @@ async def test_it_stops_on_sigterm_with_requests_under_way(tmp_path: Path) -> No
     async with asyncio.timeout(20):
         await eventually(lambda: "ready" in child.log.read_text())
         url = child.log.read_text().split()[-1]
-        held = asyncio.create_task(run("curl", "-sS", "--max-time", "15", f"{url}/v1/x"))
+        held = asyncio.create_task(run("curl", "-sS", "--max-time", "15", f"{url}/v1/models"))
         admin = RouterAdmin(url)
 
         async def held_one() -> bool:

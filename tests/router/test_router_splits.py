@@ -17,6 +17,7 @@ import httptools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from router_rig import DATA_PATHS
 from test_router_head import LINES
 
 from penstock.config import RouterConfig
@@ -73,7 +74,7 @@ class Pair:
     """A client's connection and an engine's, with a router between them."""
 
     def __init__(self, connections: int = 1) -> None:
-        self.router = Router(RouterConfig(engine_metrics_interval_s=0))  # nobody else opens connections
+        self.router = Router(RouterConfig(engine_metrics_interval_s=0, data_paths=DATA_PATHS))  # nobody else opens connections
         self.router.dispatcher.set_engines(1, [EngineEntry("e0", "http://127.0.0.1:9")])
         engine = self.router.dispatcher.engines["e0"]
         self.engines: list[tuple[EngineConnection, Wire]] = []
@@ -193,9 +194,17 @@ def test_requests_mean_the_same_however_they_are_cut(requests: list[bytes], plac
     data = b"".join(requests)
 
     async def both() -> None:
-        assert await through([data]) == await through(cut(data, places))
+        to_engine, to_client = await through([data])
+        cut_to_engine, cut_to_client = await through(cut(data, places))
+        assert (by_h11(to_engine), to_client) == (by_h11(cut_to_engine), cut_to_client)
 
     asyncio.run(both())
+
+
+def served(messages: list[Message]) -> list[Message]:
+    """Those that are not answered by the router itself."""
+    paths = {path.encode() for path in DATA_PATHS.split(",")}
+    return [message for message in messages if message[1].partition(b"?")[0] in paths]
 
 
 BYTES = list(b"\r\n\t \x00\x0b:;,0159aAf-+_\x80\xff")
@@ -225,8 +234,9 @@ def test_engines_see_no_other_requests_than_h11_and_llhttp_do(
     stripped = data.lstrip(b"\r\n")  # h11 knows nothing of empty lines before a request
     direct, gave_up = by_h11(stripped)
     if not gave_up:
+        direct = served(direct)
         assert seen == direct[: len(seen)]
-    reference = by_llhttp(stripped)
+    reference = served(by_llhttp(stripped))
     assert seen[: len(reference)] == reference[: len(seen)]
 
 
@@ -288,6 +298,8 @@ def test_an_answer_cut_short_is_never_a_whole_one(
         events.append(event)
         if isinstance(event, h11.EndOfMessage):
             break
+    if not written:
+        return  # the request waits for another engine
     if events and isinstance(events[-1], h11.EndOfMessage):
         heads = [event for event in events if isinstance(event, h11.Response)]
         assert heads[0].status_code == 502  # the router's own: no byte of the answer had been passed on

@@ -29,15 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run until SIGINT or SIGTERM. Exit status 2: it could not be started as asked; 1: its workers do not start."""
     lifeline.watch()
     options = vars(_parser().parse_args(arguments))
-    key_env, ready_fd = options.pop("api_key_env"), options.pop("ready_fd")
+    key_env, admin_env, ready_fd = (options.pop(name) for name in ("api_key_env", "admin_key_env", "ready_fd"))
     try:
         config = validate(RouterConfig, {name: value for name, value in options.items() if value is not None})
-        api_key = _api_key(key_env)
+        keys = _key("--api-key-env", key_env), _key("--admin-key-env", admin_env)
         if config.access_log:
             logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
         raise_file_limit()
         keep_freed_memory()
-        uvloop.run(_serve(config, api_key, ready_fd))
+        uvloop.run(_serve(config, *keys, ready_fd))
     except PenstockError as error:
         _report(ready_fd, {"error": str(error), "usage": isinstance(error, UserError)})
         _print(2, f"penstock router: {error}\n")
@@ -61,14 +61,14 @@ def _report(ready_fd: int | None, message: Mapping[str, Any]) -> None:
             pipe.write(orjson.dumps(message) + b"\n")
 
 
-async def _serve(config: RouterConfig, api_key: str | None, ready_fd: int | None) -> None:
+async def _serve(config: RouterConfig, api_key: str | None, admin_key: str | None, ready_fd: int | None) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    router = Router(config, api_key=api_key)
+    router = Router(config, api_key=api_key, admin_key=admin_key)
     if config.workers > 1:
-        router = Hub(config, api_key=api_key, given_up=stop.set)
+        router = Hub(config, api_key=api_key, admin_key=admin_key, given_up=stop.set)
     try:
         await router.start()
         log_error = _print(1, f"penstock router ready on {router.url}\n")
@@ -80,12 +80,12 @@ async def _serve(config: RouterConfig, api_key: str | None, ready_fd: int | None
         raise router.failure
 
 
-def _api_key(env: str | None) -> str | None:
+def _key(option: str, env: str | None) -> str | None:
     if env is None:
         return None
     key = os.environ.get(env)
     if not key:
-        raise UserError(f"--api-key-env {env}: that environment variable is not set")
+        raise UserError(f"{option} {env}: that environment variable is not set")
     return key
 
 
@@ -111,6 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, help="port to listen on (default: any free one)")
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key to ask for")
     parser.add_argument("--ready-fd", type=int, metavar="FD", help="pipe to say on, in a line of JSON, that it serves")
+    parser.add_argument(
+        "--admin-key-env", metavar="NAME", help="the same for a key that calls which change the router need"
+    )
     parser.add_argument("--policy", help=f"or several, with commas between them (default {defaults.policy})")
     for name, kind, what in _PLACEMENT:
         parser.add_argument(
@@ -126,6 +129,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-header-bytes", type=int, help=f"(default {defaults.max_header_bytes})")
     parser.add_argument("--max-body-bytes", type=int, help=f"(default {defaults.max_body_bytes})")
     parser.add_argument("--header-timeout-s", type=float, help=f"(default {defaults.header_timeout_s:g})")
+    parser.add_argument("--body-timeout-s", type=float, help=f"(default {defaults.body_timeout_s:g})")
+    parser.add_argument("--data-paths", help="further paths that go to engines, with commas between them")
+    parser.add_argument("--allowed-hosts", help="further names that Host may have in calls to /router/*")
     parser.add_argument("--access-log", action=argparse.BooleanOptionalAction, help="one JSON line a request on stderr")
     return parser
 

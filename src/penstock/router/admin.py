@@ -25,7 +25,7 @@ class AdminCall:
         self._client = client
         self._request = request
         self._dispatcher = dispatcher
-        self._body = b""
+        self._body = bytearray()
         self._done = False
         self._started = False
         self._relayed: asyncio.Task[None] | None = None
@@ -39,9 +39,9 @@ class AdminCall:
         if done and self._started:
             self._execute()
 
-    def begin(self, data: bytes, start: int, *, done: bool) -> None:
+    def begin(self, piece: bytes | memoryview, *, done: bool) -> None:
         """See `Call`."""
-        self.add_body(data[start:], done=done)
+        self.add_body(piece, done=done)
         self._started = True
         if self._request.length < 0:
             raise RefusalError(411, "length_required", "send an admin body with Content-Length")
@@ -63,15 +63,12 @@ class AdminCall:
         method = "GET" if self._request.method == b"HEAD" else self._request.method.decode()
         path = self._request.target.partition(b"?")[0].decode()
         relay = self._dispatcher.relay
-        if method != "GET" and self._request.origin:
-            # A browser sends a page's plain POST to loopback without asking anybody; nobody else says Origin.
-            self.refuse(RefusalError(403, "cross_site", f"{method} {path} is not for web pages; leave Origin out"))
-            return
+        body = bytes(self._body)
         try:
             if relay is None:
-                self._answer(execute(self._dispatcher, method, path, self._body))
+                self._answer(execute(self._dispatcher, method, path, body))
             else:
-                self._relayed = asyncio.get_running_loop().create_task(self._wait(relay(method, path, self._body)))
+                self._relayed = asyncio.get_running_loop().create_task(self._wait(relay(method, path, body)))
         except RefusalError as refusal:
             self.refuse(refusal)
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from penstock.errors import ConfigError, StateError, UserError
 from penstock.router.hints import Hints
 from penstock.router.membership import EngineEntry, Membership
+from penstock.router.paths import DATA_PATHS
 from penstock.router.prometheus import render
 from penstock.router.refusal import RefusalError
 from penstock.router.report import families, policy_in_force, state
@@ -26,6 +27,7 @@ _JSON = "application/json"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 """Content type of figures as text."""
 _METHODS = {
+    "/": "GET",
     "/router/health": "GET",
     "/router/engines": "GET or PUT",
     "/router/gate": "POST",
@@ -35,6 +37,12 @@ _METHODS = {
     "/router/metrics": "GET",
     "/metrics": "GET",
 }
+_SERVED = {
+    "service": "penstock router",
+    "data": sorted(path.decode() for path in DATA_PATHS),
+    "router": sorted(path for path in _METHODS if path != "/"),
+}
+"""What `GET /` answers; paths of the configuration are served besides."""
 Text = Annotated[str, Field(min_length=1, max_length=512)]
 
 
@@ -54,6 +62,7 @@ class _EngineBody(_Strict):
     adapters: list[str] | None = None
     dp_rank: int | None = None
     max_model_len: int | None = None
+    api_key: str | None = None
 
     def entry(self) -> EngineEntry:
         given: dict[str, Any] = self.model_dump()
@@ -88,7 +97,7 @@ class _SessionBody(_Strict):
     session_id: Text
 
 
-def execute(dispatcher: Dispatcher, method: str, path: str, body: bytes) -> Answer:
+def execute(dispatcher: Dispatcher, method: str, path: str, body: bytes) -> Answer:  # noqa: C901 - a table
     """Do one admin call on this process; it is in force when this returns.
 
     Raises:
@@ -96,8 +105,10 @@ def execute(dispatcher: Dispatcher, method: str, path: str, body: bytes) -> Answ
             not go with the path, 409 for an old epoch.
     """
     match (method, path):
+        case ("GET", "/"):
+            answer: dict[str, Any] = _SERVED
         case ("GET", "/router/health"):
-            answer: dict[str, Any] = {"status": "ok", "pid": os.getpid()}
+            answer = {"status": "ok", "pid": os.getpid()}
         case ("GET", "/router/engines"):
             answer = state(dispatcher)
         case ("PUT", "/router/engines"):

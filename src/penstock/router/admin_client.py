@@ -52,6 +52,10 @@ class EngineLoad:
     """Tokens that its KV cache holds; 0: not known."""
     breaker_openings: int = 0
     """How often the breaker opened since the engine joined."""
+    dead_answers: int = 0
+    """Answers that said that its core is dead."""
+    failure: str = ""
+    """Cause that the last of them gave."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import re
 import socket
 import struct
@@ -11,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
 
-from penstock.router.framing import BodyReader, ChunkedReader, FramingError, LengthReader
+from penstock.router.framing import BodyReader, ChunkedReader, FramingError, LengthReader, chunk
 from penstock.router.head import CHUNKED, RequestHead, parse_request
 from penstock.router.refusal import RefusalError
 
@@ -31,19 +30,19 @@ _NEVER = float("inf")
 _COMPLETE = LengthReader(0)
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 _CR = 13
-_BODY, _PIPELINE = 1, 2
+_BODY, _PIPELINE, _ANSWERS = 1, 2, 4
 """Reasons not to read, as bits."""
 
 
 class Call(Protocol):
     """What serves one request: an `Exchange`, or an admin call."""
 
-    def begin(self, data: bytes, start: int, *, done: bool) -> None:
-        """The head as it came, and behind it from `start` what came with it of the body; all of it, if `done`."""
+    def begin(self, piece: bytes | memoryview, *, done: bool) -> None:
+        """Start, with what came of the body together with the head; all of it, if `done`."""
         ...
 
     def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:
-        """A further piece of the request's body."""
+        """A further piece of the request's body, framed as an engine is to get it."""
         ...
 
     def refuse(self, refusal: RefusalError) -> None:
@@ -65,10 +64,12 @@ class ClientConnection(asyncio.Protocol):
     __slots__ = (
         "_blocked",
         "_body",
+        "_body_by",
         "_call",
         "_head",
         "_lingering",
         "_on_deadline",
+        "_payload",
         "_pipelined",
         "_ready",
         "_request",
@@ -93,6 +94,10 @@ class ClientConnection(asyncio.Protocol):
         """What came after the request that is being served."""
         self._request: RequestHead | None = None
         self._body: BodyReader | None = None
+        self._body_by = _NEVER
+        """`time.monotonic()` at which all of the body has to be here."""
+        self._payload: list[bytes] | None = None
+        """Payload of a chunked body that has not been passed on."""
         self._call: Call | None = None
         self._lingering = False
         self._blocked = 0
@@ -126,7 +131,7 @@ class ClientConnection(asyncio.Protocol):
     def _read_more(self, data: bytes) -> None:
         if self._lingering:
             return
-        if self._pipelined:
+        if self._pipelined or (self.write_paused and self._call is None):
             self._keep_for_later(data)
         elif self._call is None:
             self._read_head(data)
@@ -150,21 +155,25 @@ class ClientConnection(asyncio.Protocol):
             call.cancel()
 
     def pause_writing(self) -> None:
-        """More is buffered towards the peer than it takes."""
+        """More is buffered towards the peer than it takes: nothing more is read, and no further request is begun."""
         self.write_paused = True
-        if self._body is None or self._body.done:
-            self._arm(WRITE_STALL_S, self._cut_off)
+        self._ready = False
+        self._block(_ANSWERS, blocked=True)
+        self._arm(WRITE_STALL_S, self._cut_off)
         if self._call is not None:
             self._call.pause(paused=True)
 
     def resume_writing(self) -> None:
         """The peer has caught up."""
         self.write_paused = False
+        self._block(_ANSWERS, blocked=False)
         if self._call is None:
             self._arm(IDLE_S, self._close)
+            self._next()
             return
-        if self._body is None or self._body.done:
-            self.deadline = _NEVER
+        self.deadline = _NEVER
+        if self._body is not None and not self._body.done:
+            self._await_body()
         self._call.pause(paused=False)
 
     # --- for the call ------------------------------------------------------------------------------------------------
@@ -184,16 +193,19 @@ class ClientConnection(asyncio.Protocol):
     def exchange_over(self, *, close: bool) -> None:
         """The answer is complete: on to the next request, or close."""
         unread = self._body is None or not self._body.done
-        self._call = self._request = self._body = None
-        self._ready = not close and not self._pipelined
+        self._call = self._request = self._body = self._payload = None
+        self._ready = not (close or self._pipelined or self.write_paused)
         if self.transport.is_closing():
             return
         if self._blocked & _BODY:
             self.block_body(blocked=False)
         if not close:
-            self._arm(IDLE_S, self._close)
-            if self._pipelined:
-                asyncio.get_running_loop().call_soon(self._next)
+            if self.write_paused:
+                self._arm(WRITE_STALL_S, self._cut_off)
+            else:
+                self._arm(IDLE_S, self._close)
+                if self._pipelined:
+                    asyncio.get_running_loop().call_soon(self._next)
         elif unread:
             self._lingering = True
             self._arm(LINGER_S, self._cut_off)
@@ -248,9 +260,16 @@ class ClientConnection(asyncio.Protocol):
         if self._call is None:
             return
         if self._blocked:  # we do not read it: the fault is not the client's
-            self._arm(BODY_STALL_S, self._slow_body)
+            self._body_by += BODY_STALL_S
+            self._await_body()
             return
-        self._call.refuse(RefusalError(408, "slow_body", f"no byte of the request's body came for {BODY_STALL_S:g} s"))
+        total = self._router.config.body_timeout_s
+        late = time.monotonic() >= self._body_by
+        what = f"took more than {total:g} s" if late else f"brought no byte for {BODY_STALL_S:g} s"
+        self._call.refuse(RefusalError(408, "slow_body", f"the request's body {what}"))
+
+    def _await_body(self) -> None:
+        self._arm(min(BODY_STALL_S, self._body_by - time.monotonic()), self._slow_body)
 
     # --- the request -------------------------------------------------------------------------------------------------
 
@@ -282,42 +301,44 @@ class ClientConnection(asyncio.Protocol):
         router = self._router
         if request.length == len(data) - start:  # all of it is here, and nothing else, as it mostly is
             self._body = _COMPLETE
-            if router.api_key is not None or request.length > router.config.max_body_bytes:
+            if router.access.asks_for_key or request.length > router.config.max_body_bytes:
                 self._check(request)
             call = self._call = router.call(self, request)
-            call.begin(data, start, done=True)
+            call.begin(memoryview(data)[start:], done=True)
             return
-        body = self._body = ChunkedReader() if request.length == CHUNKED else LengthReader(request.length)
-        end = self._follow(body, data, start) if start < len(data) else start
+        if request.length == CHUNKED:
+            self._payload = []
+            body = self._body = ChunkedReader(self._payload)
+        else:
+            body = self._body = LengthReader(request.length)
+        piece = self._follow(body, data, start)
         self._check(request)
         call = self._call = router.call(self, request)
         if not body.done:
-            self._arm(BODY_STALL_S, self._slow_body)
-            if request.expects_continue:
+            self._body_by = time.monotonic() + router.config.body_timeout_s
+            self._await_body()
+            if request.expect and request.http_1_1:
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        call.begin(data[:end], start, done=body.done)
+        call.begin(piece, done=body.done)
 
     def _check(self, request: RequestHead) -> None:
-        key = self._router.api_key
-        if key is not None and not hmac.compare_digest(request.authorization, b"Bearer " + key):
-            if request.method == b"GET" and request.target == b"/router/health":
-                return
-            given = "is wrong" if request.authorization else "is missing"
-            raise RefusalError(401, "bad_api_key", f"the router's API key {given}: send Authorization: Bearer KEY")
+        self._router.access.check_key(request)
         limit = self._router.config.max_body_bytes
         if request.length > limit:
             raise RefusalError(413, "body_too_large", f"a body of {request.length} bytes is over the limit of {limit}")
 
     def _read_body(self, call: Call, body: BodyReader, data: bytes) -> None:
-        end = self._follow(body, data, 0)
-        if body.done:
-            self.deadline = _NEVER
-        else:
-            self._arm(BODY_STALL_S, self._slow_body)
-        call.add_body(data[:end], done=body.done)
+        piece = self._follow(body, data, 0)
+        if not self.write_paused:
+            if body.done:
+                self.deadline = _NEVER
+            else:
+                self._await_body()
+        if piece:
+            call.add_body(piece, done=body.done)
 
-    def _follow(self, body: BodyReader, data: bytes, start: int) -> int:
-        """Where this request's bytes end in `data`; what is behind them is kept for later."""
+    def _follow(self, body: BodyReader, data: bytes, start: int) -> bytes | memoryview:
+        """What goes on of this request's body in `data`; what is behind the body is kept for later."""
         try:
             end = body.feed(data, start)
         except FramingError as error:
@@ -327,7 +348,11 @@ class ClientConnection(asyncio.Protocol):
             raise RefusalError(413, "body_too_large", f"the body is over the limit of {limit} bytes")
         if end < len(data):
             self._keep_for_later(data[end:])
-        return end
+        if self._payload is None:
+            return memoryview(data)[start:end]
+        payload = b"".join(self._payload)
+        self._payload.clear()
+        return chunk(payload, done=body.done)
 
     # --- pipelining --------------------------------------------------------------------------------------------------
 
@@ -336,8 +361,10 @@ class ClientConnection(asyncio.Protocol):
         self._block(_PIPELINE, blocked=len(self._pipelined) > _PIPELINE_LIMIT)
 
     def _next(self) -> None:
+        if self.write_paused or self._call is not None or not self._pipelined:
+            return
         data, self._pipelined = self._pipelined, b""
-        if self._call is None and not self.transport.is_closing():
+        if not self.transport.is_closing():
             self._ready = True
             self._block(_PIPELINE, blocked=False)
             self.data_received(data)

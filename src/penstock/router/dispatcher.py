@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 _EXPIRE_S = 0.75
 """Between two looks for idle sessions: before the placement looks by itself, which knows nobody to tell."""
-_MOST_DEATHS = 5
-"""Under whose request so many engines have ended gets none that was started anew: it may be what ends them."""
+_MOST_LOST = 2
+"""A request that has lost so many engines gets no other: it may be what ends them."""
 
 
 class Dispatcher:
@@ -151,7 +151,11 @@ class Dispatcher:
             return Lane(Kind.ADAPTER, request.adapter)
         if gate.crowded and self._joins_queue(exchange):
             return Lane(Kind.ROOM, (request.min_weight_version, request.adapter))
-        name = self.placement.place(request, time.monotonic(), _passed_over(exchange.tried))
+        name = self.placement.place(request, time.monotonic(), [engine.name for engine in exchange.tried])
+        if name is None and exchange.tried:
+            # What has come back under the name of an engine that died has not broken anything.
+            still = [engine.name for engine in exchange.tried if not engine.removed]
+            name = self.placement.place(request, time.monotonic(), still)
         if not isinstance(name, str):
             return self._lane(exchange, name)
         engine = self.engines[name]
@@ -168,7 +172,10 @@ class Dispatcher:
             self.gate.room()
 
     def replace(self, exchange: Exchange, reason: str) -> None:
-        """Place a request that an engine did not take."""
+        """Place a request that an engine did not take, or broke on; 502 for one that has lost two engines."""
+        if len(exchange.tried) >= _MOST_LOST:
+            self._refuse_tried(exchange)
+            return
         self.metrics.retries[reason] += 1
         self.gate.submit(exchange)
 
@@ -184,6 +191,12 @@ class Dispatcher:
         self.gate.wake(Lane(Kind.ENGINE, engine.name))
         if self.on_down is not None:
             self.on_down(engine.name)
+
+    def engine_died(self, engine: Engine, cause: str) -> None:
+        """An answer of it says that its core is dead."""
+        engine.dead_answers += 1
+        engine.failure = cause
+        self.engine_refused(engine)
 
     def _engine_up(self, engine: Engine) -> None:
         engine.mark(down=False)
@@ -239,16 +252,11 @@ class Dispatcher:
             home = None if record is None else record.engine
             return ANY_ENGINE if home not in self.gate.engines else Lane(Kind.ENGINE, home)
         if exchange.tried and self.placement.could_serve(request):
-            names = ", ".join(dict.fromkeys(engine.name for engine in exchange.tried))
-            exchange.refuse(RefusalError(502, "engines_failed", f"every engine tried broke the request: {names}"))
+            self._refuse_tried(exchange)
             return None
         return NOWHERE
 
-
-def _passed_over(tried: Sequence[Engine]) -> Collection[str]:
-    """Names of those engines that are not to get a request once more.
-
-    One that has left the set since died; what has come back under its name has not broken anything.
-    """
-    again = len(tried) < _MOST_DEATHS
-    return [engine.name for engine in tried if not (again and engine.removed)] if tried else ()
+    @staticmethod
+    def _refuse_tried(exchange: Exchange) -> None:
+        names = ", ".join(dict.fromkeys(engine.name for engine in exchange.tried))
+        exchange.refuse(RefusalError(502, "engines_failed", f"every engine tried broke the request: {names}"))

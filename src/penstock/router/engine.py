@@ -37,14 +37,17 @@ class Engine:
     def __init__(self, entry: EngineEntry) -> None:
         self.entry = entry
         self.address = entry.address()
-        rank = entry.dp_rank
-        self.rank_line = b"" if rank is None else b"%s: %d\r\n" % (RANK_HEADER, rank)
-        """What every request to it says besides, made once; its rank is part of what engine it is."""
+        self.fields = _fields(entry)
+        """Header lines that the router adds to every request for it."""
         self.down = False
         """The breaker is open: a connection was refused or a health check failed, and since then neither a probe
         succeeded nor a membership was announced."""
         self.openings = 0
         """How often the breaker opened."""
+        self.dead_answers = 0
+        """Answers that said that its core is dead."""
+        self.failure = ""
+        """Cause that the last of them gave; empty: there was none."""
         self.outstanding = 0
         """Requests of this process that were sent and not answered in full."""
         self.requests = 0
@@ -67,6 +70,7 @@ class Engine:
     def announce(self, entry: EngineEntry) -> None:
         """Take over what the fleet says of it now; an open breaker closes."""
         self.entry = entry
+        self.fields = _fields(entry)
         self.down = False
 
     def mark(self, *, down: bool) -> None:
@@ -200,3 +204,9 @@ class Engine:
                 continue
             return exchange if peek else self._waiting.popleft()
         return None
+
+
+def _fields(entry: EngineEntry) -> bytes:
+    rank = b"" if entry.dp_rank is None else b"%b: %d\r\n" % (RANK_HEADER, entry.dp_rank)
+    key = b"" if entry.api_key is None else b"Authorization: Bearer %b\r\n" % entry.api_key.encode()
+    return rank + key

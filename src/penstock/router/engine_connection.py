@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
+from penstock.router import dead_answer
 from penstock.router.framing import (
     WHOLE_CHUNK_LIMIT,
     WHOLE_CHUNK_OPENING,
@@ -37,7 +38,6 @@ class EngineConnection(asyncio.BufferedProtocol):
         "_buffer",
         "_pass_on",
         "_payload",
-        "_rank_line",
         "_read_buffer",
         "_read_paused",
         "_reusable",
@@ -66,7 +66,6 @@ class EngineConnection(asyncio.BufferedProtocol):
         """The client's `transport.write`, while an answer is passed on."""
         self._reusable = False
         self._read_buffer = engine.read_buffer
-        self._rank_line = engine.rank_line
         self._read_paused = False
 
     # --- callbacks of the event loop ---------------------------------------------------------------------------------
@@ -134,7 +133,7 @@ class EngineConnection(asyncio.BufferedProtocol):
         if exchange is None:
             return
         if self._body is None:
-            exchange.unanswered(self, "closed the connection inside its answer's head" if self._buffer else "")
+            exchange.unanswered(self)
         elif isinstance(self._body, CloseReader) and exc is None:
             exchange.answered()
         else:
@@ -143,14 +142,9 @@ class EngineConnection(asyncio.BufferedProtocol):
     # --- for the exchange --------------------------------------------------------------------------------------------
 
     def send(self, exchange: Exchange, pieces: Sequence[bytes | memoryview]) -> None:
-        """Start an exchange with its head and what has come of its body."""
+        """Start an exchange with its head, written for this engine, and what has come of its body."""
         self.exchange = exchange
-        if self._rank_line:
-            pieces = _with_line(pieces, self._rank_line)
-        if len(pieces) == 1:
-            self.transport.write(pieces[0])
-        else:
-            self.transport.writelines(pieces)
+        self.transport.write(b"".join((exchange.request.to_engine(self.engine.fields), *pieces)))
 
     def set_reading(self, *, reading: bool) -> None:
         """Read the answer, or leave it with the engine while the client is slow."""
@@ -185,15 +179,20 @@ class EngineConnection(asyncio.BufferedProtocol):
                     raise RefusalError(502, "bad_engine_response", what)
                 self._buffer = data[start:]
                 return
-            head = data[start:end]
-            response = parse_response(head, exchange.request.method)
+            response = parse_response(data[start:end], exchange.request.method)
             if response.status >= _FINAL:
                 break
             self._interim(exchange, response)
             start = end
-        if start:
-            data = data[start:]
-            end -= start
+        if dead_answer.is_suspect(response):
+            known, cause = dead_answer.judge(response, data[end:])
+            if not known:
+                self._buffer = data[start:]
+                return
+            if cause:
+                self.drop()
+                exchange.engine_died(self.engine, cause)
+                return
         self._begin_answer(exchange, response, data, end)
 
     def _interim(self, exchange: Exchange, response: ResponseHead) -> None:
@@ -201,16 +200,15 @@ class EngineConnection(asyncio.BufferedProtocol):
         if response.status == _SWITCHING:
             raise RefusalError(502, "bad_engine_response", "the engine switched protocols, which nobody asked for")
         if response.status != _CONTINUE:
-            exchange.interim(response.forward)
+            exchange.interim(response)
 
     def _begin_answer(self, exchange: Exchange, response: ResponseHead, data: bytes, end: int) -> None:
-        """`data` is the answer's head, up to `end`, and what has come of its body."""
+        """`data` holds the answer's head, up to `end`, and what has come of its body."""
         self._reusable = response.keep_alive
         length = response.length
-        forward = exchange.respond(response)
-        as_it_came = response.as_it_came and forward is response.forward
         if length == len(data) - end:  # all of it is here
-            exchange.forward_head(data if as_it_came else forward + data[end:], length)
+            exchange.bytes_out += length
+            exchange.client.transport.write(exchange.respond(response) + data[end:])
             self._finish(exchange)
             return
         self._payload = [] if length == CHUNKED and not exchange.request.http_1_1 else None
@@ -219,14 +217,14 @@ class EngineConnection(asyncio.BufferedProtocol):
         else:
             body = ChunkedReader(self._payload) if length == CHUNKED else CloseReader()
         self._body = body
-        self._pass_on = exchange.client.transport.write
         self._follow(body, data, end)
+        piece = data[end:]
         if self._payload is not None:
-            data = forward + b"".join(self._payload)
+            piece = b"".join(self._payload)
             self._payload.clear()
-        elif not as_it_came:
-            data = forward + data[end:]
-        exchange.forward_head(data, len(data) - len(forward))
+        exchange.bytes_out += len(piece)
+        self._pass_on = exchange.client.transport.write
+        self._pass_on(exchange.respond(response) + piece)
         if body.done:
             self._finish(exchange)
 
@@ -255,13 +253,6 @@ class EngineConnection(asyncio.BufferedProtocol):
         self.reused = True
         self.engine.release(self, reusable=self._reusable and exchange.body_done)
         exchange.answered()
-
-
-def _with_line(pieces: Sequence[bytes | memoryview], line: bytes) -> list[bytes | memoryview]:
-    """A request whose first header line is `line`: vLLM takes the first of a name, so no client chooses."""
-    first = bytes(pieces[0])
-    end = first.index(b"\r\n") + 2
-    return [first[:end] + line + first[end:], *pieces[1:]]
 
 
 def _nowhere(data: bytes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from penstock.router.head import CHUNKED, UNTIL_CLOSE, RequestHead, ResponseHead, without_chunked
+from penstock.router.head import CHUNKED, UNTIL_CLOSE, RequestHead, ResponseHead
 from penstock.router.refusal import RefusalError, shown
 
 if TYPE_CHECKING:
@@ -89,20 +89,18 @@ class Exchange:
 
     # --- from the client ---------------------------------------------------------------------------------------------
 
-    def begin(self, data: bytes, start: int, *, done: bool) -> None:
-        """The head, as it came, and behind it from `start` what has come of the body: find an engine."""
+    def begin(self, piece: bytes | memoryview, *, done: bool) -> None:
+        """See `Call`: find an engine."""
         self.body_done = done
-        self.bytes_in = len(data) - start
-        request = self.request
-        first = data if request.as_it_came else request.forward + data[start:]
-        self._replay = [first]
-        self._buffered = len(first)
+        self.bytes_in = len(piece)
+        self._replay = [piece]
+        self._buffered = len(self.request.fields) + len(piece)
         self.dispatcher.metrics.requests += 1
         if done or self._buffered > REPLAY_LIMIT:
             self._submit()
 
     def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:
-        """A piece of the request's body, with its framing, as it came."""
+        """See `Call`."""
         self.body_done = done
         self.bytes_in += len(piece)
         connection = self._connection
@@ -127,7 +125,7 @@ class Exchange:
 
     def pause(self, *, paused: bool) -> None:
         """The client's side is full, or has room again."""
-        if self._connection is not None and self.first_byte_at:
+        if self._connection is not None and self._head_sent:
             self._connection.set_reading(reading=not paused)
 
     # --- from the gate and the dispatcher ----------------------------------------------------------------------------
@@ -192,41 +190,29 @@ class Exchange:
         self.client.block_body(blocked=full)
 
     def first_byte(self, now: float) -> None:
-        """An answer begins: from here on nothing is retried. `now` is `time.monotonic()`."""
+        """An answer begins; `now` is `time.monotonic()`."""
         if not self.first_byte_at:
             self.first_byte_at = now
-            self._replay = None
 
-    def interim(self, head: bytes) -> None:
+    def interim(self, response: ResponseHead) -> None:
         """An informational answer (1xx) before the real one."""
         if self.request.http_1_1:
-            self.client.transport.write(head)
+            self.client.transport.write(response.to_client())
 
     def respond(self, response: ResponseHead) -> bytes:
-        """The answer's head is known; returns it as the client shall see it."""
+        """The answer is to be passed on, so nothing is retried from here on; returns its head as the client gets it."""
+        self._head_sent = True
+        self._replay = None
         self.status = response.status
-        head = response.forward
         request = self.request
         length = response.length
-        if length == UNTIL_CLOSE:
-            self._by_close = True
-        elif length == CHUNKED and not request.http_1_1:
-            head = without_chunked(head)
-            self._by_close = True
-        if self._by_close or not request.keep_alive or not self.body_done:
-            self._announced_close = True
-            head = head[:-2] + b"Connection: close\r\n\r\n"
-        elif not request.http_1_1:
-            head = head[:-2] + b"Connection: keep-alive\r\n\r\n"
+        self._by_close = length == UNTIL_CLOSE or (length == CHUNKED and not request.http_1_1)
+        self._announced_close = self._by_close or not request.keep_alive or not self.body_done
         if self.client.write_paused:
             self.pause(paused=True)
-        return head
-
-    def forward_head(self, data: bytes, size: int) -> None:
-        """Pass the answer's head on, with what came of its body behind it, `size` bytes."""
-        self._head_sent = True
-        self.bytes_out += size
-        self.client.transport.write(data)
+        if self._announced_close:
+            return response.to_client(http_1_1=request.http_1_1, connection=b"close")
+        return response.to_client() if request.http_1_1 else response.to_client(connection=b"keep-alive")
 
     def answered(self) -> None:
         """The answer is complete."""
@@ -247,24 +233,34 @@ class Exchange:
         self._end(f"broken: {reason}")
         self.client.cut(reset=self._by_close)
 
-    def unanswered(self, connection: EngineConnection, detail: str) -> None:
-        """The engine closed the connection before a whole head of an answer."""
+    def unanswered(self, connection: EngineConnection) -> None:
+        """The engine closed the connection before the client had a byte of its answer."""
         engine = connection.engine
-        self._connection = None
-        if self.first_byte_at or self._replay is None:
-            self._displace()
-            why = detail or f"closed the connection unanswered, and the request is over {REPLAY_LIMIT} bytes to replay"
-            self.refuse(RefusalError(502, "engine_failed", f"engine {engine.name} {why}"))
-        elif connection.reused and not self._stale and not engine.removed:
-            # Most likely it had closed the idle connection before our bytes arrived.
+        if self._replay is None or self._stale or self.first_byte_at or not connection.reused or engine.removed:
+            self._lose(engine, "hung_up", "closed the connection unanswered")
+        else:  # most likely it had closed the idle connection before our bytes arrived
+            self._connection = None
             self._stale = True
             self.dispatcher.metrics.retries["stale"] += 1
             engine.connect(self, fresh=True)
+
+    def engine_died(self, engine: Engine, cause: str) -> None:
+        """The engine's answer says that its core is dead; its connection is closed already."""
+        self.dispatcher.engine_died(engine, cause)
+        self._lose(engine, "dead", f"is dead: {cause}")
+
+    def _lose(self, engine: Engine, reason: str, what: str) -> None:
+        """The engine broke on this request, or with it: another one gets it, if it can be sent again."""
+        again = self._replay is not None
+        self._displace()
+        self.tried.append(engine)
+        self.first_byte_at = 0.0
+        self._stale = False
+        if again:
+            self.dispatcher.replace(self, reason)
         else:
-            self._displace()
-            self.tried.append(engine)
-            self._stale = False
-            self.dispatcher.replace(self, "hung_up")
+            why = f"{what}, and the request is over {REPLAY_LIMIT} bytes to replay"
+            self.refuse(RefusalError(502, "engine_failed", f"engine {engine.name} {why}"))
 
     # --- its end -----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,9 @@
-"""Where a body ends. The bytes themselves are passed on as they came; these readers only follow them.
+"""Where a body ends (RFC 9112, sections 6 and 7).
 
-RFC 9112, sections 6 and 7. The chunked reader is stricter than the RFC: a peer behind us must not find another end
-than we do, so a bare LF, white space around a chunk size or in an extension, or a size over 15 digits is an error.
+A request's chunks are framed anew for the engine (`chunk`). An answer's chunks go to the client as they came: a token
+of a stream must cost next to nothing. The chunked reader is stricter than the RFC, so that a peer behind us finds no
+other end than we do: a bare LF, white space around a chunk size or in an extension, and a size over 15 digits are
+errors.
 """
 
 from __future__ import annotations
@@ -39,6 +41,12 @@ Where no chunk has that length, the entry is longer than the block.
 """
 
 
+def chunk(payload: bytes, *, done: bool) -> bytes:
+    """`payload` as one chunk, if there is any; with the end of the body behind it, if `done`."""
+    end = b"0\r\n\r\n" if done else b""
+    return b"%x\r\n%b\r\n%b" % (len(payload), payload, end) if payload else end
+
+
 class FramingError(Exception):
     """The bytes are not a body of this framing."""
 
@@ -48,7 +56,7 @@ class BodyReader(Protocol):
 
     done: bool
     size: int
-    """Payload bytes so far, framing not counted."""
+    """Bytes so far, chunk sizes, extensions and trailers included."""
 
     @property
     def between_chunks(self) -> bool:
@@ -105,7 +113,7 @@ class ChunkedReader:
     """A chunked body with its trailers.
 
     Args:
-        payload: where given, the payload of the chunks is appended to it, for a client that cannot read chunks.
+        payload: where given, the payload of the chunks is appended to it, for a peer that gets other chunks or none.
     """
 
     __slots__ = ("_after_chunk", "_carry", "_in_trailers", "_left", "_payload", "_trailer_bytes", "done", "size")
@@ -114,7 +122,7 @@ class ChunkedReader:
         self.done = False
         self.size = 0
         self._payload = payload
-        self._carry = b""
+        self._carry: bytes = b""
         self._left = 0
         self._after_chunk = False
         self._in_trailers = False
@@ -131,6 +139,7 @@ class ChunkedReader:
         Raises:
             FramingError: for anything but a well-formed chunked body.
         """
+        first = start
         carried = len(self._carry)
         if carried:
             data = self._carry + data[start:]
@@ -157,6 +166,7 @@ class ChunkedReader:
         if not self.done:
             self._carry = data[at:]
             at = end
+        self.size += at - carried - first
         return at - carried
 
     def _chunk(self, data: bytes, at: int, end: int) -> int:
@@ -164,7 +174,6 @@ class ChunkedReader:
         if self._payload is not None:
             self._payload.append(data[at : at + step])
         self._left -= step
-        self.size += step
         self._after_chunk = self._left == 0
         return at + step
 

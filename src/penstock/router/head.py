@@ -1,19 +1,20 @@
-"""Heads of requests and responses: judged here, and passed on as they came where possible.
+"""Heads of requests and responses: read by llhttp, judged here, and written anew from the parsed fields.
 
-What is refused follows RFC 9112 (sections 2.2, 3, 5 and 6) and RFC 9110 (7.6.1, hop-by-hop fields), always the strict
-reading: two parties that read one head differently are what request smuggling is made of.
+What goes out is never a slice of what came in: an engine or a client reads what this router understood, and nothing
+else. The checks beyond llhttp follow RFC 9112 (sections 2.2, 3, 5, 6) and RFC 9110 (7.6.1), in their strict reading.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
-from typing import TypeVar, cast
+from http import HTTPStatus
+from typing import TypeVar
 
 import httptools
 
-from penstock.router.field_lines import FieldLines, Fields, Value
 from penstock.router.refusal import RefusalError, shown
 
 CHUNKED = -1
@@ -21,24 +22,22 @@ CHUNKED = -1
 UNTIL_CLOSE = -2
 """Body length of a response that ends with its connection."""
 
+Value = bytes | int | str | None
+Field = tuple[bytes, bytes]
+
 _METHODS = {b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS"}
-_REQUEST_LINE = re.compile(rb"([A-Z-]+) (/[!\"$-~]*) HTTP/1\.([01])")
-"""No fragment (RFC 9112, 3.2.1): the router would take `/pause#x` for another path, an engine's server for `/pause`."""
-_STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: [\t -~\x80-\xff]*)?")
-_HOP_BY_HOP = frozenset(
-    {b"connection", b"keep-alive", b"proxy-connection", b"proxy-authorization", b"te", b"upgrade", b"http2-settings"}
-)
+_TARGET = re.compile(rb"/[!\"$-~]*")
+"""No fragment (RFC 9112, 3.2.1), nothing outside ASCII."""
+_HOST = re.compile(rb"[0-9A-Za-z._:\[\]%-]*")
 _NOT_HOP_BY_HOP = {b"content-length", b"transfer-encoding", b"host", b"authorization", b"trailer"}
-_NONE: AbstractSet[bytes] = frozenset()
-_HINTS = frozenset(
-    {b"x-group-id", b"x-weight-version", b"x-prompt-tokens", b"x-expected-tokens", b"x-adapter", b"x-prefix-hashes"}
-)
+_LONGEST_KNOWN = 1024
 _MAX_DIGITS = 15
 _MAX_ID = 512
 _MAX_ADAPTER = 256
-_MOST_LINES = 1024
-_LONGEST_LINE = 512
-Line = TypeVar("Line")
+_STATUS_LINES: dict[int, bytes] = {
+    status: b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode()) for status in HTTPStatus
+}
+_BODILESS = {204, 304}
 
 
 def _whole_number(field: str) -> Callable[[bytes], int]:
@@ -50,58 +49,80 @@ def _whole_number(field: str) -> Callable[[bytes], int]:
     return make
 
 
-def _text(field: str, limit: int, code: str = "bad_request") -> Callable[[bytes], str]:
-    def make(value: bytes) -> str:
+def _text(field: str, limit: int, code: str = "bad_request") -> Callable[[bytes], str | None]:
+    def make(value: bytes) -> str | None:
         if len(value) > limit:
             raise RefusalError(400, code, f"{field} has {len(value)} bytes, over the limit of {limit}")
         try:
-            return value.decode()  # as clients send other names than ASCII, and as the admin calls say them
+            return value.decode() or None  # as clients send names beyond ASCII, and as the admin calls say them
         except UnicodeDecodeError:
             return value.decode("latin-1")
 
     return make
 
 
-_FRAMING: dict[bytes, Callable[[bytes], Value]] = {
-    b"content-length": _whole_number("Content-Length"),
-    b"transfer-encoding": bytes.lower,
-    **dict.fromkeys(_HOP_BY_HOP, bytes.lower),
+def _host(value: bytes) -> bytes:
+    if not _HOST.fullmatch(value):
+        raise RefusalError(400, "bad_request", f"Host {shown(value)} is not a host name with a port")
+    return value
+
+
+_Role = tuple[str, Callable[[bytes], Value], bool]
+"""Of a field that means something to the router: its attribute, what makes the value, and whether the field goes on."""
+_GOES_ON, _ENDS_HERE = True, False
+_HOP_BY_HOP = b"keep-alive proxy-connection proxy-authorization te upgrade http2-settings"
+_FRAMING: dict[bytes, _Role] = {
+    b"content-length": ("content_length", _whole_number("Content-Length"), _ENDS_HERE),
+    b"transfer-encoding": ("transfer_encoding", bytes.lower, _ENDS_HERE),
+    b"connection": ("connection", bytes.lower, _ENDS_HERE),
+    **dict.fromkeys(_HOP_BY_HOP.split(), ("hop_by_hop", bytes, _ENDS_HERE)),
 }
-_RESPONSE_FIELDS = FieldLines(httptools.HttpResponseParser, _FRAMING, _HOP_BY_HOP)
-_REQUEST_FIELDS = FieldLines(
-    httptools.HttpRequestParser,
-    _FRAMING
-    | {
-        b"host": bytes,
-        b"expect": bytes.lower,
-        b"authorization": bytes,
-        b"x-session-id": _text("X-Session-ID", _MAX_ID, "bad_session_id"),
-        b"x-group-id": _text("X-Group-ID", _MAX_ID),
-        b"x-weight-version": _whole_number("X-Weight-Version"),
-        b"x-prompt-tokens": _whole_number("X-Prompt-Tokens"),
-        b"x-expected-tokens": _whole_number("X-Expected-Tokens"),
-        b"x-adapter": _text("X-Adapter", _MAX_ADAPTER),
-        b"x-prefix-hashes": bytes,
-        b"origin": bytes,
-    },
-    _HOP_BY_HOP,
-)
-_request_lines: dict[bytes, tuple[bytes, bytes, bool]] = {}
-_status_lines: dict[bytes, tuple[int, bool]] = {}
-"""First lines that were found good; see `field_lines`."""
+_LISTS = {"connection", "hop_by_hop"}
+"""What may occur more than once."""
+_RESPONSE_ROLES = _FRAMING | {b"content-type": ("content_type", bytes.lower, _GOES_ON)}
+_REQUEST_ROLES = _FRAMING | {
+    b"host": ("host", _host, _GOES_ON),
+    b"expect": ("expect", bytes.lower, _ENDS_HERE),  # the router itself says when to go on
+    b"trailer": ("trailer", bytes, _ENDS_HERE),  # chunked bodies are framed anew, without trailers
+    b"authorization": ("authorization", bytes, _ENDS_HERE),  # the router's key; an engine gets its own
+    b"x-api-key": ("x_api_key", bytes, _ENDS_HERE),
+    b"x-data-parallel-rank": ("dp_rank", bytes, _ENDS_HERE),  # the membership's to say
+    b"x-session-id": ("session_id", _text("X-Session-ID", _MAX_ID, "bad_session_id"), _GOES_ON),
+    b"x-group-id": ("group_id", _text("X-Group-ID", _MAX_ID), _GOES_ON),
+    b"x-weight-version": ("min_weight_version", _whole_number("X-Weight-Version"), _GOES_ON),
+    b"x-prompt-tokens": ("prompt_tokens", _whole_number("X-Prompt-Tokens"), _GOES_ON),
+    b"x-expected-tokens": ("expected_tokens", _whole_number("X-Expected-Tokens"), _GOES_ON),
+    b"x-adapter": ("adapter", _text("X-Adapter", _MAX_ADAPTER), _GOES_ON),
+    b"x-prefix-hashes": ("prefix_hashes", bytes, _GOES_ON),
+    b"origin": ("origin", bytes, _GOES_ON),
+    b"traceparent": ("traceparent", bytes, _GOES_ON),
+}
 
 
-class RequestHead:
-    """A request's head, judged. See `parse_request`."""
+class _Head:
+    """What requests and responses have in common. A field that is missing is the class's default."""
 
-    # What most requests do not have is a default of the class: an attribute that is not set costs nothing.
-    method: bytes
-    target: bytes
+    content_length: int | None = None
+    transfer_encoding: bytes | None = None
+    connection: bytes | None = None
     http_1_1: bool = True
     keep_alive: bool = True
     length: int = 0
-    """Bytes of body, or CHUNKED."""
-    expects_continue: bool = False
+    """Bytes of body, or CHUNKED, or UNTIL_CLOSE."""
+    fields: bytes
+    """Whole lines to pass on, without a word on framing and connection."""
+    framing: bytes = b""
+    """The line that tells the body's length, if there is one."""
+
+
+class RequestHead(_Head):
+    """A request's head, judged. See `parse_request`."""
+
+    method: bytes
+    target: bytes
+    host: bytes = b"localhost"
+    expect: bytes | None = None
+    """100-continue, or nothing."""
     authorization: bytes = b""
     session_id: str | None = None
     """`X-Session-ID`, the conversation that this is a turn of."""
@@ -117,27 +138,33 @@ class RequestHead:
     """`X-Adapter`: the adapter that has to be loaded."""
     prefix_hashes: bytes | None = None
     """`X-Prefix-Hashes` as it came."""
-    origin: bytes = b""
+    origin: bytes | None = None
     """`Origin`: the web page that a browser sends this for."""
-    forward: bytes
-    """The head to send to an engine."""
-    as_it_came: bool = True
-    """Whether `forward` is the head that was received, byte for byte."""
+    traceparent: bytes = b""
+
+    def to_engine(self, extra: bytes = b"") -> bytes:
+        """The head that an engine gets; `extra`: whole lines that the router adds for that engine."""
+        return b"%b %b HTTP/1.1\r\n%b%b%b\r\n" % (self.method, self.target, extra, self.fields, self.framing)
 
 
-class ResponseHead:
+class ResponseHead(_Head):
     """A response's head, judged. See `parse_response`."""
 
-    __slots__ = ("as_it_came", "forward", "keep_alive", "length", "status")
-
     status: int
-    keep_alive: bool
-    length: int
-    """Bytes of body, or CHUNKED, or UNTIL_CLOSE."""
-    forward: bytes
-    """The head for a client, without any word on the connection."""
-    as_it_came: bool
-    """Whether `forward` is the head that was received, byte for byte."""
+    content_type: bytes = b""
+    """In lower case."""
+
+    def to_client(self, *, http_1_1: bool = True, connection: bytes = b"") -> bytes:
+        """The head that a client gets.
+
+        Args:
+            http_1_1: whether the client can read chunks.
+            connection: `Connection` to say; empty: nothing is said.
+        """
+        line = _STATUS_LINES.get(self.status) or b"HTTP/1.1 %d \r\n" % self.status
+        framing = self.framing if http_1_1 or self.length != CHUNKED else b""
+        said = b"Connection: %b\r\n" % connection if connection else b""
+        return b"%b%b%b%b\r\n" % (line, self.fields, framing, said)
 
 
 def parse_request(head: bytes) -> RequestHead:
@@ -146,58 +173,28 @@ def parse_request(head: bytes) -> RequestHead:
     Raises:
         RefusalError: with status 400, 417, 501 or 505.
     """
-    lines = head[:-4].split(b"\r\n")
-    line = lines.pop(0)
+    parser, read = _feed(httptools.HttpRequestParser, head)
     request = RequestHead()
-    request.method, request.target, http_1_1 = _request_lines.get(line) or _request_line(line, head)
-    seen = _REQUEST_FIELDS.read(head, lines)
-    request.forward = head
-    if b"transfer-encoding" in seen:
-        request.length = _chunked(seen, http_1_1=http_1_1)
-    elif b"content-length" in seen:
-        request.length = cast("int", seen[b"content-length"])
-    if b"x-session-id" in seen:
-        request.session_id = cast("str", seen[b"x-session-id"]) or None
-    if b"authorization" in seen:
-        request.authorization = cast("bytes", seen[b"authorization"])
-    if b"origin" in seen:
-        request.origin = cast("bytes", seen[b"origin"])
-    if not _HINTS.isdisjoint(seen):
-        _hints(request, seen)
-    if not http_1_1 or b"host" not in seen or b"expect" in seen or not _HOP_BY_HOP.isdisjoint(seen):
-        _rewrite(request, seen, http_1_1=http_1_1)
+    fields = _gather(read.fields, _REQUEST_ROLES, request)
+    request.method, request.target = method, target = parser.get_method(), read.target
+    if not head.startswith(b"%b %b HTTP/1.1\r\n" % (method, target)):
+        if not head.startswith(b"%b %b HTTP/1.0\r\n" % (method, target)):
+            raise RefusalError(505, "version_not_supported", "only HTTP/1.1 and HTTP/1.0 are served")
+        request.http_1_1 = request.keep_alive = False
+    if method not in _METHODS:
+        raise RefusalError(501, "method_not_supported", f"method {shown(method, 40)} is not supported")
+    if not _TARGET.fullmatch(target):
+        raise RefusalError(400, "bad_request", f"request target {shown(target)} must be a path, /... without #")
+    if "host" not in vars(request):
+        if request.http_1_1:
+            raise RefusalError(400, "bad_request", "header Host is missing")
+        fields.append((b"Host", request.host))
+    if request.expect is not None and request.expect != b"100-continue":
+        raise RefusalError(417, "bad_expectation", f"cannot meet Expect: {shown(request.expect)}")
+    _finish(request, fields)
+    if request.transfer_encoding is not None and not request.http_1_1:
+        raise RefusalError(400, "bad_request", "Transfer-Encoding does not go with HTTP/1.0")
     return request
-
-
-def _hints(request: RequestHead, seen: Fields) -> None:
-    """What the client says for its placement, besides its session."""
-    request.group_id = cast("str | None", seen.get(b"x-group-id")) or None
-    request.min_weight_version = cast("int", seen.get(b"x-weight-version", 0))
-    request.prompt_tokens = cast("int", seen.get(b"x-prompt-tokens", 0))
-    request.expected_tokens = cast("int", seen.get(b"x-expected-tokens", 0))
-    request.adapter = cast("str | None", seen.get(b"x-adapter")) or None
-    request.prefix_hashes = cast("bytes | None", seen.get(b"x-prefix-hashes"))
-
-
-def _rewrite(request: RequestHead, seen: Fields, *, http_1_1: bool) -> None:
-    """Leave out what ends at this hop, and tell the engine in HTTP/1.1."""
-    if http_1_1 and b"host" not in seen:
-        raise RefusalError(400, "bad_request", "header Host is missing")
-    request.as_it_came = False
-    request.http_1_1 = http_1_1
-    options, drop = _connection(seen)
-    request.keep_alive = b"close" not in options if http_1_1 else b"keep-alive" in options
-    if b"expect" in seen:
-        if seen[b"expect"] != b"100-continue":
-            raise RefusalError(417, "bad_expectation", f"cannot meet Expect: {shown(seen[b'expect'])}")
-        drop = drop | {b"expect"}  # the router itself says when to go on
-        request.expects_continue = http_1_1
-    if drop:
-        request.forward = _without(request.forward.split(b"\r\n"), drop)
-    if not http_1_1:
-        request.forward = request.forward.replace(b" HTTP/1.0\r\n", b" HTTP/1.1\r\n", 1)
-        if b"host" not in seen:
-            request.forward = request.forward[:-2] + b"Host: localhost\r\n\r\n"
 
 
 def parse_response(head: bytes, method: bytes) -> ResponseHead:
@@ -206,109 +203,112 @@ def parse_response(head: bytes, method: bytes) -> ResponseHead:
     Raises:
         RefusalError: 502, for a head that is not HTTP/1.x or whose framing is ambiguous.
     """
+    known = len(head) <= _LONGEST_KNOWN and b"ookie" not in head  # no secret is kept
     try:
-        return _response(head, method)
+        return (_response if known else _response.__wrapped__)(head, to_head=method == b"HEAD")
     except RefusalError as error:
         raise RefusalError(502, "bad_engine_response", f"the engine's answer is not valid HTTP: {error}") from error
 
 
-def without_chunked(head: bytes) -> bytes:
-    """A response head for a client that cannot read chunks."""
-    return _without(head.split(b"\r\n"), {b"transfer-encoding", b"trailer"})
-
-
-def _response(head: bytes, method: bytes) -> ResponseHead:
-    lines = head[:-4].split(b"\r\n")
-    line = lines.pop(0)
+@functools.lru_cache(maxsize=256)  # many answers of one second have one head; what it returns is never changed
+def _response(head: bytes, *, to_head: bool) -> ResponseHead:
+    parser, read = _feed(httptools.HttpResponseParser, head)
+    if not head.startswith(b"HTTP/1."):
+        raise RefusalError(502, "bad_engine_response", "only HTTP/1.1 and HTTP/1.0 are understood")
     response = ResponseHead()
-    status, http_1_1 = _status_lines.get(line) or _status_line(line, head)
-    seen = _RESPONSE_FIELDS.read(head, lines)
-    response.status = status
-    response.length = _response_length(seen, status, method)
-    response.forward = head
-    if http_1_1 and _HOP_BY_HOP.isdisjoint(seen):
-        response.keep_alive = response.as_it_came = True
-        return response
-    response.as_it_came = False
-    options, drop = _connection(seen)
-    response.keep_alive = b"close" not in options if http_1_1 else b"keep-alive" in options
-    if drop:
-        response.forward = _without(head.split(b"\r\n"), drop)
-    if not http_1_1:
-        response.forward = b"HTTP/1.1 " + response.forward.partition(b" ")[2]
+    response.status = status = parser.get_status_code()
+    response.http_1_1 = response.keep_alive = head.startswith(b"HTTP/1.1 ")
+    response.length = UNTIL_CLOSE
+    _finish(response, _gather(read.fields, _RESPONSE_ROLES, response))
+    if to_head or status < HTTPStatus.OK or status in _BODILESS:
+        response.length = 0
+        if status < HTTPStatus.OK or status == HTTPStatus.NO_CONTENT:
+            response.framing = b""
     return response
 
 
-def _request_line(line: bytes, head: bytes) -> tuple[bytes, bytes, bool]:
-    """Method, target, and whether it is HTTP/1.1 and not 1.0."""
-    match = _REQUEST_LINE.fullmatch(line)
-    if match is None or match[1] not in _METHODS:
-        raise _request_line_refusal(line)
-    _REQUEST_FIELDS.check(head)
-    return _keep(_request_lines, line, (match[1], match[2], match[3] == b"1"))
+def _finish(head: _Head, fields: list[Field]) -> None:
+    """Decide whether the connection goes on, where the body ends, and what lines go on."""
+    if head.connection is not None:
+        options = _options(head.connection)
+        head.keep_alive = b"close" not in options and (head.http_1_1 or b"keep-alive" in options)
+        fields = [field for field in fields if field[0].lower() not in options]
+    head.fields = b"\r\n".join([*map(b": ".join, fields), b""])
+    if head.transfer_encoding is not None:
+        if head.content_length is not None:
+            raise RefusalError(400, "bad_request", "Transfer-Encoding does not go with Content-Length")
+        if head.transfer_encoding != b"chunked":
+            what = f"Transfer-Encoding {shown(head.transfer_encoding)}"
+            raise RefusalError(501, "coding_not_supported", f"{what}: only chunked is supported")
+        head.length = CHUNKED
+        head.framing = b"Transfer-Encoding: chunked\r\n"
+    elif head.content_length is not None:
+        head.length = head.content_length
+        head.framing = b"Content-Length: %d\r\n" % head.length
 
 
-def _request_line_refusal(line: bytes) -> RefusalError:
-    parts = line.split(b" ")
-    if len(parts) != 3:  # noqa: PLR2004 - method, target, version
-        return RefusalError(400, "bad_request", f"malformed request line {shown(line)}")
-    method, target, version = parts
-    if version not in {b"HTTP/1.1", b"HTTP/1.0"}:
-        return RefusalError(505, "version_not_supported", "only HTTP/1.1 and HTTP/1.0 are served")
-    if method not in _METHODS:
-        return RefusalError(501, "method_not_supported", f"method {shown(method, 40)} is not supported")
-    return RefusalError(400, "bad_request", f"request target {shown(target)} must be a path, /... without #")
+class _Read:
+    """What llhttp reports of one head."""
+
+    __slots__ = ("complete", "fields", "target")
+
+    def __init__(self) -> None:
+        self.target = b""
+        self.fields: list[Field] = []
+        self.complete = False
+
+    def on_url(self, url: bytes) -> None:
+        self.target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.fields.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self.complete = True
 
 
-def _status_line(line: bytes, head: bytes) -> tuple[int, bool]:
-    """Status, and whether it is HTTP/1.1 and not 1.0."""
-    match = _STATUS_LINE.fullmatch(line)
-    if match is None:
-        raise RefusalError(502, "bad_engine_response", f"malformed status line {shown(line)}")
-    _RESPONSE_FIELDS.check(head)
-    return _keep(_status_lines, line, (int(match[2]), match[1] == b"1"))
+P = TypeVar("P", httptools.HttpRequestParser, httptools.HttpResponseParser)
 
 
-def _keep(known: dict[bytes, Line], line: bytes, found: Line) -> Line:
-    if len(line) <= _LONGEST_LINE:
-        if len(known) >= _MOST_LINES:
-            known.clear()
-        known[line] = found
-    return found
+def _feed(kind: type[P], head: bytes) -> tuple[P, _Read]:
+    """Let llhttp read the head; RefusalError (400) for what it refuses, and for a line that is not one field."""
+    read = _Read()
+    parser = kind(read)
+    try:
+        parser.feed_data(head)
+    except httptools.HttpParserUpgrade:
+        pass  # an offer of another protocol: declined, by passing the request on without it
+    except httptools.HttpParserError as error:
+        raise RefusalError(400, "bad_request", f"malformed head: {error}") from None
+    if not read.complete or head.count(b"\n") != len(read.fields) + 2:
+        raise RefusalError(400, "bad_request", "malformed head: a line is not one header field")
+    return parser, read
 
 
-def _chunked(seen: Fields, *, http_1_1: bool) -> int:
-    coding = seen[b"transfer-encoding"]
-    if b"content-length" in seen or not http_1_1:
-        raise RefusalError(400, "bad_request", "Transfer-Encoding does not go with Content-Length or HTTP/1.0")
-    if coding != b"chunked":
-        what = f"Transfer-Encoding {shown(coding)}"
-        raise RefusalError(501, "coding_not_supported", f"{what}: only chunked is supported")
-    return CHUNKED
+def _gather(fields: list[Field], roles: Mapping[bytes, _Role], head: _Head) -> list[Field]:
+    """Set the attributes of `head` that `fields` have values for; returns the fields that go on."""
+    seen = vars(head)
+    kept: list[Field] = []
+    for field in fields:
+        name = field[0].lower()
+        if name in roles:
+            attribute, make, goes_on = roles[name]
+            value = make(field[1].strip(b" \t"))
+            if attribute in seen:
+                if attribute not in _LISTS:
+                    raise RefusalError(400, "bad_request", f"header {name.decode()} occurs more than once")
+                value = b"%b,%b" % (seen[attribute], value)
+            seen[attribute] = value
+            if not goes_on:
+                continue
+        kept.append(field)
+    return kept
 
 
-def _response_length(seen: Fields, status: int, method: bytes) -> int:
-    if method == b"HEAD" or status < 200 or status in {204, 304}:  # noqa: PLR2004 - no body by definition
-        return 0
-    if b"transfer-encoding" in seen:
-        if b"content-length" in seen or seen[b"transfer-encoding"] != b"chunked":
-            what = f"Transfer-Encoding {shown(seen[b'transfer-encoding'])}"
-            raise RefusalError(502, "bad_engine_response", what)
-        return CHUNKED
-    return cast("int", seen.get(b"content-length", UNTIL_CLOSE))
-
-
-def _connection(seen: Fields) -> tuple[AbstractSet[bytes], AbstractSet[bytes]]:
-    """Connection options in lower case, and the names of the fields that end at this hop."""
-    drop = _HOP_BY_HOP.intersection(seen)
-    if b"connection" not in drop:
-        return _NONE, drop
-    options = frozenset(option.strip(b" \t") for option in cast("bytes", seen[b"connection"]).split(b","))
+def _options(connection: bytes) -> AbstractSet[bytes]:
+    """Connection options in lower case; empty elements of the list mean nothing (RFC 9110, 5.6.1.2)."""
+    options = frozenset(option.strip(b" \t") for option in connection.split(b",")) - {b""}
     stolen = options & _NOT_HOP_BY_HOP
     if stolen:
         raise RefusalError(400, "bad_request", f"Connection must not name {min(stolen).decode()}")
-    return options, drop | options
-
-
-def _without(lines: list[bytes], names: AbstractSet[bytes]) -> bytes:
-    return b"\r\n".join([line for line in lines if line.partition(b":")[0].lower() not in names])
+    return options

@@ -54,6 +54,7 @@ class Hub:
     Args:
         config: of each of them.
         api_key: what clients must send.
+        admin_key: what calls that change the router must send; None: `api_key`.
         given_up: called when it cannot go on; `failure` says why.
     """
 
@@ -62,12 +63,14 @@ class Hub:
         config: RouterConfig,
         *,
         api_key: str | None = None,
+        admin_key: str | None = None,
         given_up: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
         self.url = ""
         self.failure: PenstockError | None = None
         self._api_key = api_key
+        self._admin_key = admin_key
         self._given_up = given_up
         self._layout = Layout(config.workers)
         self._shared = SharedState.create(self._layout)
@@ -173,7 +176,7 @@ class Hub:
     async def _begin(self, index: int, worker: WorkerProcess) -> bool:
         """Bring a new worker to the state of the others, and let it serve; kills it where it does not follow."""
         config = self.config.model_dump(mode="json")
-        prepare = {"do": "prepare", "config": config, "api_key": self._api_key}
+        prepare = {"do": "prepare", "config": config, "api_key": self._api_key, "admin_key": self._admin_key}
         try:
             await worker.call(prepare, deadline_s=START_S)
             async with self._changing:

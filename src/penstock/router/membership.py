@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from penstock.errors import StateError, UserError
 from penstock.parsing import whole_number
 
 _NAME = re.compile(r"[!-~]{1,128}")
+_KEY = re.compile(r"[!-~]{1,1024}")
 _MAX_ADAPTER = 256
 
 
@@ -20,7 +21,8 @@ class EngineEntry:
 
     Raises:
         UserError: for a name that is not 1 to 128 printable characters without spaces, a URL that is not
-            `http://host:port`, a negative weight version or rank, or adapters that are not 1 to 256 bytes of text each.
+            `http://host:port`, a negative weight version or rank, a key that is no
+            single printable word, or adapters that are not 1 to 256 bytes of text each.
     """
 
     name: str
@@ -37,6 +39,8 @@ class EngineEntry:
     server is one engine, and shares requests out among its ranks itself."""
     max_model_len: int | None = None
     """Most tokens that one of its sequences can have; None: not known."""
+    api_key: str | None = field(default=None, repr=False)
+    """Key that the router sends to it as `Authorization: Bearer`; None: none. `GET /router/engines` never shows it."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -46,6 +50,8 @@ class EngineEntry:
             whole_number(self.dp_rank, f"engine {self.name}: dp_rank")
         if self.max_model_len is not None and self.max_model_len < 1:
             raise UserError(f"engine {self.name}: max_model_len must be at least 1, got {self.max_model_len}")
+        if self.api_key is not None and not _KEY.fullmatch(self.api_key):
+            raise UserError(f"engine {self.name}: api_key must be 1 to 1024 printable ASCII characters without spaces")
         for adapter in self.adapters or ():
             if not 1 <= len(adapter.encode()) <= _MAX_ADAPTER:
                 raise UserError(f"engine {self.name}: an adapter's name has 1 to {_MAX_ADAPTER} bytes, got {adapter!r}")

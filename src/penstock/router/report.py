@@ -60,6 +60,8 @@ def _engine(dispatcher: Dispatcher, engine: Engine, view: EngineView) -> dict[st
         "dp_rank": entry.dp_rank,
         "down": engine.down,
         "breaker_openings": engine.openings,
+        "dead_answers": engine.dead_answers,
+        "failure": engine.failure,
         "gate_closed": entry.name in dispatcher.gate.engines,
         "outstanding": view.outstanding,
         "outstanding_tokens": view.outstanding_tokens,
@@ -109,4 +111,5 @@ def families(dispatcher: Dispatcher) -> list[Family]:
         of_engines("gate_closed", "1 while its own gate is closed.", "gate_closed"),
         of_engines("down", "1 while the breaker is open.", "down"),
         of_engines("breaker_openings_total", "How often the breaker opened.", "breaker_openings"),
+        of_engines("dead_answers_total", "Answers that said that its core is dead.", "dead_answers", shared=False),
     ]

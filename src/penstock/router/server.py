@@ -8,12 +8,12 @@ import logging
 import re
 import socket
 import time
-from urllib.parse import unquote_to_bytes
 
 import orjson
 
 from penstock.config import RouterConfig, refuse_open_host
 from penstock.errors import StateError, UserError
+from penstock.router.access import Access
 from penstock.router.admin import AdminCall
 from penstock.router.client_connection import Call, ClientConnection
 from penstock.router.dispatcher import Dispatcher
@@ -21,24 +21,16 @@ from penstock.router.exchange import Exchange
 from penstock.router.head import RequestHead
 from penstock.router.loads import LoadBoard
 from penstock.router.metrics import Metrics
-from penstock.router.refusal import RefusalError
+from penstock.router.paths import check_data_path
 from penstock.router.sessions import SessionTable
 
 _BACKLOG = 4096
 _SWEEP_S = 0.25
 """How often deadlines are looked at. One timer for all: a timer for each request costs more than the request's head."""
 _MOST_TARGETS, _LONGEST_TARGET = 256, 512
-_CONTROL = frozenset(
-    b"/pause /resume /abort_requests /reset_prefix_cache /sleep /wake_up /collective_rpc /init_weight_transfer_engine "
-    b"/shutdown_weight_transfer_engine /start_weight_update /start_draft_weight_update /update_weights "
-    b"/finish_weight_update /update_weight_version /release_kv_cache_memory /reset_mm_cache /reset_encoder_cache "
-    b"/start_profile /stop_profile /scale_elastic_ep /fault_tolerance/apply /v1/load_lora_adapter "
-    b"/v1/unload_lora_adapter".split()
-)
-"""What changes the state of the one engine that gets it, and leaves the others as they were."""
-_OWN = {b"/router", b"/metrics"}
+_OWN = {b"/", b"/router", b"/metrics"}
 """The router's own endpoints besides those under `/router/`: any engine's metrics would be one of many."""
-_TRACE_ID = re.compile(rb"\n(?i:traceparent):[ \t]*[0-9A-Fa-f]{2}-([0-9A-Fa-f]{32})-")
+_TRACE_ID = re.compile(rb"[0-9A-Fa-f]{2}-([0-9A-Fa-f]{32})-")
 """W3C Trace Context, section 3.2: version, trace id, parent id, flags."""
 _access = logging.getLogger("penstock.router.access")
 
@@ -50,6 +42,7 @@ class Router:
         config: limits and the policy. With `access_log`, one JSON line a request goes to the logger
             `penstock.router.access`.
         api_key: asked for on every request but `GET /router/health`; None: nobody is asked.
+        admin_key: asked for where a call changes the router; None: `api_key` does.
         sessions: where sessions live, and
         loads: what is in flight, where several processes share them; see `Dispatcher`.
         reads_figures: whether this process asks engines how full they are.
@@ -63,16 +56,19 @@ class Router:
         config: RouterConfig | None = None,
         *,
         api_key: str | None = None,
+        admin_key: str | None = None,
         sessions: SessionTable | None = None,
         loads: LoadBoard | None = None,
         reads_figures: bool = True,
     ) -> None:
         self.config = config or RouterConfig()
-        self.api_key = None if api_key is None else api_key.encode()
+        self._keys = api_key, admin_key
+        self.access = self._access("")
         self.metrics = Metrics()
         self.dispatcher = Dispatcher(
             self.config, self.metrics, sessions=sessions, loads=loads, reads_figures=reads_figures
         )
+        self._added_paths = frozenset(path.encode() for path in self.config.data_paths.split(",") if path)
         self.clients: set[ClientConnection] = set()
         self._for_engines: set[bytes] = set()
         """Targets that were found to be passed on: nearly every request has one of a few."""
@@ -99,7 +95,8 @@ class Router:
             UserError: the address cannot be used.
         """
         host = self.config.host if host is None else host
-        refuse_open_host(host, self.api_key)
+        refuse_open_host(host, self._keys[0])
+        self.access = self._access(host)
         port = self.config.port if port is None else port
         loop = asyncio.get_running_loop()
         try:
@@ -125,25 +122,27 @@ class Router:
         await self.dispatcher.close()
 
     def call(self, client: ClientConnection, request: RequestHead) -> Call:
-        """What serves a request: the router itself under `/router`, an engine everything else but control.
+        """What serves a request: the router itself, or an engine.
 
         Raises:
-            RefusalError: 403, for a call that would change one engine of many and say that it went well.
+            RefusalError: 400, 403 or 404 for a path that no engine is asked for (`penstock.router.paths`), 403 for a
+                call to the router itself that comes from a web page.
         """
         target = request.target
         if target in self._for_engines:
             return Exchange(client, request, self.dispatcher)
         path = target.partition(b"?")[0]
-        if b"%" in path:  # the engine would decode it
-            path = unquote_to_bytes(path)
-        if path in _CONTROL or path.startswith((b"/penstock/weights/", b"/sim/")):
-            what = f"{path[:80].decode(errors='replace')} would reach one engine only"
-            raise RefusalError(403, "control_call", f"{what}; control goes to every engine by the fleet's own client")
-        if target.startswith(b"/router/") or target in _OWN:
+        if path in _OWN or path.startswith(b"/router/"):
+            self.access.check_page(request)
             return AdminCall(client, request, self.dispatcher)
+        check_data_path(path, self._added_paths)
         if len(self._for_engines) < _MOST_TARGETS and len(target) <= _LONGEST_TARGET:
             self._for_engines.add(target)
         return Exchange(client, request, self.dispatcher)
+
+    def _access(self, host: str) -> Access:
+        names = self.config.allowed_hosts.split(",")
+        return Access(*self._keys, host=host, allowed_hosts=names)
 
     def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
@@ -156,7 +155,7 @@ class Router:
 
 def _log(exchange: Exchange) -> None:
     request, engine = exchange.request, exchange.engine
-    trace = _TRACE_ID.search(request.forward)
+    trace = _TRACE_ID.match(request.traceparent)
     line = {
         "method": request.method.decode("latin-1"),
         "target": request.target.decode("latin-1"),

@@ -80,7 +80,7 @@ class Worker:
             case {"do": "ping"}:
                 pass
             case {"do": "prepare", **given}:
-                self._prepare(given["config"], given["api_key"])
+                self._prepare(given["config"], given["api_key"], given["admin_key"])
             case {"do": "serve"}:
                 await self._serving.start(sock=socket.socket(fileno=self._place.listening))
                 asyncio.get_running_loop().add_reader(self._bell.fd, self._rung)
@@ -110,13 +110,14 @@ class Worker:
             dispatcher.engine_refused(dispatcher.engines[engine])
             self._heard_of = ""
 
-    def _prepare(self, given: Mapping[str, Any], api_key: str | None) -> None:
+    def _prepare(self, given: Mapping[str, Any], api_key: str | None, admin_key: str | None) -> None:
         config = validate(RouterConfig, given)
         if config.access_log:
             logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
         router = Router(
             config,
             api_key=api_key,
+            admin_key=admin_key,
             sessions=self._sessions,
             loads=self._loads,
             reads_figures=self._place.process == 0,
