@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import subprocess
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_cli import END_S, PENSTOCK, environment
+from run_cli import END_S, PENSTOCK, environment, penstock
 
 from penstock.cli import train as train_module
 from penstock.cli.signals import Interrupted
@@ -47,6 +48,17 @@ def test_after_ctrl_c_it_says_how_far_it_is_and_the_command_that_goes_on(tmp_pat
     steps = (folder / "metrics.jsonl").read_text().count("\n")
     assert (done, steps >= 2) == (f"interrupted after step {steps}", True)
     assert shlex.split(command) == ["penstock", "train", "my run.yaml", "seed=3", "--resume"]
+
+
+@pytest.mark.parametrize("flags", [["--fresh"], ["--resume"], []], ids=str)
+def test_a_run_that_is_going_on_is_refused_and_its_process_named(tmp_path: Path, flags: list[str]) -> None:
+    (tmp_path / "run.yaml").write_text(FILE)
+    with RunFolder.lock(tmp_path / "runs" / "short"):
+        done = penstock("train", "run.yaml", *flags, cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"the run in runs/short is going on: it is held by process {os.getpid()} on " in " ".join(
+        done.stderr.split()
+    )
 
 
 def _interrupted(folder: Path, *args: str, when: Callable[[], bool]) -> str:

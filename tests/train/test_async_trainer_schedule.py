@@ -139,10 +139,25 @@ async def test_aborted_samples_are_asked_for_again_and_never_trained_on(tmp_path
 async def test_samples_that_are_aborted_time_and_again_are_left_out(tmp_path: Path) -> None:
     config = config_of("none", train={"steps": 1}, rollout={"max_tokens": 3}, eval={"size": 1})
     learner = CountingLearner()
-    await run(config, Aborting(lambda request, _: 1 if request > 1 else 0), learner, tmp_path / "one")
+    await run(config, Aborting(lambda request, _: 1 < request <= 13), learner, tmp_path / "one")
     assert [len(batch) for _, batch in learner.batches] == [12], "of each group of four one, three times"
-    with pytest.raises(StateError, match=r"every sample of step 1 was aborted 3 times: .* abort_generation"):
+    with pytest.raises(StateError, match=r"every sample of step 1 was aborted 3 times; .* abort_generation"):
         await run(config, Aborting(lambda request, n: n if request > 1 else 0), CountingLearner(), tmp_path / "all")
+
+
+async def test_an_aborted_evaluation_is_made_again(tmp_path: Path) -> None:
+    """A sample that was cut counted as not solved."""
+    config = config_of("none", train={"steps": 1}, rollout={"max_tokens": 3}, eval={"size": 8})
+
+    def aborting(first: int) -> Aborting:
+        engine = Aborting(lambda request, samples: samples if 2 <= request < first else 0)
+        engine._next_token = lambda *_: (33, -1.0)  # solved: a character of even code
+        return engine
+
+    await run(config, aborting(5), CountingLearner(), tmp_path / "some")
+    assert RunFolder.open(tmp_path / "some").evaluations() == {0: 1.0, 1: 1.0}
+    with pytest.raises(StateError, match=r"7 of 8 evaluation samples were aborted 3 times; .* abort_generation"):
+        await run(config, aborting(1000), CountingLearner(), tmp_path / "all")
 
 
 async def test_rollouts_go_on_while_the_learner_trains(tmp_path: Path) -> None:

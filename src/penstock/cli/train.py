@@ -39,16 +39,18 @@ def train(
     """
     from penstock.config import load_config  # noqa: PLC0415
     from penstock.errors import UserError  # noqa: PLC0415
+    from penstock.observe.run_folder import RunFolder  # noqa: PLC0415
 
     if resume and fresh:
         raise UserError("--resume goes on with a run and --fresh deletes it; give one of them")
     settings = load_config(config, overrides or [])
+    folder = settings.run_dir / settings.name
+    RunFolder.check_free(folder)  # `run` locks it; this is said before seconds of imports
     require_extra("train", "torch", "transformers", "safetensors", "matplotlib")
     check_port(settings.router.host, settings.router.port)
     if settings.fleet.engines:  # those of others run where they run
         check_engine(settings.engine)
     sys.path.append(str(Path.cwd()))  # for an environment of one's own
-    folder = settings.run_dir / settings.name
     found = _written(folder)
     try:
         _train(settings, resume=resume, fresh=fresh)

@@ -101,8 +101,7 @@ class RunFolder:
         Raises:
             UserError: another process holds the run, or the lock file cannot be written.
         """
-        folder = path.resolve()
-        file = folder.with_name(f".{folder.name}.lock")
+        file = _lock_file(path)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
@@ -113,12 +112,8 @@ class RunFolder:
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {_now()}\n".encode())
         except BlockingIOError:
-            holder = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
-            os.close(descriptor)
-            raise UserError(
-                f"the run in {path} is going on: it is held by {holder}; wait for its end, stop it, or choose another "
-                "name"
-            ) from None
+            with os.fdopen(descriptor, "rb") as held:
+                raise _going_on(path, held.read(1000)) from None
         except OSError as error:
             os.close(descriptor)
             raise UserError(f"cannot lock {file}: {error}; choose a run_dir on another file system") from error
@@ -129,6 +124,18 @@ class RunFolder:
             if descriptor in _locks:  # it is not in a forked child
                 _locks.remove(descriptor)
                 os.close(descriptor)
+
+    @staticmethod
+    def check_free(path: Path) -> None:
+        """Raise UserError where another process holds the run in `path`, as `lock` does; nothing is held after it."""
+        try:
+            with _lock_file(path).open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise _going_on(path, file.read(1000)) from None
+        except OSError:  # `lock` says what is wrong with the file
+            return
 
     @staticmethod
     def check_unused(path: Path) -> None:
@@ -278,6 +285,19 @@ class RunFolder:
             logger.removeHandler(handler)
             logger.setLevel(level)
             handler.close()
+
+
+def _lock_file(path: Path) -> Path:
+    folder = path.resolve()
+    return folder.with_name(f".{folder.name}.lock")
+
+
+def _going_on(path: Path, holder: bytes) -> UserError:
+    """`holder`: what the lock file says."""
+    named = holder.decode(errors="replace").strip() or "another process"
+    return UserError(
+        f"the run in {path} is going on: it is held by {named}; wait for its end, stop it, or choose another name"
+    )
 
 
 def _now() -> str:

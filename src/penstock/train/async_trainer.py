@@ -41,6 +41,7 @@ from penstock.types import SamplingParams, Trajectory, UpdateReport
 log = logging.getLogger(__name__)
 TRIES = 3
 """How often samples are asked for that come back aborted; then they are left out."""
+_PAUSE_INSTEAD = "end no requests by abort_generation while a run goes on: pause_generation keeps what is in flight"
 T = TypeVar("T")
 
 
@@ -258,8 +259,7 @@ class _Run:
             del self.groups[group]
         if not batch:
             raise StateError(
-                f"every sample of step {self.progress.step + 1} was aborted {TRIES} times: something calls "
-                "abort_generation again and again; pause generation instead, which keeps what is in flight"
+                f"every sample of step {self.progress.step + 1} was aborted {TRIES} times; {_PAUSE_INSTEAD}"
             )
         return batch
 
@@ -325,7 +325,16 @@ async def greedy_accuracy(generator: Generator, tasks: Sequence[Task], max_token
         generator: of the policy to judge.
         tasks: held out from training.
         max_tokens: bound on a response.
+
+    Raises:
+        StateError: responses were aborted time and again; an aborted one says nothing of the policy.
     """
     greedy = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    output = await generator.generate(GeneratorInput(tasks, sampling_params=greedy))
-    return sum(reward >= 1 for reward in output.rewards) / len(tasks)
+    solved, left = 0, list(tasks)
+    for _ in range(TRIES):
+        made = (await generator.generate(GeneratorInput(left, sampling_params=greedy))).trajectories
+        solved += sum(t.reward >= 1 for t in made if t.stop_reason != "abort")
+        left = [task for task, t in zip(left, made, strict=True) if t.stop_reason == "abort"]
+        if not left:
+            return solved / len(tasks)
+    raise StateError(f"{len(left)} of {len(tasks)} evaluation samples were aborted {TRIES} times; {_PAUSE_INSTEAD}")
