@@ -118,7 +118,7 @@ class World:
 
     def judge(self, exchange: Exchange, engine: Engine) -> None:
         """Note what is wrong with a placement, by what the router has been told."""
-        asked = self.asked[int(exchange.request.target[3:])]
+        asked = self.asked[int(exchange.request.target.partition(b"r=")[2])]
         entry = self.entries.get(engine.name)
         session = asked.session
         wrong = [

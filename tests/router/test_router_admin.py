@@ -80,7 +80,7 @@ async def test_the_admin_key_is_needed_to_change_the_router() -> None:
         ("PUT", "/router/engines"): b'{"epoch": 9, "engines": []}',
         ("POST", "/router/gate"): b'{"closed": false}',
         ("PUT", "/router/policy"): b'{"policy": "random"}',
-        ("POST", "/router/preview"): b"{}",
+        ("POST", "/router/choose"): b"{}",
         ("POST", "/router/sessions/finish"): b'{"session_id": "s"}',
         ("GET", "/router/engines"): b"",
         ("GET", "/metrics"): b"",

@@ -121,9 +121,8 @@ async def test_each_event_is_passed_on_at_once(*, process: bool) -> None:
 @both_loops
 async def test_a_request_body_is_streamed_once_it_is_too_long_to_keep(*, process: bool) -> None:
     async def early(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
-        chunks = read_chunks(reader)
-        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-First: " + await anext(chunks) + b"\r\n\r\n")
-        async for chunk in chunks:
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        async for chunk in read_chunks(reader):
             writer.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
         writer.write(b"0\r\n\r\n")
 
@@ -133,10 +132,12 @@ async def test_a_request_body_is_streamed_once_it_is_too_long_to_keep(*, process
         long = b"x" * REPLAY_LIMIT
         async with asyncio.timeout(60):
             await client.send(b"%x\r\n%b\r\n" % (len(long), long))
-            _, headers = await client.head()
-            assert value(headers, "x-first") == "a"
+            assert (await client.head())[0] == 200
             chunks = read_chunks(client.reader)
-            assert await anext(chunks) == long
+            echoed = b""
+            while len(echoed) <= len(long):
+                echoed += await anext(chunks)
+            assert echoed == b"a" + long
             for piece in (b"bc", b"d"):
                 await client.send(b"%x\r\n%b\r\n" % (len(piece), piece))
                 assert await anext(chunks) == piece

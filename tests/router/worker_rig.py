@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import psutil
-from router_rig import Backend, RawClient, Rig
+from router_rig import DATA_PATHS, Backend, RawClient, Rig
 
 from penstock.config import RouterConfig
 from penstock.router.admin_client import RouterAdmin
@@ -42,7 +42,7 @@ def running(pid: int) -> bool:
 async def hub_here(*answers: Any) -> AsyncIterator[Rig]:
     """The hub in this process, its workers in theirs."""
     async with AsyncExitStack() as stack:
-        hub = Hub(RouterConfig(workers=2, engine_metrics_interval_s=0))
+        hub = Hub(RouterConfig(workers=2, engine_metrics_interval_s=0, data_paths=DATA_PATHS, allowed_hosts="test"))
         stack.push_async_callback(hub.close)
         await hub.start()
         backends = [await Backend(answer, f"e{i}").start() for i, answer in enumerate(answers)]
