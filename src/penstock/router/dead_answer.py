@@ -1,7 +1,8 @@
 """Answers in which vLLM says that its engine core is dead, which its API server outlives by about a second.
 
 In vLLM 0.26 and 0.32 an answer is a 500 with the message of `EngineDeadError`; a stream, which has its 200 already,
-begins with an event that holds the same error. Any other error says something of the request and nothing of the engine.
+begins with an event that holds the same error, as Penstock's lines of progress do. Any other error says something of
+the request and nothing of the engine.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ _MESSAGE = "EngineCore encountered an issue"
 """How the message of vLLM's `EngineDeadError` begins."""
 _MOST = 16_384
 """Bytes of an answer that are looked at: such an error has about 200."""
+_LINES, _EVENTS = b"application/x-ndjson", b"text/event-stream"
+_LINE_END = re.compile(rb"\n")
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
 
 
@@ -42,16 +45,17 @@ def judge(response: ResponseHead, body: bytes) -> tuple[bool, str]:
         done = reader.done
         body = b"".join(payload)
     if _is_stream(response):
-        events = _EVENT_END.split(body, 1)
-        body = events[0].partition(b"data:")[2]
-        done = done or len(events) > 1
+        is_lines = response.content_type.startswith(_LINES)
+        first, *rest = (_LINE_END if is_lines else _EVENT_END).split(body, 1)
+        body = first if is_lines else first.partition(b"data:")[2]
+        done = done or bool(rest)
     if not done and len(body) < _MOST:
         return False, ""
     return True, _cause(body)
 
 
 def _is_stream(response: ResponseHead) -> bool:
-    return response.content_type.startswith(b"text/event-stream")
+    return response.content_type.startswith((_LINES, _EVENTS))
 
 
 def _cause(content: bytes) -> str:
@@ -62,7 +66,9 @@ def _cause(content: bytes) -> str:
     except orjson.JSONDecodeError:
         return ""
     match answer:
-        case {"error": {"message": str(message)}} if message.startswith(_MESSAGE):
+        case {"error": {"message": str(message)}} | {"answer": {"error": {"message": str(message)}}} if (
+            message.startswith(_MESSAGE)
+        ):
             return message
         case _:
             return ""

@@ -141,8 +141,7 @@ class Router:
         return Exchange(client, request, self.dispatcher)
 
     def _access(self, host: str) -> Access:
-        names = self.config.allowed_hosts.split(",")
-        return Access(*self._keys, host=host, allowed_hosts=names)
+        return Access(*self._keys, [host, *self.config.allowed_hosts.split(",")])
 
     def _sweep(self) -> None:
         loop = asyncio.get_running_loop()

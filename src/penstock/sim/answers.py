@@ -71,7 +71,9 @@ async def errors_as_vllm(request: web.Request, handler: Handler) -> web.StreamRe
         missing = isinstance(error, (ModelNotFoundError, AdapterNotFoundError))
         param = "model" if isinstance(error, ModelNotFoundError) else None
         return error_answer(str(error), *(("NotFoundError", 404) if missing else ("BadRequestError", 400)), param)
-    except (EngineDeadError, RefusedError, StateError) as error:
+    except EngineDeadError as error:
+        return error_answer(str(error).removeprefix(f"engine {error.engine}: "), "InternalServerError", 500)
+    except (RefusedError, StateError) as error:
         return error_answer(str(error), "InternalServerError", 500)
 
 

@@ -23,6 +23,9 @@ from penstock.types import PauseMode, Sample, SamplingParams
 if TYPE_CHECKING:
     from penstock.sim.telling import Part
 
+DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+"""How vLLM words it."""
+
 
 class SimEngine:
     """One engine. Every method may be called from any task of one event loop; nothing needs to be started.
@@ -206,7 +209,7 @@ class SimEngine:
         if self.death is not None:
             return
         self.faults.clear()
-        self.death = f"died ({kind.value}): {reason}"
+        self.death = f"{DEAD} ({kind.value}: {reason})"
         if self._on_death is not None:
             self._on_death(kind)
         for request in self._requests.values():

@@ -1,0 +1,171 @@
+"""An engine whose core is dead, and whose API server still answers: left out, reported, and no request lost to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from asyncio import StreamReader as Reader
+from asyncio import StreamWriter as Writer
+
+import aiohttp
+import pytest
+from router_rig import Answer, Backend, Rig, Seen, answer_name, eventually, read_chunks, reply, request, rig
+
+from penstock.router import dead_answer
+from penstock.router.exchange import REPLAY_LIMIT
+from penstock.router.head import parse_response
+from penstock.router.membership import EngineEntry
+from penstock.sim.config import SimConfig
+from penstock.sim.server import SimServer
+
+MESSAGE = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+ERROR = {"error": {"message": MESSAGE, "type": "InternalServerError", "param": None, "code": 500}}
+JSON = "Content-Type: application/json\r\n"
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
+both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def event(content: object) -> bytes:
+    return chunk(b"data: " + json.dumps(content).encode() + b"\n\n")
+
+
+def answers(*pieces: bytes) -> Answer:
+    """An engine that sends these, one after another; health checks fail, as they do once the core is dead."""
+
+    async def send(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        backend.health = "503 Service Unavailable"
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+    return send
+
+
+DEAD = reply(json.dumps(ERROR).encode(), "500 Internal Server Error", JSON)
+DEAD_STREAM = STREAM + event(ERROR) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+DYING = {
+    "plain": answers(DEAD),
+    "plain, in pieces": answers(DEAD[:40], DEAD[40:150], DEAD[150:]),
+    "stream": answers(DEAD_STREAM),
+    "stream, in pieces": answers(STREAM, *[DEAD_STREAM[i : i + 60] for i in range(len(STREAM), len(DEAD_STREAM), 60)]),
+}
+
+
+async def ask_until_broken(r: Rig, *, body: bytes = b"") -> None:
+    """Requests until the first engine, which is dying, has had one; each is answered by the other one."""
+    for _ in range(3):
+        answer = await (await r.client()).ask(body=body)
+        assert (answer.status, answer.body) == (200, b"e1")
+    assert len(r.backends[0].seen) == 1
+
+
+@both_loops
+@pytest.mark.parametrize("dying", DYING.values(), ids=DYING)
+async def test_a_dead_core_trips_the_breaker_and_loses_no_request(dying: Answer, *, process: bool) -> None:
+    async with rig(dying, answer_name, process=process, policy="round-robin") as r:
+        await ask_until_broken(r, body=b"x" * 1000)
+        assert [len(seen.body) for b in r.backends for seen in b.seen] == [1000] * 4
+        state = await r.settled()
+        assert [(e.down, e.dead_answers, e.failure) for e in state.engines] == [(True, 1, MESSAGE), (False, 0, "")]
+        text = await r.admin.metrics()
+        assert 'penstock_router_engine_dead_answers_total{engine="e0"} 1\n' in text
+        assert 'penstock_router_retries_total{reason="dead"} 1\n' in text
+        r.backends[0].answer, r.backends[0].health = answer_name, "200 OK"
+
+        async def back() -> bool:
+            return not (await r.admin.engines()).engines[0].down
+
+        await eventually(back)
+
+
+async def test_a_request_that_finds_two_dead_engines_is_refused() -> None:
+    async with rig(*[answers(DEAD)] * 3) as r:
+        answer = await (await r.client()).ask()
+        assert (answer.status, answer.header("x-penstock-error")) == (502, "engines_failed")
+        assert sorted(len(b.seen) for b in r.backends) == [0, 1, 1]
+
+
+async def test_a_request_too_long_to_keep_hears_why() -> None:
+    async with rig(answers(DEAD), answer_name, policy="round-robin") as r:
+        answer = await (await r.client()).ask(body=b"x" * (2 * REPLAY_LIMIT))
+        assert (answer.status, answer.header("x-penstock-error")) == (502, "engine_failed")
+        assert b"e0 is dead: EngineCore" in answer.body
+
+
+ORDINARY = {
+    "another 500": reply(
+        b'{"error": {"message": "CUDA out of memory", "code": 500}}', "500 Internal Server Error", JSON
+    ),
+    "the words inside": reply(
+        json.dumps({"error": {"message": f"bad prompt: {MESSAGE}"}}).encode(), "500 Internal Server Error", JSON
+    ),
+    "no JSON": reply(MESSAGE.encode(), "500 Internal Server Error"),
+    "a 400 with the words": reply(json.dumps(ERROR).encode(), "400 Bad Request", JSON),
+    "a 200 with the words": reply(json.dumps(ERROR).encode(), "200 OK", JSON),
+    "an empty 500": reply(b"", "500 Internal Server Error"),
+    "a long 500": reply(b"x" * 40_000, "500 Internal Server Error"),
+    "text with the words": STREAM + event({"choices": [{"text": MESSAGE}]}) + b"0\r\n\r\n",
+    "an empty stream": STREAM + b"0\r\n\r\n",
+    "other events": STREAM + chunk(b": ping\r\n\r\n") + b"0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("answer", ORDINARY.values(), ids=ORDINARY)
+async def test_any_other_error_is_passed_on_and_trips_nothing(answer: bytes) -> None:
+    async def send(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        writer.write(answer)
+
+    async with rig(send) as r:
+        client = await r.client()
+        for _ in range(2):
+            await client.send(request())
+            assert (await client.receive()).status == int(answer.split()[1])
+        state = await r.settled()
+        assert (state.engines[0].down, state.engines[0].dead_answers) == (False, 0)
+
+
+async def test_a_death_after_the_first_event_ends_the_stream_as_the_engine_ended_it() -> None:
+    first = event({"choices": [{"text": "a"}]})
+    dying = answers(STREAM + first, event(ERROR), chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+    async with rig(dying, answer_name, policy="round-robin") as r:
+        client = await r.client()
+        await client.send(request())
+        assert (await client.head())[0] == 200
+        events = [piece async for piece in read_chunks(client.reader)]
+        assert len(events) == 3
+        assert json.loads(events[1].removeprefix(b"data: ")) == ERROR
+
+
+async def test_simulated_engines_that_die_under_load_lose_nothing_unbegun() -> None:
+    config = SimConfig(tokens_per_second=400)
+    async with SimServer(config) as one, SimServer(config) as two, rig() as r, aiohttp.ClientSession() as session:
+        await r.announce([EngineEntry("one", one.url), EngineEntry("two", two.url)])
+
+        async def ask(number: int) -> tuple[int, bytes]:
+            body = {"model": "sim-model", "prompt": [1, 2, number], "max_tokens": 8, "stream": number % 2 == 0}
+            async with session.post(f"{r.url}/v1/completions", json=body) as answer:
+                return answer.status, await answer.content.readany()
+
+        async def load(worker: int) -> list[tuple[int, bytes]]:
+            return [await ask(100 * worker + i) for i in range(20)]
+
+        working = asyncio.gather(*[load(worker) for worker in range(8)])
+        await asyncio.sleep(0.1)
+        async with session.post(f"{one.url}/sim/fault", json={"kind": "core_death"}) as answer:
+            assert answer.status == 500  # it is dead at once
+        results = [result for results in await working for result in results]
+        assert {status for status, _ in results} == {200}
+        assert not any(first.startswith(b'data: {"error"') for _, first in results)
+        assert {e.name: e.down for e in (await r.admin.engines()).engines} == {"one": True, "two": False}
+
+
+def test_a_head_is_enough_only_for_what_is_no_suspect() -> None:
+    plain = parse_response(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", b"POST")
+    assert not dead_answer.is_suspect(plain)
+    assert not dead_answer.is_suspect(parse_response(DEAD[: DEAD.index(b"{")], b"HEAD"))
+    assert dead_answer.is_suspect(parse_response(DEAD[: DEAD.index(b"{")], b"POST"))
