@@ -80,6 +80,7 @@ class Pair:
         self.router.dispatcher.set_engines(1, [EngineEntry("e0", "http://127.0.0.1:9")])
         engine = self.router.dispatcher.engines["e0"]
         self.engines: list[tuple[EngineConnection, Wire]] = []
+        self.answered = 0
         for _ in range(connections):
             connection, wire = EngineConnection(engine), Wire()
             connection.connection_made(wire)

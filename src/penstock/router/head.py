@@ -217,6 +217,8 @@ def _response(head: bytes, *, to_head: bool) -> ResponseHead:
         raise RefusalError(502, "bad_engine_response", "only HTTP/1.1 and HTTP/1.0 are understood")
     response = ResponseHead()
     response.status = status = parser.get_status_code()
+    if status < HTTPStatus.CONTINUE:
+        raise RefusalError(502, "bad_engine_response", f"status {status} is none of HTTP")
     response.http_1_1 = response.keep_alive = head.startswith(b"HTTP/1.1 ")
     response.length = UNTIL_CLOSE
     _finish(response, _gather(read.fields, _RESPONSE_ROLES, response))

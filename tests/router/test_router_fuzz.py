@@ -1,0 +1,445 @@
+"""Differential fuzz: whatever is sent, the router reads what llhttp and h11 read, and an engine behind it nothing else.
+
+Each case is a valid message with seeded mutations, cut at random places. Requests go through a router whose engine is
+a uvicorn protocol parser before vLLM's route table; answers go through it to an h11 client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import h11
+import httptools
+import pytest
+import router_rig
+from starlette.routing import Match, Route
+from test_router_splits import Pair, Wire, cut, read
+
+from penstock.router.framing import ChunkedReader, FramingError
+from penstock.router.head import CHUNKED, UNTIL_CLOSE, RequestHead, parse_request, parse_response
+from penstock.router.paths import CONTROL_PATHS, DATA_PATHS, PRIVATE_PATHS
+from penstock.router.refusal import RefusalError
+
+CASES, MANY = 10_000, 1_000_000
+SEED = 20_261_123
+HOP_BY_HOP = b"connection keep-alive proxy-connection proxy-authorization te upgrade http2-settings".split()
+ENDS_HERE = {*HOP_BY_HOP, b"expect", b"trailer", b"authorization", b"x-api-key", b"x-data-parallel-rank"}
+FRAMING = {b"content-length", b"transfer-encoding"}
+TARGETS = [b"/v1/completions", b"/v1/chat/completions?a=b", b"/v1/models", b"/tokenize", b"/a", b"/b?c"]
+HEADS = [
+    b"Host: a", b"host:test:80", b"Content-Length: 5", b"Content-Length: 0", b"Transfer-Encoding: chunked",
+    b"Connection: close", b"Connection:", b"Connection: keep-alive,", b"Connection: , close", b"Connection: x-a, te",
+    b"Connection: content-length", b"X-A: 1", b"x-a: 2", b"X-Session-ID: s", b"Expect: 100-continue", b"Upgrade: h2c",
+    b"Authorization: Bearer k", b"X-API-Key: k", b"X-Data-Parallel-Rank: 1", b"TE: trailers", b"Trailer: X-T",
+    b"Keep-Alive: timeout=5", b"Accept: */*", b"Content-Type: application/json", b"X-Weight-Version: 0", b"Empty:",
+    b"Transfer-Encoding: gzip, chunked", b"Content-Length: 5, 5", b"Transfer-Encoding: identity",
+]  # fmt: skip
+FRAMES = [[], [b"Content-Length: 5"], [b"Transfer-Encoding: chunked"], [b"Transfer-Encoding: chunked"]]
+CHUNKS = [b"3\r\nabc\r\n", b"1;x=y\r\nd\r\n", b'2;a="b;c"\r\nef\r\n', b"00A\r\n0123456789\r\n"]
+ENDS = [b"0\r\n\r\n", b"0\r\nX-T: u\r\n\r\n", b"0;e\r\n\r\n", b"000\r\nA: b\r\nC:\r\n\r\n"]
+ODD = [
+    b"\r", b"\n", b"\r\n", b"\r\n\r\n", b" ", b"\t", b"\x00", b"\x0b", b"\x0c", b"\x1f", b"\x7f", b"\x80", b"\xff",
+    b":", b";", b",", b"=", b'"', b"\\", b"%0a", b"%2e", b"//", b"/./", b"/../", b"#", b"?", b"0", b"1", b"9", b"a",
+    b"f", b"-", b"+", b"x", b"HTTP/1.0", b"HTTP/1.1", b"0x", b"close", b"chunked", b"Content-Length: 3\r\n",
+    b"Transfer-Encoding: chunked\r\n", b"Connection: ,\r\n", b"GET /pause HTTP/1.1\r\nHost: a\r\n\r\n",
+]  # fmt: skip
+
+
+class Message(NamedTuple):
+    """A whole request as one reader sees it; names of fields in lower case, in order."""
+
+    method: bytes
+    target: bytes
+    fields: tuple[tuple[bytes, bytes], ...]
+    body: bytes
+
+
+def mutated(rng: random.Random, data: bytes) -> bytes:
+    raw = bytearray(data)
+    for _ in range(rng.choice([0, 0, 1, 1, 2])):
+        at = rng.randrange(len(raw) + 1)
+        match rng.randrange(6):
+            case 0:
+                raw[at:at] = rng.choice(ODD)
+            case 1:
+                raw[at : at + 1] = rng.choice(ODD)
+            case 2:
+                del raw[at : at + rng.randrange(1, 4)]
+            case 3:
+                raw[at : at + 1] = bytes([rng.randrange(256)])
+            case 4:
+                start = rng.randrange(len(raw) + 1)
+                raw[at:at] = raw[start : start + rng.randrange(20)]
+            case _:
+                raw[at:at] = b"\r\n" + rng.choice(HEADS) + b"\r\n"
+    return bytes(raw)
+
+
+def body_for(rng: random.Random, lines: list[bytes]) -> bytes:
+    joined = b"\r\n".join(lines).lower()
+    if b"chunked" in joined:
+        return b"".join(rng.choices(CHUNKS, k=rng.randrange(4))) + rng.choice(ENDS)
+    return b"hello" if b"content-length: 5" in joined else b""
+
+
+def request(rng: random.Random) -> bytes:
+    method = rng.choice([b"GET", b"POST", b"POST", b"PUT", b"DELETE", b"HEAD", b"OPTIONS"])
+    target = rng.choice([*TARGETS, *sorted(CONTROL_PATHS)[:3]])
+    lines = [b"Host: a", *rng.choice(FRAMES), *rng.sample(HEADS, rng.choice([0, 0, 1, 2, 4]))]
+    rng.shuffle(lines)
+    version = rng.choice([b"1.1", b"1.1", b"1.1", b"1.0"])
+    return b"%b %b HTTP/%b\r\n%b\r\n\r\n" % (method, target, version, b"\r\n".join(lines)) + body_for(rng, lines)
+
+
+def answer(rng: random.Random) -> bytes:
+    lines = [*rng.choice(FRAMES), *rng.sample(HEADS[2:], rng.choice([0, 0, 1, 2, 4]))]
+    status = rng.choice([b"200 OK", b"200 OK", b"404 Not Found", b"500 Oh", b"204 No Content", b"304 x", b"200 "])
+    version = rng.choice([b"1.1", b"1.1", b"1.1", b"1.0"])
+    interim = rng.choice([b"", b"", b"", b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early\r\nLink: a\r\n\r\n"])
+    return interim + b"HTTP/%b %b\r\n%b\r\n\r\n" % (version, status, b"\r\n".join(lines)) + body_for(rng, lines)
+
+
+# --- other readers ---------------------------------------------------------------------------------------------------
+
+
+class _Callbacks:
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.parser: Any = None
+        self.on_message_begin()
+
+    def on_message_begin(self) -> None:
+        self.url = self.body = b""
+        self.in_head = True
+        self.fields: list[tuple[bytes, bytes]] = []
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.in_head:  # and not a trailer
+            self.fields.append((name.lower(), value.strip(b" \t")))
+
+    def on_headers_complete(self) -> None:
+        self.in_head = False
+
+    def on_body(self, body: bytes) -> None:
+        self.body += body
+
+    def on_message_complete(self) -> None:
+        self.messages.append(Message(self.parser.get_method(), self.url, tuple(self.fields), self.body))
+
+
+def by_llhttp(data: bytes) -> tuple[list[Message], bool]:
+    """Complete requests, and whether the rest is bad or an upgrade."""
+    callbacks = _Callbacks()
+    callbacks.parser = httptools.HttpRequestParser(callbacks)
+    try:
+        callbacks.parser.feed_data(data)
+    except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+        return callbacks.messages, True
+    return callbacks.messages, False
+
+
+def by_h11(data: bytes) -> tuple[list[Message], bool]:
+    """Complete requests, and whether the rest is bad or another protocol."""
+    messages: list[Message] = []
+    connection = h11.Connection(h11.SERVER)
+    connection.receive_data(data)
+    head, body = None, b""
+    try:
+        while True:
+            event = connection.next_event()
+            if isinstance(event, h11.Request):
+                head, body = event, b""
+            elif isinstance(event, h11.Data):
+                body += event.data
+            elif isinstance(event, h11.EndOfMessage) and head is not None:
+                messages.append(Message(head.method, head.target, tuple(head.headers), body))
+                connection.send(h11.Response(status_code=200, headers=[("content-length", "0")]))
+                connection.send(h11.EndOfMessage())
+                if connection.our_state is h11.MUST_CLOSE:
+                    return messages, False
+                connection.start_next_cycle()
+            else:
+                return messages, event is h11.PAUSED
+    except h11.RemoteProtocolError:
+        return messages, True
+
+
+def passed_on(message: Message) -> tuple[tuple[bytes, bytes], ...]:
+    """The fields of a request that an engine is to get, framing apart."""
+    options = {
+        option.strip(b" \t").lower()
+        for name, value in message.fields
+        if name == b"connection"
+        for option in value.split(b",")
+    }
+    return tuple(field for field in message.fields if field[0] not in ENDS_HERE | FRAMING | options)
+
+
+ROUTES = [Route(path.decode(), lambda _: None) for path in sorted(DATA_PATHS | CONTROL_PATHS | PRIVATE_PATHS)]
+
+
+def route_of(target: bytes) -> str:
+    """The path that uvicorn and Starlette make of a target, and the route that it gets."""
+    from urllib.parse import unquote
+
+    path = unquote(httptools.parse_url(target).path.decode("ascii"))
+    scope = {"type": "http", "path": path, "method": "GET", "headers": []}
+    return next((route.path for route in ROUTES if route.matches(scope)[0] is not Match.NONE), path)
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
+
+
+def exchange(pieces: list[bytes]) -> tuple[bytes, bytes]:
+    """What engines get, in order, and what the client gets; each request is answered at once when it is complete."""
+    pair = Pair(connections=6)
+    sent = b""
+
+    def write(data: bytes) -> None:
+        nonlocal sent
+        sent += data
+
+    for _, wire in pair.engines:
+        wire.write = write  # type: ignore[method-assign]
+
+    def answer_one() -> bool:
+        messages = by_llhttp(sent)[0]
+        busy = [connection for connection, _ in pair.engines if connection.exchange is not None]
+        if not busy or len(messages) <= pair.answered:
+            return False
+        pair.answered = len(messages)
+        read(busy[0], OK if messages[-1].method == b"HEAD" else OK + b"ok")
+        return True
+
+    for piece in pieces:
+        if not pair.wire.closing:
+            pair.client.data_received(piece)
+        while answer_one():
+            pair.client._next()  # as the loop would
+    pair.client.connection_lost(None)
+    return sent, pair.wire.written
+
+
+def check_request(data: bytes, places: list[int], seen: Counter[str]) -> None:
+    """One case; `seen` counts what became of them, so that the fuzz is known to reach both sides of each judgement."""
+    to_engines, to_client = exchange(cut(data, places))
+    engine, bad = by_llhttp(to_engines)
+    assert not bad, "an engine finds what it gets malformed"
+    assert by_h11(to_engines) == (engine, False), "two engines read it in different ways"
+    given, gave_up = by_llhttp(data.lstrip(b"\r\n"))
+    wanted = [message for message in given if message.target.partition(b"?")[0] in SERVED]
+    seen["passed"] += len(engine)
+    seen["kept"] += len(given) - len(engine)
+    seen["bad"] += gave_up
+    assert len(engine) <= len(wanted)
+    for ours, theirs in zip(engine, wanted, strict=False):
+        assert (ours.method, ours.target, ours.body) == (theirs.method, theirs.target, theirs.body)
+        fields = tuple(field for field in ours.fields if field[0] not in FRAMING)
+        said = passed_on(theirs)
+        assert fields in {said, (*said, (b"host", b"localhost"))}
+        names = [name for name, _ in ours.fields]
+        assert names.count(b"host") == 1
+        assert sum(names.count(name) for name in FRAMING) <= 1
+        assert not ENDS_HERE.intersection(names)
+        assert route_of(ours.target).encode() in SERVED
+    assert to_client.count(b"HTTP/1.1 200 OK\r\n") >= len(engine)
+
+
+SERVED = DATA_PATHS | {path.encode() for path in router_rig.DATA_PATHS.split(",")}
+
+
+def check_request_head(data: bytes, seen: Counter[str]) -> None:
+    """The head alone: what is accepted is what h11 and llhttp read, with one end of the body."""
+    end = data.find(b"\r\n\r\n") + 4
+    head = data[:end]
+    if end < 4:
+        return
+    try:
+        request = parse_request(head)
+    except RefusalError as refusal:
+        seen[f"head {refusal.status}"] += 1
+        return
+    seen["head"] += 1
+    read_by_h11 = h11.Connection(h11.SERVER)
+    read_by_h11.receive_data(head)
+    event = read_by_h11.next_event()
+    assert isinstance(event, h11.Request), "accepted what h11 refuses"
+    assert (event.method, event.target) == (request.method, request.target)
+    check_end(data, end, request, seen)
+
+
+def check_end(data: bytes, end: int, request: RequestHead, seen: Counter[str]) -> None:
+    """Where the next message begins, for us and for llhttp."""
+    given, _ = by_llhttp(data)
+    if request.length != CHUNKED:
+        size = max(request.length, 0)
+        if given and len(data) >= end + size:
+            assert given[0].body == data[end : end + size]
+        return
+    payload: list[bytes] = []
+    reader = ChunkedReader(payload)
+    try:
+        stop = reader.feed(data, end)
+    except FramingError:
+        seen["bad chunks"] += 1
+        return
+    if reader.done:
+        seen["chunks"] += 1
+        assert given, "we found an end, llhttp did not"
+        assert given[0].body == b"".join(payload)
+        alone, _ = by_llhttp(data[:stop])
+        assert len(alone) == 1
+        assert by_llhttp(data[: stop - 1])[0] == []
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def pass_answer(pieces: list[bytes]) -> tuple[Wire, Wire]:
+    """The client's wire and the engine's, after an answer and the end of its connection."""
+    pair = Pair()
+    pair.client.data_received(b"POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\nx")
+    connection, wire = pair.engines[0]
+    for piece in pieces:
+        if not wire.closing and connection.exchange is not None:
+            read(connection, piece)
+    if connection.exchange is not None:
+        connection.connection_lost(None)
+    pair.client.connection_lost(None)
+    return pair.wire, wire
+
+
+def by_client(data: bytes, *, closed: bool) -> tuple[list[tuple[int, bytes]], bool]:
+    """Answers as h11's client reads them (status and body, body None if it is not whole), and whether all is well."""
+    client = h11.Connection(h11.CLIENT)
+    client.send(h11.Request(method="POST", target="/a", headers=[("host", "a"), ("content-length", "1")]))
+    client.send(h11.Data(data=b"x"))
+    client.send(h11.EndOfMessage())
+    client.receive_data(data)
+    if closed:
+        client.receive_data(b"")
+    whole: list[tuple[int, bytes]] = []
+    status, body = 0, b""
+    try:
+        while True:
+            event = client.next_event()
+            if isinstance(event, h11.Response):
+                status = event.status_code
+            elif isinstance(event, h11.Data):
+                body += event.data
+            elif isinstance(event, h11.EndOfMessage):
+                whole.append((status, body))
+                return whole, True
+            elif event is h11.NEED_DATA or isinstance(event, h11.ConnectionClosed):
+                return whole, True
+    except h11.RemoteProtocolError:
+        return whole, False
+
+
+class _Answer:
+    """An answer as llhttp reads it."""
+
+    def __init__(self) -> None:
+        self.body = b""
+        self.done = False
+
+    def on_body(self, body: bytes) -> None:
+        self.body += body
+
+    def on_message_complete(self) -> None:
+        self.done = True
+
+
+def check_answer(data: bytes, places: list[int], seen: Counter[str]) -> None:
+    client, engine = pass_answer(cut(data, places))
+    whole, well = by_client(client.written, closed=client.closing)
+    if b"X-Penstock-Error: " in client.written or not client.written:
+        seen["answers refused"] += 1
+        return
+    seen["answers passed"] += 1
+    assert well or client.closing, "a client cannot read what it gets"
+    direct, direct_well = by_client(data, closed=True)
+    if whole and direct_well and direct:
+        seen["answers whole"] += 1
+        assert whole == direct[:1]
+    assert client.written.count(b"\r\n\r\n") >= 1
+    assert engine is not client
+
+
+def check_answer_head(data: bytes, seen: Counter[str]) -> None:
+    end = data.find(b"\r\n\r\n") + 4
+    if end < 4:
+        return
+    try:
+        response = parse_response(data[:end], b"POST")
+    except RefusalError:
+        seen["answer heads refused"] += 1
+        return
+    seen["answer heads"] += 1
+    told = response.to_client()
+    reference = _Answer()
+    parser = httptools.HttpResponseParser(reference)
+    with suppress(httptools.HttpParserUpgrade):
+        parser.feed_data(told)
+    assert parser.get_status_code() == response.status
+    assert parse_response(told, b"POST").length == response.length
+    assert parse_response(told, b"POST").to_client() == told, "what is written reads as it was meant"
+    assert (
+        reference.done == (response.length == 0) or response.length in {CHUNKED, UNTIL_CLOSE} or response.status < 200
+    )
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+async def fuzz(cases: int, seed: int) -> Counter[str]:
+    """Half of the cases are requests, half are answers; each is read as a head and passed through a router."""
+    rng = random.Random(seed)
+    seen: Counter[str] = Counter()
+    for number in range(cases):
+        data = request(rng) if number % 2 else answer(rng)
+        if number % 8 == 1:
+            data += request(rng)
+        data = mutated(rng, data)
+        places = [rng.randrange(500) for _ in range(rng.randrange(3))]
+        try:
+            if number % 2:
+                check_request_head(data, seen)
+                check_request(data, places, seen)
+            else:
+                check_answer_head(data, seen)
+                check_answer(data, places, seen)
+        except Exception as error:  # the case has to be named, whatever fails in it
+            raise AssertionError(f"case {number} of seed {seed}, cut at {places}: {data!r}") from error
+        if number % 500 == 0:
+            await asyncio.sleep(0)  # what the router left for the loop
+    return seen
+
+
+BOTH_SIDES = {
+    "passed", "kept", "bad", "head", "head 400", "head 501", "head 505", "chunks", "bad chunks", "answers refused",
+    "answers passed", "answers whole", "answer heads", "answer heads refused",
+}  # fmt: skip
+
+
+async def test_no_mutation_is_read_in_two_ways() -> None:
+    seen = await fuzz(CASES, SEED)
+    assert set(seen) >= BOTH_SIDES
+    assert min(seen[what] for what in BOTH_SIDES) >= 10, seen
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+async def test_no_mutation_of_very_many_is_read_in_two_ways() -> None:
+    for seed in range(MANY // CASES):
+        await fuzz(CASES, seed)
