@@ -25,6 +25,8 @@ BAD_BODIES = {
     "folded trailer": b"0\r\nA: b\r\n c\r\n\r\n",
     "trailer without colon": b"0\r\nab\r\n\r\n",
     "trailer with a space before its colon": b"0\r\nA : b\r\n\r\n",
+    "length in a trailer": b"0\r\nContent-Length: 5\r\n\r\n",
+    "framing in a trailer": b"0\r\ntransfer-encoding: chunked\r\n\r\n",
     "endless size line": b"3;" + b"a" * 5000,
     "endless trailers": b"0\r\n" + b"A: b\r\n" * 3000 + b"\r\n",
 }

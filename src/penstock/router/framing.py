@@ -17,7 +17,9 @@ _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _CHUNK_SIZE = re.compile(
     rb"([0-9A-Fa-f]{1,15})(?:;" + _TOKEN + rb"(?:=(?:" + _TOKEN + rb'|"[\t !#-\[\]-~]*"))?)*'  # no escapes in quotes
 )
-_TRAILER = re.compile(_TOKEN + rb":[\t -~\x80-\xff]*")
+_FRAMING = rb"(?!(?i:content-length|transfer-encoding|trailer|connection|upgrade|te|host):)"
+_TRAILER = re.compile(_FRAMING + _TOKEN + rb":[\t -~\x80-\xff]*")
+"""No field that would say anew where the message ends (RFC 9110, 6.5.1)."""
 _MAX_LINE = 4096
 _MAX_TRAILERS = 8192
 
