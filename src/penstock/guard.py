@@ -21,14 +21,15 @@ HOSTS_ENV = "PENSTOCK_HOSTS"
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
 """Of an engine: what needs no key. Probes and scrapers have none; these change nothing and say nothing of a request."""
 
-DATA_PATHS = OPEN_PATHS | frozenset(
-    {
-        *("/v1/models", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"),
-        *("/tokenize", "/detokenize", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
-        *("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
-        *("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"),
-    }
-)
+_DATA = """
+    /v1/completions /v1/chat/completions /v1/chat/completions/batch /v1/responses /v1/messages
+    /v1/messages/count_tokens /v1/systemone /inference/v1/generate /generative_scoring
+    /v1/embeddings /v2/embed /pooling /classify /score /v1/score /rerank /v1/rerank /v2/rerank
+    /v1/audio/transcriptions /v1/audio/translations /v1/realtime /tokenize /detokenize /tokenizer_info
+    /v1/completions/render /v1/chat/completions/render /v1/responses/render /v1/messages/render
+    /v1/completions/derender /v1/chat/completions/derender /v1/models
+"""
+DATA_PATHS = OPEN_PATHS | frozenset(_DATA.split())
 """Of an engine: what a web page may call, where it has the key. Every other path counts as control."""
 
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]@/]+))(?::[0-9]*)?")

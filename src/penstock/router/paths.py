@@ -8,16 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+from penstock.guard import DATA_PATHS as ENGINE_PATHS
 from penstock.router.refusal import RefusalError, shown
 
-DATA_PATHS = frozenset(
-    b"/v1/completions /v1/chat/completions /v1/chat/completions/batch /v1/responses /v1/messages "
-    b"/v1/messages/count_tokens /v1/systemone /inference/v1/generate /generative_scoring "
-    b"/v1/embeddings /v2/embed /pooling /classify /score /v1/score /rerank /v1/rerank /v2/rerank "
-    b"/v1/audio/transcriptions /v1/audio/translations /tokenize /detokenize /tokenizer_info "
-    b"/v1/completions/render /v1/chat/completions/render /v1/responses/render /v1/messages/render "
-    b"/v1/completions/derender /v1/chat/completions/derender /v1/models /health /ping /version".split()
-)
+DATA_PATHS = frozenset(path.encode() for path in ENGINE_PATHS) - {b"/metrics", b"/v1/realtime"}
 """Any engine gives the same answer to these, and keeps nothing of them that a later call needs."""
 CONTROL_PATHS = frozenset(
     b"/pause /resume /abort_requests /inference/v1/abort_requests /reset_prefix_cache /reset_mm_cache "
