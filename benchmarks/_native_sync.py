@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import patch
 
 import requests
+from _engine_key import bearer
 
 Tensors = Sequence[tuple[str, Any]]
 DEADLINE_S = 120.0
@@ -26,7 +29,7 @@ class Native:
 
     def _all(self, path: str, body: Any = None) -> None:
         def call(url: str) -> None:
-            requests.post(url + path, json=body, timeout=DEADLINE_S).raise_for_status()
+            requests.post(url + path, json=body, headers=bearer(), timeout=DEADLINE_S).raise_for_status()
 
         list(self._pool.map(call, self._urls))
 
@@ -63,7 +66,7 @@ class NativeNccl(Native):
         def join(place: int) -> None:
             info = {**at, "rank_offset": 1 + place * ranks_of_one}
             url = urls[place] + "/init_weight_transfer_engine"
-            requests.post(url, json={"init_info": info}, timeout=DEADLINE_S).raise_for_status()
+            requests.post(url, json={"init_info": info}, headers=bearer(), timeout=DEADLINE_S).raise_for_status()
 
         joining = [threading.Thread(target=join, args=(place,)) for place in range(len(urls))]
         for thread in joining:
@@ -101,7 +104,9 @@ class NativeIpc(Native):
         from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine  # noqa: PLC0415
 
         (url,) = self._urls
-        return self._round(
-            lambda: IPCWeightTransferEngine.trainer_send_weights(iter(tensors), {"send_mode": "http", "url": url}),
-            clear_cache=clear_cache,
-        )
+        # vLLM's sender knows no key.
+        with patch("requests.post", functools.partial(requests.post, headers=bearer())):
+            return self._round(
+                lambda: IPCWeightTransferEngine.trainer_send_weights(iter(tensors), {"send_mode": "http", "url": url}),
+                clear_cache=clear_cache,
+            )

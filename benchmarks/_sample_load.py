@@ -15,6 +15,8 @@ import random
 import sys
 from typing import Any
 
+from _engine_key import key
+
 from penstock.engine.data import DataClient
 from penstock.types import SamplingParams
 
@@ -27,7 +29,7 @@ class Clients:
 
     async def round(self, order: dict[str, Any]) -> int:
         """Tokens of all answers of a round."""
-        clients = [self._of.setdefault(url, DataClient(url)) for url in order["urls"]]
+        clients = [self._of.setdefault(url, DataClient(url, api_key=key())) for url in order["urls"]]
         left = iter(range(order["requests"]))
 
         async def worker() -> int:

@@ -17,6 +17,7 @@ import sys
 import time
 
 import aiohttp
+from _engine_key import bearer
 
 TOKENS = (800, 2400)
 VOCAB_USED = 1000
@@ -79,7 +80,7 @@ async def main() -> None:
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     async with aiohttp.ClientSession(
-        timeout=timeout, connector=aiohttp.TCPConnector(limit=0), read_bufsize=2**20
+        headers=bearer(), timeout=timeout, connector=aiohttp.TCPConnector(limit=0), read_bufsize=2**20
     ) as session:
         streams = [asyncio.create_task(load.stream(session, number)) for number in range(int(requests))]
         while (command := (await reader.readline()).decode().strip()) not in {"", "end"}:

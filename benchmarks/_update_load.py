@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from _closed_loop import ClosedLoop
+from _engine_key import key
 
 from penstock.engine import wire
 from penstock.engine.data import GENERATE
@@ -32,7 +33,7 @@ class Load:
     """Clients of a fleet, and of the same engines as the naive loop's clients see them."""
 
     def __init__(self, fleet: Fleet, urls: Sequence[str]) -> None:
-        self.https = [HttpTransport(url) for url in urls]
+        self.https = [HttpTransport(url, api_key=key()) for url in urls]
         self._fleet = fleet
         self._thrown_away = self._requeued = 0
         self._loop = ClosedLoop(self.ask, 0)

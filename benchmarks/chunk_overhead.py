@@ -103,7 +103,10 @@ async def measure(fleet: Fleet, concurrent: int, rounds: int) -> dict[int, list[
     runs: dict[int, list[Run]] = {chunk: [] for chunk in (OWN, *CHUNKS)}
     (status,) = await fleet.engines()
     (engine,) = [p for p in psutil.Process().children() if status.url.rpartition(":")[2] in p.cmdline()]
-    clients = {chunk: DataClient(status.url, stream_chunk_tokens=chunk, routed=False) for chunk in runs}
+    clients = {
+        chunk: DataClient(status.url, api_key=fleet.key_of(status.name), stream_chunk_tokens=chunk, routed=False)
+        for chunk in runs
+    }
     await turn(clients[OWN], engine, concurrent, 0)  # warms kernels up
     for number in range(rounds):
         for chunk in random.Random(number).sample(list(runs), len(runs)):

@@ -26,6 +26,7 @@ from typing import Any
 
 import _common
 import _dummy_models
+import _engine_key
 from _line_process import LineProcess
 
 from penstock.fleet.fleet import Fleet
@@ -111,7 +112,7 @@ async def measure(args: Any, fleet: Fleet, load: Load, rows: list[_common.Row]) 
         case = f"{concurrent} concurrent, {len(engines)} engines, {args.tokens} tokens on average, tokens/s"
         await row(case, Side([fleet.url], concurrent), Side(engines, concurrent), BAR)
     if "scaling" in args.measure:
-        async with Fleet.connect(engines[:1]) as one:
+        async with Fleet.connect(engines[:1], api_key=_engine_key.key()) as one:
             case = f"128 concurrent, 1 engine, {args.tokens} tokens on average, tokens/s"
             await row(case, Side([one.url], 128), Side(engines[:1], 128), BAR)
             for each in args.each:
@@ -156,6 +157,7 @@ async def main() -> int:
             profile=args.profile, load_format="dummy" if made_up else "auto", max_num_seqs=256,
             max_model_len=round(args.tokens * (1 + args.spread)) + PROMPT_ROOM,
         ) as fleet:  # fmt: skip
+            _engine_key.share(fleet)
             load, rows = Load(args.clients, args.tokens, args.spread), list[_common.Row]()
             whole = False
             try:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import _common
+import _engine_key
 import _routers
 import psutil
 
@@ -139,7 +140,7 @@ async def measure(urls: Sequence[str], side: str, made: Trace, name: str) -> Rou
         if peer:
             router = stack.enter_context(_routers.peer(peer, (), "--policy", policy))
             options = {"kind": PEER, "url": f"http://127.0.0.1:{router.port}"}
-        fleet = await stack.enter_async_context(Fleet.connect(urls, **options))
+        fleet = await stack.enter_async_context(Fleet.connect(urls, api_key=_engine_key.key(), **options))
         await fleet.reset_prefix_cache()
         queries, hits = await prefix_tokens(urls)
         processor = processor_seconds()
@@ -186,6 +187,7 @@ async def main() -> int:
         kv_cache_memory_bytes=kv_tokens * KV_TOKEN_BYTES,
         extra_args={"hf-overrides": f'{{"max_position_embeddings": {MAX_MODEL_LEN}}}'},
     ) as launched:
+        _engine_key.share(launched)
         urls = [engine.url for engine in await launched.engines()]
         await measure(urls, "round-robin", traces[0][:4], "warm-up")
         for number, made in enumerate(traces):

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import _common
+import _engine_key
 import aiohttp
 import torch
 from _closed_loop import made
@@ -104,10 +105,12 @@ class Bench:
     def __init__(self, fleet: Fleet, urls: list[str]) -> None:
         self.fleet = fleet
         self.model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-        self.controls = [ControlClient(f"e{i}", url) for i, url in enumerate(urls)]
+        _engine_key.share(fleet)
+        key = _engine_key.key()
+        self.controls = [ControlClient(f"e{i}", url, api_key=key) for i, url in enumerate(urls)]
         self.load = Load(fleet.url, urls)
         self._urls = urls
-        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(ANSWER_S))
+        self._http = aiohttp.ClientSession(headers=_engine_key.bearer(), timeout=aiohttp.ClientTimeout(ANSWER_S))
         self._cores: list[str] = []
 
     async def close(self) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 
 import _common
 import _dummy_models
+import _engine_key
 import requests
 import torch
 from _line_process import LineProcess
@@ -157,6 +158,7 @@ async def ours(fleet: Fleet, tensors: list[tuple[str, Any]], kv: KV) -> dict[str
 
 async def measure(args: Any, fleet: Fleet, tensors: list[tuple[str, Any]], found: Found) -> None:
     """Rounds of every side, turn by turn."""
+    _engine_key.share(fleet)
     urls = [engine.url for engine in await fleet.engines()]
     native, peers = _sides(args, urls, tensors)
     with closing(peers) if peers is not None else nullcontext():

@@ -36,9 +36,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+LIVE_KEY = "of-the-engine-of-these-tests"
+
+
 @dataclass
 class LiveEngine:
     """A real vLLM CPU engine, and what it has served."""
+
+    key = LIVE_KEY
 
     engine: HTTPEngine
     process: EngineProcess
@@ -73,8 +78,9 @@ async def live(nano_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Asy
     options = {"model": str(nano_path), "max_model_len": 512, "dtype": "float32"}
     extra_args = {**tools, **given.get("extra_args", {})}
     config = EngineConfig(**{**options, **given, "extra_args": extra_args})
-    process = await EngineProcess.launch(config, name="live", log_dir=tmp_path_factory.mktemp("logs"))
-    engine = await HTTPEngine.connect(process.url, name="live")
+    logs = tmp_path_factory.mktemp("logs")
+    process = await EngineProcess.launch(config, name="live", log_dir=logs, api_key=LIVE_KEY)
+    engine = await HTTPEngine.connect(process.url, name="live", api_key=LIVE_KEY)
     yield LiveEngine(engine, process, _history(nano_path), nano_path)
     await engine.teardown()
     await process.stop()

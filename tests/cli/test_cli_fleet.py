@@ -60,9 +60,8 @@ def test_engines_are_added_drained_removed_and_replaced_without_a_key(
     assert [line.split()[:2] for line in table.splitlines()[2:]] == [
         ["e0", "stopped"], ["e1", "stopped"], ["e2", "serving"], ["e3", "serving"],
     ]  # fmt: skip
-    with serving(tmp_path / "log", *SERVE[:3], "--port", "0", PENSTOCK_API_KEY="secret") as other:
-        (own,) = json.loads(penstock("fleet", "list", "--json", "--url", other.url).stdout)["members"]
-        assert fleet("add", "--attach", f"{own['url']}#dp=1") == "serving: e4"
+    with serving(tmp_path / "log", "sim", "--port", "0", PENSTOCK_API_KEY="secret") as other:
+        assert fleet("add", "--attach", f"{other.url}#dp=1") == "serving: e4"
         assert fleet("remove", "e4") == "e4 has left"
         assert OpenAI(base_url=f"{other.url}/v1", api_key="secret").models.list().data, "it runs on"
     client = OpenAI(base_url=f"{server.url}/v1", api_key="secret")

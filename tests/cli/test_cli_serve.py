@@ -43,10 +43,10 @@ def test_an_openai_client_is_served(server: Server) -> None:
     assert "".join(chunk.choices[0].text for chunk in streamed if chunk.choices)
 
 
-def test_the_key_is_asked_for(server: Server) -> None:
+def test_the_key_is_asked_for(server: Server, tmp_path: Path) -> None:
     with pytest.raises(AuthenticationError):
         OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0).models.list()
-    done = penstock("status", server.url)
+    done = penstock("status", server.url, PENSTOCK_RUNTIME_DIR=str(tmp_path))  # else its holder tells the key
     assert done.returncode == 1
     assert "set PENSTOCK_API_KEY" in done.stderr
 

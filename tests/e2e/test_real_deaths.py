@@ -136,7 +136,7 @@ async def until_made(fleet, tokens):
 async def serves_the_weights_in_force(fleet, history, member):
     """Its label, its checksum against its peer's, and the logprobs of what it makes itself."""
     assert len(set(await fleet.collective_rpc("penstock_checksum"))) == 1
-    engine = await HTTPEngine.connect(member.url)
+    engine = await HTTPEngine.connect(member.url, api_key=member.api_key)
     assert engine.weight_version == fleet.weight_version
     (sample,) = await engine.sample([9, 8, 7], 1, replace(LONG, max_tokens=50))
     assert set(sample.versions()) == {fleet.weight_version}

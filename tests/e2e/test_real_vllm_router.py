@@ -28,11 +28,13 @@ LONG = SamplingParams(max_tokens=150, ignore_eos=True, detokenize=False)
 async def fleet(live, tmp_path):
     async with (
         vllm_router(tmp_path / "router.log") as url,
-        Fleet.connect([live.process.url], kind="vllm-router", url=url) as fleet,
+        Fleet.connect([live.process.url], kind="vllm-router", url=url, api_key=live.key) as fleet,
     ):
         yield fleet
     await live.engine.teardown()
-    live.engine = await HTTPEngine.connect(live.process.url, name="live")  # its version is another one now
+    live.engine = await HTTPEngine.connect(
+        live.process.url, name="live", api_key=live.key
+    )  # its version is another one now
 
 
 async def test_every_token_is_exact_and_in_flight_updates_lose_none(fleet, live):

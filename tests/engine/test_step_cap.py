@@ -195,7 +195,7 @@ async def prompts(live: Any, seed: int) -> float:
     url = live.engine.control.url
     chance = random.Random(seed)
     prompts = [[chance.randrange(2, 100) for _ in range(500)] for _ in range(40)]
-    async with aiohttp.ClientSession(url) as session:
+    async with aiohttp.ClientSession(url, headers={"Authorization": f"Bearer {live.key}"}) as session:
         before = await steps_of(session)
         body = {"model": str(live.model_path), "prompt": prompts, "max_tokens": 1}
         async with session.post("/v1/completions", json=body) as answer:

@@ -296,7 +296,7 @@ async def test_bytes_that_changed_on_the_way_are_refused(live):
 
 async def test_no_step_of_an_update_waits_for_the_api_server(live):
     """It stands still: behind the tokens of many streams it would only be slow."""
-    engine, control = live.engine, ControlClient("live", live.process.url, timeout_s=20)
+    engine, control = live.engine, ControlClient("live", live.process.url, api_key=live.key, timeout_s=20)
     model, version = changed(live.history.latest, 25), engine.weight_version + 1
     manifest = engine._store.publish(version, model.named_parameters())
     await control.info()
@@ -322,7 +322,7 @@ async def test_no_step_of_an_update_waits_for_the_api_server(live):
 
 @pytest.mark.parametrize("way", ["the core", "the API server"])
 async def test_by_either_way_deltas_are_checked_against_what_is_in_force(live, way, tmp_path):
-    engine, control = live.engine, ControlClient("live", live.process.url, timeout_s=60)
+    engine, control = live.engine, ControlClient("live", live.process.url, api_key=live.key, timeout_s=60)
     store = DeltaStore(tmp_path)
     if way == "the core":
         await control.info()  # else nobody has told where it listens

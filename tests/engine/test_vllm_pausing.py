@@ -29,7 +29,7 @@ exact = pytest.mark.skipif("PENSTOCK_TEST_ENGINE" in os.environ, reason="on GPUs
 @pytest.fixture
 async def client(live):
     url = f"{live.engine.control.url}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+    async with openai.AsyncOpenAI(base_url=url, api_key=live.key, max_retries=0, timeout=60) as client:
         yield client
 
 
@@ -54,7 +54,8 @@ async def tokens(live, **sampling):
     params = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": 0, **sampling}
     url = f"{live.engine.control.url}/inference/v1/generate"
     body = {"token_ids": PROMPT, "sampling_params": params}
-    async with aiohttp.ClientSession() as session, session.post(url, json=body) as answer:
+    key = {"Authorization": f"Bearer {live.key}"}
+    async with aiohttp.ClientSession(headers=key) as session, session.post(url, json=body) as answer:
         return (await answer.json())["choices"], json.loads(answer.headers.get("X-Penstock-Weight-Versions", "null"))
 
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.vllm
 
 MANIFEST = WeightManifest(4, "shared_memory", {"path": "/nowhere"}, ())
 GROUP = {
-    "address": "127.0.0.1", "port": 1, "world_size": 2, "rank_offset": 1, "epoch": "a", "backend": "gloo",
+    "address": "127.0.0.1", "port": 1, "world_size": 2, "rank_offset": 1, "epoch": "a", "backend": "tcp", "key": "k",
     "timeout_s": 1.0,
 }  # fmt: skip
 

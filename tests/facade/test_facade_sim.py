@@ -203,7 +203,7 @@ def test_an_adapter_survives_the_engine_that_had_it(service):
 
     async def unload():
         for engine in await service.fleet.engines():
-            http = HttpTransport(engine.url)
+            http = HttpTransport(engine.url, api_key=service.fleet.key_of(engine.name))
             await http.call("POST", "/v1/unload_lora_adapter", b'{"lora_name": "tone"}', timeout_s=5)
             await http.close()
 

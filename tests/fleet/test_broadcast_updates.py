@@ -57,7 +57,7 @@ def broadcast(fleet: Fleet) -> Any:
 
 
 async def fault(fleet: Fleet, index: int, **what: Any) -> None:
-    http = HttpTransport(fleet._roster.members[index].url)
+    http = HttpTransport(fleet._roster.members[index].url, api_key=fleet.key_of(f"e{index}"))
     await http.post("/sim/fault", what, timeout_s=30.0)
     await http.close()
 

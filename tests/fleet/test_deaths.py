@@ -39,7 +39,7 @@ async def mortal(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Flee
 
 
 async def fault(member: Member, **fields: object) -> None:
-    http = HttpTransport(member.url)
+    http = HttpTransport(member.url, api_key=member.api_key)
     try:
         await http.post("/sim/fault", fields, timeout_s=30.0)
     finally:
@@ -90,7 +90,7 @@ async def returned(fleet: Fleet, member: Member, before: int) -> None:
 async def serves_the_weights_in_force(fleet: Fleet, member: Member) -> None:
     """Asked itself, past the router: its label, and the tokens it makes."""
     assert (await member.control.info()).weight_version == fleet.weight_version
-    engine = DataClient(member.url)
+    engine = DataClient(member.url, api_key=member.api_key)
     try:
         (sample,) = await engine.sample([3, 1, 4], 1, SHORT)
     finally:

@@ -207,7 +207,7 @@ async def test_an_engine_that_does_not_start_is_said_and_the_others_serve(
 
 
 async def test_engines_of_others_cannot_be_added_to_but_can_leave(fleet: Fleet) -> None:
-    async with Fleet.connect([status.url for status in await fleet.engines()]) as found:
+    async with Fleet.connect([s.url for s in await fleet.engines()], api_key=fleet.key_of("e0")) as found:
         with pytest.raises(StateError, match="were started by someone else"):
             await found.add_engines()
         await found.remove("e1")

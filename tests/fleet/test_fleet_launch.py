@@ -19,8 +19,10 @@ from sim_fleets import SIM, check, check_serves, children, engine_process, in_fl
 from penstock import Fleet, SamplingParams
 from penstock.config import EngineConfig, FleetConfig, RouterConfig
 from penstock.engine.data import DataClient
+from penstock.engine.transport import HttpTransport
 from penstock.errors import ConfigError, EngineDeadError, EngineHTTPError, EngineStartError, StateError
 from penstock.fleet.lifecycle import State
+from penstock.router.admin_client import RouterAdmin
 
 LAUNCHER = """
 import asyncio, signal, sys
@@ -280,3 +282,46 @@ async def test_when_the_launcher_ends_nothing_is_left(number: signal.Signals, tm
             launcher.kill()
     _, left = await asyncio.to_thread(psutil.wait_procs, family, timeout=60.0)
     assert left == []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_engines_and_router_obey_their_fleet_alone(tmp_path: Path, workers: int) -> None:
+    """Another user of the machine has no key, and a client's key is no key to an engine."""
+    options = {**SIM, "api_key": "of-clients", "log_dir": tmp_path, "workers": workers}
+    async with Fleet.launch("sim-model", engines=1, **options) as fleet:
+        (engine,) = await fleet.engines()
+        key = fleet.key_of(engine.name)
+        assert key is not None
+        assert len(key) >= 43
+        await check_serves(fleet, engines=1)
+        await fleet.update_weights([("w", torch.ones(4))])
+        for given in (None, "of-clients"):
+            stranger = HttpTransport(engine.url, api_key=given)
+            for path in ("/pause", "/collective_rpc", "/penstock/weights/prepare", "/sim/fault", "/v1/completions"):
+                with pytest.raises(EngineHTTPError) as refused:
+                    await stranger.post(path, {}, timeout_s=10)
+                assert refused.value.status == 401, (path, given)
+            await stranger.close()
+        for given, status in (("of-clients", 401), ("wrong", 401)):
+            admin = RouterAdmin(fleet.url, given)
+            for call in (admin.gate(True), admin.set_engines(10**6, ()), admin.set_policy("random")):  # noqa: FBT003
+                with pytest.raises(EngineHTTPError) as refused:
+                    await call
+                assert refused.value.status == status
+            await admin.close()
+        reader = RouterAdmin(fleet.url, "of-clients")
+        assert key not in str(await reader.engines())
+        await reader.close()
+        http = HttpTransport(fleet.url, api_key="of-clients")
+        assert key not in await http.get_text("/router/engines", timeout_s=10)
+        assert key not in await http.get_text("/router/metrics", timeout_s=10)
+        await http.close()
+        family = psutil.Process().children(recursive=True)
+        assert key not in str([process.cmdline() for process in family])
+        assert key not in f"{fleet._roster.members}{fleet._roster.members[0].entries()}{await fleet.engines()}"
+    assert [file.name for file in tmp_path.rglob("*") if file.is_file() and key in file.read_text()] == []
+
+
+async def test_two_fleets_have_two_keys() -> None:
+    async with Fleet.launch("sim-model", **SIM) as one, Fleet.launch("sim-model", **SIM) as other:
+        assert one.key_of("e0") != other.key_of("e0")

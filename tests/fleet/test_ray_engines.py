@@ -20,6 +20,7 @@ from penstock import Fleet, SamplingParams
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, EngineError, EngineStartError
 from penstock.fleet.lifecycle import State
+from penstock.fleet.ray_actor import ActorPlan, EngineActor
 from penstock.fleet.ray_engines import bundle_of, capacity
 from penstock.fleet.ray_link import RayLink
 from penstock.leftovers import SCRATCH_ENV
@@ -82,6 +83,17 @@ def test_what_an_engine_asks_of_a_node() -> None:
     eight = {"CPU": 64.0, "GPU": 8.0}
     assert capacity(bundle_of(config, None), [eight, eight, {"CPU": 64.0}, {"CPU": 3.0, "GPU": 8.0}]) == 4
     assert capacity({"CPU": 0.0, "GPU": 3.0}, [eight]) == 2, "one engine is not spread over nodes"
+
+
+def test_an_engine_on_another_node_is_not_without_a_key() -> None:
+    actor = EngineActor.__new__(EngineActor)  # its making ties a process to its node
+    actor._node_ip = "127.0.0.2"
+    actor._plan = ActorPlan(
+        name="e0", engine=EngineConfig(model="m"), log_dir=Path(), keep_log=True, launcher_ip="127.0.0.1", gpus=False
+    )
+    assert actor._host(with_key=True) == "127.0.0.2"
+    with pytest.raises(ConfigError, match=r"placed on another node, 127\.0\.0\.2, .* there is no key"):
+        actor._host(with_key=False)
 
 
 async def test_an_error_that_nobody_foresaw_is_an_answer_too(tmp_path: Path) -> None:
@@ -167,7 +179,6 @@ async def test_a_killed_launcher_leaves_no_engine_and_no_placement_group(nodes: 
 @pytest.mark.parametrize(
     ("more", "error", "says"),
     [
-        ({"api_key": None}, ConfigError, r"placed on another node, 127\.0\.0\.\d, .* no API key"),
         ({"extra_args": {"no-such-option": 1}}, EngineStartError, "no-such-option"),
         ({"ray_cpus": 0}, ConfigError, r"fleet\.ray_cpus is 0"),
         (
@@ -176,7 +187,7 @@ async def test_a_killed_launcher_leaves_no_engine_and_no_placement_group(nodes: 
             r"2 engines of .*'CPU': 3\.0.* do not fit .*CPU: 2,",
         ),
     ],
-    ids=["open to others", "does not start", "asks for nothing", "too large"],
+    ids=["does not start", "asks for nothing", "too large"],
 )
 async def test_what_cannot_be_is_said_and_nothing_is_left(
     nodes: RayNodes, more: dict[str, Any], error: type[Exception], says: str

@@ -38,7 +38,7 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
 async def arm(member: Member, phase: str, kind: str) -> None:
     if kind == "hung":
         impatient(member)
-    http = HttpTransport(member.url)
+    http = HttpTransport(member.url, api_key=member.api_key)
     await http.post("/sim/fault", {"kind": FAULT[kind], "phase": phase}, timeout_s=30.0)
     await http.close()
 

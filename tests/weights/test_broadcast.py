@@ -1,4 +1,4 @@
-"""Versions over real gloo groups of processes: every bit arrives, and nobody waits for somebody who is gone."""
+"""Versions over real groups of processes: every bit arrives, and nobody waits for somebody who is gone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import orjson
@@ -24,7 +23,7 @@ from penstock.weights.broadcast import BroadcastStore
 from penstock.weights.buckets import ALIGNMENT, PACKED_BELOW, cut
 from penstock.weights.device_sum import device_sums
 from penstock.weights.group import GroupSpec
-from penstock.weights.manifest import TensorEntry
+from penstock.weights.manifest import TensorEntry, WeightManifest
 from penstock.weights.transfer import describe
 
 RECEIVER = """
@@ -179,7 +178,6 @@ def test_one_that_dies_takes_nobody_along(ends: Ends) -> None:
     order = {"manifest": manifest.to_json()}
     one.tell(order)
     other.tell({**order, "die": 3})
-    # Gloo mostly says at once that a peer is gone; where it does not, the fleet does, which sees its process end.
     cutting = threading.Timer(3.0, ends.store.interrupt, ("engine e1 has ended",))
     cutting.start()
     began = time.monotonic()
@@ -234,8 +232,8 @@ def test_who_does_not_come_is_named(ends: Ends) -> None:
         receiver.tell({"group": spec})
     group = ends.store._group
     assert group is not None
-    assert group._store is not None
-    group._store.wait(["here/1", "here/2"], timedelta(seconds=60))  # so that none of these two is late
+    assert group._meeting is not None
+    assert group._meeting.missing(["here/1", "here/2"], 60) == []  # so that none of these two is late
     with pytest.raises(TransferError, match="not formed"):
         ends.store.form()
     assert ends.store.absent(layouts) == [1]  # its second worker
@@ -253,13 +251,13 @@ def test_a_rank_that_does_not_connect_holds_the_trainer_no_longer_than_it_may(
         connecting.set()
         held.wait()
 
-    monkeypatch.setattr(collective, "_gloo", stuck)
+    monkeypatch.setattr(collective.Group, "_lines", stuck)
     store = BroadcastStore(timeout_s=timeout_s)
     store.publish(1, model(1))
     store.invite([(1, 1, 1)])
     assert store._group is not None
-    assert store._group._store is not None
-    store._group._store.set("here/1", "")
+    assert store._group._meeting is not None
+    store._group._meeting.set("here/1")
     said: list[str] = []
 
     def form() -> None:
@@ -412,14 +410,16 @@ def test_buckets_hold_every_tensor_once_and_no_more_than_they_may() -> None:
 
 
 def test_a_malformed_group_is_refused() -> None:
-    good = GroupSpec("127.0.0.1", 4000, 3, 1, "e", "gloo", 5.0)
+    good = GroupSpec("127.0.0.1", 4000, 3, 1, "e", "tcp", 5.0, "secret")
     assert GroupSpec.from_json(good.to_json()) == good
     for wrong in (
         {"backend": "mpi"}, {"rank_offset": 3}, {"rank_offset": 0}, {"port": 0}, {"timeout_s": float("nan")},
-        {"world_size": "many"},
+        {"world_size": "many"}, {"key": ""}, {"backend": "gloo"},
     ):  # fmt: skip
-        with pytest.raises(WeightsError, match="group"):
+        with pytest.raises(WeightsError, match="group") as refused:
             GroupSpec.from_json({**good.to_json(), **wrong})
+        assert "secret" not in str(refused.value)
+    assert "secret" not in repr(good)
     with pytest.raises(WeightsError):
         GroupSpec.from_json([1])
     with pytest.raises(WeightsError):
@@ -427,8 +427,8 @@ def test_a_malformed_group_is_refused() -> None:
 
 
 def test_an_entry_of_a_sum_survives_the_wire() -> None:
-    entry = TensorEntry("a", "float32", (1,), 0, 2**64 - 1)
-    assert orjson.loads(orjson.dumps(entry.crc32)) == entry.crc32
+    manifest = WeightManifest(1, "broadcast", {}, (TensorEntry("a", "float32", (1,), 0, 2**64 - 1),))
+    assert WeightManifest.from_json(orjson.loads(orjson.dumps(manifest.to_json()))) == manifest
 
 
 def test_a_pass_that_gathers_into_one_buffer_is_summed_tensor_by_tensor() -> None:
@@ -459,7 +459,7 @@ def abort():
     time.sleep(0.5)  # as NCCL's takes a while, outside Python
     print("aborted", flush=True)
 
-group = Group(GroupSpec("127.0.0.1", 1, 2, 1, "an epoch", "gloo", 5.0), 1, torch.device("cpu"))
+group = Group(GroupSpec("127.0.0.1", 1, 2, 1, "an epoch", "tcp", 5.0, "key"), 1, torch.device("cpu"))
 group._backend = SimpleNamespace(abort=abort)
 group.end("the run is over")
 """

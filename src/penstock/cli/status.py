@@ -11,6 +11,7 @@ from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, Missi
 
 if TYPE_CHECKING:
     from penstock.engine.control import ControlClient
+    from penstock.fleet.control_wire import Keys
     from penstock.router.admin_client import EngineLoad, RouterState
 
 UNAUTHORIZED, NOT_FOUND = 401, 404
@@ -52,7 +53,8 @@ async def _collect(url: str, api_key: str | None) -> dict[str, Any]:
 
     from penstock.router.admin_client import RouterAdmin  # noqa: PLC0415
 
-    admin = RouterAdmin(url, api_key)
+    held = await _held_keys(url)
+    admin = RouterAdmin(url, api_key if held is None else held.admin)
     try:
         state = await admin.engines()
     except EngineDeadError as error:
@@ -65,8 +67,21 @@ async def _collect(url: str, api_key: str | None) -> dict[str, Any]:
         raise PenstockError(f"{url} {why[error.status]}; {other}") from error
     finally:
         await admin.close()
-    engines = await asyncio.gather(*(_engine(load, state, api_key) for load in state.engines))
+    engines = await asyncio.gather(
+        *(_engine(load, state, held.engines.get(load.url) if held else api_key) for load in state.engines)
+    )
     return {"url": url, **asdict(state), "engines": engines}
+
+
+async def _held_keys(url: str) -> Keys | None:
+    """The keys of a fleet of this user that a process of this machine holds; None where there is none."""
+    from penstock.fleet.link import Link  # noqa: PLC0415
+
+    try:
+        async with Link.to(url) as link:
+            return await link.keys()
+    except PenstockError:
+        return None
 
 
 async def _engine(load: EngineLoad, router: RouterState, api_key: str | None) -> dict[str, Any]:

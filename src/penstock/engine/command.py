@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -26,7 +26,8 @@ class ServerCommand:
     """What to execute: `argv`, and variables added to our environment."""
 
     argv: tuple[str, ...]
-    env: dict[str, str]
+    env: dict[str, str] = field(repr=False)
+    """The key is in it."""
 
 
 def resolve_profile(config: EngineConfig) -> Literal["cpu", "gpu", "sim"]:
@@ -52,8 +53,10 @@ def server_command(
     check_layout(config, profile, read_shape(config.model))
     options = _options(config, port, host)
     # The key is not on the command line, which every user of the machine can read. Without one the variable is empty:
-    # a key of our own environment would be asked for by an engine, and nobody here would know of it.
+    # a key of our own environment would be asked for by an engine, and nobody here would know of it. Nor is a clients'
+    # key of our environment the engines' business.
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_API_KEY": api_key or ""}
+    env["PENSTOCK_API_KEY"] = ""
     env["PENSTOCK_CONTROL_HOST"] = host  # of `vllm_plugin/core_server.py`
     if config.enable_lora:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

@@ -52,7 +52,8 @@ class ControlClient:
                 raise
             does = "does not take the API key that was given" if self._key else "asks for an API key and none was given"
             raise EngineHTTPError(
-                f"{self.url} {does}; give its key, which all engines of a fleet share (PENSTOCK_API_KEY, api_key)",
+                f"{self.url} {does}; give the key that it was started with (PENSTOCK_API_KEY, api_key); "
+                "an engine that a fleet launched obeys that fleet alone",
                 status=error.status,
                 engine=self.name,
             ) from None

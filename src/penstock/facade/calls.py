@@ -204,17 +204,13 @@ class Requests:
         fleet: it.
         model: name that the base model goes by.
         tokenizer: of the model, so that the router sees which prompts begin alike; None: engines tokenize.
-        api_key: what engines and router ask for.
         request_timeout_s: deadline of a request to a single engine, as the fleet has one for its own.
     """
 
-    def __init__(
-        self, fleet: Fleet, model: str, tokenizer: Tokenizer | None, api_key: str | None, request_timeout_s: float
-    ) -> None:
+    def __init__(self, fleet: Fleet, model: str, tokenizer: Tokenizer | None, request_timeout_s: float) -> None:
         self._fleet = fleet
         self._model = model
         self._tokenizer = tokenizer
-        self._api_key = api_key
         self._request_s = request_timeout_s
         self._adapters = Adapters(fleet)
         self._direct: dict[str, DataClient] = {}
@@ -276,7 +272,7 @@ class Requests:
         if engine.url not in self._direct:
             self._direct[engine.url] = DataClient(
                 engine.url,
-                api_key=self._api_key,
+                api_key=self._fleet.key_of(engine.name),
                 request_timeout_s=self._request_s,
                 name=engine.name,
                 routed=False,

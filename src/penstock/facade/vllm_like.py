@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from penstock.config import EngineConfig
 from penstock.engine.command import resolve_profile
-from penstock.errors import ConfigError, EngineError, RequestError
+from penstock.errors import ConfigError, EngineError, RequestError, UserError
 from penstock.facade.balancer import LoadBalancer
 from penstock.facade.calls import Call, Prompt, Requests
 from penstock.facade.engine_args import changed_fields, launch_options, model_metadata
@@ -61,16 +61,14 @@ class AsyncVLLM:
         config: EngineConfig,
         num_replicas: int,
         tokenizer: Tokenizer | None,
-        api_key: str | None = None,
     ) -> None:
         self.engine_args = config
         self.num_replicas = num_replicas
         self.fleet = fleet
         self._loop = loop
-        self._api_key = api_key
         self._tokenizer = tokenizer
         model = config.served_model_name or config.model
-        self._requests = Requests(fleet, model, self._tokenizer, api_key, config.request_timeout_s)
+        self._requests = Requests(fleet, model, self._tokenizer, config.request_timeout_s)
         self._decode = functools.lru_cache(maxsize=None)(functools.partial(_decode, tokenizer))
         self._end = weakref.finalize(self, _end, loop, fleet, self._requests)
 
@@ -98,7 +96,7 @@ class AsyncVLLM:
             verbose: taken and not looked at: engines write what they do to their logs (`log_dir=...`).
             compile: off, vLLM's compilation is (its CPU profile never compiles).
             enable_fp32_output: logits in fp32 under a model of less.
-            api_key: what engines and router ask for from now on.
+            api_key: what the router asks of clients from now on.
             kwargs: fields of vLLM's AsyncEngineArgs, and of `EngineConfig`, `FleetConfig` and `RouterConfig`.
 
         Raises:
@@ -127,7 +125,7 @@ class AsyncVLLM:
         Args:
             engine_args: what is not as vLLM has it by default is taken over.
             num_replicas: engines.
-            api_key: what engines and router ask for from now on.
+            api_key: what the router asks of clients from now on.
             options: as `kwargs` of `from_pretrained`; they go before `engine_args`.
         """
         given, more = launch_options(changed_fields(engine_args)), launch_options(options)
@@ -151,7 +149,7 @@ class AsyncVLLM:
         except BaseException:
             loop.close()
             raise
-        return cls(loop, fleet, config, num_replicas, tokenizer, api_key)
+        return cls(loop, fleet, config, num_replicas, tokenizer)
 
     def shutdown(self) -> None:
         """End engines and router; again is harmless. Calls under way fail."""
@@ -294,11 +292,10 @@ class AsyncVLLM:
         """The answer of the router's control side."""
 
         async def answer() -> T:
-            admin = RouterAdmin(self.fleet.url, self._api_key)
-            try:
-                return await ask(admin)
-            finally:
-                await admin.close()
+            admin = self.fleet.router_admin
+            if not isinstance(admin, RouterAdmin):
+                raise UserError("vllm-router has no placement that can be asked or changed; keep router.kind=penstock")
+            return await ask(admin)
 
         return self.call(answer())
 

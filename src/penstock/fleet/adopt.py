@@ -46,7 +46,7 @@ async def adopt(
     Args:
         link: to the process that holds it; closed with the fleet.
         url: of its router.
-        api_key: of engines and router.
+        api_key: what the router asks of clients; None: the fleet's own key is sent, which its holder tells.
         control_timeout_s: deadline of what engines are asked directly.
         request_timeout_s: deadline of a generation request.
         stream_chunk_tokens: see `FleetConfig`, of what this client asks.
@@ -57,9 +57,10 @@ async def adopt(
     async with AsyncExitStack() as owned:
         owned.push_async_callback(link.close)
         state = await link.state()
-        admin = RouterAdmin(url, api_key)
+        key = (await link.keys()).admin
+        admin = RouterAdmin(url, key)
         owned.push_async_callback(admin.close)
-        roster = AdoptedRoster(admin, api_key=api_key, control_timeout_s=control_timeout_s)
+        roster = AdoptedRoster(admin, link, control_timeout_s=control_timeout_s)
         owned.push_async_callback(roster.close)
         await roster.take(state)
         roster.check_hope()
@@ -68,7 +69,7 @@ async def adopt(
         orders = RemoteOrders(link, roster, store)
         data = DataClient(
             url,
-            api_key=api_key,
+            api_key=api_key or key,
             request_timeout_s=request_timeout_s,
             vocab_size=smallest_vocabulary(member.info for member in state.members),
             stream_chunk_tokens=stream_chunk_tokens,
@@ -86,17 +87,21 @@ async def adopt(
 class AdoptedRoster(Roster):
     """The members as the process that holds the fleet last told them. It alone changes them, and tells the router."""
 
-    def __init__(self, admin: RouterAdmin, *, api_key: str | None, control_timeout_s: float) -> None:
+    def __init__(self, admin: RouterAdmin, link: Link, *, control_timeout_s: float) -> None:
         super().__init__(admin)
         self.router_returns = True
         self.lost: str | None = None
         """Why the process that holds the fleet is not heard any more."""
-        self._api_key = api_key
+        self._link = link
+        self._keys: Mapping[str, str] = {}
         self._control_s = control_timeout_s
         self._change = -1
 
     async def take(self, state: FleetState) -> None:
         """The state is this now, unless a newer one was told already."""
+        known = {(member.name, member.url) for member in self.members}
+        if any((told.name, told.url) not in known for told in state.members):
+            self._keys = (await self._link.keys()).engines  # before the look at the number, as others come meanwhile
         if state.change < self._change:
             return
         self._change = state.change
@@ -131,9 +136,10 @@ class AdoptedRoster(Roster):
 
     def _member(self, told: MemberState, known: Member | None) -> Member:
         if known is not None and known.url == told.url:
-            control = known.control
+            control, key = known.control, known.api_key
         else:
-            control = ControlClient(told.name, told.url, api_key=self._api_key, timeout_s=self._control_s)
+            key = self._keys.get(told.url)
+            control = ControlClient(told.name, told.url, api_key=key, timeout_s=self._control_s)
         return Member(
             name=told.name,
             url=told.url,
@@ -141,6 +147,7 @@ class AdoptedRoster(Roster):
             info=told.info,
             lifecycle=Lifecycle.told(told.name, told.state, told.reason),
             weight_version=told.weight_version,
+            api_key=key,
             gpus=told.gpus,
             returns=told.coming,
         )

@@ -61,6 +61,7 @@ async def join(
         info=info,
         lifecycle=lifecycle,
         weight_version=info.weight_version,
+        api_key=api_key,
         process=process,
     )
 
@@ -85,7 +86,7 @@ async def assemble(
         members: engines that are SYNCING, in the order of their index.
         owned: what ends with the fleet.
         fleet: its settings.
-        api_key: of engines and router.
+        api_key: what the router asks of clients.
         control_timeout_s: deadline of a control call.
         request_timeout_s: deadline of a generation request.
         epoch: of the set that the router has already; None: nobody has asked.
@@ -132,7 +133,7 @@ async def assemble(
         elastic=elastic,
         data=data,
         owned=owned.pop_all(),
-        endpoint=Endpoint(router.url, roster, operations, elastic),
+        endpoint=Endpoint(router.url, roster, operations, elastic, admin_key=router.key),
     )
 
 

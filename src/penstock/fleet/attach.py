@@ -28,7 +28,7 @@ class AttachedServers:
     """Joins servers of others to one fleet.
 
     Args:
-        api_key: what they ask for; the same as the router's, which passes on what callers send.
+        api_key: what they ask for, since they were started with it; the same that the router asks of clients.
         control_timeout_s: deadline of a control call.
         served_as: what clients of the fleet call its model; None: nobody has said.
     """

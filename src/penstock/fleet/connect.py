@@ -24,6 +24,7 @@ from penstock.fleet.opening import Opening, reachable
 from penstock.fleet.routers import OpenRouter, check_router, open_router
 from penstock.fleet.settings import check_key, refuse_unknown, section, specs_of
 from penstock.fleet.sockets import refuse_second, router_address, socket_of
+from penstock.guard import new_key
 from penstock.router.admin_client import RouterAdmin, RouterState
 
 NOT_FOUND = 404
@@ -85,7 +86,8 @@ class _Plan:
             admin = RouterAdmin(url, self.api_key)
             owned.push_async_callback(admin.close)
             state = await _router_state(admin, url)
-            return await self._fleet(OpenRouter(url, admin), _servers(state), owned, epoch=state.epoch)
+            router = OpenRouter(url, admin, key=self.api_key)
+            return await self._fleet(router, _servers(state), owned, epoch=state.epoch)
 
     async def _held(self, url: str) -> Fleet | None:
         """The fleet behind that router where a process of this machine holds it; None where nobody does."""
@@ -118,7 +120,9 @@ class _Plan:
             if logs is None:
                 logs = Path(tempfile.mkdtemp(prefix="penstock-"))
                 owned.callback(shutil.rmtree, logs, ignore_errors=True)
-            router = await open_router(self.router, log_dir=logs, api_key=self.api_key, owned=owned)
+            router = await open_router(
+                self.router, log_dir=logs, api_key=self.api_key, owned=owned, admin_key=new_key()
+            )
             named = {f"e{i}": spec for i, spec in enumerate(specs)}
             return await self._fleet(router, named, owned, epoch=None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -52,8 +52,19 @@ class FleetState:
     """See `Roster.kept`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What a process of the fleet's user needs for speaking to router and engines itself. Never shown or kept."""
+
+    admin: str | None = field(repr=False)
+    """Of the router's admin calls; it is good for requests too. None: none is asked for."""
+    engines: Mapping[str, str] = field(repr=False)
+    """By the engine's URL; one that is not here asks for none."""
+
+
 _STATE = TypeAdapter(FleetState)
 _REPORT = TypeAdapter(UpdateReport)
+_KEYS = TypeAdapter(Keys)
 
 
 def state_to_json(state: FleetState) -> dict[str, Any]:
@@ -67,6 +78,14 @@ def state_of(data: Mapping[str, Any]) -> FleetState:
         return _STATE.validate_python(data)
     except ValidationError as error:
         raise EngineError(f"the fleet's state cannot be read; is it of another Penstock? {error}") from error
+
+
+def keys_of(data: Mapping[str, Any]) -> Keys:
+    """The keys from their `dataclasses.asdict`. Raises EngineError, which does not show them, for something else."""
+    try:
+        return _KEYS.validate_python(data)
+    except ValidationError:
+        raise EngineError("the fleet's keys cannot be read; is it of another Penstock?") from None
 
 
 def report_of(data: Mapping[str, Any]) -> UpdateReport:

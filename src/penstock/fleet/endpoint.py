@@ -1,7 +1,8 @@
 """A fleet's control socket: another process of the same user reads its state and gives it orders.
 
 HTTP with JSON over a unix socket that only its user can open. `GET /fleet?seen=N` answers as soon as the state is
-another than change N, `POST /fleet/METHOD` makes one of the calls in `CALLS` and answers when it is done.
+another than change N, `GET /fleet/keys` with the keys of router and engines. `POST /fleet/METHOD` makes one of the
+calls in `CALLS` and answers when it is done.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from aiohttp import web
 
 from penstock.config import ServerSpec
 from penstock.errors import PenstockError, StateError, UserError
-from penstock.fleet.control_wire import FleetState, MemberState, error_to_json, fan_out_to_json, state_to_json
+from penstock.fleet.control_wire import FleetState, Keys, MemberState, error_to_json, fan_out_to_json, state_to_json
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
@@ -55,14 +56,18 @@ class Endpoint:
         roster: the engines.
         operations: what can be done with all of them.
         elastic: what can be done with their number.
+        admin_key: of the router's admin calls.
     """
 
-    def __init__(self, url: str, roster: Roster, operations: Operations, elastic: Elastic) -> None:
+    def __init__(
+        self, url: str, roster: Roster, operations: Operations, elastic: Elastic, *, admin_key: str | None = None
+    ) -> None:
         self.detached = False
         """The fleet is nobody's child."""
         self.stopping = asyncio.Event()
         """Somebody wants the fleet to end; it does so by itself."""
         self._url = url
+        self._admin_key = admin_key
         self._roster = roster
         self._operations = operations
         self._end: Callable[[], Awaitable[None]] | None = None
@@ -115,6 +120,7 @@ class Endpoint:
         refuse_second(self._url)
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_get("/fleet", self._state_changed)
+        app.router.add_get("/fleet/keys", self._keys)
         app.router.add_post("/fleet/{call}", self._called)
         # What is under way when a caller goes away is finished all the same, as operations are.
         runner = web.AppRunner(app, handler_cancellation=False, access_log=None, shutdown_timeout=1.0)
@@ -188,6 +194,10 @@ class Endpoint:
         if self._ended.is_set():
             return _answer({"error": error_to_json(StateError("this fleet was stopped"))}, 400)
         return _answer({"state": state_to_json(self._state())})
+
+    async def _keys(self, _: web.Request) -> web.Response:
+        keys = Keys(self._admin_key, {m.url: m.api_key for m in self._roster.members if m.api_key})
+        return _answer({"result": asdict(keys), "state": state_to_json(self._state())})
 
     async def _called(self, http: web.Request) -> web.Response:
         name = http.match_info["call"]

@@ -19,7 +19,7 @@ from penstock.fleet.hope import each_while_hope, while_hope
 from penstock.fleet.lifecycle import State
 from penstock.fleet.member import EngineStatus
 from penstock.fleet.plane import Crew, Orders
-from penstock.fleet.roster import Roster
+from penstock.fleet.roster import Admin, Roster
 from penstock.fleet.settings import specs_of
 from penstock.types import (
     KV,
@@ -91,7 +91,8 @@ class Fleet(Engine):
                 behind it to address so many data-parallel ranks one by one. They run on after `teardown`.
             fleet: see `FleetConfig`.
             router: see `RouterConfig`.
-            api_key: what engines and router ask for from now on; default: nothing, they listen on 127.0.0.1 only.
+            api_key: what the router asks of clients from now on; default: nothing, it listens on 127.0.0.1 only.
+                Engines that are launched have a random key of the fleet's own; servers to attach keep this one.
             parallel_starts: engines that start at the same time; default: all.
             detach: the fleet outlives this process, until `penstock fleet stop`; `connect` finds it.
             options: fields of `EngineConfig`, `FleetConfig` and `RouterConfig`, which go before those given whole.
@@ -132,7 +133,7 @@ class Fleet(Engine):
                 them, for which a router is started. Where another process of yours on this machine holds the fleet
                 behind that router, be it a script, `penstock serve` or a detached one, it goes on to do so, and does
                 what it is asked for over its control socket; where none does, this one holds it from now on.
-            api_key: what they ask for.
+            api_key: what the router asks of clients; of engine URLs, what these ask for, and the router from now on.
             control_timeout_s: deadline of a control call.
             request_timeout_s: deadline of a generation request.
             options: fields of `FleetConfig` but those of starting engines, and of `RouterConfig` where a router is
@@ -178,6 +179,15 @@ class Fleet(Engine):
     def dtype(self) -> str | None:
         """In which the engines compute, by torch's name: `bfloat16`; None: none of them says."""
         return next((m.info.dtype for m in self._roster.members if m.info.dtype), None)
+
+    @property
+    def router_admin(self) -> Admin:
+        """The router's control side, with the key that it needs."""
+        return self._roster.admin
+
+    def key_of(self, engine: str) -> str | None:
+        """What an engine asks for, for who speaks to it past the router; None: nothing. Show it to nobody."""
+        return next((member.api_key for member in self._roster.members if member.name == engine), None)
 
     @property
     def weight_version(self) -> int:

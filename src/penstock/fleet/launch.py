@@ -31,6 +31,7 @@ from penstock.fleet.ray_engines import RayLauncher, check_ray
 from penstock.fleet.routers import check_router, open_router
 from penstock.fleet.settings import check_key, made, refuse_unknown, section, specs_of
 from penstock.fleet.sockets import refuse_second
+from penstock.guard import new_key
 
 logger = logging.getLogger(__name__)
 
@@ -120,15 +121,18 @@ class _Plan:
 
     async def start(self) -> Fleet:
         refuse_second(self.router.url)
+        key = new_key()
+        # What vllm-router sends to engines is its callers' key.
+        engine_key = self.api_key if self.router.kind == "vllm-router" else key
         async with AsyncExitStack() as owned:
             logs = _LogFolder(self.fleet.log_dir, owned)
-            router = await open_router(self.router, log_dir=logs.path, api_key=self.api_key, owned=owned)
+            router = await open_router(self.router, log_dir=logs.path, api_key=self.api_key, owned=owned, admin_key=key)
             engines = logs.engines = LaunchedEngines(
                 self.engine,
-                RayLauncher(self.fleet, api_key=self.api_key, log_dir=logs.path)
+                RayLauncher(self.fleet, api_key=engine_key, log_dir=logs.path)
                 if self.fleet.launcher == "ray"
-                else LocalLauncher(self.api_key, logs.path),
-                api_key=self.api_key,
+                else LocalLauncher(engine_key, logs.path),
+                api_key=engine_key,
                 parallel_starts=self.parallel_starts or max(1, self.fleet.engines),
                 stop_timeout_s=self.fleet.stop_timeout_s,
             )

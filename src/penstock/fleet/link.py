@@ -11,7 +11,7 @@ import aiohttp
 
 from penstock.engine.transport import as_json
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, PenstockError, UserError
-from penstock.fleet.control_wire import FleetState, error_of, state_of
+from penstock.fleet.control_wire import FleetState, Keys, error_of, keys_of, state_of
 from penstock.fleet.endpoint import SILENCE_S
 from penstock.fleet.sockets import present, socket_of
 from penstock.parsing import parse_json, reading
@@ -51,6 +51,10 @@ class Link:
         """The fleet's state, as soon as it is another than that of change `seen`, or after `SILENCE_S` seconds."""
         answer = await self._request("GET", f"/fleet?seen={seen}", None, SILENCE_S + ANSWER_S)
         return state_of(answer["state"])
+
+    async def keys(self) -> Keys:
+        """The keys of the fleet's router and engines."""
+        return keys_of((await self._request("GET", "/fleet/keys", None, ANSWER_S))["result"])
 
     async def call(self, name: str, **arguments: Any) -> tuple[Any, FleetState]:
         """Make a call (see `Endpoint`); returns its result, and the state after it."""

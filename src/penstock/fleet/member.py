@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from penstock.config import EngineConfig, ServerSpec
@@ -74,6 +74,8 @@ class Member:
     lifecycle: Lifecycle
     weight_version: int
     """The version that the engine itself has confirmed last."""
+    api_key: str | None = field(default=None, repr=False)
+    """What it asks for: the fleet's own key, or of a server that someone else started the one it was started with."""
     process: EngineHandle | None = None
     """None where someone else started it."""
     gpus: tuple[str, ...] = ()
@@ -97,6 +99,7 @@ class Member:
     def become(self, new: Member) -> None:
         """Take over where it is and what it is, from a start of the same engine under the same name."""
         self.url, self.control, self.info, self.process = new.url, new.control, new.info, new.process
+        self.api_key = new.api_key
         self.weight_version = new.weight_version
         if new.process is not None:
             self.torn, self.asleep = None, frozenset()  # it has loaded them anew
@@ -113,6 +116,7 @@ class Member:
                 draining=self.state is State.DRAINING,
                 dp_rank=rank,
                 max_model_len=self.info.max_model_len or None,
+                api_key=self.api_key,
             )
             for rank in ranks
         ]

@@ -23,7 +23,6 @@ class ActorPlan(Section):
 
     name: str
     engine: EngineConfig
-    api_key: str | None
     log_dir: Path
     keep_log: bool
     """Leave the log behind on another host than the launcher's, which cleans its own."""
@@ -51,17 +50,21 @@ class EngineActor:
         self._process: EngineProcess | None = None
         threading.Thread(target=_end_with, args=(os.getppid(),), name="penstock-node", daemon=True).start()
 
-    async def start(self) -> dict[str, Any]:
-        """Start the server: `{"url": ...}` when it is ready, or `{"error": ...}` and it is gone."""
+    async def start(self, api_key: str | None) -> dict[str, Any]:
+        """Start the server: `{"url": ...}` when it is ready, or `{"error": ...}` and it is gone.
+
+        The key that it asks for comes with this call, from the driver to this process alone: what an actor is made of
+        and its runtime environment are kept by the cluster and shown by its tools.
+        """
         plan = self._plan
         try:
             self._process = await EngineProcess.launch(
                 plan.engine,
                 name=plan.name,
                 log_dir=plan.log_dir,
-                api_key=plan.api_key,
+                api_key=api_key,
                 gpus=visible_gpus() if plan.gpus else (),
-                host=self._host(),
+                host=self._host(with_key=bool(api_key)),
             )
         except PenstockError as error:
             return {"error": error_to_json(error)}
@@ -94,15 +97,15 @@ class EngineActor:
     def _elsewhere(self) -> bool:
         return self._node_ip != self._plan.launcher_ip
 
-    def _host(self) -> str:
+    def _host(self, *, with_key: bool) -> str:
         """Where the server listens: loopback where the router is on the same node."""
         if not self._elsewhere():
             return "127.0.0.1"
-        if not self._plan.api_key:
+        if not with_key:
             raise ConfigError(
                 f"engine {self._plan.name} was placed on another node, {self._node_ip}, where it would be open to "
-                "other machines, and there is no API key; set one (of penstock serve: PENSTOCK_API_KEY, of "
-                "Fleet.launch: api_key), or use a Ray cluster of one node"
+                "other machines, and behind vllm-router there is no key but api_key (of penstock serve: "
+                "PENSTOCK_API_KEY); set it, or keep router.kind=penstock"
             )
         return self._node_ip
 

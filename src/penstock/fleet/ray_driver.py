@@ -96,7 +96,9 @@ class RayDriver:
         finally:
             self._ray.util.remove_placement_group(trial)
 
-    async def start(self, engine: str, bundle: dict[str, float], plan: dict[str, Any], timeout_s: float) -> str:
+    async def start(
+        self, engine: str, bundle: dict[str, float], plan: dict[str, Any], api_key: str | None, timeout_s: float
+    ) -> str:
         """Start an engine where there is room for its group, which is waited for at most `timeout_s` seconds.
 
         Returns:
@@ -132,7 +134,7 @@ class RayDriver:
             runtime_env={"env_vars": ACTOR_ENV},
         ).remote(orjson.dumps(plan).decode(), node_ip)
         try:
-            answer = await actor.start.remote()
+            answer = await actor.start.remote(api_key)
         except ray.exceptions.RayError as error:
             self._drop(placed)
             why = " ".join(str(error).split())[:500]

@@ -101,7 +101,7 @@ class RayLauncher:
 
     Args:
         fleet: `ray_address`, `ray_cpus`, and how many engines there will be.
-        api_key: what engines ask for; one on another node than this needs one.
+        api_key: what engines ask for; None, where vllm-router has none, keeps them on this node.
         log_dir: of engines, on whatever node they are, and of Ray's driver.
     """
 
@@ -132,7 +132,6 @@ class RayLauncher:
         plan = ActorPlan(
             name=name,
             engine=config,
-            api_key=self._api_key,
             log_dir=self._log_dir,
             keep_log=self._fleet.log_dir is not None,
             launcher_ip=self._ip,
@@ -146,6 +145,7 @@ class RayLauncher:
                 engine=name,
                 bundle=bundle,
                 plan=plan.model_dump(mode="json"),
+                api_key=self._api_key,
                 timeout_s=config.start_timeout_s,
             )
         except BaseException:

@@ -25,7 +25,7 @@ START_S = 30.0
 STOP_S = 5.0
 """Between SIGTERM and SIGKILL."""
 
-API_KEY_ENV = "PENSTOCK_API_KEY"
+API_KEY_ENV, ADMIN_KEY_ENV = "PENSTOCK_API_KEY", "PENSTOCK_ROUTER_ADMIN_KEY"
 
 
 class RouterProcess:
@@ -36,8 +36,16 @@ class RouterProcess:
         self._child = child
 
     @classmethod
-    async def launch(cls, config: RouterConfig, *, log_dir: Path, api_key: str | None) -> Self:
+    async def launch(
+        cls, config: RouterConfig, *, log_dir: Path, api_key: str | None, admin_key: str | None = None
+    ) -> Self:
         """Start a router and return when it listens.
+
+        Args:
+            config: its options.
+            log_dir: of its log.
+            api_key: what clients must send; None: nothing.
+            admin_key: what calls that change the router must send; None: `api_key`.
 
         Raises:
             ConfigError: it refused its options, such as a port that is taken.
@@ -52,10 +60,14 @@ class RouterProcess:
             else:
                 options += [f"--{option}", str(value)]
         env: dict[str, str] = {}
-        if api_key:
-            # Not on the command line, which every user of the machine can read.
-            options += ["--api-key-env", API_KEY_ENV]
-            env[API_KEY_ENV] = api_key
+        # Not on the command line, which every user of the machine can read.
+        for option, name, key in (
+            ("--api-key-env", API_KEY_ENV, api_key),
+            ("--admin-key-env", ADMIN_KEY_ENV, admin_key),
+        ):
+            if key:
+                options += [option, name]
+                env[name] = key
         read_fd, write_fd = os.pipe()
         with os.fdopen(read_fd, "rb", buffering=0) as ready:
             try:

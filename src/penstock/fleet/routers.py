@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -54,41 +54,52 @@ class OpenRouter:
         url: where it listens.
         admin: its control side.
         guard: keeps its process up; None where someone else started it.
+        key: what its admin calls need; None: nothing.
     """
 
     url: str
     admin: Admin
     guard: RouterGuard | None = None
+    key: str | None = field(default=None, repr=False)
 
 
-async def open_router(config: RouterConfig, *, log_dir: Path, api_key: str | None, owned: AsyncExitStack) -> OpenRouter:
+async def open_router(
+    config: RouterConfig,
+    *,
+    log_dir: Path,
+    api_key: str | None,
+    owned: AsyncExitStack,
+    admin_key: str | None = None,
+) -> OpenRouter:
     """A router that ends with `owned`, or the one that runs at `config.url`.
 
-    One that runs on loses its engines at the end, since they are gone by then or not ours to route to.
+    A router that is started here takes `api_key` from clients and `admin_key` from its fleet. One that runs on loses
+    its engines at the end, since they are gone by then or not ours to route to.
 
     Raises:
         EngineStartError: it did not start.
         EngineDeadError: nobody answers at `config.url`; `UserError` or `EngineHTTPError`: it is another program.
     """
-    url, guard = config.url, None
+    url, guard, key = config.url, None, api_key
     if url is None:
-        router = await _launch(config, log_dir, api_key)
+        key = admin_key or api_key
+        router = await _launch(config, log_dir, api_key, key)
         url = router.url
         again = config.model_copy(update={"port": urlsplit(url).port})
-        guard = RouterGuard(router, lambda policy: _launch(again.model_copy(update=policy), log_dir, api_key))
-    admin = VllmRouterAdmin(url) if config.kind == "vllm-router" else RouterAdmin(url, api_key)
+        guard = RouterGuard(router, lambda policy: _launch(again.model_copy(update=policy), log_dir, api_key, key))
+    admin = VllmRouterAdmin(url) if config.kind == "vllm-router" else RouterAdmin(url, key)
     owned.push_async_callback(admin.close)
     if guard is not None:
         owned.push_async_callback(guard.stop)  # before: it asks the router until it ends, and would open it again
     else:
         await admin.engines()
         owned.push_async_callback(_withdraw, admin)
-    return OpenRouter(url, admin, guard)
+    return OpenRouter(url, admin, guard, key)
 
 
-async def _launch(config: RouterConfig, log_dir: Path, api_key: str | None) -> RouterProcess:
+async def _launch(config: RouterConfig, log_dir: Path, api_key: str | None, admin_key: str | None) -> RouterProcess:
     try:
-        return await RouterProcess.launch(config, log_dir=log_dir, api_key=api_key)
+        return await RouterProcess.launch(config, log_dir=log_dir, api_key=api_key, admin_key=admin_key)
     except OSError as error:  # no memory, descriptor or room on a disk is left, or its log's folder is gone
         what = f"open the router's log {error.filename}" if error.filename else "start a process for the router"
         raise EngineStartError(f"this system cannot {what}: {error.strerror or error}") from error

@@ -2,7 +2,8 @@
 
 vllm-router has no gate, so new requests wait inside paused engines. It has no epochs, weight versions or draining. It
 holds no request, and answers 503 where no engine is up. It drops the caller's key on every path but those that
-generate, so engines with a key refuse `/tokenize`.
+generate, so engines with a key refuse `/tokenize`. It sends on its callers' key, so the engines of its fleet have that
+one, and none of the fleet's own.
 """
 
 from __future__ import annotations

@@ -13,9 +13,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import StateError, TransferError, WeightsError
+from penstock.guard import new_key
 from penstock.weights.buckets import BUCKET_BYTES
 from penstock.weights.group import GroupSpec
 from penstock.weights.manifest import TensorEntry, WeightManifest
+from penstock.weights.meeting import Meeting
 from penstock.weights.ranks import TRAINER_RANK, Layout, rank_offsets, world_size
 from penstock.weights.shared_memory import SharedMemoryStore, open_mapping
 
@@ -138,23 +140,25 @@ class BroadcastStore:
         Raises:
             TransferError: this host cannot listen on the address.
         """
-        from penstock.weights.collective import Group, host  # noqa: PLC0415 - the core must import without torch
+        from penstock.weights.collective import Group  # noqa: PLC0415 - the core must import without torch
 
         if self._offer is None:
             raise StateError("publish before a group is formed: the tensors' device decides over what it runs")
         self.interrupt("another group takes its place")
         device = self._offer[2]
-        store, port = host(self._address, self._timeout_s)
+        key = new_key()
+        meeting = Meeting(self._address, key)
         spec = GroupSpec(
             address=self._address,
-            port=port,
+            port=meeting.port,
             world_size=world_size(layouts),
             rank_offset=TRAINER_RANK + 1,
             epoch=secrets.token_hex(8),
-            backend="nccl" if device.type == "cuda" else "gloo",
+            backend="nccl" if device.type == "cuda" else "tcp",
             timeout_s=self._timeout_s,
+            key=key,
         )
-        self._group = Group(spec, TRAINER_RANK, device, store)
+        self._group = Group(spec, TRAINER_RANK, device, meeting)
         return [spec.at(offset).to_json() for offset in rank_offsets(layouts)]
 
     def form(self) -> None:

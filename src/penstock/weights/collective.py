@@ -1,8 +1,8 @@
 """One group of the trainer and the workers, beside whatever groups they have: formed, used within deadlines, cut.
 
-`torch.distributed`'s own default group is left alone, since the trainer has one. Who forms the group meets at a
-`TCPStore` of the trainer's; the same store tells every rank that the group has ended, also where the trainer's process
-is gone, so that nobody waits in a collective for somebody who will not come.
+`torch.distributed`'s own default group is left alone, since the trainer has one. Members meet at the trainer's keyed
+port (`meeting.py`). It also tells every rank that the group has ended, and its own end says that the trainer is gone:
+no rank waits in a collective for one that will not come.
 """
 # ruff: noqa: SLF001 - torch names with an underscore what its own init_process_group makes groups of
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -12,29 +12,38 @@ from __future__ import annotations
 
 import atexit
 import os
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn, cast
 from weakref import WeakSet
 
 import torch
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import Store
 from torch.distributed import distributed_c10d as c10d
 
 from penstock.errors import TransferError
 from penstock.weights.group import GroupSpec
+from penstock.weights.meeting import Meeting, Visit, receive_into, shut
 
-_ENDED, _GO = "ended", "go"
+_GO = "go"
+_WHY_S = 2.0
+"""Seconds in which a member learns why the group ended, where its connection for weights broke first."""
 _LONG = timedelta(days=1)
 """For torch's own deadlines, which end the process or leave it hanging; ours are kept by timers that cut the group."""
 
-_NCCL_ENV = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_NCCL_ENV = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
 """Read by ProcessGroupNCCL's constructor (torch 2.11 to 2.13): by default its watchdog ends the process when a peer
-dies. Set only while ours is made: other groups of the process keep what they have."""
+dies, and a thread of it asks the store every second, also while Python ends. Set only while ours is made: other groups
+of the process keep what they have."""
 
 _making = threading.Lock()
 
@@ -48,12 +57,12 @@ class Group:
 
     Args:
         spec: the group.
-        rank: of this process; 0 is the trainer's, which needs `host`.
+        rank: of this process; 0 is the trainer's, which needs `meeting`.
         device: of the tensors.
-        host: the store, at rank 0.
+        meeting: where the others find the trainer.
     """
 
-    def __init__(self, spec: GroupSpec, rank: int, device: torch.device, host: TCPStore | None = None) -> None:
+    def __init__(self, spec: GroupSpec, rank: int, device: torch.device, meeting: Meeting | None = None) -> None:
         self.spec = spec
         self.device = device
         self.ready = False
@@ -62,7 +71,10 @@ class Group:
         self.absent: tuple[int, ...] = ()
         """Ranks that did not come when `lead` could not form the group."""
         self._rank = rank
-        self._store = host
+        self._meeting = meeting
+        self._visits: list[Visit] = []
+        self._store: Store | None = None
+        """Kept for as long as the backend is: torch finds our methods by the Python object alone."""
         self._backend: Any = None
         self._changed = threading.Condition()
 
@@ -77,15 +89,14 @@ class Group:
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # of this thread
-            self._store = store = self._client()
+            visit = self._visit()
             threading.Thread(target=self._until_ended, name="penstock-group", daemon=True).start()
-            store.set(f"here/{self._rank}", "")
-            store.wait([_GO], timedelta(seconds=self.spec.timeout_s))
-            self._connect(store)
-            store.set(f"ready/{self._rank}", "")
-        except (RuntimeError, OSError) as error:  # torch's own, of store and backend
-            self.end(f"group {self.spec.epoch} was not formed: {error}")
-            raise TransferError(str(self.cut)) from error
+            visit.set(f"here/{self._rank}")
+            visit.get(_GO, self.spec.timeout_s)
+            self._connect(visit)
+            visit.set(f"ready/{self._rank}")
+        except (RuntimeError, OSError) as error:  # of the meeting, and torch's own
+            self._not_formed(error)
 
     def lead(self) -> None:
         """Form the group as rank 0.
@@ -93,30 +104,33 @@ class Group:
         Raises:
             TransferError: not everyone came within the deadline (then see `absent`), or it was cut.
         """
-        store = self._store
-        if store is None:
-            raise TransferError("rank 0 of a group needs the store that it is formed at")
+        meeting = self._meeting
+        if meeting is None:
+            raise TransferError("rank 0 of a group needs the port that it is formed at")
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
-            self._await(store, "here")
-            store.set(_GO, "")
-            self._connect(store)
-            self._await(store, "ready")
+            self._await(meeting, "here")
+            meeting.set(_GO)
+            self._connect(meeting)
+            self._await(meeting, "ready")
         except (RuntimeError, OSError) as error:
-            self.end(f"group {self.spec.epoch} was not formed: {error}")
-            raise TransferError(str(self.cut)) from error
+            self._not_formed(error)
 
-    def _await(self, store: TCPStore, step: str) -> None:
-        keys = [f"{step}/{rank}" for rank in range(1, self.spec.world_size)]
-        try:
-            store.wait(keys, timedelta(seconds=self.spec.timeout_s))
-        except c10d.DistStoreError:
-            self.absent = tuple(rank for rank, key in enumerate(keys, start=1) if not store.check([key]))
-            raise
+    def _not_formed(self, error: Exception) -> NoReturn:
+        self._await_reason()
+        self.end(f"group {self.spec.epoch} was not formed: {error}")
+        raise TransferError(str(self.cut)) from error
+
+    def _await(self, meeting: Meeting, step: str) -> None:
+        ranks = {f"{step}/{rank}": rank for rank in range(1, self.spec.world_size)}
+        missing = meeting.missing(list(ranks), self.spec.timeout_s)
+        if missing:
+            self.absent = tuple(ranks[name] for name in missing)
+            raise TimeoutError(f"ranks {list(self.absent)} did not come within {self.spec.timeout_s:g} s ({step})")
         self._check()
 
-    def _connect(self, store: TCPStore) -> None:
+    def _connect(self, store: Meeting | Visit) -> None:
         """Connect with the others within the deadline, or until the group is cut.
 
         NCCL knows no deadline for that, and nothing interrupts it where a rank hangs or cannot be reached: a thread
@@ -144,29 +158,31 @@ class Group:
         self._check()
         self.ready = True
 
-    def _send_one(self, store: TCPStore) -> None:
+    def _send_one(self, store: Meeting | Visit) -> None:
         """Make the backend and send one element over it: the first collective is what connects the ranks."""
-        prefixed = PrefixStore("penstock", store)
         if self.spec.backend == "nccl":
             torch.cuda.set_device(self.device)  # of this thread
-            backend = _nccl(prefixed, self._rank, self.spec.world_size)
+            self._store = _NcclStore(store, self.spec.timeout_s)
+            backend = _nccl(self._store, self._rank, self.spec.world_size)
         else:
-            backend = _gloo(prefixed, self._rank, self.spec)
+            backend = self._lines(store)
         with self._changed:
             self._check()
             self._backend = backend
         self.wait(self.start([torch.zeros(1, device=self.device)]))
         self.synchronize()
 
-    def _client(self) -> TCPStore:
-        return TCPStore(
-            self.spec.address,
-            self.spec.port,
-            None,
-            is_master=False,
-            timeout=timedelta(seconds=self.spec.timeout_s),
-            wait_for_workers=False,
-        )
+    def _lines(self, store: Meeting | Visit) -> _Lines:
+        if isinstance(store, Visit):
+            return _Lines([self._visit().line(self._rank)], receives=True)
+        self._await(store, "line")
+        return _Lines(store.lines(), receives=False)
+
+    def _visit(self) -> Visit:
+        visit = Visit(self.spec.address, self.spec.port, self.spec.key, self.spec.timeout_s)
+        with self._changed:
+            self._visits.append(visit)
+        return visit
 
     # --- use ---------------------------------------------------------------------------------------------------------
 
@@ -184,34 +200,33 @@ class Group:
             raise TransferError(self.cut or f"group {self.spec.epoch} is not formed yet")
         options = c10d.BroadcastOptions()
         options.rootRank = 0
+        if self.spec.backend == "tcp":
+            return [(backend, tensors)]
         try:
-            if self.spec.backend == "nccl":
-                backend._start_coalescing()
-                for tensor in tensors:
-                    backend.broadcast([tensor], options)
-                return [backend._end_coalescing()]
-            return [backend.broadcast([tensor], options) for tensor in tensors]
+            backend._start_coalescing()
+            for tensor in tensors:
+                backend.broadcast([tensor], options)
+            return [backend._end_coalescing()]
         except RuntimeError as error:
             self.end(f"the broadcast broke: {error}")
             raise TransferError(str(self.cut)) from error
 
     def wait(self, works: Sequence[Any]) -> None:
-        """Let what is queued next on this thread's stream see the tensors (NCCL), or wait until they are here (gloo).
+        """Let what is queued next on this thread's stream see the tensors (NCCL), or carry them over (TCP).
 
         Raises:
             TransferError: the group was cut meanwhile.
         """
+        self._check()
         try:
-            if self.spec.backend == "gloo":
-                # Gloo cannot be interrupted; whoever waits for it can.
-                for work in works:
-                    work.get_future().add_done_callback(self._wake)
-                with self._changed:
-                    self._changed.wait_for(lambda: self.cut or all(w.get_future().done() for w in works))
-            self._check()
             for work in works:
-                work.wait()
-        except RuntimeError as error:
+                if self.spec.backend == "nccl":
+                    work.wait()
+                else:
+                    lines, tensors = work
+                    lines.carry(tensors)
+        except (RuntimeError, OSError) as error:
+            self._await_reason()
             self.end(f"the broadcast broke: {error}")
             raise TransferError(str(self.cut)) from error
 
@@ -243,57 +258,110 @@ class Group:
             self.cut = why
             backend, self._backend = self._backend, None
             self._changed.notify_all()
-        if self._rank == 0:
-            with suppress(RuntimeError):  # they learn it from the end of the store as well
-                store = self._client()  # the other connection is busy where `lead` waits
-                store.set(_ENDED, why)
-                for rank in range(1, self.spec.world_size):  # so that `lead` waits for nobody any more
-                    store.set(f"here/{rank}", "")
-                    store.set(f"ready/{rank}", "")
+        if self._meeting is not None:
+            self._meeting.end(why)  # the others learn it from the end of the connection as well
         if backend is not None:
-            # NCCL's kernels return at once. Gloo ends what it has begun within its deadline, and its destructor waits.
+            # NCCL's kernels return at once.
             _start("penstock-abort", lambda: _abort(backend))
+        for visit in self._visits:
+            visit.close()
 
     def _check(self) -> None:
         if self.cut is not None:
             raise TransferError(self.cut)
 
-    def _wake(self, _: Any) -> None:
-        with self._changed:
-            self._changed.notify_all()
+    def _await_reason(self) -> None:
+        """Of a member whose connection broke: why the trainer cut the group, where it says so."""
+        if self._meeting is None:
+            with self._changed:
+                self._changed.wait_for(lambda: self.cut is not None, _WHY_S)
 
     def _until_ended(self) -> None:
         why = "the trainer is gone"
-        with suppress(RuntimeError):
-            own = self._client()  # a store's connection is busy while it waits
-            while not own.check([_ENDED]):
-                with suppress(c10d.DistStoreError):  # the wait was too long; a store that is gone is another error
-                    own.wait([_ENDED], _LONG)
-            why = f"the trainer cut the group: {own.get(_ENDED).decode(errors='replace')}"
+        with suppress(OSError):
+            why = f"the trainer cut the group: {self._visit().until_ended()}"
         self.end(why)
 
 
-def host(address: str, timeout_s: float) -> tuple[TCPStore, int]:
-    """A store that listens on `address` alone, and its port. `TCPStore` by itself listens on every address."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.bind((address, 0))
-        listener.listen()
-    except OSError as error:
-        listener.close()
-        raise TransferError(f"cannot listen on {address!r} for engines: {error}; set fleet.weight_address") from error
-    port = int(listener.getsockname()[1])
-    store = TCPStore(
-        address,
-        port,
-        None,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    return store, port
+class _Lines:
+    """One connection between the trainer and each worker: tensors of host memory, in order.
+
+    Args:
+        sockets: of a worker, the one to the trainer.
+        receives: this is a worker.
+    """
+
+    def __init__(self, sockets: Sequence[socket.socket], *, receives: bool) -> None:
+        self._sockets = sockets
+        self._receives = receives
+        self._busy = threading.Lock()
+
+    def carry(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Send all of them to every worker, or receive them. Raises OSError where a connection breaks."""
+        views = [tensor.view(torch.uint8).numpy().data for tensor in tensors if tensor.numel()]
+        with self._busy:
+            if self._receives:
+                for view in views:
+                    receive_into(self._sockets[0], view)
+            else:
+                self._send(views)
+
+    def _send(self, views: Sequence[memoryview]) -> None:
+        """Side by side: a worker that is slow holds the others no longer than itself."""
+        with selectors.DefaultSelector() as writable:
+            for line in self._sockets:
+                line.setblocking(False)  # noqa: FBT003 - the module's own signature
+                writable.register(line, selectors.EVENT_WRITE, list(reversed(views)))
+            while writable.get_map():
+                for chosen, _ in writable.select():
+                    line, left = cast("socket.socket", chosen.fileobj), cast("list[memoryview]", chosen.data)
+                    if not left:
+                        writable.unregister(line)
+                        continue
+                    with suppress(BlockingIOError):
+                        left[-1] = left[-1][line.send(left[-1]) :]
+                    if not left[-1]:
+                        left.pop()
+
+    def abort(self) -> None:
+        """End the connections; whoever carries something over them gets an OSError."""
+        for line in self._sockets:
+            shut(line)
+        with self._busy:
+            for line in self._sockets:
+                line.close()
+
+
+class _NcclStore(Store):
+    """What NCCL asks of a store, its unique id above all, over the members' keyed connections."""
+
+    def __init__(self, meeting: Meeting | Visit, timeout_s: float) -> None:
+        super().__init__()
+        self._meeting = meeting
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: bytes | str) -> None:
+        with self._lock:
+            self._meeting.set(f"nccl/{key}", value.encode() if isinstance(value, str) else value)
+
+    def get(self, key: str) -> bytes:
+        with self._lock:
+            return self._meeting.get(f"nccl/{key}", self._timeout_s)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        del timeout
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        try:
+            with self._lock:
+                for key in keys:
+                    self._meeting.get(f"nccl/{key}", 0.0)
+        except (OSError, TransferError):  # not there in time, or over
+            return False
+        return True
 
 
 def _start(name: str, work: Callable[[], None]) -> None:
@@ -319,7 +387,7 @@ def _abort(backend: Any) -> None:
         backend.abort()
 
 
-def _nccl(store: PrefixStore, rank: int, world_size: int) -> Any:
+def _nccl(store: Store, rank: int, world_size: int) -> Any:
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = _LONG
     with _making:
@@ -333,14 +401,3 @@ def _nccl(store: PrefixStore, rank: int, world_size: int) -> Any:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
-
-
-def _gloo(store: PrefixStore, rank: int, spec: GroupSpec) -> Any:
-    # The address by which this host reaches the trainer: gloo's own choice is the host's name, which may lead anywhere.
-    with socket.create_connection((spec.address, spec.port), timeout=spec.timeout_s) as probe:
-        own = str(probe.getsockname()[0])
-    options = c10d.ProcessGroupGloo._Options()
-    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=own)]
-    options._timeout = timedelta(seconds=spec.timeout_s)
-    options._threads = 2
-    return c10d.ProcessGroupGloo(store, rank, spec.world_size, options)

@@ -103,7 +103,7 @@ def receive(
         TransferError: the group was cut, or what came is not what was sent.
     """
     plan = cut([entry.nbytes for entry in entries], bucket_bytes)
-    wanted = place if group.spec.backend == "nccl" else _nowhere  # gloo may write when it is no longer waited for
+    wanted = place if group.spec.backend == "nccl" else _nowhere
     sums = DeviceSums()
     with group.within(group.spec.timeout_s):
         coming = [_begin(group, bucket, entries, wanted) for bucket in plan[:1]]

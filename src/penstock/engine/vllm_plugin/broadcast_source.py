@@ -43,7 +43,7 @@ class BroadcastSource:
         coming = receive(group, entries, bucket_bytes=bucket_bytes, place=place)
         # In host memory there is room for all of it, and vLLM's reload, which takes layers apart, cannot begin anew
         # where it was cut: it begins when everything is here.
-        yield from list(coming) if group.spec.backend == "gloo" else coming
+        yield from list(coming) if group.spec.backend == "tcp" else coming
 
     def _group(self, manifest: WeightManifest) -> Group:
         group, epoch = group_of(self._worker), manifest.location.get("epoch")
