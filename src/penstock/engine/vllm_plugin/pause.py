@@ -8,7 +8,7 @@ to be resumed: requests of our client go on elsewhere. `/abort_requests` ends re
 
 So there is something in the queue when an engine wakes up. VLLM's wake-up resumes the scheduler whoever paused it, and
 after a sleep of level 2 also before there are weights; and a resume while the memory is away would end the engine. Here
-`Holds`, in the core's own process, says whether generation may go on: when nobody has paused, nothing sleeps, and
+`PauseState`, in the core's own process, says whether generation may go on: when nobody has paused, nothing sleeps, and
 weights that were dropped have been replaced (by an update of ours, a native one, or `reload_weights`).
 
 A pause, a sleep or an update that clears caches leaves vLLM's cache of processed images alone: what is in it does not
@@ -50,7 +50,7 @@ _release: ContextVar[bool] = ContextVar("penstock_release", default=False)
 # --- in the core's process -------------------------------------------------------------------------------------------
 
 
-class Holds:
+class PauseState:
     """What holds the generation of one engine core. Its methods run in the core's own thread, between two steps."""
 
     def __init__(self, core: Any) -> None:
@@ -235,25 +235,22 @@ def mode_in_core(mode: str) -> str:
     return "keep" if mode == "abort" else mode
 
 
-def holds_of(core: Any) -> Holds:
+def holds_of(core: Any) -> PauseState:
     """Of vLLM's EngineCore, in its process."""
     if not hasattr(core, "penstock_holds"):
-        core.penstock_holds = Holds(core)
+        core.penstock_holds = PauseState(core)
     return core.penstock_holds
 
 
 def extend_core() -> None:
-    """Make the methods of `Holds` callable on the core, as `penstock_pause` and so on; again is harmless."""
+    """Make the methods of `PauseState` callable on the core, as `penstock_pause` and so on; again is harmless."""
     from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - only inside vLLM
 
-    for method in (
-        Holds.pause, Holds.resume, Holds.sleep, Holds.wake_up, Holds.weights_are_out, Holds.weights_are_in,
-        Holds.check_awake,
-    ):  # fmt: skip
-        setattr(EngineCore, f"penstock_{method.__name__}", _on_holds(method))
+    for name in ("pause", "resume", "sleep", "wake_up", "weights_are_out", "weights_are_in", "check_awake"):
+        setattr(EngineCore, f"penstock_{name}", _on_state(getattr(PauseState, name)))
 
 
-def _on_holds(method: Callable[..., Any]) -> Callable[..., Any]:
+def _on_state(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)  # vLLM reads the signature
     def call(core: Any, *args: Any) -> Any:
         return method(holds_of(core), *args)
@@ -264,8 +261,8 @@ def _on_holds(method: Callable[..., Any]) -> Callable[..., Any]:
 # --- in the API server's process -------------------------------------------------------------------------------------
 
 
-class Pausing:
-    """Leads the control calls of one API server to `Holds`."""
+class PauseControl:
+    """Leads the control calls of one API server to `PauseState`."""
 
     def __init__(self) -> None:
         self._core: Any = None

@@ -20,7 +20,7 @@ import orjson
 from penstock.engine.vllm_plugin import resume
 from penstock.engine.vllm_plugin.compat import TokenVersions
 from penstock.engine.vllm_plugin.in_flight import CURRENT, InFlight, Made
-from penstock.engine.vllm_plugin.pause import ROUTES, Pausing
+from penstock.engine.vllm_plugin.pause import ROUTES, PauseControl
 from penstock.engine.vllm_plugin.telling import serve
 from penstock.engine.wire import GENERATE, PROGRESS_HEADER
 
@@ -37,7 +37,7 @@ class VersionSpans:
     def __init__(self) -> None:
         self.versions = TokenVersions()
         self._installed = False
-        self.pausing = Pausing()
+        self.pausing = PauseControl()
         self._model: Any = None
         self._in_flight: set[InFlight] = set()
 
