@@ -1,7 +1,7 @@
 """Follows every generation request through vLLM: which version made which token, what it has, and where it goes on.
 
-Three methods are wrapped, since vLLM (0.26 to 0.32) has no extension point there; its issue 54443 asks for versions of
-tokens, which 0.32 has on the token endpoint alone:
+Three methods are wrapped, since vLLM (0.26 to 0.33) has no extension point there. Its issue 54443 asks for versions of
+tokens, which 0.32 and newer have on the token endpoint alone:
 
 - `OutputProcessor.add_request`, to know the samples of an HTTP request and to take up one that was cut;
 - `make_request_output` of each sample's state, which vLLM calls with every output, after counting its tokens;

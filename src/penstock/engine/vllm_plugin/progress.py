@@ -154,7 +154,7 @@ class RequestProgress:
     def lighten(self, output: Any) -> Any:
         """Leave the tokens out of vLLM's RequestOutput where their reader has them.
 
-        VLLM makes several objects of each, and JSON of those, at once: 10 ms of its event loop for 512 tokens. 0.26 has
+        vLLM makes several objects of each, and JSON of those, at once: 10 ms of its event loop for 512 tokens. 0.26 has
         None for samples that it is yet to add; an exception here would end its output handler, and so every request.
         """
         if self.streamed and output is not None:
@@ -185,7 +185,7 @@ def _entries(logprobs: Any, start: int, end: int) -> str | None:
 
 
 def _prompt_number(external_request_id: str) -> int:
-    """VLLM's ids of completions end in the number of the prompt: `cmpl-NAME-3`."""
+    """Read the number of the prompt, in which vLLM's ids of completions end: `cmpl-NAME-3`."""
     number = external_request_id.rpartition("-")[2]
     return int(number) if external_request_id.startswith("cmpl-") and number.isdecimal() else 0
 
