@@ -4,7 +4,7 @@
     python scripts/check_vllm.py --installed        the vLLM of this environment
 
 Downloads each version's wheel (the smaller CPU build where the index has one), reads it from the zip, and prints which
-names of `plugin/vllm_names.py` it lacks and what each is for. Exit status 1: a version lacks a name.
+names of `vllm_plugin/vllm_names.txt` it lacks and what each is for. Exit status 1: a version lacks a name.
 """
 
 from __future__ import annotations
@@ -19,15 +19,50 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 
-from penstock.engine.vllm_plugin.vllm_names import USES, Use
-
 VERSIONS = ("0.26.0", "0.32.0", "0.33.*", "newest")
 DOWNLOAD_S = 900.0
+TABLE = Path(__file__).parents[1] / "src" / "penstock" / "engine" / "vllm_plugin" / "vllm_names.txt"
 Found = tuple[str, ast.AST]
 """A definition and the module that it stands in."""
+
+
+@dataclass
+class Use:
+    """Names that serve one purpose."""
+
+    why: str
+    names: list[str] = field(default_factory=list[str])
+    since: tuple[int, ...] = (0, 0)
+    """The first minor version that has them."""
+    until: tuple[int, ...] = (9999, 0)
+    """The first minor version that is without them again."""
+
+    def is_in(self, version: str) -> bool:
+        """Whether a version such as `0.32.0+cpu` should have these names."""
+        return self.since <= _numbers(version)[:2] < self.until
+
+
+def read_table(text: str) -> list[Use]:
+    """The table in the form that its first lines describe."""
+    uses: list[Use] = []
+    for line in text.replace("\n    ", " ").splitlines():
+        if line.startswith("["):
+            why, *limits = line.strip("[]").split(" | ")
+            uses.append(Use(why))
+            for name, version in (limit.split() for limit in limits):
+                setattr(uses[-1], name, _numbers(version))
+        elif line and not line.startswith("#"):
+            first, *others = line.split()
+            uses[-1].names += [first + other for other in others] if first[-1] in ".:~" else [first, *others]
+    return uses
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version))
 
 
 class Sources:
@@ -179,7 +214,7 @@ def _missing_parameters(node: ast.AST, wanted: str) -> list[str]:
     return missing
 
 
-def check(sources: Sources, uses: Iterable[Use] = USES) -> list[str]:
+def check(sources: Sources, uses: Iterable[Use]) -> list[str]:
     """One line for each name of the table that these sources lack."""
     return [
         f"{problem}: {use.why}"
@@ -224,8 +259,9 @@ def _installed_version() -> str:
 
 
 def _report(sources: Sources) -> bool:
-    problems = check(sources)
-    names = sum(len(use.names) for use in USES if use.is_in(sources.version))
+    uses = read_table(TABLE.read_text())
+    problems = check(sources, uses)
+    names = sum(len(use.names) for use in uses if use.is_in(sources.version))
     print(f"vLLM {sources.version}: {names} names, {len(problems) or 'none'} missing")
     for problem in problems:
         print(f"  {problem}")

@@ -42,13 +42,13 @@ async def run(script, cuts, given, *, stream, labels=True, how="abort", light=Fa
     """The request over as many engines as there are cuts, and one: choices, spans, and tokens told by the last."""
     from vllm_frontend import FrontEnd, Reader
 
-    from penstock.engine.vllm_plugin.in_flight import InFlight
+    from penstock.engine.vllm_plugin.progress import RequestProgress
 
     partials = Partials()
     version = 0
     for cut in [*cuts, None]:
         front = FrontEnd(tokenizer(), script, PROMPT, labels=labels)
-        front.in_flight = InFlight(told_all=light)
+        front.in_flight = RequestProgress(streamed=light)
         reader = Reader(given.get("n", 1))
         asked = params(stream=stream, **given)
         if (resume := partials.resume()) is not None:
@@ -68,7 +68,7 @@ async def run(script, cuts, given, *, stream, labels=True, how="abort", light=Fa
             if how == "abort":
                 front.abort()
         reader.read(queue, deltas=stream)
-        partials.add(front.in_flight.news())
+        partials.add(front.in_flight.take_updates())
         for partial in partials:
             if partial.cut:
                 partial.finish = None
@@ -179,7 +179,7 @@ async def test_what_cannot_be_taken_up_in_the_middle_says_so(given, whole_only):
     front = FrontEnd(tokenizer(), [list(range(30))], PROMPT, labels=True)
     await front.submit(params(stream=False, **given))
     front.step()
-    (news,) = front.in_flight.news()
+    (news,) = front.in_flight.take_updates()
     assert news["whole_only"] is whole_only
 
 

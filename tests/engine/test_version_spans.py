@@ -14,7 +14,7 @@ import pytest
 
 from penstock.engine.vanilla.answers import samples_of, spans_of
 from penstock.engine.vllm_plugin.compat import VERSION_MARK
-from penstock.engine.vllm_plugin.version_spans import VersionSpans
+from penstock.engine.vllm_plugin.hooks import RequestHooks
 from penstock.engine.wire import FINAL_ONLY, PROGRESS_HEADER, SPANS_HEADER, UNKNOWN_VERSION, generate_body
 from penstock.errors import EngineError
 from penstock.types import SamplingParams, VersionSpan
@@ -112,7 +112,7 @@ def asked(value: str):
 
 
 async def test_tokens_are_counted_under_the_version_in_force():
-    spans, engine = VersionSpans(), Engine()
+    spans, engine = RequestHooks(), Engine()
 
     async def during():
         first, second = engine.sample("generate-tokens-x"), engine.sample("generate-tokens-x", 1)
@@ -127,7 +127,7 @@ async def test_tokens_are_counted_under_the_version_in_force():
 
 
 async def test_the_cores_mark_among_its_outputs_is_the_version_from_there_on():
-    spans, engine = VersionSpans(), Engine()
+    spans, engine = RequestHooks(), Engine()
 
     async def during():
         sample = engine.sample("generate-tokens-x")
@@ -140,7 +140,7 @@ async def test_the_cores_mark_among_its_outputs_is_the_version_from_there_on():
 
 
 async def test_a_label_that_is_no_version_ends_nothing_and_claims_no_version():
-    spans, engine = VersionSpans(), Engine()
+    spans, engine = RequestHooks(), Engine()
 
     async def during():
         sample = engine.sample("generate-tokens-x")
@@ -154,7 +154,7 @@ async def test_a_label_that_is_no_version_ends_nothing_and_claims_no_version():
 
 
 async def test_prompts_stay_in_order_and_a_sample_without_tokens_has_no_span():
-    spans, engine = VersionSpans(), Engine()
+    spans, engine = RequestHooks(), Engine()
 
     async def during():
         for prompt in reversed(range(12)):
@@ -168,7 +168,7 @@ async def test_prompts_stay_in_order_and_a_sample_without_tokens_has_no_span():
 
 
 async def test_of_beams_nothing_is_told():
-    spans, engine = VersionSpans(), Engine()
+    spans, engine = RequestHooks(), Engine()
 
     async def during():
         for step in range(3):
@@ -186,7 +186,7 @@ async def test_of_beams_nothing_is_told():
 
 
 async def test_a_header_too_long_for_clients_is_left_out():
-    spans, engine = VersionSpans(), Engine()
+    spans, engine = RequestHooks(), Engine()
 
     async def during():
         for prompt in range(1000):
@@ -196,7 +196,7 @@ async def test_a_header_too_long_for_clients_is_left_out():
 
 
 async def test_a_stream_has_its_versions_in_a_comment_before_done():
-    spans, engine = VersionSpans(), Engine()
+    spans, engine = RequestHooks(), Engine()
 
     async def during():
         engine.step(engine.sample("cmpl-x-0"), 2, "stop")
@@ -209,7 +209,7 @@ async def test_a_stream_has_its_versions_in_a_comment_before_done():
 
 
 async def test_who_asks_is_told_in_a_stream_before_the_event_that_shows_the_tokens():
-    spans, engine = VersionSpans(), Engine()
+    spans, engine = RequestHooks(), Engine()
 
     async def during():
         engine.step(engine.sample("cmpl-x-0"), 2, "stop")
@@ -224,7 +224,7 @@ async def test_who_asks_is_told_in_a_stream_before_the_event_that_shows_the_toke
 
 @pytest.mark.parametrize("told", [(), (0,), (0, 1)])
 async def test_a_stream_says_of_each_choice_once_that_it_was_aborted(told):
-    spans, engine = VersionSpans(), Engine()
+    spans, engine = RequestHooks(), Engine()
 
     async def during():
         for index in (0, 1):
@@ -247,7 +247,7 @@ async def test_a_stream_says_of_each_choice_once_that_it_was_aborted(told):
 
 
 async def test_who_asks_is_told_every_so_many_tokens_and_then_the_whole_answer():
-    spans, engine = VersionSpans(), Engine()
+    spans, engine = RequestHooks(), Engine()
 
     async def during():
         first, second = engine.sample("cmpl-x-0"), engine.sample("cmpl-x-0", 1)
@@ -282,7 +282,7 @@ async def test_who_asks_is_told_every_so_many_tokens_and_then_the_whole_answer()
     ],
 )
 async def test_vllm_is_spared_the_tokens_of_an_answer_whose_reader_was_told_them(path, headers, light, monkeypatch):
-    spans, engine = VersionSpans(), Engine()
+    spans, engine = RequestHooks(), Engine()
     tokens, logprobs = ([7, 7], [7, 7]), ([1, 1], None)
     completions = [SimpleNamespace(token_ids=t, logprobs=p) for t, p in zip(tokens, logprobs, strict=True)]
     outputs = iter([None, SimpleNamespace(outputs=[*completions, None])])
@@ -303,7 +303,7 @@ async def test_vllm_is_spared_the_tokens_of_an_answer_whose_reader_was_told_them
 
 
 async def test_a_logprob_that_is_no_number_has_the_value_of_vllms_answers():
-    spans, engine = VersionSpans(), Engine()
+    spans, engine = RequestHooks(), Engine()
 
     async def during():
         sample = engine.sample("generate-tokens-x")
@@ -319,7 +319,7 @@ async def test_an_error_before_the_first_chunk_is_vllms_own_and_one_after_it_com
     async def nothing():
         pass
 
-    spans, engine = VersionSpans(), Engine()
+    spans, engine = RequestHooks(), Engine()
     sent = await serve(spans, engine, nothing, headers=asked("4"), status=400, bodies=(b'{"error"', b": 1}"))
     assert (sent[0]["status"], sent[1]["body"]) == (400, b'{"error": 1}')
 
@@ -345,7 +345,7 @@ async def test_an_error_before_the_first_chunk_is_vllms_own_and_one_after_it_com
     ],
 )
 async def test_an_abort_that_somebody_asks_for_is_told_from_one_of_a_pause(path, body, named):
-    spans, engine = VersionSpans(), Engine()
+    spans, engine = RequestHooks(), Engine()
     scope = {"type": "http", "method": "POST", "path": path, "headers": []}
 
     pieces = [{"body": body[:4], "more_body": True}, {"body": body[4:]}]
@@ -367,7 +367,7 @@ async def test_an_abort_that_somebody_asks_for_is_told_from_one_of_a_pause(path,
 
 
 async def test_after_a_pause_everything_made_before_it_is_counted():
-    spans, engine, processed = VersionSpans(), Engine(), []
+    spans, engine, processed = RequestHooks(), Engine(), []
     queue = engine.engine_core.outputs_queue
 
     async def handler():  # as AsyncLLM's output handler: it yields to the loop between portions of one batch

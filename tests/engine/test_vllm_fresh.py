@@ -1,6 +1,6 @@
 """After an update an engine equals one that was started with the same weights: difference 0, not merely small.
 
-These fail without `vllm_plugin/cpu.py` (tied embeddings keep a stale packed head; experts are not repacked).
+These fail without the repairs of `reload.py` (tied embeddings keep a stale packed head; experts are not repacked).
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from penstock.types import SamplingParams
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
-GREEDY = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True, detokenize=False)
+TOKENS = 480
+"""So many that an update comes in time also on a busy machine; the engine's context is 512."""
+GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, detokenize=False)
 
 
 async def test_updated_engine_equals_a_fresh_one_also_for_requests_in_flight(live, tmp_path):
@@ -46,7 +48,7 @@ async def test_updated_engine_equals_a_fresh_one_also_for_requests_in_flight(liv
         # The request that crossed the update: what came after it is what a fresh engine makes of the same prefix.
         assert len(crossed.spans) == 2, "the update missed the request; make it longer"
         seam = crossed.spans[1].start
-        rest = SamplingParams(max_tokens=120 - seam, temperature=0, ignore_eos=True, detokenize=False)
+        rest = SamplingParams(max_tokens=TOKENS - seam, temperature=0, ignore_eos=True, detokenize=False)
         continued = (await fresh.sample([*prompt, *crossed.token_ids[:seam]], 1, rest))[0]
         assert crossed.token_ids[seam:] == continued.token_ids
         assert crossed.logprobs[seam:] == continued.logprobs

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.vllm_plugin.vllm_names import USES, Use
-
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "src" / "penstock" / "engine" / "vllm_plugin"
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -34,6 +32,7 @@ OTHERS = {
     "tie_word_embeddings", "to",
 }  # fmt: skip
 """Attributes that torch and Python give such objects."""
+USES = check_vllm.read_table(check_vllm.TABLE.read_text())
 TABLE = {name.partition("(")[0] for use in USES for name in use.names}
 
 
@@ -96,7 +95,7 @@ def test_every_attribute_of_vllms_objects_is_in_the_table():
 
 
 def test_every_name_of_the_table_is_used():
-    files = [path for path in PLUGIN.parent.rglob("*.py") if path.name != "vllm_names.py"]
+    files = list(PLUGIN.parent.rglob("*.py"))
     found = [word for path in files for word in re.split(r"[^\w/]+", path.read_text().replace("-", "_"))]
     words = {*found, *(word.lstrip("_") for word in found)}
     unused = {
@@ -107,7 +106,7 @@ def test_every_name_of_the_table_is_used():
 
 @pytest.mark.vllm
 def test_the_installed_vllm_has_every_name_of_the_table():
-    assert check_vllm.check(check_vllm.Sources.installed()) == []
+    assert check_vllm.check(check_vllm.Sources.installed(), USES) == []
 
 
 SOURCE = {
@@ -148,5 +147,8 @@ def test_the_check_says_what_a_version_lacks_and_what_for(tmp_path: Path, name: 
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(text)
     sources = check_vllm.Sources("0.40.1+cpu", {file: tmp_path / file for file in SOURCE})
-    uses = [Use("steps", (name,), since=(0, 40)), Use("what newer ones have", ("vllm:New",), since=(0, 41))]
+    owner, mark, rest = name.partition(":") if ":" in name else name.partition("~")
+    table = f"# a table\n[steps | since 0.40]\n{owner}{mark}\n    {rest}\n"
+    table += "[newer | since 0.41]\nvllm:New\n[old | until 0.40]\nx:Y"
+    uses = check_vllm.read_table(table)
     assert check_vllm.check(sources, uses) == ([] if problem is None else [f"{problem}: steps"])

@@ -54,7 +54,8 @@ async def test_an_engine_is_told_once_as_its_launcher_asks_what_it_is() -> None:
     async def is_paused() -> bool:
         return False
 
-    model = SimpleNamespace(get_vocab_size=int, max_model_len=8, logprobs_mode="raw_logprobs", enable_sleep_mode=False)
+    kept = {"max_model_len": 8, "logprobs_mode": "raw_logprobs", "enable_sleep_mode": False, "dtype": torch.float32}
+    model = SimpleNamespace(get_vocab_size=int, **kept)
     parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=2)
     config = SimpleNamespace(
         parallel_config=parallel,

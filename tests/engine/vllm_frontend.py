@@ -17,8 +17,8 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.outputs import LogprobsLists
 
-from penstock.engine.vllm_plugin.in_flight import CURRENT, InFlight
-from penstock.engine.vllm_plugin.version_spans import VersionSpans
+from penstock.engine.vllm_plugin.hooks import RequestHooks
+from penstock.engine.vllm_plugin.progress import CURRENT, RequestProgress
 
 EOS = 256
 NATIVE = "weight_version" in inspect.signature(OutputProcessor.process_outputs).parameters
@@ -47,8 +47,8 @@ class FrontEnd:
         self.output_processor = self.processor
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=100, get_vocab_size=lambda: 257))
         self.running: dict[str, EngineCoreRequest] = {}
-        self.in_flight = InFlight()
-        self.spans = VersionSpans()
+        self.in_flight = RequestProgress()
+        self.spans = RequestHooks()
         self.spans.install(self)
         self.version = 0
         self._labels = labels

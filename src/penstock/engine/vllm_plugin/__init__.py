@@ -5,7 +5,7 @@
 - `middleware.PenstockMiddleware` (`--middleware`): our routes on the API server.
 - `server`: starts vLLM's API server as a child that ends with its launcher.
 
-Works with vLLM 0.26 and 0.32; where they differ, the line says so.
+Works with vLLM 0.26 to 0.33. `compat.py` has what tells them apart, `vllm_names.txt` every name of vLLM that is used.
 """
 
 # pyright: reportUnknownMemberType=false

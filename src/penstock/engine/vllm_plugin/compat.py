@@ -1,6 +1,6 @@
 """What vLLM 0.26 to 0.31 lacks or does otherwise. The end of their support is one commit: this file, and what calls it.
 
-VLLM 0.32 labels its weights, and every token with them. Before, the version in force is kept here, on both sides. That
+vLLM 0.32 labels its weights, and every token with them. Before, the version in force is kept here, on both sides. That
 is exact too: the core sends its outputs and a mark of each update over one ordered channel. After a pause, every output
 of the old weights was processed once the queue behind that channel is empty (`TokenVersions.settle`), and none of the
 new ones exists.

@@ -121,7 +121,7 @@ class Proof:
         try:
             with torch.no_grad():
                 self._check(model)
-        except (NotDirectError, torch.OutOfMemoryError) as error:
+        except (NotDirectError, RuntimeError) as error:  # torch's own: no memory, or no such operation on this dtype
             _say_slow(error)
             return False
         logger.info("updates of %d tensors are copied to their places", len(self._plan.pieces))
@@ -144,7 +144,7 @@ class Proof:
             for target in targets:
                 offset = target.storage_offset() - parameter.storage_offset()
                 rest.as_strided(target.shape, target.stride(), offset).fill_(False)  # noqa: FBT003
-            if parameter.detach()[rest].any():  # padding is zero
+            if rest.any() and ((parameter.detach() != 0) & rest).any():  # padding is zero
                 raise NotDirectError(f"{name} holds what no tensor of the update brings")
 
 

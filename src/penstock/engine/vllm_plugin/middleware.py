@@ -20,11 +20,11 @@ import orjson
 from penstock.engine.vllm_plugin.checksum import check_replicas
 from penstock.engine.vllm_plugin.core_round import raise_failure
 from penstock.engine.vllm_plugin.core_server import MAX_BODY, refusal
+from penstock.engine.vllm_plugin.hooks import RequestHooks
 from penstock.engine.vllm_plugin.patches import on_every_rank
 from penstock.engine.vllm_plugin.preparing import Preparing, field, group_of, raise_refusal
 from penstock.engine.vllm_plugin.sources import SOURCES
 from penstock.engine.vllm_plugin.spec import expected_weights
-from penstock.engine.vllm_plugin.version_spans import VersionSpans
 from penstock.errors import EngineError, StateError, TransferError, WeightsError
 from penstock.guard import DATA_PATHS, OPEN_PATHS, cross_site, has_key
 
@@ -39,7 +39,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class PenstockMiddleware:
-    """Answers `/penstock/*` and passes everything else on, adding to answers what `telling.py` says.
+    """Answers `/penstock/*` and passes everything else on, adding to answers what `progress.py` says.
 
     It asks for the API key on every path but `OPEN_PATHS`: vLLM itself does so on some prefixes only, which leaves
     `/collective_rpc`, `/pause` and every other control call to anyone who reaches the port. Control (every path but
@@ -53,7 +53,7 @@ class PenstockMiddleware:
         self._warm = False
         self._kv_kept: int | None = None
         """Of several cores: the version of the last update, if that kept the KV cache."""
-        self._spans = VersionSpans()
+        self._spans = RequestHooks()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""

@@ -1,20 +1,17 @@
-"""Pauses and sleeps that end no request, and wake-ups that start none too early.
+"""Pauses and sleeps that end no request, wake-ups that start none too early, and small steps before an update.
 
-VLLM's pause with `abort`, and its sleep, finish every request in flight. The one process that is to answer the pause
-then builds all those answers first, and a client that cannot send its request again gets half an answer. Here both do
-what `keep` does: requests give up their KV and wait in the core's queue, to be computed again from prompt and tokens at
-resume; their clients see a delay. `POST /pause?mode=abort&release=true` is vLLM's own abort, for an engine that is not
-to be resumed: requests of our client go on elsewhere. `/abort_requests` ends requests as ever.
+vLLM's pause with `abort`, and its sleep, finish every request in flight. Its one API process then builds all those
+answers, and a client that cannot send its request again gets half an answer. Here both do what `keep` does: requests
+give up their KV and wait in the core's queue. At resume they are computed again from prompt and tokens; their clients
+see a delay. `POST /pause?mode=abort&release=true` is vLLM's own abort, for an engine that will not be resumed: requests
+of our client go on elsewhere. `/abort_requests` ends requests as ever.
 
-So there is something in the queue when an engine wakes up. VLLM's wake-up resumes the scheduler whoever paused it, and
-after a sleep of level 2 also before there are weights; and a resume while the memory is away would end the engine. Here
-`Holds`, in the core's own process, says whether generation may go on: when nobody has paused, nothing sleeps, and
+So there is something in the queue when an engine wakes up. vLLM's wake-up resumes the scheduler even if a client has
+paused it, and after a sleep of level 2 before there are weights. A resume while the memory is away ends the engine.
+`PauseState`, in the core's own process, says whether generation may go on: nobody has paused, nothing sleeps, and
 weights that were dropped have been replaced (by an update of ours, a native one, or `reload_weights`).
 
-A pause, a sleep or an update that clears caches leaves vLLM's cache of processed images alone: what is in it does not
-depend on weights, and half of it is in the API server (see `patches.keep_image_cache`).
-
-VLLM (0.26 to 0.32) has no extension point for this: the API server's calls on the core are led to functions of ours.
+vLLM (0.26 to 0.33) has no extension point for this: the API server's calls on the core are led to functions of ours.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -50,12 +47,12 @@ _release: ContextVar[bool] = ContextVar("penstock_release", default=False)
 # --- in the core's process -------------------------------------------------------------------------------------------
 
 
-class Holds:
+class PauseState:
     """What holds the generation of one engine core. Its methods run in the core's own thread, between two steps."""
 
     def __init__(self, core: Any) -> None:
         self.paused = False
-        """Somebody has called `/pause` and not yet `/resume`."""
+        """A client has called `/pause` and not yet `/resume`."""
         self.asleep: frozenset[str] = frozenset()
         self.updating = False
         """An update waits for the step under way, and has changed nothing yet."""
@@ -113,7 +110,7 @@ class Holds:
         return None
 
     def begin_update(self) -> None:
-        """Weights are about to be written: nobody else's resume counts from here on."""
+        """Weights are about to be written: no other resume counts from here on."""
         self._hold()
         self.updating = True
 
@@ -231,29 +228,26 @@ def clear_kv(core: Any) -> None:
 
 
 def mode_in_core(mode: str) -> str:
-    """VLLM's mode for ours: nothing is ended."""
+    """The mode of vLLM for ours: nothing is ended."""
     return "keep" if mode == "abort" else mode
 
 
-def holds_of(core: Any) -> Holds:
+def holds_of(core: Any) -> PauseState:
     """Of vLLM's EngineCore, in its process."""
     if not hasattr(core, "penstock_holds"):
-        core.penstock_holds = Holds(core)
+        core.penstock_holds = PauseState(core)
     return core.penstock_holds
 
 
 def extend_core() -> None:
-    """Make the methods of `Holds` callable on the core, as `penstock_pause` and so on; again is harmless."""
+    """Make the methods of `PauseState` callable on the core, as `penstock_pause` and so on; again is harmless."""
     from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - only inside vLLM
 
-    for method in (
-        Holds.pause, Holds.resume, Holds.sleep, Holds.wake_up, Holds.weights_are_out, Holds.weights_are_in,
-        Holds.check_awake,
-    ):  # fmt: skip
-        setattr(EngineCore, f"penstock_{method.__name__}", _on_holds(method))
+    for name in ("pause", "resume", "sleep", "wake_up", "weights_are_out", "weights_are_in", "check_awake"):
+        setattr(EngineCore, f"penstock_{name}", _on_state(getattr(PauseState, name)))
 
 
-def _on_holds(method: Callable[..., Any]) -> Callable[..., Any]:
+def _on_state(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)  # vLLM reads the signature
     def call(core: Any, *args: Any) -> Any:
         return method(holds_of(core), *args)
@@ -264,8 +258,8 @@ def _on_holds(method: Callable[..., Any]) -> Callable[..., Any]:
 # --- in the API server's process -------------------------------------------------------------------------------------
 
 
-class Pausing:
-    """Leads the control calls of one API server to `Holds`."""
+class PauseControl:
+    """Leads the control calls of one API server to `PauseState`."""
 
     def __init__(self) -> None:
         self._core: Any = None

@@ -26,7 +26,7 @@ def part_of(request: Any, index: int, config: Any) -> dict[str, Any] | None:
         config: vLLM's ModelConfig.
 
     Raises:
-        VLLMValidationError: it does not fit together or not this model. VLLM answers 400; its core, which checks
+        VLLMValidationError: it does not fit together or not this model. vLLM answers 400; its core, which checks
             nothing of the kind, would die.
     """
     params = request.sampling_params

@@ -8,9 +8,10 @@ import threading
 import time
 from typing import Any
 
+import torch
+
 from penstock.engine.vllm_plugin.broadcast_worker import BroadcastWorker
 from penstock.engine.vllm_plugin.checksum import checksum_of_sums, weights_checksum
-from penstock.engine.vllm_plugin.dropped import DroppedWeights
 from penstock.engine.vllm_plugin.reload import Loader
 from penstock.engine.vllm_plugin.sources import Source, make_source
 from penstock.errors import PenstockError
@@ -20,7 +21,7 @@ from penstock.weights.manifest import WeightManifest
 logger = logging.getLogger(__name__)
 
 
-class WorkerExtension(BroadcastWorker, DroppedWeights):
+class WorkerExtension(BroadcastWorker):
     """Methods for `collective_rpc`; `self` is vLLM's Worker, so what is kept here has names of its own.
 
     What goes wrong is returned and not raised: what a worker raises arrives elsewhere as an Exception of no type, and
@@ -86,6 +87,29 @@ class WorkerExtension(BroadcastWorker, DroppedWeights):
     def penstock_checksum(self) -> str:
         """Checksum of the weights in force on this worker."""
         return weights_checksum(self.model_runner.get_model())
+
+    def penstock_weights_dropped(self) -> None:
+        """Put right what a sleep that drops weights leaves behind, when memory is back and before weights come.
+
+        vLLM (0.26 to 0.33) gives back unsaved all memory that was made while the model was loaded, and restores of it
+        only the model's buffers. The rest holds whatever is there after waking.
+        """
+        with torch.no_grad():
+            for parameter in self.model_runner.get_model().parameters():
+                parameter.zero_()  # padding, which no update brings
+        of_worker: Any = getattr(self.model_runner, "lora_manager", None)
+        if of_worker is not None:
+            _forget_adapters(of_worker._adapter_manager)  # noqa: SLF001 - vLLM has no call that only frees slots
+
+
+def _forget_adapters(manager: Any) -> None:
+    """Let every LoRA adapter be copied to the device again, from host memory, when it is next asked for.
+
+    vLLM still takes those in the device's slots for active.
+    """
+    for adapter in [adapter for adapter in manager.lora_index_to_id if adapter is not None]:
+        manager.deactivate_adapter(adapter)
+    manager._last_mapping = None  # noqa: SLF001 - what the device was last told of slots, which is gone too
 
 
 def _named(error: Exception) -> str:

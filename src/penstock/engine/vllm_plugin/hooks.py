@@ -1,7 +1,7 @@
 """Follows every generation request through vLLM: which version made which token, what it has, and where it goes on.
 
-Three methods are wrapped, since vLLM (0.26 to 0.32) has no extension point there; its issue 54443 asks for versions of
-tokens, which 0.32 has on the token endpoint alone:
+Three methods are wrapped, since vLLM (0.26 to 0.33) has no extension point there. Its issue 54443 asks for versions of
+tokens, which 0.32 and newer have on the token endpoint alone:
 
 - `OutputProcessor.add_request`, to know the samples of an HTTP request and to take up one that was cut;
 - `make_request_output` of each sample's state, which vLLM calls with every output, after counting its tokens;
@@ -19,9 +19,8 @@ import orjson
 
 from penstock.engine.vllm_plugin import resume
 from penstock.engine.vllm_plugin.compat import TokenVersions
-from penstock.engine.vllm_plugin.in_flight import CURRENT, InFlight, Made
-from penstock.engine.vllm_plugin.pause import ROUTES, Pausing
-from penstock.engine.vllm_plugin.telling import serve
+from penstock.engine.vllm_plugin.pause import ROUTES, PauseControl
+from penstock.engine.vllm_plugin.progress import CURRENT, RequestProgress, SampleProgress, serve
 from penstock.engine.wire import GENERATE, PROGRESS_HEADER
 
 GENERATION = frozenset({GENERATE, "/v1/completions", "/v1/chat/completions"})
@@ -31,15 +30,15 @@ BEAM = re.compile("-[0-9a-f]{16}-beam-[0-9]+$")
 they were for and in what order is not known here, so nothing is told of their versions, nor of how far they are."""
 
 
-class VersionSpans:
+class RequestHooks:
     """The requests in flight of one API server."""
 
     def __init__(self) -> None:
         self.versions = TokenVersions()
         self._installed = False
-        self.pausing = Pausing()
+        self.pausing = PauseControl()
         self._model: Any = None
-        self._in_flight: set[InFlight] = set()
+        self._in_flight: set[RequestProgress] = set()
 
     def install(self, engine: Any) -> None:
         """Hook into the AsyncLLM, once."""
@@ -53,7 +52,7 @@ class VersionSpans:
         self.versions.install(engine)
 
     async def pass_on(self, app: Any, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Serve a request of vLLM's own, and tell what it makes (`telling.py`)."""
+        """Serve a request of vLLM's own, and tell what it makes (`progress.py`)."""
         posted = scope["path"] if scope["type"] == "http" and scope["method"] == "POST" else None
         if posted in ABORTS:
             names, receive = await _named(receive)
@@ -68,7 +67,7 @@ class VersionSpans:
         self.install(scope["app"].state.engine_client)
         wanted = dict(scope["headers"]).get(PROGRESS_HEADER.lower().encode())
         in_lines = wanted is not None and wanted.isdigit()
-        request = InFlight(int(wanted or 0) if in_lines else 0, told_all=in_lines and posted == GENERATE)
+        request = RequestProgress(int(wanted or 0) if in_lines else 0, streamed=in_lines and posted == GENERATE)
         self._in_flight.add(request)
         token = CURRENT.set(request)
         try:
@@ -106,8 +105,8 @@ class VersionSpans:
 
     def _note(
         self,
-        in_flight: InFlight,
-        made: Made,
+        in_flight: RequestProgress,
+        made: SampleProgress,
         make_request_output: Any,
         new_token_ids: Any,
         pooling_output: Any,
