@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from penstock.engine.data import DataClient
-from penstock.engine.vanilla.history import VersionHistory
+from penstock.engine.vanilla.control import VersionHistory
 from penstock.engine.vanilla.replies import VanillaReplies
 from penstock.engine.wire import UNKNOWN_VERSION
 from penstock.errors import EngineError

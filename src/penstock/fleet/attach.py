@@ -12,8 +12,7 @@ from penstock.config import ServerSpec
 from penstock.engine.concurrent import all_or_first_error
 from penstock.engine.continuation import ClientState
 from penstock.engine.transport import HttpTransport
-from penstock.engine.vanilla.control import VanillaControl
-from penstock.engine.vanilla.history import VersionHistory
+from penstock.engine.vanilla.control import VanillaControl, VersionHistory
 from penstock.engine.vanilla.replies import VanillaReplies
 from penstock.errors import EngineHTTPError, PenstockError, UserError
 from penstock.fleet.assemble import JOIN_S, join

@@ -18,7 +18,7 @@ from penstock.engine.capabilities import Capabilities, require
 from penstock.engine.concurrent import all_or_first_error
 from penstock.engine.continuation import Answer, Continuation, UnreportedReplies
 from penstock.engine.transport import Reply
-from penstock.engine.vanilla.history import VersionHistory
+from penstock.engine.vanilla.control import VersionHistory
 from penstock.errors import EngineError
 from penstock.types import SamplingParams
 
