@@ -27,7 +27,8 @@ import psutil
 
 from penstock.engine.concurrent import all_or_first_error
 from penstock.engine.data import DataClient
-from penstock.engine.vanilla.answers import samples_of
+from penstock.engine.partial import Partials, whole_of
+from penstock.engine.vanilla.replies import report_of
 from penstock.engine.wire import GENERATE, generate_body
 from penstock.fleet.fleet import Fleet
 from penstock.types import SamplingParams
@@ -62,7 +63,9 @@ async def turn(client: DataClient, engine: psutil.Process, concurrent: int, seed
         prompt = [5 + i % 80, 6, 7]
         if client.stream_chunk_tokens == OWN:
             answer = await client.http.post(GENERATE, generate_body(prompt, params), timeout_s=ANSWER_S)
-            (sample,) = samples_of(answer, [[[0, 0, TOKENS]]], params)
+            partials = Partials()
+            partials.add(report_of(choice, 0) for choice in answer["choices"])
+            sample = whole_of(partials.get(0), params, [[0, 0, TOKENS]])
         else:
             (sample,) = await client.sample(prompt, 1, params)
         return len(sample.token_ids)

@@ -41,7 +41,7 @@ from penstock.engine.control import ControlClient
 from penstock.engine.data import COMPLETIONS, GENERATE, DataClient
 from penstock.engine.process import EngineProcess
 from penstock.engine.transport import HttpTransport
-from penstock.engine.vanilla.answers import samples_of
+from penstock.engine.vanilla.replies import report_of
 from penstock.errors import EngineDeadError, PenstockError
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.lifecycle import State
@@ -261,8 +261,8 @@ async def plain(http: HttpTransport, i: int) -> list[tuple[int, int]]:
     """Version and end of each span of one answer."""
     prompt, params = request(i)
     answer = await http.post(GENERATE, wire.generate_body(prompt, params), timeout_s=REQUEST_S)
-    (sample,) = samples_of(answer, None, params)
-    return [(span.version, span.end) for span in sample.spans]
+    versions = wire.as_weight_versions(report_of(answer["choices"][0], None)["versions"])
+    return [(int(span["version"]), span["end"]) for span in versions]
 
 
 async def streamed(http: HttpTransport, i: int) -> list[tuple[int, int]]:

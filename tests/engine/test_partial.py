@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.partial import Partial, sample_of, whole_of
+from penstock.engine.partial import Partial, whole_of
 from penstock.errors import EngineError
 from penstock.types import Sample, SamplingParams, VersionSpan
 
@@ -51,7 +51,3 @@ def test_a_chunk_that_was_lost_or_came_twice_is_no_answer(news):
     part = part_of(*news)
     with pytest.raises(EngineError, match=f"made 3 tokens of a sample and told {len(part.ids)}"):
         whole_of(part, PARAMS, SPANS)
-
-
-def test_what_is_to_go_on_is_a_sample_that_was_aborted():
-    assert sample_of(part_of(NEWS), PARAMS).finish_reason == "abort"

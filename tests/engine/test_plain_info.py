@@ -61,11 +61,11 @@ async def test_plain_vllm_as_the_docs_start_it() -> None:
         ({"weight_transfer_backend": "ipc"}, {"weight_transfer": "ipc"}),
         ({"enable_sleep_mode": False}, {"sleep": False}),
         ({"logprobs_mode": "raw_logprobs"}, {"sampled_logprobs": False}),
-        ({"vllm_version": "0.26.0"}, {"spans": False, "abort": False}),
+        ({"vllm_version": "0.26.0"}, {"abort": False}),
         (
             {"dev_mode": False},
             {
-                **dict.fromkeys(("pause", "abort", "caches", "sleep", "rpc", "spans", "sampled_logprobs"), False),
+                **dict.fromkeys(("pause", "abort", "caches", "sleep", "rpc", "sampled_logprobs"), False),
                 "weight_transfer": None,
             },
         ),
@@ -192,5 +192,4 @@ def test_the_command_that_gives_the_plugin_has_all_that_a_launch_gives(tmp_path:
 
 
 def test_every_capability_can_be_explained() -> None:
-    explained = {name for name in PENSTOCK.__dataclass_fields__ if name != "spans"}  # it is made up for, not refused
-    assert explained == set(LACKING)
+    assert set(PENSTOCK.__dataclass_fields__) == set(LACKING)

@@ -12,12 +12,10 @@ from types import SimpleNamespace
 import orjson
 import pytest
 
-from penstock.engine.vanilla.answers import samples_of, spans_of
 from penstock.engine.vllm_plugin.compat import VERSION_MARK
 from penstock.engine.vllm_plugin.hooks import RequestHooks
 from penstock.engine.wire import FINAL_ONLY, PROGRESS_HEADER, SPANS_HEADER, UNKNOWN_VERSION, generate_body
-from penstock.errors import EngineError
-from penstock.types import SamplingParams, VersionSpan
+from penstock.types import SamplingParams
 
 
 class State:
@@ -385,57 +383,6 @@ async def test_after_a_pause_everything_made_before_it_is_counted():
     task.cancel()
 
 
-def answer(*choices):
-    return {"choices": [{"index": i, "token_ids": ids, "finish_reason": "stop"} for i, ids in enumerate(choices)]}
-
-
-PARAMS = SamplingParams(n=2, logprobs=False)
-
-
-def test_what_is_told_becomes_spans():
-    first, second = samples_of(answer([7, 8, 9], []), [[[0, 0, 2], [1, 2, 3]]], PARAMS)
-    assert first.spans == (VersionSpan(0, 0, 2), VersionSpan(1, 2, 3))
-    assert second.spans == ()
-
-
-def test_an_answer_whose_label_is_no_version_says_that_nobody_knows_it():
-    given = answer([7, 8, 9])
-    (choice,) = given["choices"]
-    choice["weight_versions"] = [
-        {"version": "2", "start": 0, "end": 1},
-        {"version": "step-100", "start": 1, "end": 3},
-    ]
-    (sample,) = samples_of(given, None, SamplingParams(logprobs=False))
-    assert sample.spans == (VersionSpan(2, 0, 1), VersionSpan(UNKNOWN_VERSION, 1, 3))
-    assert spans_of(choice, 2) == [[2, 0, 1], [UNKNOWN_VERSION, 1, 3]]
-
-
-@pytest.mark.parametrize(
-    ("told", "message"),
-    [
-        (None, "does not say which weights"),
-        ([[[0, 0, 2]], [[0, 0, 1]]], "do not cover its 3 tokens"),
-        ([[[0, 0, 2], [1, 1, 3]], [[0, 0, 1]]], "do not cover its 3 tokens"),
-    ],
-)
-def test_tokens_without_exact_versions_are_refused(told, message):
-    with pytest.raises(EngineError, match=message):
-        samples_of(answer([7, 8, 9], [1]), told, PARAMS)
-
-
-def test_missing_samples_are_refused():
-    """As vLLM 0.26 answered before `output_kind` was sent."""
-    with pytest.raises(EngineError, match=r"asked for 3 samples, got those with index \[0, 1\]"):
-        samples_of(answer([1], [2]), None, SamplingParams(n=3))
-
-
-def test_an_end_that_nobody_knows_is_refused():
-    given = answer([])
-    given["choices"][0]["finish_reason"] = "repetition"
-    with pytest.raises(EngineError, match="unknown finish reason 'repetition'"):
-        samples_of(given, None, SamplingParams())
-
-
 def test_a_request_asks_for_one_answer_at_the_end():
     """What vLLM 0.26 needs to return every sample of an n-way request."""
-    assert generate_body([1, 2], PARAMS)["sampling_params"]["output_kind"] == FINAL_ONLY == 2
+    assert generate_body([1, 2], SamplingParams(n=2))["sampling_params"]["output_kind"] == FINAL_ONLY == 2

@@ -333,6 +333,19 @@ async def test_a_server_that_its_owner_has_paused_serves_when_it_is_attached(*, 
         await check_serves(fleet, engines=2)
 
 
+async def test_requests_that_wait_while_the_first_plain_server_joins_are_answered_by_it_too() -> None:
+    async with server() as first, server(plain=True) as second, plain_fleet(first) as fleet:
+        await fleet.pause_generation()
+        batch = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+        stream = asyncio.create_task(anext(fleet.completion_stream({"prompt": "a", "max_tokens": 3})))
+        await asyncio.sleep(0.1)
+        await fleet.attach(second.url)
+        await fleet.resume_generation()
+        check(PROMPTS, await batch, PARAMS)
+        assert (await stream)["choices"]
+        assert second.engine.figures.generation_tokens > 0
+
+
 async def test_a_name_that_a_router_knows_is_given_to_no_other() -> None:
     async with server() as first, server() as second:
         router = Router()

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from sim_http import PROMPT, parse_events, sim_client
 
-from penstock.engine.vanilla.answers import samples_of
+from own_answers import samples_of
 from penstock.errors import ConfigError
 from penstock.process import ChildProcess
 from penstock.sim import Fault, FaultKind, Phase, SimConfig, run_virtual, verify

@@ -9,7 +9,7 @@ import orjson
 import pytest
 from sim_http import PROMPT, sim_client
 
-from penstock.engine.vanilla.answers import samples_of
+from own_answers import samples_of
 from penstock.errors import EngineStartError
 from penstock.sim import SimConfig, SimServer, verify
 from penstock.types import SamplingParams

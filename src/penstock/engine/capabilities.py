@@ -35,9 +35,6 @@ class Capabilities:
     """Adapters can be loaded and unloaded while it runs."""
     weight_transfer: str | None = "penstock_shm"
     """The backend of vLLM's native weight transfer; None: it has none."""
-    spans: bool = True
-    """It says of each token of the token endpoint which weights made it. False (plain vLLM 0.26): the client labels an
-    answer with the fleet's version where that was the same all the time, and has it made again where it was not."""
     sampled_logprobs: bool = True
     """Logprobs are of what was sampled from: after temperature and the like."""
 
@@ -87,7 +84,7 @@ LACKING: Mapping[Capability, tuple[str, str]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is: of one with our plugin from `GET /penstock/info`, of plain vLLM found out (`plain.py`)."""
+    """What an engine is: `GET /penstock/info` of one with our plugin, else as `vanilla/identify.py` finds it out."""
 
     engine: str
     """`vllm`, or `sim`."""

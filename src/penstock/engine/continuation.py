@@ -40,6 +40,10 @@ MAX_DEATHS = 20
 """Of one request in all."""
 IDLE_ABORT_S = 0.1
 """Wait before a request is sent again that an engine has aborted twice without a token."""
+NO_REPORTS = (
+    "answered without progress reports, so it runs without Penstock's plugin; attach it to a fleet (docs/fleet.md) or "
+    "connect to it by HTTPEngine"
+)
 
 
 @dataclass(slots=True)
@@ -83,20 +87,11 @@ class UnreportedReplies:
     async def answer(self, request: Continuation, reply: Reply) -> Answer:
         """The whole answer in one piece; to have the request sent again, it leaves a sample of it cut."""
         request.client.http.decode(await reply.read())  # what is not JSON, such as a proxy's page, is shown
-        raise self._refused(request, reply)
+        raise EngineError(NO_REPORTS, engine=request.client.http.name)
 
-    async def events(self, request: Continuation, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
+    def events(self, request: Continuation, reply: Reply) -> AsyncGenerator[dict[str, Any]]:  # noqa: ARG002
         """The events of a stream."""
-        raise self._refused(request, reply)
-        yield {}
-
-    @staticmethod
-    def _refused(request: Continuation, reply: Reply) -> EngineError:
-        return EngineError(
-            f"answered {reply.content_type} without progress reports, so it runs without Penstock's plugin; attach it "
-            "to a fleet (docs/fleet.md)",
-            engine=request.client.http.name,
-        )
+        raise EngineError(NO_REPORTS, engine=request.client.http.name)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,6 @@ from typing import Any
 from penstock.engine import completion, wire
 from penstock.engine.concurrent import all_or_first_error
 from penstock.engine.continuation import DEAD_STATUS, RETRY_S, ClientState, Continuation, Counters
-from penstock.engine.merge import merged
 from penstock.engine.partial import whole_of
 from penstock.engine.transport import HttpTransport, UnreachableError
 from penstock.engine.wire import GENERATE
@@ -142,7 +141,7 @@ class DataClient:
         """
         n: Any = body.get("n")
         streams = [self._stream(COMPLETIONS, part, session_id, self._hints(part)) for part in completion.split(body)]
-        async for chunk in merged(streams, choices_each=n if isinstance(n, int) else 1):
+        async for chunk in completion.merged(streams, choices_each=n if isinstance(n, int) else 1):
             yield chunk
 
     async def chat_completion_stream(

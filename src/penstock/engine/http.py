@@ -12,8 +12,7 @@ from penstock.engine.capabilities import Capability, require
 from penstock.engine.continuation import Counters
 from penstock.engine.control import ControlClient, EngineInfo
 from penstock.engine.data import STREAM_CHUNK_TOKENS, DataClient
-from penstock.engine.vanilla.control import VanillaControl
-from penstock.engine.vanilla.history import VersionHistory
+from penstock.engine.vanilla.control import VanillaControl, VersionHistory
 from penstock.engine.vanilla.replies import VanillaReplies
 from penstock.errors import DeadlineError, PenstockError, RequestError, StateError, UpdateError, WeightsError
 from penstock.types import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -12,8 +12,7 @@ from penstock.config import ServerSpec
 from penstock.engine.concurrent import all_or_first_error
 from penstock.engine.continuation import ClientState
 from penstock.engine.transport import HttpTransport
-from penstock.engine.vanilla.control import VanillaControl
-from penstock.engine.vanilla.history import VersionHistory
+from penstock.engine.vanilla.control import VanillaControl, VersionHistory
 from penstock.engine.vanilla.replies import VanillaReplies
 from penstock.errors import EngineHTTPError, PenstockError, UserError
 from penstock.fleet.assemble import JOIN_S, join
@@ -58,16 +57,10 @@ class AttachedServers:
             UserError: it is a router, serves another model, or has fewer ranks than are to be addressed.
         """
         try:
-            member = await join(
-                lifecycle,
-                spec.url,
-                self._connections,
-                api_key=self._api_key,
-                control_timeout_s=self._control_s,
-                client=partial(VanillaControl, history=self._history),
-            )
+            member = await self._joined(lifecycle, spec.url)
             try:
-                await self._check_address(spec.url)
+                if self._served_as is not None:
+                    await self._ask(spec.url, partial(_warn_of_other_name, name=self._served_as))
                 _refuse_other_model(member, beside)
                 member.ranks = _ranks(member, spec)
             except BaseException:
@@ -83,12 +76,24 @@ class AttachedServers:
         """Close the connections to them; they run on."""
         await self._connections.aclose()
 
-    async def _check_address(self, url: str) -> None:
+    async def _joined(self, lifecycle: Lifecycle, url: str) -> Member:
+        try:
+            return await join(
+                lifecycle,
+                url,
+                self._connections,
+                api_key=self._api_key,
+                control_timeout_s=self._control_s,
+                client=partial(VanillaControl, history=self._history),
+            )
+        except EngineHTTPError:
+            await self._ask(url, _refuse_router)
+            raise
+
+    async def _ask(self, url: str, question: Callable[[HttpTransport], Awaitable[None]]) -> None:
         http = HttpTransport(url, api_key=self._api_key)
         try:
-            await _refuse_router(http)
-            if self._served_as is not None:
-                await _warn_of_other_name(http, self._served_as)
+            await question(http)
         finally:
             await http.close()
 
@@ -98,7 +103,7 @@ class AttachedServers:
 
 
 async def _refuse_router(http: HttpTransport) -> None:
-    """A router passes on what an engine is asked, so it would be taken for one of its own engines."""
+    """A router refuses to say what its engines are, in words that do not say that it is one."""
     try:
         await http.get_text("/router/health", timeout_s=JOIN_S)
     except EngineHTTPError:

@@ -46,7 +46,7 @@ async def bring_to_version(
     """
     plugin = member.info.capabilities.plugin
     if not plugin:
-        await _look_again(member, deadline_s)
+        await _identify(member, deadline_s)
     if member.weight_version == roster.version and member.torn is None:
         return True
     manifest = source(roster, current)
@@ -84,7 +84,7 @@ async def _wake(member: Member, roster: Roster, asleep: frozenset[str], deadline
             member.asleep -= {tag}
 
 
-async def _look_again(member: Member, deadline_s: float) -> None:
+async def _identify(member: Member, deadline_s: float) -> None:
     """What an engine without our plugin has now: its weights are its owner's, who may have brought or reloaded them."""
     outcome = await fan_out((member,), lambda engine: engine.info(), deadline_s=deadline_s)
     outcome.raise_first()

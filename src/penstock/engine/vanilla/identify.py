@@ -71,13 +71,13 @@ def _read(http: HttpTransport, vllm: str, answers: list[Any], labelled: int) -> 
         vocab_size=int(model.get("vocab_size", 0)),
         max_model_len=int(models["data"][0]["max_model_len"]),
         transports=(),
-        capabilities=_capabilities(calls, config, tokens=tokens, spans=weights is not None),
+        capabilities=_capabilities(calls, config, tokens=tokens),
         dtype=str(model.get("dtype") or "").removeprefix("torch."),
         instance=str(config.get("instance_id") or ""),
     )
 
 
-def _capabilities(calls: dict[str, bool], config: dict[str, Any], *, tokens: bool, spans: bool) -> Capabilities:
+def _capabilities(calls: dict[str, bool], config: dict[str, Any], *, tokens: bool) -> Capabilities:
     model, transfer = _section(config, "model_config"), _section(config, "weight_transfer_config")
     return Capabilities(
         plugin=False,
@@ -89,7 +89,6 @@ def _capabilities(calls: dict[str, bool], config: dict[str, Any], *, tokens: boo
         rpc=calls["rpc"],
         lora=calls["lora"],
         weight_transfer=transfer.get("backend") if calls["weight_transfer"] else None,
-        spans=spans,
         sampled_logprobs=model.get("logprobs_mode") in SAMPLED_FROM,
     )
 

@@ -18,10 +18,14 @@ from penstock.engine.capabilities import Capabilities, require
 from penstock.engine.concurrent import all_or_first_error
 from penstock.engine.continuation import Answer, Continuation, UnreportedReplies
 from penstock.engine.transport import Reply
-from penstock.engine.vanilla.answers import samples_of, spans_of
-from penstock.engine.vanilla.history import VersionHistory
+from penstock.engine.vanilla.control import VersionHistory
 from penstock.errors import EngineError
-from penstock.types import Sample, SamplingParams
+from penstock.types import SamplingParams
+
+NO_VERSIONS = (
+    "the answer does not say which weights made its tokens; use vLLM 0.32 or newer, or launch the engine through "
+    "Penstock, whose plugin supplies it (of 0.26 without it, only the process that holds the fleet knows)"
+)
 
 
 class VanillaReplies(UnreportedReplies):
@@ -55,32 +59,25 @@ class VanillaReplies(UnreportedReplies):
         counters.wasted_tokens += sum(sample.forget() for sample in request.partials)
         body = request.client.http.decode(await reply.read())
         choices: list[dict[str, Any]] = body["choices"]
-        usage: Any = body.get("usage")
-        tokens = int(usage["completion_tokens"]) if usage else 0
         aborted = any(choice["finish_reason"] == "abort" for choice in choices)
         asked = request.client.aborted_at >= request.sent_at
         version = self._history.version_of(request.sent_at, aborted=aborted) if self._history is not None else None
-        spans: list[Any] | None = None
-        if request.path == wire.GENERATE:
-            spans = [spans_of(choice, version) for choice in choices]
-        elif version is not None and len(choices) == 1:
-            spans = [[[version, 0, tokens]]]
-        unlabelled = spans is not None and None in spans and self._history is not None
-        if unlabelled or (aborted and not asked and not _joinable(request)):
+        of_ids = request.path == wire.GENERATE
+        reports = [report_of(choice, version, asked=asked) for choice in choices] if of_ids else []
+        unlabelled = any(report["versions"] is None for report in reports)
+        if unlabelled and self._history is None:
+            raise EngineError(NO_VERSIONS, engine=request.client.http.name)
+        joinable = of_ids and not request.body["sampling_params"].get("stop")
+        tokens = int(body["usage"]["completion_tokens"]) if body.get("usage") else 0
+        if unlabelled or (aborted and not asked and not joinable):
             counters.wasted_tokens += tokens
-            request.partials.get(0).finish = "abort"
-            return Answer(body, None)
-        if request.path != wire.GENERATE:
-            return Answer(body, spans)
-        sampling: dict[str, Any] = request.body["sampling_params"]
-        samples = samples_of(body, spans, SamplingParams(n=sampling["n"], logprobs="logprobs" in sampling))
-        for choice, sample in zip(sorted(choices, key=lambda choice: choice["index"]), samples, strict=True):
-            request.partials.get(choice["index"]).add(_report_of(sample, choice.get("stop_reason"), asked=asked))
-        if any(sample.ids for sample in request.partials):  # else the whole request is sent again
-            cut = [i for i in range(len(samples)) if request.partials.get(i).cut]
+            request.partials.get(0).finish = "abort"  # made again
+        elif not of_ids:
+            return Answer(body, [[[version, 0, tokens]]] if version is not None and len(choices) == 1 else None)
+        elif request.partials.add(reports):  # else it is sent again as it is, if it was cut
+            cut = [report["index"] for report in reports if request.partials.get(report["index"]).cut]
             await all_or_first_error(_finish(request, i) for i in cut)
-        parts = (request.partials.get(i) for i in range(len(samples)))
-        return Answer(body, [[[0, 0, len(part.ids)]] for part in parts])
+        return Answer(body, [[[0, 0, len(request.partials.get(i).ids)]] for i in range(len(choices))])
 
     async def events(self, request: Continuation, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
         """The events of a stream, without versions.
@@ -109,22 +106,28 @@ def _refuse_if_begun(request: Continuation) -> None:
         )
 
 
-def _joinable(request: Continuation) -> bool:
-    return request.path == wire.GENERATE and not request.body["sampling_params"].get("stop")
+def report_of(choice: Mapping[str, Any], version: int | None, *, asked: bool = False) -> dict[str, Any]:
+    """A choice of vLLM's own answer as our plugin reports it; its `versions` are None where they are not known.
 
-
-def _report_of(sample: Sample, stop_reason: int | str | None, *, asked: bool) -> Mapping[str, Any]:
-    """A sample as our plugin reports it."""
-    logprobs = None
-    if sample.logprobs is not None:
-        pairs = zip(sample.token_ids, sample.logprobs, strict=True)
-        logprobs = orjson.dumps([[[token, logprob, 1, None]] for token, logprob in pairs]).decode()
+    Args:
+        choice: since 0.32 with its versions.
+        version: of all its tokens, where it has none itself.
+        asked: its abort was asked for.
+    """
+    ids: list[int] = choice["token_ids"] or []
+    native, logprobs = choice.get("weight_versions"), choice.get("logprobs")
+    if native is not None:
+        versions = [[wire.version_of_tokens(span["version"]), span["end"] - span["start"]] for span in native]
+    else:
+        versions = None if ids and version is None else [[version, len(ids)]] if ids else []
+    sampled = [[[entry["token_id"], entry["logprob"], 1, None]] for entry in logprobs["content"]] if logprobs else None
     return {
-        "ids": sample.token_ids,
-        "logprobs": logprobs,
-        "versions": [[span.version, span.end - span.start] for span in sample.spans],
-        "finish": sample.finish_reason,
-        "stop_reason": stop_reason,
+        "index": choice["index"],
+        "ids": ids,
+        "logprobs": orjson.dumps(sampled).decode() if sampled is not None else None,
+        "versions": versions,
+        "finish": choice["finish_reason"],
+        "stop_reason": choice.get("stop_reason"),
         "asked": asked,
     }
 

@@ -1,0 +1,92 @@
+"""What becomes of the answers of vLLM without our plugin, as it gives them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+import pytest
+
+from penstock.engine.data import DataClient
+from penstock.engine.vanilla.control import VersionHistory
+from penstock.engine.vanilla.replies import VanillaReplies
+from penstock.engine.wire import UNKNOWN_VERSION
+from penstock.errors import EngineError
+from penstock.types import Sample, SamplingParams, VersionSpan
+
+PARAMS = SamplingParams(n=2, max_tokens=5, seed=7, min_tokens=4, logprobs=False, detokenize=False)
+LABELS = [{"version": "2", "start": 0, "end": 1}, {"version": "step-100", "start": 1, "end": 3}]
+
+
+def choice(index: int, *ids: int, finish: str = "stop", **more: Any) -> dict[str, Any]:
+    return {"index": index, "token_ids": list(ids), "finish_reason": finish, "logprobs": None, **more}
+
+
+async def asked(
+    *answers: list[dict[str, Any]], history: VersionHistory | None = None, of: list[dict[str, Any]] | None = None
+) -> list[Sample]:
+    """The samples that a client makes of these answers, the bodies that it sent for them in `of`."""
+    left = list(answers)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
+        sent = orjson.loads(await reader.readexactly(length))
+        if of is not None:
+            of.append(sent)
+        body = orjson.dumps({"choices": left.pop(0)})
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: application/json\r\n\r\n" + body)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        data = DataClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", request_timeout_s=20.0)
+        data.state.unreported = VanillaReplies(tuple, history)
+        try:
+            return await data.sample([1], PARAMS.n, PARAMS)
+        finally:
+            await data.close()
+
+
+async def test_its_versions_are_those_that_it_says_or_that_are_known_here() -> None:
+    history = VersionHistory()
+    history.version = lambda: 3
+    first, second = await asked([choice(1, 9), choice(0, 5, 6, 7, weight_versions=LABELS)], history=history)
+    assert first.spans == (VersionSpan(2, 0, 1), VersionSpan(UNKNOWN_VERSION, 1, 3)), "a label that is no version"
+    assert second.spans == (VersionSpan(3, 0, 1),)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ([choice(0, 5), choice(1, 6)], "does not say which weights made its tokens"),
+        ([choice(0, 5, weight_versions=LABELS), choice(1)], "do not cover the 1 told tokens"),
+        ([choice(0)], "told 0 tokens of it and no end"),
+        ([choice(0), choice(1, finish="repetition")], "unknown finish reason 'repetition'"),
+    ],
+)
+async def test_what_does_not_fit_together_is_no_answer(answer: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        await asked(answer)
+
+
+async def test_what_a_pause_has_cut_is_asked_for_with_its_tokens_and_joined() -> None:
+    one = [{"version": "1", "start": 0, "end": 2}]
+    cut = [choice(0, 5, 6, weight_versions=one), choice(1, 8, 9, finish="abort", weight_versions=one)]
+    again = [choice(0, 10, finish="abort", weight_versions=[{"version": "2", "start": 0, "end": 1}])]
+    rest = [choice(0, 11, 12, finish="length", weight_versions=[{"version": "2", "start": 0, "end": 2}])]
+    bodies: list[dict[str, Any]] = []
+    first, second = await asked(cut, again, rest, of=bodies)
+    assert (first.token_ids, first.finish_reason) == ((5, 6), "stop")
+    assert (second.token_ids, second.finish_reason) == ((8, 9, 10, 11, 12), "length")
+    assert second.spans == (VersionSpan(1, 0, 2), VersionSpan(2, 2, 5))
+    assert [body["token_ids"] for body in bodies] == [[1], [1, 8, 9], [1, 8, 9, 10]]
+    wanted = [(params["n"], params["max_tokens"], params["min_tokens"], params["seed"]) for params in
+              (body["sampling_params"] for body in bodies)]  # fmt: skip
+    assert wanted == [(2, 5, 4, 7), (1, 3, 2, 8), (1, 2, 1, 8)]
+
+
+async def test_one_that_was_cut_before_it_could_say_that_this_was_the_end() -> None:
+    one = [{"version": "1", "start": 0, "end": 5}]
+    full = [choice(i, 1, 2, 3, 4, 5, finish="abort", weight_versions=one) for i in range(2)]
+    assert [sample.finish_reason for sample in await asked(full)] == ["length"] * 2
