@@ -162,7 +162,7 @@ async def test_an_answer_that_breaks_off_is_made_again() -> None:
 
 async def test_what_it_lacks_is_said_before_anything_is_sent() -> None:
     async with plain(dev_mode=False, scale_out=False) as (one, server):
-        sent = server.engine.figures
+        sent = server.engine.stats
         refused = {
             "generate": one.generate(["a"]),
             "update_weights": one.update_weights([("w", torch.ones(2))]),

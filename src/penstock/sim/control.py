@@ -17,7 +17,7 @@ from penstock.sim.adapters import AdapterNotFoundError
 from penstock.sim.config import SimConfig
 from penstock.sim.faults import Fault, Phase
 from penstock.sim.http import RANKS, InvalidFieldError, engine_of, error_answer, json_answer, json_body
-from penstock.sim.stats import prometheus
+from penstock.sim.stats import RankMetrics
 from penstock.types import PauseMode
 from penstock.weights.manifest import WeightManifest
 
@@ -146,7 +146,9 @@ async def health(http: web.Request) -> web.Response:
 
 async def metrics(http: web.Request) -> web.Response:
     """`GET /metrics`, Prometheus text."""
-    return web.Response(text=prometheus(http.app[RANKS]), content_type="text/plain")
+    ranks = http.app[RANKS]
+    metrics = RankMetrics(ranks[0].config, [(rank.scheduler, rank.stats) for rank in ranks])
+    return web.Response(text=metrics.text(), content_type="text/plain")
 
 
 async def version(http: web.Request) -> web.Response:

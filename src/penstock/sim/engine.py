@@ -9,22 +9,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from penstock.engine.partial import Partial
 from penstock.errors import EngineDeadError, RequestError
 from penstock.sim.adapters import Adapters
 from penstock.sim.clock import Clock, LoopClock
 from penstock.sim.config import SimConfig
 from penstock.sim.faults import Died, FaultKind, FaultPlan, Phase
 from penstock.sim.scheduler import Scheduler, SimRequest, SimSequence, StepPlan
-from penstock.sim.stats import Figures
+from penstock.sim.stats import EngineStats
 from penstock.sim.tokens import Weights
 from penstock.sim.update import WeightState
 from penstock.types import PauseMode, Sample, SamplingParams
-
-if TYPE_CHECKING:
-    from penstock.sim.progress import Part
-
 
 MEMORY_TAGS = frozenset({"weights", "kv_cache"})
 DROPS_WEIGHTS = 2
@@ -106,7 +103,7 @@ class SimEngine:
         self.weights = WeightState(self)
         self.holds = Holds(self)
         self.scheduler = Scheduler(self.config, lambda s: self.adapters.path(s.request.lora))
-        self.figures = Figures()
+        self.stats = EngineStats()
         self.asleep: frozenset[str] = frozenset()
         """What sleep took away: `weights`, `kv_cache`."""
         self.death: str | None = None
@@ -152,7 +149,7 @@ class SimEngine:
         request_id: str | None = None,
         lora: str | None = None,
         max_tokens: int | None = None,
-        parts: Sequence[Part] = (),
+        parts: Sequence[Partial] = (),
     ) -> SimRequest:
         """Queue a request; wait on what comes back, then `drop` it.
 
@@ -170,7 +167,7 @@ class SimEngine:
         request = SimRequest(name, tuple(prompt_ids), params, lora=lora, block_size=self.config.block_size)
         request.sequences = [SimSequence(request, i, self.config.model, limit) for i in range(params.n)]
         self._requests[name] = request
-        self.figures.prompt_tokens += len(prompt_ids)
+        self.stats.prompt_tokens += len(prompt_ids)
         for sequence, part in zip(request.sequences, parts, strict=False):
             sequence.take_up(part)
         for sequence in request.sequences:
@@ -309,10 +306,10 @@ class SimEngine:
             weights = Weights(self.weights.identity, sequence.kv_version, adapter)
             sequence.advance(weights, self.weights.label)
             self.scheduler.computed(sequence)
-            self.figures.generation_tokens += 1
+            self.stats.generation_tokens += 1
             if sequence.finish_reason is not None:
                 self.scheduler.remove(sequence)
-                self.figures.finished[sequence.finish_reason] += 1
+                self.stats.finished[sequence.finish_reason] += 1
             if self.faults.made_token():
                 try:
                     await self.at(Phase.TOKENS)
@@ -326,7 +323,7 @@ class SimEngine:
     def _abort(self, sequences: Sequence[SimSequence]) -> None:
         for sequence in sequences:
             self.scheduler.remove(sequence)
-            self.figures.finished["abort"] += 1
+            self.stats.finished["abort"] += 1
             sequence.finish("abort")
 
     def _clear_cache(self) -> int:

@@ -22,9 +22,8 @@ from penstock.sim.http import (
     stream_option,
 )
 from penstock.sim.progress import (
-    PROGRESS_HEADER,
     CutError,
-    Teller,
+    ProgressReporter,
     answer,
     break_connection,
     deltas_of,
@@ -226,15 +225,14 @@ async def generate(http: web.Request) -> web.StreamResponse:
         request_id=f"generate-tokens-{request_id}",
         lora=lora,
         max_tokens=room if given.get("max_tokens") is None else None,
-        parts=[] if engine.config.plain else parts_of(given.get("extra_args")),
+        parts=[] if engine.config.plain else parts_of(given.get("extra_args"), params),
     )
     try:
-        teller = Teller([request])
+        reporter = ProgressReporter([request])
         if body.get("stream"):
-            progress = http.headers.get(PROGRESS_HEADER) == "stream"
-            told = None if engine.config.plain else teller
-            return await send_events(http, _tokens_chunks(engine, request, body), told, progress=progress)
-        return await answer(http, engine, [request], teller, lambda: _tokens_answer(http, request, name, body))
+            reports = None if engine.config.plain else reporter
+            return await send_events(http, _tokens_chunks(engine, request, body), reports)
+        return await answer(http, engine, [request], reporter, lambda: _tokens_answer(http, request, name, body))
     except CutError:
         break_connection(http)
         return web.Response()
@@ -420,19 +418,18 @@ async def _serve(
 ) -> web.StreamResponse:
     engine = engine_of(http)
     requests: list[SimRequest] = []
-    parts = [] if engine.config.plain else parts_of(shape.body.get("vllm_xargs"))
+    parts = [] if engine.config.plain else parts_of(shape.body.get("vllm_xargs"), params)
     try:
         for ids, request_id in prompts:
             submitted = await engine.submit(
                 ids, params, request_id=request_id, lora=lora, max_tokens=max_tokens, parts=parts
             )
             requests.append(submitted)
-        teller = Teller(requests, whole_only=_constrained(shape.body))
+        reporter = ProgressReporter(requests, whole_only=_constrained(shape.body))
         if shape.body.get("stream"):
-            progress = http.headers.get(PROGRESS_HEADER) == "stream"
-            told = None if engine.config.plain else teller
-            return await send_events(http, _chunks(engine, shape, requests), told, progress=progress)
-        return await answer(http, engine, requests, teller, lambda: shape.answer(requests, _usage(requests)))
+            reports = None if engine.config.plain else reporter
+            return await send_events(http, _chunks(engine, shape, requests), reports)
+        return await answer(http, engine, requests, reporter, lambda: shape.answer(requests, _usage(requests)))
     except CutError:
         break_connection(http)
         return web.Response()

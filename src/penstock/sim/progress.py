@@ -6,19 +6,20 @@ The plugin's additions: what samples have so far, which weights made them, and r
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import orjson
 from aiohttp import web
 
-from penstock.errors import EngineDeadError, RequestError
+from penstock.engine.partial import Partial, sample_of
+from penstock.engine.wire import COMMENT, LINES_TYPE, PROGRESS_HEADER, RESUME_ARG, SPANS_HEADER, STREAM_PROGRESS
+from penstock.errors import EngineDeadError, EngineError, RequestError
 from penstock.sim.engine import SimEngine
 from penstock.sim.faults import Fault, FaultKind, Phase
 from penstock.sim.http import error_body, json_answer
 from penstock.sim.scheduler import Delta, SimRequest, SimSequence, merged_deltas
 from penstock.sim.tokens import character_of
-from penstock.types import VersionSpan
+from penstock.types import SamplingParams
 
 
 class CutError(Exception):
@@ -47,42 +48,37 @@ def _break_of(fault: Fault) -> Exception:
     return CutError() if fault.kind is FaultKind.CUT else EngineDeadError("a fault ends this stream")
 
 
-class Commentator(Protocol):
-    """Tells of the samples in comments of the stream (`telling.Teller`)."""
-
-    def news(self) -> list[dict[str, Any]]: ...  # noqa: D102
-    def spans(self) -> list[list[list[int]]]: ...  # noqa: D102
-
-
 async def send_events(
-    http: web.Request, chunks: AsyncIterator[Mapping[str, Any]], commentator: Commentator | None, *, progress: bool
+    http: web.Request, chunks: AsyncIterator[Mapping[str, Any]], reporter: ProgressReporter | None
 ) -> web.StreamResponse:
     """Answer with a stream of events and `[DONE]`. A dead engine gives an error event and `[DONE]`, as in vLLM.
 
-    In comments, as our plugin in vLLM: the spans at the end, and where `progress` is asked for, what the samples have.
-    Plain vLLM has no `commentator`, and makes none.
+    In comments, as our plugin in vLLM: the spans at the end, and where the client asks, what the samples have.
+    Plain vLLM has no `reporter`, and makes none.
     """
+    progress = http.headers.get(PROGRESS_HEADER) == STREAM_PROGRESS
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     if progress and commentator is not None:
         response.headers["X-Penstock-Progress"] = "stream"
     await response.prepare(http)
     try:
         async for chunk in chunks:
-            told = _comment({"samples": news}) if progress and commentator and (news := commentator.news()) else b""
-            await response.write(told + b"data: " + orjson.dumps(chunk) + b"\n\n")
+            updates = reporter.take_updates() if progress and reporter else []
+            comment = _comment({"samples": updates}) if updates else b""
+            await response.write(comment + b"data: " + orjson.dumps(chunk) + b"\n\n")
     except EngineDeadError as error:
         await response.write(b"data: " + orjson.dumps(error_body(str(error), "InternalServerError", 500)) + b"\n\n")
     except CutError:
         break_connection(http)
         return response
-    last = _comment({"versions": commentator.spans()}) if commentator is not None else b""
+    last = _comment({"versions": reporter.spans()}) if reporter is not None else b""
     await response.write(last + b"data: [DONE]\n\n")
     await response.write_eof()
     return response
 
 
 def _comment(content: Mapping[str, Any]) -> bytes:
-    return b": penstock " + orjson.dumps(content) + b"\n\n"
+    return COMMENT + orjson.dumps(content) + b"\n\n"
 
 
 def break_connection(http: web.Request) -> None:
@@ -91,72 +87,51 @@ def break_connection(http: web.Request) -> None:
         http.transport.abort()
 
 
-PROGRESS_HEADER = "X-Penstock-Progress"
-SPANS_HEADER = "X-Penstock-Weight-Versions"
-RESUME_ARG = "penstock_resume"
-COMMENT = b": penstock "
 MAX_HEADER = 8000
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What a sample has already, and how it ended if it has."""
-
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    spans: tuple[VersionSpan, ...]
-    finish: str | None
-    stop_reason: int | str | None
-
-
-def parts_of(extra: Any) -> list[Part]:
+def parts_of(extra: Any, params: SamplingParams) -> list[Partial]:
     """What the samples of a request have already, out of its extra arguments; RequestError where it is malformed."""
     given: Any = cast("dict[str, Any]", extra).get(RESUME_ARG) if isinstance(extra, dict) else None
     if given is None:
         return []
     try:
-        return [_part(one) for one in orjson.loads(given)]
-    except (KeyError, TypeError, ValueError) as error:
+        parts = [Partial(**one) for one in orjson.loads(given)]
+        for part in parts:
+            sample_of(part, params)
+    except (EngineError, TypeError, ValueError) as error:
         raise RequestError(f"{RESUME_ARG} is malformed: {error!r}") from error
-
-
-def _part(given: Mapping[str, Any]) -> Part:
-    start, spans = 0, list[VersionSpan]()
-    for version, tokens in given["versions"]:
-        spans.append(VersionSpan(version, start, start + tokens))
-        start += tokens
-    logprobs = tuple(position[0][1] for chunk in given["logprobs"] for position in orjson.loads(chunk))
-    return Part(tuple(given["ids"]), logprobs, tuple(spans), given["finish"], given["stop_reason"])
+    return parts
 
 
 def _entries(pairs: Iterable[tuple[int, float]]) -> str:
     return orjson.dumps([[[token, logprob, 1, character_of(token)]] for token, logprob in pairs]).decode()
 
 
-class Teller:
-    """What of the samples of one HTTP request was not told yet."""
+class ProgressReporter:
+    """What of the samples of one HTTP request was not reported yet."""
 
     def __init__(self, requests: Sequence[SimRequest], *, whole_only: bool = False) -> None:
         self._sequences = [s for request in requests for s in request.sequences]
         self._whole_only = whole_only
         # The client has what it sent along; that a sample had ended it has as well.
-        self._told = [s.taken_up for s in self._sequences]
-        self._told_end = [s.taken_up_whole for s in self._sequences]
+        self._reported = [s.taken_up for s in self._sequences]
+        self._reported_end = [s.taken_up_whole for s in self._sequences]
 
     @property
-    def untold(self) -> int:
-        """Most tokens of one sample that were not told."""
-        return max(len(s.output) - told for s, told in zip(self._sequences, self._told, strict=True))
+    def unreported(self) -> int:
+        """Most tokens of one sample that were not reported."""
+        return max(len(s.output) - reported for s, reported in zip(self._sequences, self._reported, strict=True))
 
-    def news(self) -> list[dict[str, Any]]:
-        """As our plugin tells them, once."""
-        news: list[dict[str, Any]] = []
+    def take_updates(self) -> list[dict[str, Any]]:
+        """As our plugin reports them, each once."""
+        updates: list[dict[str, Any]] = []
         for i, sequence in enumerate(self._sequences):
             ended = sequence.finish_reason is not None
-            if len(sequence.output) > self._told[i] or ended > self._told_end[i]:
-                news.append(self._of(i, sequence))
-                self._told[i], self._told_end[i] = len(sequence.output), ended
-        return news
+            if len(sequence.output) > self._reported[i] or ended > self._reported_end[i]:
+                updates.append(self._of(i, sequence))
+                self._reported[i], self._reported_end[i] = len(sequence.output), ended
+        return updates
 
     def spans(self) -> list[list[list[int]]]:
         """`[[version, start, end], ...]` of each sample."""
@@ -168,7 +143,7 @@ class Teller:
         return {SPANS_HEADER: value} if len(value) < MAX_HEADER else {}
 
     def _of(self, index: int, sequence: SimSequence) -> dict[str, Any]:
-        start, end = self._told[index], len(sequence.output)
+        start, end = self._reported[index], len(sequence.output)
         spans = ((s.version, max(s.start, start), s.end) for s in sequence.spans)
         pairs = zip(sequence.output[start:end], sequence.logprobs[start:end], strict=True)
         return {
@@ -192,7 +167,7 @@ async def answer(
     http: web.Request,
     engine: SimEngine,
     requests: Sequence[SimRequest],
-    teller: Teller,
+    reporter: ProgressReporter,
     whole: Callable[[], Mapping[str, Any]],
 ) -> web.StreamResponse:
     """Wait for the requests and answer with `whole()`; as lines that tell of the samples where the client asks so.
@@ -206,15 +181,15 @@ async def answer(
             pass
         response = json_answer(whole())
         if not engine.config.plain:
-            response.headers.update(teller.header())
+            response.headers.update(reporter.header())
         return response
-    response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+    response = web.StreamResponse(headers={"Content-Type": LINES_TYPE})
     chunk = int(http.headers[PROGRESS_HEADER])
     status, body = 200, cast("Mapping[str, Any]", {})
     try:
         async for _ in deltas_of(engine, requests):
-            if chunk and teller.untold >= chunk:
-                await _line(http, response, {"samples": teller.news()})
+            if chunk and reporter.unreported >= chunk:
+                await _line(http, response, {"samples": reporter.take_updates()})
         body = whole()
     except EngineDeadError as error:
         if not response.prepared:
@@ -223,7 +198,7 @@ async def answer(
     except CutError:
         break_connection(http)
         return response
-    last = {"status": status, "samples": teller.news(), "versions": teller.spans(), "answer": body}
+    last = {"status": status, "samples": reporter.take_updates(), "versions": reporter.spans(), "answer": body}
     await _line(http, response, last, end=True)
     return response
 

@@ -10,8 +10,9 @@ import zlib
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
 
+from penstock.engine.partial import Partial, sample_of
+from penstock.engine.wire import INITIAL_VERSION
 from penstock.errors import EngineDeadError
 from penstock.sim.config import SimConfig
 from penstock.sim.tokens import (
@@ -24,10 +25,6 @@ from penstock.sim.tokens import (
     expected_token,
 )
 from penstock.types import FinishReason, Sample, SamplingParams, VersionSpan
-
-if TYPE_CHECKING:
-    from penstock.sim.progress import Part
-
 
 Key = tuple[str, int, int]
 """Names the tokens up to the end of a block: adapter, number of tokens, their CRC-32."""
@@ -145,26 +142,27 @@ class SimSequence:
         self.taken_up_whole = False
         """They are all of it."""
         self.counted = False
-        """Its prompt is already in the prefix cache's figures."""
+        """Its prompt is already in the prefix cache's counters."""
         self._model = model
         self._max_tokens = max_tokens
         base = model.seed if params.seed is None else params.seed
         self._seed = None if params.temperature == 0 else base + index
         self._banned = banned_before_min(model, params)
 
-    def take_up(self, part: Part) -> None:
-        """Begin with what another engine has made of it."""
+    def take_up(self, part: Partial) -> None:
+        """Begin with what another engine has made of it, which fits together (`progress.parts_of`)."""
+        made = sample_of(part, self.request.params)
         self.taken_up, self.taken_up_whole = len(part.ids), part.finish is not None
         for token in part.ids:
             self._append(token)
-        self.logprobs = list(part.logprobs) or [0.0] * len(part.ids)
-        self.spans = list(part.spans)
-        self.labels = ["default" if span.version == 0 else str(span.version) for span in part.spans]
+        self.logprobs = list(made.logprobs or [0.0] * len(part.ids))
+        self.spans = list(made.spans)
+        self.labels = [INITIAL_VERSION if span.version == 0 else str(span.version) for span in made.spans]
         self.stop_reason = part.stop_reason
         if isinstance(part.stop_reason, str):
             self.text_end = len(self.text) - len(part.stop_reason)
         if part.finish is not None:
-            self.finish(cast("FinishReason", part.finish))
+            self.finish(made.finish_reason)
 
     @property
     def length(self) -> int:
@@ -336,7 +334,7 @@ def _fold(token_ids: tuple[int, ...], block_size: int) -> tuple[Prefix, list[tup
 
 def version_of(label: str) -> int:
     """A label as an integer: vLLM's `default` is 0; a label that is no number gets a stable one, far from any count."""
-    if label == "default":
+    if label == INITIAL_VERSION:
         return 0
     return int(label) if label.lstrip("-").isdigit() else (1 << 32) + zlib.crc32(label.encode())
 
@@ -350,7 +348,7 @@ class StepPlan:
 
 
 @dataclass(slots=True)
-class CacheFigures:
+class CacheStats:
     """Counters since the start, in tokens but for `preemptions`."""
 
     queries: int = 0
@@ -370,7 +368,7 @@ class Scheduler:
         self.waiting: deque[SimSequence] = deque()
         self.running: list[SimSequence] = []
         self.pool = BlockPool(config.kv_blocks, caching=config.enable_prefix_caching)
-        self.figures = CacheFigures()
+        self.stats = CacheStats()
         self.admitting = True
         """False while paused: what waits goes on waiting."""
         self._config = config
@@ -395,12 +393,12 @@ class Scheduler:
 
     def plan(self, version: int) -> StepPlan | None:
         """The next step under weights `version`; None where there is nothing to compute."""
-        preempted = self.figures.preemptions
+        preempted = self.stats.preemptions
         for sequence in tuple(self.running):
             while sequence.blocks and not self._grow(sequence):
                 self.preempt(self.running[-1])
         prefill = 0
-        if preempted == self.figures.preemptions and self.admitting:
+        if preempted == self.stats.preemptions and self.admitting:
             prefill = self._admit_waiting(version)
         return StepPlan(tuple(self.running), prefill) if self.running else None
 
@@ -409,7 +407,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
         self.waiting.appendleft(sequence)
-        self.figures.preemptions += 1
+        self.stats.preemptions += 1
 
     def preempt_all(self) -> int:
         """Preempt every running sequence, keeping their order; returns how many."""
@@ -453,8 +451,8 @@ class Scheduler:
         if self._config.enable_prefix_caching and not sequence.counted:
             sequence.counted = True
             sequence.request.cached_tokens = max(sequence.request.cached_tokens, hit)
-            self.figures.queries += sequence.length
-            self.figures.hits += hit
+            self.stats.queries += sequence.length
+            self.stats.hits += hit
         sequence.blocks = [*blocks, *fresh]
         sequence.published = len(blocks)
         sequence.kv_version = stale

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from penstock.sim.engine import SimEngine
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import CollectorRegistry
+
+from penstock.sim.config import SimConfig
+from penstock.sim.scheduler import Scheduler
 
 
 @dataclass(slots=True)
-class Figures:
+class EngineStats:
     """What the engine has done since its start."""
 
     prompt_tokens: int = 0
@@ -21,30 +24,48 @@ class Figures:
     """Samples by finish reason."""
 
 
-def prometheus(ranks: Sequence[SimEngine]) -> str:
-    """`GET /metrics`: vLLM's series, true values, of each data-parallel rank."""
-    return "".join(_of_rank(engine, number) for number, engine in enumerate(ranks))
+class RankMetrics(CollectorRegistry):
+    """vLLM's series, true values, with a sample for each data-parallel rank of one server."""
+
+    def __init__(self, config: SimConfig, ranks: Sequence[tuple[Scheduler, EngineStats]]) -> None:
+        super().__init__()
+        self._config = config
+        self._ranks = ranks
+
+    def text(self) -> str:
+        """The answer of `GET /metrics`."""
+        return generate_latest(self).decode()
+
+    def collect(self) -> Iterable[Metric]:
+        """One family after another."""
+        model = self._config.served_model_name
+        cache = GaugeMetricFamily("vllm:cache_config_info", "", labels=["block_size", "num_gpu_blocks", "engine"])
+        success = CounterMetricFamily("vllm:request_success", "", labels=["engine", "model_name", "finished_reason"])
+        rows: dict[str, list[float]] = {}
+        for number, (scheduler, stats) in enumerate(self._ranks):
+            cache.add_metric([str(self._config.block_size), str(self._config.kv_blocks), str(number)], 1)
+            for reason in ("stop", "length", "abort"):
+                success.add_metric([str(number), model, reason], stats.finished[reason])
+            for name, value in _values(scheduler, stats).items():
+                rows.setdefault(name, []).append(value)
+        yield cache
+        for name, values in rows.items():
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind(f"vllm:{name}", "", labels=["engine", "model_name"])
+            for number, value in enumerate(values):
+                family.add_metric([str(number), model], value)
+            yield family
+        yield success
 
 
-def _of_rank(engine: SimEngine, number: int) -> str:
-    labels = f'engine="{number}",model_name="{engine.config.served_model_name}"'
-    cache, scheduler = engine.scheduler.figures, engine.scheduler
-    rows: list[tuple[str, str, float]] = [
-        ("vllm:num_requests_running", "gauge", len(scheduler.running)),
-        ("vllm:num_requests_waiting", "gauge", len(scheduler.waiting)),
-        ("vllm:kv_cache_usage_perc", "gauge", scheduler.pool.usage),
-        ("vllm:prefix_cache_queries_total", "counter", cache.queries),
-        ("vllm:prefix_cache_hits_total", "counter", cache.hits),
-        ("vllm:num_preemptions_total", "counter", cache.preemptions),
-        ("vllm:prompt_tokens_total", "counter", engine.figures.prompt_tokens),
-        ("vllm:generation_tokens_total", "counter", engine.figures.generation_tokens),
-    ]
-    blocks = f'block_size="{engine.config.block_size}",num_gpu_blocks="{engine.config.kv_blocks}"'
-    lines = ["# TYPE vllm:cache_config_info gauge", f'vllm:cache_config_info{{{blocks},engine="{number}"}} 1.0']
-    for name, kind, value in rows:
-        lines += [f"# TYPE {name.removesuffix('_total')} {kind}", f"{name}{{{labels}}} {float(value)}"]
-    lines.append("# TYPE vllm:request_success counter")
-    for reason in ("stop", "length", "abort"):
-        count = float(engine.figures.finished[reason])
-        lines.append(f'vllm:request_success_total{{{labels},finished_reason="{reason}"}} {count}')
-    return "\n".join(lines) + "\n"
+def _values(scheduler: Scheduler, stats: EngineStats) -> dict[str, float]:
+    return {
+        "num_requests_running": len(scheduler.running),
+        "num_requests_waiting": len(scheduler.waiting),
+        "kv_cache_usage_perc": scheduler.pool.usage,
+        "prefix_cache_queries_total": scheduler.stats.queries,
+        "prefix_cache_hits_total": scheduler.stats.hits,
+        "num_preemptions_total": scheduler.stats.preemptions,
+        "prompt_tokens_total": stats.prompt_tokens,
+        "generation_tokens_total": stats.generation_tokens,
+    }

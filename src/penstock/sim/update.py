@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.engine.wire import INITIAL_VERSION
 from penstock.errors import StateError, TransferError, WeightsError
 from penstock.sim.faults import FaultKind, Phase
 from penstock.sim.scheduler import version_of
@@ -193,7 +194,7 @@ class WeightState:
     """Which weights are in force, how they are labelled, and the update under way."""
 
     def __init__(self, engine: SimEngine) -> None:
-        self.label = "default"
+        self.label = INITIAL_VERSION
         """What tokens are labelled with; vLLM's word for the weights as loaded."""
         self.identity = 0
         """The weights themselves: what tokens depend on. Equal to the label's version unless somebody errs."""
