@@ -58,8 +58,8 @@ async def send_events(
     """
     progress = http.headers.get(PROGRESS_HEADER) == STREAM_PROGRESS
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-    if progress and commentator is not None:
-        response.headers["X-Penstock-Progress"] = "stream"
+    if progress and reporter is not None:
+        response.headers[PROGRESS_HEADER] = STREAM_PROGRESS
     await response.prepare(http)
     try:
         async for chunk in chunks:
