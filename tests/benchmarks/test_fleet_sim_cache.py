@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fleet_sim.cache import Segment, SegmentCache
-from penstock.sim.blocks import Block, BlockPool
+from penstock.sim.scheduler import Block, BlockPool
 
 BLOCK = 16
 

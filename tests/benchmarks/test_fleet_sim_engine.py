@@ -126,7 +126,7 @@ def fine_figures(trace: list[Trajectory], concurrency: int, config: SimConfig) -
                     prompt += (await engine.generate(prompt, params))[0].token_ids
 
         await asyncio.gather(*(worker(i) for i in range(concurrency)))
-        figures = engine.scheduler.figures
+        figures = engine.scheduler.stats
         return clock.now, figures.hits / figures.queries, figures.preemptions
 
     return run_virtual(main)

@@ -136,9 +136,9 @@ async def answer_of(one: HTTPEngine, kind: str) -> Any:
 
 async def made(server: SimServer, tokens: int, request: asyncio.Task | None = None) -> None:
     """Return when the engine has made so many tokens more, or `request` is done."""
-    until = server.engine.figures.generation_tokens + tokens
+    until = server.engine.stats.generation_tokens + tokens
     async with asyncio.timeout(60):
-        while server.engine.figures.generation_tokens < until and not (request and request.done()):  # noqa: ASYNC110 - no event
+        while server.engine.stats.generation_tokens < until and not (request and request.done()):  # noqa: ASYNC110 - no event
             await asyncio.sleep(0)
 
 
@@ -258,13 +258,13 @@ async def test_a_broken_answer_goes_on_from_what_had_arrived(shared, kind, after
     """`[DONE]` behind an error event is no end, nor is a connection that breaks."""
     server, one = shared
     undisturbed = await answer_of(one, kind)
-    deaths, tokens = one.counters.deaths, server.engine.figures.generation_tokens
+    deaths, tokens = one.counters.deaths, server.engine.stats.generation_tokens
     server.engine.faults.add(Fault(fault, Phase.REQUEST, after_tokens=after))
     assert await KINDS[kind](one) == undisturbed
     assert one.counters.deaths == deaths + 1
     server.engine.faults.clear()
     samples = 6 if "strings" in kind else 2 if "chat" in kind else 3
-    again = server.engine.figures.generation_tokens - tokens - samples * TOKENS
+    again = server.engine.stats.generation_tokens - tokens - samples * TOKENS
     assert again <= samples * (8 + 2), "at most the last chunk of each sample is made twice"
 
 
@@ -302,9 +302,9 @@ async def test_the_chunk_size_changes_nothing_but_what_a_death_costs(chunk):
         assert await request == undisturbed
         assert one.counters.requeued_tokens >= 50, "a cut costs nothing, whatever the chunk"
         server.engine.faults.add(Fault(FaultKind.CUT, Phase.REQUEST, after_tokens=90))
-        before = server.engine.figures.generation_tokens
+        before = server.engine.stats.generation_tokens
         assert await one.sample([5, 6], 3, PARAMS) == undisturbed
-        twice = server.engine.figures.generation_tokens - before - 3 * TOKENS
+        twice = server.engine.stats.generation_tokens - before - 3 * TOKENS
         assert twice >= 80 if chunk != 1 else twice <= 10
 
 

@@ -162,7 +162,7 @@ async def test_an_answer_that_breaks_off_is_made_again() -> None:
 
 async def test_what_it_lacks_is_said_before_anything_is_sent() -> None:
     async with plain(dev_mode=False, scale_out=False) as (one, server):
-        sent = server.engine.figures
+        sent = server.engine.stats
         refused = {
             "generate": one.generate(["a"]),
             "update_weights": one.update_weights([("w", torch.ones(2))]),
@@ -196,7 +196,7 @@ async def test_logprobs_before_temperature_are_refused(plugin: bool) -> None:  #
 async def test_one_started_without_statistics_serves_and_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--disable-log-stats`: what is left of /metrics is of its Python process."""
     left = 'python_info{version="3.11"} 1.0\nvllm:request_success_total{engine="0"} 1.0\n'
-    monkeypatch.setattr("penstock.sim.control_routes.prometheus", lambda _: left)
+    monkeypatch.setattr("penstock.sim.stats.RankMetrics.text", lambda _: left)
     lacks = r"engine e0 does not say how busy it is: its /metrics lacks vllm:num_requests_running, .*; start it without"
     async with plain() as (one, server):
         for ask in (one.get_num_unfinished_requests, one.get_cache_usage):

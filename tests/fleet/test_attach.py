@@ -69,7 +69,7 @@ async def test_launched_and_attached_with_and_without_plugin_in_one_fleet() -> N
             await check_serves(fleet, engines=3)
             out = await fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS)
             check(PROMPTS, out, PARAMS)
-            assert all(rank.figures.generation_tokens for rank in (*plain.ranks, *ours.ranks))
+            assert all(rank.stats.generation_tokens for rank in (*plain.ranks, *ours.ranks))
             admin = RouterAdmin(fleet.url)
             loads = (await admin.engines()).engines
             await admin.close()

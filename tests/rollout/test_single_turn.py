@@ -22,10 +22,9 @@ from penstock.rollout.environment import Environment, Task
 from penstock.rollout.generator import GeneratorInput
 from penstock.rollout.single_turn import SingleTurnGenerator, _Places
 from penstock.rollout.tokenizer import load_tokenizer
-from penstock.sim import text
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
-from penstock.sim.tokens import verify
+from penstock.sim.tokens import decode, encode, verify
 from penstock.types import Sample, SamplingParams, VersionSpan
 
 CONFIG = SimConfig(vocab_size=96, eos_share=0.1, tokens_per_second=20_000, max_model_len=64, kv_blocks=256)
@@ -36,10 +35,10 @@ class Characters:
     eos_token_id = 0
 
     def encode(self, words: str) -> list[int]:
-        return text.encode(words, CONFIG.vocab_size)
+        return encode(words, CONFIG.vocab_size)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return text.decode(token_ids, 0 if skip_special_tokens else -1)
+        return decode(token_ids, 0 if skip_special_tokens else -1)
 
 
 class Lengths(Environment):

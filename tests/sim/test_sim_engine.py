@@ -37,10 +37,10 @@ def test_pause_keep_freezes_and_goes_on():
         task = in_flight(engine, params)
         await clock.sleep(20 * STEP)
         await engine.pause(PauseMode.KEEP)
-        made = engine.figures.generation_tokens
+        made = engine.stats.generation_tokens
         late = in_flight(engine, SamplingParams(max_tokens=1))
         await clock.sleep(1000)
-        assert engine.figures.generation_tokens == made > 0
+        assert engine.stats.generation_tokens == made > 0
         assert not late.done()
         await engine.resume()
         assert await task == undisturbed
@@ -121,7 +121,7 @@ def test_versions_across_an_update_in_mid_generation():
             assert verify(PROMPT, sample, params=params, seeds=[i]) == []
             wrong = VersionSpan(0, 0, 90)
             assert verify(PROMPT, type(sample)(sample.token_ids, "length", sample.logprobs, (wrong,)), params=params)
-        assert engine.scheduler.figures.preemptions == 4
+        assert engine.scheduler.stats.preemptions == 4
 
     run_virtual(main)
 
@@ -261,7 +261,7 @@ def test_prefill_takes_time_and_the_prefix_cache_saves_it():
         assert times[0] == pytest.approx(1.0 + STEP)
         # 62 of 62.5 blocks of 16 are found again.
         assert times[1] == pytest.approx((1000 - 62 * 16) / 1000 + STEP)
-        assert (engine.scheduler.figures.queries, engine.scheduler.figures.hits) == (2000, 992)
+        assert (engine.scheduler.stats.queries, engine.scheduler.stats.hits) == (2000, 992)
         await engine.pause(PauseMode.KEEP)
         await engine.resume()
         begin = clock.now
@@ -278,11 +278,11 @@ def test_kv_pressure_preempts_and_loses_nothing():
         params = SamplingParams(max_tokens=300)
         prompts = [[i, *PROMPT] for i in range(1, 9)]
         answers = await asyncio.gather(*(engine.generate(p, params) for p in prompts))
-        assert engine.scheduler.figures.preemptions > 0
+        assert engine.scheduler.stats.preemptions > 0
         assert engine.scheduler.pool.usage == 0
         for prompt, (sample,) in zip(prompts, answers, strict=True):
             assert verify(prompt, sample, params=params) == []
-        assert engine.figures.generation_tokens == 8 * 300
+        assert engine.stats.generation_tokens == 8 * 300
 
     run_virtual(main)
 
@@ -295,7 +295,7 @@ def test_reset_prefix_cache_while_running():
         assert not engine.reset_prefix_cache()
         assert engine.reset_prefix_cache(reset_running_requests=True)
         assert verify(PROMPT, (await task)[0], params=SamplingParams(max_tokens=50)) == []
-        assert engine.scheduler.figures.preemptions == 1
+        assert engine.scheduler.stats.preemptions == 1
 
     run_virtual(main)
 

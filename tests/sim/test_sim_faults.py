@@ -137,7 +137,7 @@ async def test_hang_after_k_tokens():
         await sim.post("/sim/fault", {"kind": "hang", "phase": "tokens", "after_tokens": 10})
         task = asyncio.create_task(sim.generate(50))
         await asyncio.sleep(0.2)
-        assert sim.server.engine.figures.generation_tokens == 10
+        assert sim.server.engine.stats.generation_tokens == 10
         await sim.post("/sim/fault", {"clear": True})
         params = SamplingParams(max_tokens=50)
         assert verify(PROMPT, samples_of(await task, None, params)[0], params=params) == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.errors import WeightsError
-from penstock.sim.weights import check_manifest
+from penstock.sim.update import check_manifest
 from penstock.weights.delta import DeltaFiles, DeltaStore
 from penstock.weights.disk import DiskStore
 from penstock.weights.shared_memory import SharedMemoryStore

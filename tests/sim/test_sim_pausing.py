@@ -28,18 +28,18 @@ async def engine() -> AsyncIterator[tuple[Client, ControlClient]]:
 
 
 async def made(sim: Client, tokens: int) -> None:
-    figures = sim.server.engine.figures
-    until = figures.generation_tokens + tokens
+    stats = sim.server.engine.stats
+    until = stats.generation_tokens + tokens
     async with asyncio.timeout(5):
-        while figures.generation_tokens < until:  # noqa: ASYNC110 - no event
+        while stats.generation_tokens < until:  # noqa: ASYNC110 - no event
             await asyncio.sleep(0)
 
 
 async def still(sim: Client) -> bool:
     """No token is made in a tenth of a second, in which 100 could be."""
-    before = sim.server.engine.figures.generation_tokens
+    before = sim.server.engine.stats.generation_tokens
     await asyncio.sleep(0.1)
-    return sim.server.engine.figures.generation_tokens == before
+    return sim.server.engine.stats.generation_tokens == before
 
 
 async def update(control: ControlClient) -> None:

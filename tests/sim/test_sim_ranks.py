@@ -14,14 +14,14 @@ async def test_the_header_chooses_a_rank_and_nothing_else_does() -> None:
     async with sim_client(SimConfig(data_parallel_size=2)) as client:
         for rank in ("1", "1", "0", "1"):
             await client.post("/inference/v1/generate", BODY, headers={"X-data-parallel-rank": rank})
-        made = [rank.figures.generation_tokens for rank in client.server.ranks]
+        made = [rank.stats.generation_tokens for rank in client.server.ranks]
         assert made == [4, 12]
         status, answer = await client.call(
             "POST", "/inference/v1/generate", BODY, headers={"x-data-parallel-rank": "2"}
         )
         assert (status, answer["error"]["message"]) == (400, "data_parallel_rank 2 is out of range [0, 2).")
         await client.post("/inference/v1/generate", BODY, headers={"X-data-parallel-rank": "first"})
-        assert sum(rank.figures.generation_tokens for rank in client.server.ranks) == 20
+        assert sum(rank.stats.generation_tokens for rank in client.server.ranks) == 20
         text = await client.get("/metrics")
         assert parse_figures(text, 1) is not None
         assert parse_figures(text, 2) is None

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.sim import Model, SimConfig, SimEngine, run_virtual, verify
-from penstock.sim.text import decode, encode
-from penstock.sim.tokens import Prefix, Weights, expected_logprob, expected_token
+from penstock.sim.tokens import Prefix, Weights, decode, encode, expected_logprob, expected_token
 from penstock.types import Sample, SamplingParams, VersionSpan
 
 PROMPT = [5, 6, 7, 8]

@@ -12,9 +12,9 @@ from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
 from penstock.rollout.environment import Environment, Task
 from penstock.rollout.single_turn import SingleTurnGenerator
-from penstock.sim import text
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
+from penstock.sim.tokens import decode, encode
 from penstock.train.async_trainer import train
 from penstock.train.learner import Learner
 from penstock.types import SamplingParams, UpdateReport
@@ -31,10 +31,10 @@ class Characters:
     eos_token_id = 0
 
     def encode(self, words: str) -> list[int]:
-        return text.encode(words, VOCAB)
+        return encode(words, VOCAB)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return text.decode(token_ids, 0 if skip_special_tokens else -1)
+        return decode(token_ids, 0 if skip_special_tokens else -1)
 
 
 class Letters(Environment):

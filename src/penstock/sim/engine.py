@@ -1,27 +1,83 @@
-"""The simulated engine without HTTP: what vLLM's API server and scheduler do, in simulated steps."""
+"""The simulated engine without HTTP: what vLLM's API server and scheduler do, in simulated steps.
+
+`SimEngine` pauses, sleeps and wakes up as vLLM does. `Holds` makes of that pauses and sleeps that end no request, and
+wake-ups that start none too early, as Penstock's plugin does in vLLM.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from penstock.engine.partial import Partial
 from penstock.errors import EngineDeadError, RequestError
 from penstock.sim.adapters import Adapters
 from penstock.sim.clock import Clock, LoopClock
 from penstock.sim.config import SimConfig
 from penstock.sim.faults import Died, FaultKind, FaultPlan, Phase
-from penstock.sim.figures import Figures
-from penstock.sim.pausing import Holds
-from penstock.sim.scheduler import Scheduler, StepPlan
-from penstock.sim.sequence import SimRequest, SimSequence
+from penstock.sim.scheduler import Scheduler, SimRequest, SimSequence, StepPlan
+from penstock.sim.stats import EngineStats
 from penstock.sim.tokens import Weights
 from penstock.sim.update import WeightState
 from penstock.types import PauseMode, Sample, SamplingParams
 
-if TYPE_CHECKING:
-    from penstock.sim.telling import Part
+MEMORY_TAGS = frozenset({"weights", "kv_cache"})
+DROPS_WEIGHTS = 2
+
+
+class Holds:
+    """What holds the generation of one engine; see `engine/vllm_plugin/pause.py`."""
+
+    def __init__(self, engine: SimEngine) -> None:
+        self._engine = engine
+        self._paused = False
+        self._without_weights = False
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool, release: bool) -> None:
+        """`/pause`; `release`: what is in flight ends with the finish reason `abort`, to go on elsewhere."""
+        await self._engine.pause(self._mode(mode, release=release), clear_cache=clear_cache)
+        self._paused = True
+
+    async def resume(self) -> None:
+        """`/resume`."""
+        self._paused = False
+        if self._engine.config.plain:
+            await self._engine.resume()
+        else:
+            await self._go_on()
+
+    async def sleep(self, level: int, mode: PauseMode) -> None:
+        """`/sleep`."""
+        await self._engine.sleep(level, self._mode(mode))
+        self._without_weights |= level == DROPS_WEIGHTS
+
+    async def wake_up(self, tags: Sequence[str] | None) -> bool:
+        """`/wake_up`; returns whether all memory is back."""
+        if self._engine.config.plain:
+            return await self._engine.wake_up(tags)
+        awake = await self._engine.wake_up(tags, resume=False)
+        await self._go_on()
+        return awake
+
+    def weights_are_out(self) -> None:
+        """Nothing may be computed before weights are in."""
+        self._without_weights = True
+
+    async def weights_are_in(self) -> None:
+        """New weights are in force, and labelled."""
+        self._without_weights = False
+        if not self._engine.config.plain:
+            await self._go_on()
+
+    async def _go_on(self) -> None:
+        if not self._paused and not self._engine.asleep and not self._without_weights:
+            await self._engine.resume()
+
+    def _mode(self, mode: PauseMode, *, release: bool = False) -> PauseMode:
+        ends = release or self._engine.config.plain
+        return PauseMode.KEEP if mode is PauseMode.ABORT and not ends else mode
 
 DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 """How vLLM words it."""
@@ -50,7 +106,7 @@ class SimEngine:
         self.weights = WeightState(self)
         self.holds = Holds(self)
         self.scheduler = Scheduler(self.config, lambda s: self.adapters.path(s.request.lora))
-        self.figures = Figures()
+        self.stats = EngineStats()
         self.asleep: frozenset[str] = frozenset()
         """What sleep took away: `weights`, `kv_cache`."""
         self.death: str | None = None
@@ -96,7 +152,7 @@ class SimEngine:
         request_id: str | None = None,
         lora: str | None = None,
         max_tokens: int | None = None,
-        parts: Sequence[Part] = (),
+        parts: Sequence[Partial] = (),
     ) -> SimRequest:
         """Queue a request; wait on what comes back, then `drop` it.
 
@@ -114,7 +170,7 @@ class SimEngine:
         request = SimRequest(name, tuple(prompt_ids), params, lora=lora, block_size=self.config.block_size)
         request.sequences = [SimSequence(request, i, self.config.model, limit) for i in range(params.n)]
         self._requests[name] = request
-        self.figures.prompt_tokens += len(prompt_ids)
+        self.stats.prompt_tokens += len(prompt_ids)
         for sequence, part in zip(request.sequences, parts, strict=False):
             sequence.take_up(part)
         for sequence in request.sequences:
@@ -253,10 +309,10 @@ class SimEngine:
             weights = Weights(self.weights.identity, sequence.kv_version, adapter)
             sequence.advance(weights, self.weights.label)
             self.scheduler.computed(sequence)
-            self.figures.generation_tokens += 1
+            self.stats.generation_tokens += 1
             if sequence.finish_reason is not None:
                 self.scheduler.remove(sequence)
-                self.figures.finished[sequence.finish_reason] += 1
+                self.stats.finished[sequence.finish_reason] += 1
             if self.faults.made_token():
                 try:
                     await self.at(Phase.TOKENS)
@@ -270,7 +326,7 @@ class SimEngine:
     def _abort(self, sequences: Sequence[SimSequence]) -> None:
         for sequence in sequences:
             self.scheduler.remove(sequence)
-            self.figures.finished["abort"] += 1
+            self.stats.finished["abort"] += 1
             sequence.finish("abort")
 
     def _clear_cache(self) -> int:

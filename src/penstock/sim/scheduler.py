@@ -1,14 +1,342 @@
-"""Continuous batching: who is in the next step, who waits, and who gives up its KV (preemption by recompute)."""
+"""Continuous batching: requests, their sequences, KV blocks with a prefix cache, and who is in the next step.
+
+Blocks are counted as vLLM counts them. A sequence that finds no block preempts the youngest one (by recompute).
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+import asyncio
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.sim.blocks import BlockPool
+from penstock.engine.partial import Partial, sample_of
+from penstock.engine.wire import INITIAL_VERSION
+from penstock.errors import EngineDeadError
 from penstock.sim.config import SimConfig
-from penstock.sim.sequence import SimSequence
+from penstock.sim.tokens import (
+    Model,
+    Prefix,
+    Weights,
+    banned_before_min,
+    decode,
+    expected_logprob,
+    expected_token,
+)
+from penstock.types import FinishReason, Sample, SamplingParams, VersionSpan
+
+Key = tuple[str, int, int]
+"""Names the tokens up to the end of a block: adapter, number of tokens, their CRC-32."""
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """`block_size` tokens of KV."""
+
+    version: int
+    """Weights that computed it."""
+    key: Key | None = None
+    """Set once it is full and findable."""
+    refs: int = 1
+
+
+class BlockPool:
+    """A fixed number of blocks: in use, or free. A free block stays findable until its room is needed (LRU)."""
+
+    def __init__(self, size: int, *, caching: bool) -> None:
+        self.size = size
+        self._caching = caching
+        self._used = 0
+        self._found: dict[Key, Block] = {}
+        self._idle: OrderedDict[Key, Block] = OrderedDict()
+
+    @property
+    def usage(self) -> float:
+        """Fraction of blocks in use, 0 to 1."""
+        return self._used / self.size
+
+    def take_cached(self, keys: Sequence[Key]) -> list[Block]:
+        """The longest cached run from the start of `keys`, now in use by the caller too."""
+        hits: list[Block] = []
+        for key in keys:
+            block = self._found.get(key)
+            if block is None:
+                break
+            if block.refs == 0:
+                del self._idle[key]
+                self._used += 1
+            block.refs += 1
+            hits.append(block)
+        return hits
+
+    def allocate(self, count: int, version: int) -> list[Block] | None:
+        """`count` fresh blocks, or None (and nothing changed) where there are not that many."""
+        if self._used + count > self.size:
+            return None
+        self._used += count
+        while self._used + len(self._idle) > self.size:
+            key, _ = self._idle.popitem(last=False)
+            del self._found[key]
+        return [Block(version) for _ in range(count)]
+
+    def publish(self, block: Block, key: Key) -> None:
+        """A block is full: others may share it. The first block of a key is the one that is found."""
+        if self._caching and block.key is None and key not in self._found:
+            block.key = key
+            self._found[key] = block
+
+    def release(self, blocks: Sequence[Block]) -> None:
+        """The caller uses them no more. Tail blocks are evicted first, as in vLLM."""
+        for block in reversed(blocks):
+            block.refs -= 1
+            if block.refs == 0:
+                self._used -= 1
+                if block.key is not None:
+                    self._idle[block.key] = block
+
+    def reset(self) -> bool:
+        """Forget every cached block; False (and nothing changed) while blocks are in use."""
+        if self._used:
+            return False
+        self._found.clear()
+        self._idle.clear()
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Output tokens `[start, end)` of sequence `index` are new; `finished` where they are its last."""
+
+    index: int
+    start: int
+    end: int
+    finished: bool
+
+
+class SimSequence:
+    """One sample in the making. The scheduler moves it; `advance` makes its next token."""
+
+    def __init__(self, request: SimRequest, index: int, model: Model, max_tokens: int) -> None:
+        params = request.params
+        self.request = request
+        self.index = index
+        self.prefix = request.prefix
+        self.block_ends = list(request.block_ends)
+        """Length and CRC-32 at the end of each block that prompt and output fill."""
+        self.output: list[int] = []
+        self.logprobs: list[float] = []
+        self.spans: list[VersionSpan] = []
+        self.labels: list[str] = []
+        """vLLM's label of each span's version."""
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.text_end: int | None = None
+        """Where a stop string cut the text."""
+        self.blocks: list[Block] = []
+        self.published = 0
+        """Blocks of it that others can find."""
+        self.kv_version = 0
+        self.taken_up = 0
+        """Tokens of it that another engine has made."""
+        self.taken_up_whole = False
+        """They are all of it."""
+        self.counted = False
+        """Its prompt is already in the prefix cache's counters."""
+        self._model = model
+        self._max_tokens = max_tokens
+        base = model.seed if params.seed is None else params.seed
+        self._seed = None if params.temperature == 0 else base + index
+        self._banned = banned_before_min(model, params)
+
+    def take_up(self, part: Partial) -> None:
+        """Begin with what another engine has made of it, which fits together (`progress.parts_of`)."""
+        made = sample_of(part, self.request.params)
+        self.taken_up, self.taken_up_whole = len(part.ids), part.finish is not None
+        for token in part.ids:
+            self._append(token)
+        self.logprobs = list(made.logprobs or [0.0] * len(part.ids))
+        self.spans = list(made.spans)
+        self.labels = [INITIAL_VERSION if span.version == 0 else str(span.version) for span in made.spans]
+        self.stop_reason = part.stop_reason
+        if isinstance(part.stop_reason, str):
+            self.text_end = len(self.text) - len(part.stop_reason)
+        if part.finish is not None:
+            self.finish(made.finish_reason)
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and output."""
+        return self.prefix.length
+
+    @property
+    def text(self) -> str:
+        """Decoded output; EOS and a final stop token have no text, a stop string cuts it."""
+        ids = self.output
+        if self.finish_reason == "stop" and isinstance(self.stop_reason, int):
+            ids = ids[:-1]
+        return decode(ids, self._model.eos_token_id)[: self.text_end]
+
+    def advance(self, weights: Weights, label: str) -> None:
+        """Make the next token under `weights`, labelled `label`, and see whether it ends the sequence."""
+        params = self.request.params
+        position = len(self.output)
+        banned = self._banned if position < params.min_tokens else ()
+        token = expected_token(self._model, self.prefix, weights, seed=self._seed, banned=banned)
+        self.logprobs.append(expected_logprob(self.prefix, token, weights, temperature=params.temperature))
+        self._append(token)
+        if self.labels and self.labels[-1] == label:
+            last = self.spans[-1]
+            self.spans[-1] = VersionSpan(last.version, last.start, position + 1)
+        else:
+            self.spans.append(VersionSpan(version_of(label), position, position + 1))
+            self.labels.append(label)
+        self._stop(token, params)
+
+    def finish(self, reason: FinishReason) -> None:
+        """End it for a reason from outside, with the tokens it has."""
+        self.finish_reason = reason
+        self.request.changed(self, len(self.output))
+
+    def sample(self) -> Sample:
+        """As the engine interface has it."""
+        params = self.request.params
+        return Sample(
+            token_ids=tuple(self.output),
+            finish_reason=self.finish_reason or "abort",
+            logprobs=tuple(self.logprobs) if params.logprobs else None,
+            spans=tuple(self.spans),
+            text=self.text if params.detokenize else "",
+        )
+
+    def _append(self, token: int) -> None:
+        self.output.append(token)
+        self.prefix = self.prefix.then(token)
+        if self.prefix.length % self.request.block_size == 0:
+            self.block_ends.append((self.prefix.length, self.prefix.crc))
+
+    def _stop(self, token: int, params: SamplingParams) -> None:
+        count = len(self.output)
+        if count >= params.min_tokens:
+            if token == self._model.eos_token_id and not params.ignore_eos:
+                self.finish_reason = "stop"
+            elif token in params.stop_token_ids:
+                self.finish_reason, self.stop_reason = "stop", token
+            elif params.stop:
+                self._stop_at_string(params.stop)
+        if self.finish_reason is None and count >= self._max_tokens:
+            self.finish_reason = "length"
+        self.request.changed(self, count - 1)
+
+    def _stop_at_string(self, stops: tuple[str, ...]) -> None:
+        # A token adds at most one character, so a stop string that is there now ends here.
+        tail = decode(self.output[-max(map(len, stops)) :], self._model.eos_token_id)
+        for stop in stops:
+            if tail.endswith(stop):
+                self.text_end = len(self.text) - len(stop)
+                self.finish_reason, self.stop_reason = "stop", stop
+                return
+
+
+class SimRequest:
+    """One prompt and its `n` sequences; whoever sent it waits here."""
+
+    def __init__(
+        self, request_id: str, prompt_ids: tuple[int, ...], params: SamplingParams, *, lora: str | None, block_size: int
+    ) -> None:
+        self.id = request_id
+        self.prompt_ids = prompt_ids
+        self.block_size = block_size
+        self.prefix, self.block_ends = _fold(prompt_ids, block_size)
+        self.params = params
+        self.lora = lora
+        """Name of the adapter it asked for."""
+        self.cached_tokens = 0
+        """Prompt tokens found in the prefix cache."""
+        self.sequences: list[SimSequence] = []
+        self.asked = False
+        """Somebody asked for just its abort."""
+        self.death: str | None = None
+        """Why it will never finish."""
+        self._unfinished = params.n
+        self._listener: Callable[[Delta | None], None] | None = None
+        self._done = asyncio.Event()
+
+    @property
+    def finished(self) -> bool:
+        """All its sequences have ended."""
+        return self._unfinished == 0
+
+    def changed(self, sequence: SimSequence, start: int) -> None:
+        """A sequence has new tokens from `start` on, or has ended."""
+        ended = sequence.finish_reason is not None
+        if self._listener is not None:
+            self._listener(Delta(sequence.index, start, len(sequence.output), ended))
+        if ended:
+            self._unfinished -= 1
+            if self.finished:
+                self._end()
+
+    def die(self, reason: str) -> None:
+        """The engine is gone."""
+        self.death = reason
+        self._end()
+
+    async def wait(self) -> None:
+        """Return when all its sequences have ended. Raises EngineDeadError when the engine died first."""
+        await self._done.wait()
+        if self.death is not None:
+            raise EngineDeadError(self.death)
+
+    def listen(self, listener: Callable[[Delta | None], None]) -> None:
+        """Have `listener` called with what was made so far, with all that follows, and with None at the end."""
+        for sequence in self.sequences:
+            if sequence.output or sequence.finish_reason is not None:
+                listener(Delta(sequence.index, 0, len(sequence.output), sequence.finish_reason is not None))
+        self._listener = listener
+        if self._done.is_set():
+            listener(None)
+
+    def _end(self) -> None:
+        self._done.set()
+        if self._listener is not None:
+            self._listener(None)
+
+
+async def merged_deltas(requests: Sequence[SimRequest]) -> AsyncIterator[tuple[int, Delta]]:
+    """New tokens of several requests as they are made, each with its request's index in `requests`.
+
+    Raises:
+        EngineDeadError: the engine died before all had ended.
+    """
+    queue: asyncio.Queue[tuple[int, Delta | None]] = asyncio.Queue()
+    for i, request in enumerate(requests):
+        request.listen(lambda delta, i=i: queue.put_nowait((i, delta)))
+    unfinished = len(requests)
+    while unfinished:
+        i, delta = await queue.get()
+        if delta is not None:
+            yield i, delta
+        elif (death := requests[i].death) is not None:
+            raise EngineDeadError(death)
+        else:
+            unfinished -= 1
+
+
+def _fold(token_ids: tuple[int, ...], block_size: int) -> tuple[Prefix, list[tuple[int, int]]]:
+    prefix, ends = Prefix(), list[tuple[int, int]]()
+    for start in range(0, len(token_ids), block_size):
+        prefix = prefix.extend(token_ids[start : start + block_size])
+        if prefix.length % block_size == 0:
+            ends.append((prefix.length, prefix.crc))
+    return prefix, ends
+
+
+def version_of(label: str) -> int:
+    """A label as an integer: vLLM's `default` is 0; a label that is no number gets a stable one, far from any count."""
+    if label == INITIAL_VERSION:
+        return 0
+    return int(label) if label.lstrip("-").isdigit() else (1 << 32) + zlib.crc32(label.encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +348,7 @@ class StepPlan:
 
 
 @dataclass(slots=True)
-class CacheFigures:
+class CacheStats:
     """Counters since the start, in tokens but for `preemptions`."""
 
     queries: int = 0
@@ -40,7 +368,7 @@ class Scheduler:
         self.waiting: deque[SimSequence] = deque()
         self.running: list[SimSequence] = []
         self.pool = BlockPool(config.kv_blocks, caching=config.enable_prefix_caching)
-        self.figures = CacheFigures()
+        self.stats = CacheStats()
         self.admitting = True
         """False while paused: what waits goes on waiting."""
         self._config = config
@@ -65,12 +393,12 @@ class Scheduler:
 
     def plan(self, version: int) -> StepPlan | None:
         """The next step under weights `version`; None where there is nothing to compute."""
-        preempted = self.figures.preemptions
+        preempted = self.stats.preemptions
         for sequence in tuple(self.running):
             while sequence.blocks and not self._grow(sequence):
                 self.preempt(self.running[-1])
         prefill = 0
-        if preempted == self.figures.preemptions and self.admitting:
+        if preempted == self.stats.preemptions and self.admitting:
             prefill = self._admit_waiting(version)
         return StepPlan(tuple(self.running), prefill) if self.running else None
 
@@ -79,7 +407,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
         self.waiting.appendleft(sequence)
-        self.figures.preemptions += 1
+        self.stats.preemptions += 1
 
     def preempt_all(self) -> int:
         """Preempt every running sequence, keeping their order; returns how many."""
@@ -123,8 +451,8 @@ class Scheduler:
         if self._config.enable_prefix_caching and not sequence.counted:
             sequence.counted = True
             sequence.request.cached_tokens = max(sequence.request.cached_tokens, hit)
-            self.figures.queries += sequence.length
-            self.figures.hits += hit
+            self.stats.queries += sequence.length
+            self.stats.hits += hit
         sequence.blocks = [*blocks, *fresh]
         sequence.published = len(blocks)
         sequence.kv_version = stale

@@ -10,13 +10,12 @@ from typing import Self
 from aiohttp import web
 
 from penstock.errors import EngineStartError
-from penstock.sim import control_routes, openai_routes, penstock_routes, plain_routes, token_routes
-from penstock.sim.answers import RANKS, errors_as_vllm, guarded
+from penstock.sim import control, openai
 from penstock.sim.clock import Clock
 from penstock.sim.config import SimConfig
 from penstock.sim.engine import SimEngine
 from penstock.sim.faults import FaultKind
-from penstock.sim.ranks import on_all, on_one
+from penstock.sim.http import RANKS, errors_as_vllm, guarded, on_all, on_one
 
 CORE_DEATH_EXIT_S = 0.3
 """How long vLLM's API server outlives its engine core (facts: port closed at 0.3 s)."""
@@ -128,24 +127,24 @@ def _app(config: SimConfig, ranks: tuple[SimEngine, ...]) -> web.Application:
     app[RANKS] = ranks
     get, post = app.router.add_get, app.router.add_post
     open_to_tokens = config.scale_out or not config.plain
-    post("/inference/v1/generate", on_one(token_routes.generate) if open_to_tokens else plain_routes.no_tokens)
-    post("/v1/completions", on_one(openai_routes.completions))
-    post("/v1/chat/completions", on_one(openai_routes.chat_completions))
-    get("/v1/models", openai_routes.models)
-    post("/tokenize", openai_routes.tokenize)
-    post("/detokenize", openai_routes.detokenize)
-    for path, handler in control_routes.GET.items():
-        if plain_routes.has(config, path):
+    post("/inference/v1/generate", on_one(openai.generate) if open_to_tokens else control.no_tokens)
+    post("/v1/completions", on_one(openai.completions))
+    post("/v1/chat/completions", on_one(openai.chat_completions))
+    get("/v1/models", openai.models)
+    post("/tokenize", openai.tokenize)
+    post("/detokenize", openai.detokenize)
+    for path, handler in control.GET.items():
+        if control.has(config, path):
             get(path, handler)
-    for path, handler in control_routes.POST.items():
-        if plain_routes.has(config, path):
+    for path, handler in control.POST.items():
+        if control.has(config, path):
             post(path, on_all(handler))
     if not config.plain:
-        get("/penstock/info", penstock_routes.info)
-        post("/penstock/weights/group", penstock_routes.group)
-        post("/penstock/weights/prepare", on_all(penstock_routes.prepare))
-        post("/penstock/weights/apply", on_all(penstock_routes.apply))
+        get("/penstock/info", control.info)
+        post("/penstock/weights/group", control.group)
+        post("/penstock/weights/prepare", on_all(control.prepare))
+        post("/penstock/weights/apply", on_all(control.apply))
     elif config.dev_mode:
-        get("/server_info", plain_routes.server_info)
-    post("/sim/fault", on_all(penstock_routes.set_fault))
+        get("/server_info", control.server_info)
+    post("/sim/fault", on_all(control.set_fault))
     return app

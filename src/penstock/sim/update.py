@@ -1,29 +1,200 @@
-"""Weight updates of the simulated engine: ours (prepare, apply) and vLLM's own (init, start, update, finish)."""
+"""Weights of the simulated engine: which are in force, whether offered ones may follow, and how they come.
+
+Updates are ours (prepare, apply; by broadcast it joins the real group and receives the real bytes, and drops them) and
+vLLM's own (init, start, update, finish).
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import itertools
+import math
+import os
+import threading
+import zlib
+from array import array
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import StateError
-from penstock.sim.broadcast import SimGroup
+from penstock.engine.wire import INITIAL_VERSION
+from penstock.errors import StateError, TransferError, WeightsError
 from penstock.sim.faults import FaultKind, Phase
-from penstock.sim.sequence import version_of
-from penstock.sim.weights import check_manifest
-from penstock.sim.weights import checksum as checksum_of
-from penstock.types import PauseMode
+from penstock.sim.scheduler import version_of
+from penstock.types import PauseMode, TensorSpec
+from penstock.weights import delta, disk
 from penstock.weights.broadcast import TRANSPORT as BROADCAST
-from penstock.weights.manifest import WeightManifest
+from penstock.weights.group import GroupSpec
+from penstock.weights.manifest import DTYPE_BYTES, TensorEntry, WeightManifest
 
 if TYPE_CHECKING:
     from penstock.sim.engine import SimEngine
+    from penstock.weights.collective import Group
+
+
+_HALF_EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00}
+"""All exponent bits set: infinity, and NaN above it."""
+
+
+def check_manifest(manifest: WeightManifest, specs: Sequence[TensorSpec] | None) -> str:
+    """Everything that the real engine checks before it touches its weights.
+
+    Args:
+        manifest: the offer. Where its file exists, the bytes are mapped and checked.
+        specs: what the engine's model holds; None: any tensors.
+
+    Returns:
+        The checksum that the weights will have: over the CRC-32 of every tensor in order of name.
+
+    Raises:
+        WeightsError: a tensor is missing, extra, misshapen, of another dtype, damaged, or holds NaN.
+    """
+    names = [t.name for t in manifest.tensors]
+    if not names:
+        raise WeightsError("the manifest holds no tensors")
+    if twice := {n for n in names if names.count(n) > 1} if len(set(names)) < len(names) else set[str]():
+        raise WeightsError(f"tensors given twice: {sorted(twice)}")
+    for tensor in manifest.tensors:
+        if tensor.dtype not in DTYPE_BYTES:
+            raise WeightsError(f"tensor {tensor.name!r} has the unknown dtype {tensor.dtype!r}")
+    if specs is not None:
+        _check_specs(manifest.tensors, {spec.name: spec for spec in specs})
+    if manifest.transport == "shared_memory" and "path" in manifest.location:
+        _check_bytes(Path(manifest.location["path"]), manifest.tensors)
+    elif manifest.transport in {disk.TRANSPORT, delta.TRANSPORT}:
+        _check_files(manifest)
+    return checksum_of(manifest.tensors)
+
+
+def checksum_of(tensors: Sequence[TensorEntry]) -> str:
+    """BLAKE2b over name and CRC-32 of every tensor, in order of name; 16 hex digits."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in sorted(tensors, key=lambda t: t.name):
+        digest.update(f"{tensor.name}\0{tensor.crc32}\0".encode())
+    return digest.hexdigest()
+
+
+def _check_specs(tensors: Sequence[TensorEntry], specs: dict[str, TensorSpec]) -> None:
+    given = {t.name for t in tensors}
+    if missing := sorted(specs.keys() - given):
+        raise WeightsError(f"missing tensors: {missing[:5]}{' ...' if len(missing) > 5 else ''}")  # noqa: PLR2004
+    if extra := sorted(given - specs.keys()):
+        raise WeightsError(f"the model has no tensors {extra[:5]}{' ...' if len(extra) > 5 else ''}")  # noqa: PLR2004
+    for tensor in tensors:
+        spec = specs[tensor.name]
+        if tensor.shape != spec.shape:
+            raise WeightsError(f"tensor {tensor.name!r} has shape {tensor.shape}, the model's has {spec.shape}")
+        if tensor.dtype != spec.dtype:
+            raise WeightsError(f"tensor {tensor.name!r} has dtype {tensor.dtype}, the model's has {spec.dtype}")
+
+
+def _check_bytes(path: Path, tensors: Sequence[TensorEntry]) -> None:
+    try:
+        with path.open("rb", buffering=0) as file:
+            for tensor in tensors:
+                _check_tensor(os.pread(file.fileno(), tensor.nbytes, tensor.offset), tensor)
+    except FileNotFoundError:
+        # A simulated trainer need not have bytes; the manifest alone is then what is checked.
+        return
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"cannot read the weights at {path}: {error}") from error
+
+
+def _check_files(manifest: WeightManifest) -> None:
+    """Every tensor of a whole file; a delta as it was sent, since it takes torch to see what it makes."""
+    if manifest.transport == disk.TRANSPORT:
+        whole, delta_name = disk.open_version(manifest), ""
+    else:
+        files = delta.DeltaFiles.of(manifest)
+        whole, delta_name = files.open_full(manifest.extent), files.delta
+        if delta_name:
+            files.read_delta()
+    with whole:
+        for tensor in () if delta_name else manifest.tensors:
+            _check_tensor(whole.read(tensor.offset, tensor.nbytes), tensor)
+
+
+def _check_tensor(raw: bytes | memoryview, tensor: TensorEntry) -> None:
+    if len(raw) != tensor.nbytes:
+        raise WeightsError(f"tensor {tensor.name!r} ends beyond the bytes that are there")
+    if (found := zlib.crc32(raw)) != tensor.crc32:
+        raise WeightsError(f"tensor {tensor.name!r} has the checksum {found}, the manifest says {tensor.crc32}")
+    if _has_nan(bytes(raw), tensor.dtype):
+        raise WeightsError(f"tensor {tensor.name!r} holds NaN or infinity")
+
+
+def _has_nan(raw: bytes, dtype: str) -> bool:
+    if dtype in ("float32", "float64"):
+        # A sum is finite if and only if every part is, but for overflow, which the second look settles.
+        values = array("f" if dtype == "float32" else "d", raw)
+        return not math.isfinite(sum(values)) and not all(map(math.isfinite, values))
+    exponent = _HALF_EXPONENT.get(dtype)
+    return exponent is not None and any(half & exponent == exponent for half in array("H", raw))
+
+
+class SimGroup:
+    """Of one engine, which is one worker. Needs torch from the first `join` on."""
+
+    def __init__(self) -> None:
+        self._group: Group | None = None
+
+    def join(self, body: Any) -> None:
+        """Begin to join a group, in the place of the one before it. Raises WeightsError where it cannot."""
+        spec = GroupSpec.from_json(body)
+        if spec.backend != "tcp":
+            raise WeightsError(f"the simulated engine has no GPU, and the group runs over {spec.backend}")
+        if self._group is not None:
+            self._group.end(f"group {spec.epoch} takes its place")
+            self._group = None
+        threading.Thread(target=self._join, args=(spec,), name="sim-join", daemon=True).start()
+
+    def check(self, manifest: WeightManifest) -> None:
+        """Raise WeightsError unless the engine is in the group over which a version will be sent."""
+        group, epoch = self._group, manifest.location.get("epoch")
+        if group is None or group.spec.epoch != epoch or group.cut is not None or not group.ready:
+            raise WeightsError(f"this engine is not in group {epoch}, over which the weights come")
+
+    async def receive(self, manifest: WeightManifest) -> tuple[TensorEntry, ...]:
+        """Receive a version: its tensors with the CRC-32 of what came.
+
+        Raises:
+            TransferError: it was cut, or is not what was sent.
+        """
+        group = self._group
+        if group is None:
+            raise TransferError("this engine is in no group")
+        return await asyncio.to_thread(_receive, group, manifest)
+
+    def _join(self, spec: GroupSpec) -> None:
+        import torch  # noqa: PLC0415 - the simulated engine must start without it
+
+        from penstock.weights.collective import Group  # noqa: PLC0415
+
+        self._group = Group(spec, spec.rank_offset, torch.device("cpu"))
+        with suppress(TransferError):  # the trainer finds this rank absent
+            self._group.join()
+
+
+def _receive(group: Group, manifest: WeightManifest) -> tuple[TensorEntry, ...]:
+    import torch  # noqa: PLC0415
+
+    from penstock.weights.transfer import receive  # noqa: PLC0415
+
+    bucket_bytes = int(manifest.location["bucket_bytes"])
+    return tuple(
+        replace(entry, crc32=zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()))
+        for entry, tensor in receive(group, manifest.tensors, bucket_bytes=bucket_bytes, place=lambda _: None)
+    )
 
 
 class WeightState:
     """Which weights are in force, how they are labelled, and the update under way."""
 
     def __init__(self, engine: SimEngine) -> None:
-        self.label = "default"
+        self.label = INITIAL_VERSION
         """What tokens are labelled with; vLLM's word for the weights as loaded."""
         self.identity = 0
         """The weights themselves: what tokens depend on. Equal to the label's version unless somebody errs."""

@@ -3,7 +3,7 @@
 The values are named tuples and not dataclasses: they are made for every request, in a quarter of the time. A policy
 keeps nothing between calls and does no I/O. What has to be remembered (where a session lives, which engine holds a
 prefix, where the other samples of a group went) is kept by `penstock.router.placement.Placement`, and comes with the
-request. So the same policies run in the router and in the discrete-event fleet of `penstock.sim`.
+request. So the same policies run in the router and in the discrete-event fleet of `benchmarks/fleet_sim`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""vLLM's control endpoints: pause and resume, caches, memory, weights, adapters, health."""
+"""Control endpoints: vLLM's (pause, caches, memory, weights, adapters, health), Penstock's own and `POST /sim/fault`.
+
+A server without Penstock's plugin has those that plain vLLM has, as its owner started it.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,124 @@ from typing import Any, TypeVar
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from penstock.errors import EngineDeadError, UserError
+from penstock.errors import EngineDeadError, StateError, TransferError, UserError, WeightsError
 from penstock.sim.adapters import AdapterNotFoundError
-from penstock.sim.answers import RANKS, InvalidFieldError, engine_of, error_answer, json_answer, json_body
-from penstock.sim.faults import Phase
-from penstock.sim.figures import prometheus
+from penstock.sim.config import SimConfig
+from penstock.sim.faults import Fault, Phase
+from penstock.sim.http import RANKS, InvalidFieldError, engine_of, error_answer, json_answer, json_body
+from penstock.sim.stats import RankMetrics
 from penstock.types import PauseMode
+from penstock.weights.manifest import WeightManifest
+
+
+async def info(http: web.Request) -> web.Response:
+    """`GET /penstock/info`."""
+    engine = engine_of(http)
+    engine.check_alive()
+    config = engine.config
+    sizes = {"tp": 1, "pp": 1, "dp": config.data_parallel_size}
+    limits = {"vocab_size": config.vocab_size, "max_model_len": config.max_model_len}
+    version = engine.weights.version
+    state = {"weight_version": version, "kv_kept": version == engine.weights.kv_kept, "paused": engine.paused}
+    set_as = {
+        "transports": ["broadcast", "delta", "disk", "shared_memory"],
+        "logprobs_mode": config.logprobs_mode,
+    }
+    return json_answer({"engine": "sim", "vllm": config.vllm_version, **state, **sizes, **limits, **set_as})
+
+
+async def group(http: web.Request) -> web.Response:
+    """`POST /penstock/weights/group`: the engine begins to join; 400 where it cannot."""
+    engine = engine_of(http)
+    engine.check_alive()
+    if engine.config.data_parallel_size > 1:
+        return json_answer({"error": "a simulated engine of several data-parallel ranks takes no broadcast"}, 400)
+    body = await json_body(http)
+    try:
+        engine.weights.group.join(body)
+    except WeightsError as error:
+        return json_answer({"error": str(error)}, 400)
+    return json_answer({"ok": True})
+
+
+async def prepare(http: web.Request) -> web.Response:
+    """`POST /penstock/weights/prepare`: 400 and nothing changed where the offer does not fit."""
+    body = await json_body(http)
+    try:
+        await engine_of(http).weights.prepare(WeightManifest.from_json(body.get("manifest", {})))
+    except WeightsError as error:
+        return json_answer({"error": str(error)}, 400)
+    return json_answer({"ok": True})
+
+
+async def apply(http: web.Request) -> web.Response:
+    """`POST /penstock/weights/apply`: any answer but 200 means that the engine must not serve again."""
+    body = await json_body(http)
+    version = body.get("version")
+    if type(version) is not int:
+        return json_answer({"error": f"version must be an integer, got {version!r}"}, 400)
+    try:
+        done = await engine_of(http).weights.apply(version, clear_cache=bool(body.get("clear_cache", True)))
+    except StateError as error:
+        return json_answer({"error": str(error)}, 409)
+    except TransferError as error:
+        return json_answer({"error": str(error), "torn": True}, 409)
+    return json_answer(done)
+
+
+async def set_fault(http: web.Request) -> web.Response:
+    """`POST /sim/fault`: one fault, as `Fault.of` reads it, or `{"clear": true}`."""
+    engine = engine_of(http)
+    body = await json_body(http)
+    if body.get("clear"):
+        engine.faults.clear()
+    else:
+        engine.faults.add(Fault.of(body))
+        await engine.at(Phase.NOW)
+    return json_answer({"ok": True})
+
+
+ALWAYS = frozenset({"/health", "/ping", "/metrics", "/version"})
+WITH_LORA = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+SINCE_0_32 = frozenset({"/weight_info", "/update_weight_version", "/abort_requests"})
+
+
+def has(config: SimConfig, path: str) -> bool:
+    """Whether there is this endpoint: vLLM registers those for training in dev mode only."""
+    if not config.plain or path in ALWAYS | WITH_LORA:
+        return True
+    return config.dev_mode and (config.keeps_versions or path not in SINCE_0_32)
+
+
+async def server_info(http: web.Request) -> web.Response:
+    """`GET /server_info?config_format=json`, as far as anyone here reads it."""
+    config = http.app[RANKS][0].config
+    backend = config.weight_transfer_backend
+    settings = {
+        "model_config": {
+            "max_model_len": config.max_model_len,
+            "enable_sleep_mode": config.enable_sleep_mode,
+            "logprobs_mode": config.logprobs_mode,
+        },
+        "parallel_config": {
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": config.data_parallel_size,
+            "data_parallel_size_local": config.data_parallel_size,
+            "data_parallel_external_lb": False,
+            "data_parallel_hybrid_lb": False,
+        },
+        "weight_transfer_config": {"backend": backend} if backend else None,
+        "instance_id": str(id(http.app[RANKS])),
+    }
+    return json_answer({"vllm_config": settings})
+
+
+async def no_tokens(_: web.Request) -> web.Response:
+    """The token endpoint without `--enable-scale-out`."""
+    message = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+    return error_answer(message, "PermissionDeniedError", 403)
+
 
 E = TypeVar("E", bound=StrEnum)
 
@@ -31,7 +146,9 @@ async def health(http: web.Request) -> web.Response:
 
 async def metrics(http: web.Request) -> web.Response:
     """`GET /metrics`, Prometheus text."""
-    return web.Response(text=prometheus(http.app[RANKS]), content_type="text/plain")
+    ranks = http.app[RANKS]
+    metrics = RankMetrics(ranks[0].config, [(rank.scheduler, rank.stats) for rank in ranks])
+    return web.Response(text=metrics.text(), content_type="text/plain")
 
 
 async def version(http: web.Request) -> web.Response:

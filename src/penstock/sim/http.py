@@ -1,4 +1,4 @@
-"""Requests and answers in vLLM's forms: JSON bodies in, JSON or its error form out."""
+"""Requests and answers in vLLM's forms: JSON bodies in, JSON or its error form out, and the rank that is asked."""
 
 from __future__ import annotations
 
@@ -160,3 +160,39 @@ def stream_option(body: Mapping[str, Any], name: str) -> bool:
     """One of OpenAI's `stream_options`."""
     options: Any = body.get("stream_options")
     return isinstance(options, dict) and bool(cast("dict[str, Any]", options).get(name))
+
+
+RANK_HEADER = "X-data-parallel-rank"
+
+
+def on_one(handler: Handler) -> Handler:
+    """On the rank that the header names, else on the one with the least to do, as vLLM places."""
+
+    async def placed(http: web.Request) -> web.StreamResponse:
+        http[RANK] = _rank(http)
+        return await handler(http)
+
+    return placed
+
+
+def on_all(handler: Handler) -> Handler:
+    """On every rank, one after another; the last one's answer, or the first error."""
+
+    async def everywhere(http: web.Request) -> web.StreamResponse:
+        for rank in http.app[RANKS][:-1]:
+            http[RANK] = rank
+            await handler(http)
+        http[RANK] = http.app[RANKS][-1]
+        return await handler(http)
+
+    return everywhere
+
+
+def _rank(http: web.Request) -> SimEngine:
+    ranks = http.app[RANKS]
+    named = http.headers.get(RANK_HEADER, "")
+    if not named.lstrip("-").isdigit():  # vLLM passes over what is no number
+        return min(ranks, key=lambda rank: len(rank.scheduler.running) + len(rank.scheduler.waiting))
+    if not 0 <= int(named) < len(ranks):
+        raise RequestError(f"data_parallel_rank {named} is out of range [0, {len(ranks)}).")
+    return ranks[int(named)]

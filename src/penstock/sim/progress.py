@@ -1,0 +1,213 @@
+"""Answers while they are made, with the faults that break them, as vLLM with Penstock's plugin sends them.
+
+The plugin's additions: what samples have so far, which weights made them, and requests that another engine began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import orjson
+from aiohttp import web
+
+from penstock.engine.partial import Partial, sample_of
+from penstock.engine.wire import COMMENT, LINES_TYPE, PROGRESS_HEADER, RESUME_ARG, SPANS_HEADER, STREAM_PROGRESS
+from penstock.errors import EngineDeadError, EngineError, RequestError
+from penstock.sim.engine import SimEngine
+from penstock.sim.faults import Fault, FaultKind, Phase
+from penstock.sim.http import error_body, json_answer
+from penstock.sim.scheduler import Delta, SimRequest, SimSequence, merged_deltas
+from penstock.sim.tokens import character_of
+from penstock.types import SamplingParams
+
+
+class CutError(Exception):
+    """The connection is to break here."""
+
+
+async def deltas_of(engine: SimEngine, requests: Sequence[SimRequest]) -> AsyncIterator[tuple[int, Delta]]:
+    """`merged_deltas`, until a fault of streams breaks it.
+
+    Raises:
+        EngineDeadError: the engine died, or a fault says to send an error event.
+        CutError: a fault says to break the connection.
+    """
+    fault = engine.faults.take(Phase.REQUEST, FaultKind.CUT, FaultKind.ERROR_EVENT)
+    if fault is not None and fault.after_tokens == 0:
+        raise _break_of(fault)
+    made = 0
+    async for i, delta in merged_deltas(requests):
+        yield i, delta
+        made += delta.end - delta.start
+        if fault is not None and made >= fault.after_tokens:
+            raise _break_of(fault)
+
+
+def _break_of(fault: Fault) -> Exception:
+    return CutError() if fault.kind is FaultKind.CUT else EngineDeadError("a fault ends this stream")
+
+
+async def send_events(
+    http: web.Request, chunks: AsyncIterator[Mapping[str, Any]], reporter: ProgressReporter | None
+) -> web.StreamResponse:
+    """Answer with a stream of events and `[DONE]`. A dead engine gives an error event and `[DONE]`, as in vLLM.
+
+    In comments, as our plugin in vLLM: the spans at the end, and where the client asks, what the samples have.
+    Plain vLLM has no `reporter`, and makes none.
+    """
+    progress = http.headers.get(PROGRESS_HEADER) == STREAM_PROGRESS
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    if progress and reporter is not None:
+        response.headers[PROGRESS_HEADER] = STREAM_PROGRESS
+    await response.prepare(http)
+    try:
+        async for chunk in chunks:
+            updates = reporter.take_updates() if progress and reporter else []
+            comment = _comment({"samples": updates}) if updates else b""
+            await response.write(comment + b"data: " + orjson.dumps(chunk) + b"\n\n")
+    except EngineDeadError as error:
+        await response.write(b"data: " + orjson.dumps(error_body(str(error), "InternalServerError", 500)) + b"\n\n")
+    except CutError:
+        break_connection(http)
+        return response
+    last = _comment({"versions": reporter.spans()}) if reporter is not None else b""
+    await response.write(last + b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+def _comment(content: Mapping[str, Any]) -> bytes:
+    return COMMENT + orjson.dumps(content) + b"\n\n"
+
+
+def break_connection(http: web.Request) -> None:
+    """Drop the connection without an end."""
+    if http.transport is not None:
+        http.transport.abort()
+
+
+MAX_HEADER = 8000
+
+
+def parts_of(extra: Any, params: SamplingParams) -> list[Partial]:
+    """What the samples of a request have already, out of its extra arguments; RequestError where it is malformed."""
+    given: Any = cast("dict[str, Any]", extra).get(RESUME_ARG) if isinstance(extra, dict) else None
+    if given is None:
+        return []
+    try:
+        parts = [Partial(**one) for one in orjson.loads(given)]
+        for part in parts:
+            sample_of(part, params)
+    except (EngineError, TypeError, ValueError) as error:
+        raise RequestError(f"{RESUME_ARG} is malformed: {error!r}") from error
+    return parts
+
+
+def _entries(pairs: Iterable[tuple[int, float]]) -> str:
+    return orjson.dumps([[[token, logprob, 1, character_of(token)]] for token, logprob in pairs]).decode()
+
+
+class ProgressReporter:
+    """What of the samples of one HTTP request was not reported yet."""
+
+    def __init__(self, requests: Sequence[SimRequest], *, whole_only: bool = False) -> None:
+        self._sequences = [s for request in requests for s in request.sequences]
+        self._whole_only = whole_only
+        # The client has what it sent along; that a sample had ended it has as well.
+        self._reported = [s.taken_up for s in self._sequences]
+        self._reported_end = [s.taken_up_whole for s in self._sequences]
+
+    @property
+    def unreported(self) -> int:
+        """Most tokens of one sample that were not reported."""
+        return max(len(s.output) - reported for s, reported in zip(self._sequences, self._reported, strict=True))
+
+    def take_updates(self) -> list[dict[str, Any]]:
+        """As our plugin reports them, each once."""
+        updates: list[dict[str, Any]] = []
+        for i, sequence in enumerate(self._sequences):
+            ended = sequence.finish_reason is not None
+            if len(sequence.output) > self._reported[i] or ended > self._reported_end[i]:
+                updates.append(self._of(i, sequence))
+                self._reported[i], self._reported_end[i] = len(sequence.output), ended
+        return updates
+
+    def spans(self) -> list[list[list[int]]]:
+        """`[[version, start, end], ...]` of each sample."""
+        return [[[span.version, span.start, span.end] for span in s.spans] for s in self._sequences]
+
+    def header(self) -> dict[str, str]:
+        """Spans as a header, where that is not too long for a client."""
+        value = orjson.dumps(self.spans()).decode()
+        return {SPANS_HEADER: value} if len(value) < MAX_HEADER else {}
+
+    def _of(self, index: int, sequence: SimSequence) -> dict[str, Any]:
+        start, end = self._reported[index], len(sequence.output)
+        spans = ((s.version, max(s.start, start), s.end) for s in sequence.spans)
+        pairs = zip(sequence.output[start:end], sequence.logprobs[start:end], strict=True)
+        return {
+            "index": index,
+            "ids": sequence.output[start:end],
+            "logprobs": _entries(pairs) if sequence.request.params.logprobs and end > start else None,
+            "versions": [[version, last - first] for version, first, last in spans if last > first],
+            "finish": sequence.finish_reason,
+            "stop_reason": sequence.stop_reason,
+            "asked": sequence.request.asked,
+            "whole_only": self._whole_only,
+        }
+
+
+def in_lines(http: web.Request, engine: SimEngine) -> bool:
+    """Whether the client wants lines that tell of the samples, and gets them."""
+    return not engine.config.plain and http.headers.get(PROGRESS_HEADER, "").isdigit()
+
+
+async def answer(
+    http: web.Request,
+    engine: SimEngine,
+    requests: Sequence[SimRequest],
+    reporter: ProgressReporter,
+    whole: Callable[[], Mapping[str, Any]],
+) -> web.StreamResponse:
+    """Wait for the requests and answer with `whole()`; as lines that tell of the samples where the client asks so.
+
+    Raises:
+        EngineDeadError: the engine died before a line was sent.
+        CutError: a fault breaks the connection.
+    """
+    if not in_lines(http, engine):
+        async for _ in deltas_of(engine, requests):
+            pass
+        response = json_answer(whole())
+        if not engine.config.plain:
+            response.headers.update(reporter.header())
+        return response
+    response = web.StreamResponse(headers={"Content-Type": LINES_TYPE})
+    chunk = int(http.headers[PROGRESS_HEADER])
+    status, body = 200, cast("Mapping[str, Any]", {})
+    try:
+        async for _ in deltas_of(engine, requests):
+            if chunk and reporter.unreported >= chunk:
+                await _line(http, response, {"samples": reporter.take_updates()})
+        body = whole()
+    except EngineDeadError as error:
+        if not response.prepared:
+            raise
+        status, body = 500, error_body(str(error), "InternalServerError", 500)
+    except CutError:
+        break_connection(http)
+        return response
+    last = {"status": status, "samples": reporter.take_updates(), "versions": reporter.spans(), "answer": body}
+    await _line(http, response, last, end=True)
+    return response
+
+
+async def _line(
+    http: web.Request, response: web.StreamResponse, content: Mapping[str, Any], *, end: bool = False
+) -> None:
+    if not response.prepared:
+        await response.prepare(http)
+    # The last one and the answer's end are one write, as our plugin has it: with the line alone, a client has what it
+    # wants and may go, which a router takes for a request that was given up.
+    await (response.write_eof if end else response.write)(orjson.dumps(content) + b"\n")
