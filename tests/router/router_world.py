@@ -94,7 +94,9 @@ class World:
         await eventually(lambda: self.router.metrics.requests == self.count)
 
     async def serve(self, backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:
-        pending = Pending(int(seen.line.split()[1].partition("r=")[2]), backend.name, asyncio.get_running_loop().create_future())
+        pending = Pending(
+            int(seen.line.split()[1].partition("r=")[2]), backend.name, asyncio.get_running_loop().create_future()
+        )
         self.pending.append(pending)
         closed = asyncio.ensure_future(reader.read(1))
         await asyncio.wait([pending.verdict, closed], return_when=asyncio.FIRST_COMPLETED)

@@ -195,14 +195,10 @@ def test_an_empty_connection_option_takes_no_line_away(options: str) -> None:
     line = f"Connection: {options}\r\nX-Mine: 1\r\nAccept: a\r\n".encode()
     mine = b"" if "x-mine" in options else b"X-Mine: 1\r\n"
     request = parse_request(b"POST / HTTP/1.1\r\nHost: a\r\n" + line + b"Content-Length: 1\r\n\r\n")
-    assert request.to_engine() == (
-        b"POST / HTTP/1.1\r\nHost: a\r\n" + mine + b"Accept: a\r\nContent-Length: 1\r\n\r\n"
-    )
+    assert request.to_engine() == (b"POST / HTTP/1.1\r\nHost: a\r\n" + mine + b"Accept: a\r\nContent-Length: 1\r\n\r\n")
     assert request.keep_alive == ("close" not in options)
     response = parse_response(b"HTTP/1.1 200 OK\r\nA: b\r\n" + line + b"Content-Length: 1\r\n\r\n", b"GET")
-    assert response.to_client() == (
-        b"HTTP/1.1 200 OK\r\nA: b\r\n" + mine + b"Accept: a\r\nContent-Length: 1\r\n\r\n"
-    )
+    assert response.to_client() == (b"HTTP/1.1 200 OK\r\nA: b\r\n" + mine + b"Accept: a\r\nContent-Length: 1\r\n\r\n")
 
 
 def test_no_key_and_no_rank_of_a_client_travels_on() -> None:

@@ -34,7 +34,9 @@ async def test_the_openai_client_through_the_router() -> None:
         router_process(api_key="k") as (url, _),
     ):
         admin = RouterAdmin(url, "k")
-        await admin.set_engines(1, [EngineEntry(name, server.url, api_key="k") for name, server in (("one", one), ("two", two))])
+        await admin.set_engines(
+            1, [EngineEntry(name, server.url, api_key="k") for name, server in (("one", one), ("two", two))]
+        )
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
         headers = {"X-Session-ID": "7"}
         completion = await client.completions.create(
@@ -105,7 +107,14 @@ async def test_it_logs_a_line_a_request_when_asked() -> None:
         _, err = await process.communicate()
     line = json.loads(err)
     assert line["hold_seconds"] >= 0.1
-    expected = {"method": "POST", "target": "/v1/completions?y", "status": 503, "session": "s", "bytes_in": 3, "engine": None}
+    expected = {
+        "method": "POST",
+        "target": "/v1/completions?y",
+        "status": 503,
+        "session": "s",
+        "bytes_in": 3,
+        "engine": None,
+    }
     assert {key: line[key] for key in expected} == expected
     assert line["outcome"] == "held_too_long"
 

@@ -106,7 +106,9 @@ async def simulated() -> AsyncIterator[openai.AsyncOpenAI]:
         url, _ = await stack.enter_async_context(router_process(api_key="key"))
         admin = RouterAdmin(url, "key")
         stack.push_async_callback(admin.close)
-        await admin.set_engines(1, [EngineEntry(f"e{i}", engine.url, api_key="key") for i, engine in enumerate(engines)])
+        await admin.set_engines(
+            1, [EngineEntry(f"e{i}", engine.url, api_key="key") for i, engine in enumerate(engines)]
+        )
         made = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0, timeout=60)
         yield await stack.enter_async_context(made)
 

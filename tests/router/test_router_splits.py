@@ -74,7 +74,9 @@ class Pair:
     """A client's connection and an engine's, with a router between them."""
 
     def __init__(self, connections: int = 1) -> None:
-        self.router = Router(RouterConfig(engine_metrics_interval_s=0, data_paths=DATA_PATHS))  # nobody else opens connections
+        self.router = Router(
+            RouterConfig(engine_metrics_interval_s=0, data_paths=DATA_PATHS)
+        )  # nobody else opens connections
         self.router.dispatcher.set_engines(1, [EngineEntry("e0", "http://127.0.0.1:9")])
         engine = self.router.dispatcher.engines["e0"]
         self.engines: list[tuple[EngineConnection, Wire]] = []
