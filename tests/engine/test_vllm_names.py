@@ -29,7 +29,7 @@ OTHERS = {
     "modules", "named_modules", "named_parameters", "named_children", "parameters", "weight", "load_weights",  # torch
     "_non_persistent_buffers_set", "_parameters", "_buffers", "register_parameter", "register_buffer",
     "get", "items", "put_nowait", "append", "empty", "spec", "type", "data", "__name__", "__wrapped__", "__dict__",
-    "tie_word_embeddings", "to",
+    "tie_word_embeddings", "to", "startswith",
 }  # fmt: skip
 """Attributes that torch and Python give such objects."""
 USES = check_vllm.read_table(check_vllm.TABLE.read_text())

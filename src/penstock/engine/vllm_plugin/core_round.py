@@ -27,6 +27,9 @@ from penstock.engine.vllm_plugin.preparing import Preparing, group_of, raise_ref
 from penstock.engine.vllm_plugin.spec import WeightSpec
 from penstock.errors import EngineError, StateError, TransferError
 
+READS = frozenset({"compute_weight_checksums", "get_model_inspection", "update_max_model_len"})
+"""Worker methods of vLLM's own that are called from outside and leave the weights as they are; any other may not."""
+
 _CALL = object()
 """The kind of an item in the core's input queue that is a function to call."""
 
@@ -62,6 +65,7 @@ def _sendable(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(collective_rpc)  # vLLM reads the signature
     def call(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        count_foreign(core, method)
         results = collective_rpc(core, method, *args, **kwargs)
         try:
             MsgpackEncoder().encode(UtilityResult(results))
@@ -70,6 +74,12 @@ def _sendable(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
         return results
 
     return call
+
+
+def count_foreign(core: Any, method: Any) -> None:
+    """Note a call of a worker method that may change the weights and is not one of our updates."""
+    if not (isinstance(method, str) and (method.startswith("penstock_") or method in READS)):
+        core._penstock_foreign = getattr(core, "_penstock_foreign", 0) + 1  # noqa: SLF001
 
 
 def _control_port(core: Any, keys: list[str]) -> int:
@@ -127,6 +137,7 @@ def _routes(core: Any) -> dict[str, Callable[[Any], Future[Any]]]:
         "/penstock/pause": pause,
         "/penstock/resume": lambda _: _in_core(core, lambda done: done.set_result(holds_of(core).resume())),
         "/penstock/core": lambda _: _in_core(core, lambda done: done.set_result(_state(core))),
+        "/penstock/core/gone": lambda _: Future(),  # never answered: its connection breaks when this process ends
     }
 
 
@@ -179,8 +190,17 @@ def _kv_kept(core: Any) -> int | None:
 
 def _state(core: Any) -> dict[str, Any]:
     running, waiting = core.scheduler.get_request_counts()
-    paused, held_s = core.is_scheduler_paused(), holds_of(core).held_s
-    return {"paused": paused, "running": running, "waiting": waiting, "held_s": held_s}
+    holds = holds_of(core)
+    return {
+        "paused": core.is_scheduler_paused(),
+        "running": running,
+        "waiting": waiting,
+        "held_s": holds.held_s,
+        "asleep": bool(holds.asleep),
+        "torn": holds.without_weights,
+        "weight_version": compat.core_label(core),
+        "foreign": getattr(core, "_penstock_foreign", 0),
+    }
 
 
 class _Round:
