@@ -87,9 +87,10 @@ def backends(folder: Path, count: int, tick_us: int) -> Iterator[list[int]]:
 
 
 @contextmanager
-def penstock(ports: Sequence[int]) -> Iterator[Side]:
+def penstock(ports: Sequence[int], *, workers: int = 1) -> Iterator[Side]:
     """Our router: the process that a fleet starts, told of its engines as a fleet does."""
-    with _process([sys.executable, "-m", "penstock.router"], stdout=subprocess.PIPE) as process:
+    argv = [sys.executable, "-m", "penstock.router", "--workers", str(workers)]
+    with _process(argv, stdout=subprocess.PIPE) as process:
         url = _first_line(process).split()[-1]
 
         async def announce() -> None:

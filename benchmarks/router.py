@@ -1,11 +1,13 @@
 """What the router costs against vllm-router, sglang-router and a bare pass-through, interleaved; needs extra `bench`.
 
 python benchmarks/router.py [--rounds 5] [--cases small,sse] [--sides penstock,raw]
+python benchmarks/router.py --workers 1,2,4,8 [--rounds 3]
 
 Every side stands before the same two backends (`native/backend.c`) under the same load (`native/load.c`), and must
 answer every request in full. Processor time is the kernel's, all threads: the figure that a busy machine spoils least.
 Sessions, metrics and deadlines are on in ours; each peer has its session policy. The bars are for vllm-router;
-sglang-router, which does less (no token ids), must not be ahead.
+sglang-router, which does less (no token ids), must not be ahead. With `--workers`, ours is a router of so many
+processes, beside vllm-router alone: see `_router_workers.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import _common
+import _router_workers
 import _routers
+from _router_workers import WorkersCase
 from _routers import Load, Side
 
 PEERS = ("vllm-router", "sglang-router")
@@ -141,13 +145,37 @@ def rows(figures: Figures, cases: Sequence[str]) -> list[_common.Row]:
     return made
 
 
+def measure_workers(workers: Sequence[int], rounds: int, *, quick: bool) -> int:
+    """Routers of several processes."""
+    small, sse = CASES["small"], CASES["sse"]
+    name = _router_workers.PEER
+    cases = {
+        "small requests": WorkersCase(256, 40_000, 1, small.answer, small.request(name)),
+        "streamed chunks": WorkersCase(1_024, 1_024, sse.max_tokens, sse.answer, sse.request(name)),
+    }
+    medians = _router_workers.measure(cases, workers, rounds, quick=quick)
+    made = _router_workers.rows(medians, list(cases), workers)
+    answer = _common.document("router workers", made)
+    if _routers.have(name):
+        answer["versions"][name] = version(name)
+    answer["medians"] = [
+        {"case": case, "figure": what, "side": side, "median": median} for (case, what, side), median in medians.items()
+    ]
+    print(json.dumps(answer, indent=2))
+    return 0 if all(row.ok for row in made) else 1
+
+
 def main() -> int:
     """Measure and print."""
     options = _common.parser(__doc__ or "")
     options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--workers", help="comma-separated numbers of processes, such as 1,2,4,8")
     options.add_argument("--cases", default=",".join(CASES), help="comma-separated")
     options.add_argument("--sides", default=",".join(("penstock", "raw", *PEERS)), help="comma-separated")
     args = options.parse_args()
+    if args.workers:
+        counts = [int(count) for count in args.workers.split(",")]
+        return measure_workers(counts, 1 if args.quick else args.rounds, quick=args.quick)
     cases: list[str] = args.cases.split(",")
     wanted: list[str] = args.sides.split(",")
     missing = [name for name in wanted if name in PEERS and not _routers.have(name)]

@@ -193,3 +193,20 @@ async def _ended(pid: int) -> None:
     finally:
         loop.remove_reader(fd)
         os.close(fd)
+
+
+async def read_line(fd: int, deadline_s: float) -> bytes:
+    """A line that another process writes on a pipe, which is closed then; empty if that process closed it first.
+
+    Raises:
+        TimeoutError: neither within `deadline_s` seconds.
+    """
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", buffering=0)
+    )
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await reader.readline()
+    finally:
+        transport.close()

@@ -12,7 +12,7 @@ import pytest
 from fleet_fakes import FakeProcess, FakeRouter, until
 
 from penstock.config import FleetConfig, RouterConfig
-from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, EngineStartError
+from penstock.errors import DeadlineError, EngineDeadError, EngineStartError
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_guard import RouterGuard
 from penstock.fleet.router_process import RouterProcess
@@ -77,9 +77,8 @@ async def until_killed(router: Answers, error: Exception | None) -> tuple[float,
     [
         (DeadlineError("no answer", seconds=0.05), 0.05),
         (DeadlineError("no answer", seconds=60.0), 60.0),
-        (EngineHTTPError("the hub did not answer", status=503), 0.0),
     ],
-    ids=["shorter-deadline", "longer-deadline", "its-other-process"],
+    ids=["shorter-deadline", "longer-deadline"],
 )
 async def test_a_router_hangs_after_the_time_that_the_fleet_says_whatever_deadline_a_call_has(
     error: Exception, after_s: float

@@ -15,6 +15,7 @@ from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import EngineEntry, Membership
 from penstock.router.prometheus import Family, Histogram, Sample, render
 from penstock.router.server import Router
+from penstock.router.shared_port import SharedPort
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])
@@ -424,16 +425,17 @@ async def test_admin_calls_have_a_deadline_and_say_when_the_router_is_gone() -> 
     await admin.close()
 
 
-async def test_a_call_that_no_hub_answers_is_answered() -> None:
-    async def silent(method: str, path: str, body: bytes) -> tuple[bytes, str]:
-        raise DeadlineError(f"router hub did not answer {method} {path} ({len(body)} bytes)", seconds=9)
-
-    async with rig(answer_name) as r:
-        assert r.router is not None
-        r.router.dispatcher.relay = silent
-        answer = await (await r.client()).ask("/router/gate", b'{"closed": true}')
-        assert (answer.status, answer.header("x-penstock-error"), answer.header("retry-after")) == (503, "no_hub", "5")
-        assert b"router hub did not answer" in answer.body
+async def test_a_call_that_another_process_does_not_answer_is_answered() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        async with rig(answer_name) as r:
+            assert r.router is not None
+            port = nobody.getsockname()[1]
+            r.router.dispatcher.shared_port = SharedPort("127.0.0.1", port, (port, port), None)
+            answer = await (await r.client()).ask("/router/engines", method="GET")
+            error = answer.header("x-penstock-error")
+            assert (answer.status, error, answer.header("retry-after")) == (503, "no_worker", "5")
+            assert f"router http://127.0.0.1:{port} is gone" in answer.body.decode()
 
 
 async def test_a_port_that_is_taken_is_a_clear_error() -> None:

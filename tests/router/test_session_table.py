@@ -6,27 +6,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.router.groups import Groups
-from penstock.router.loads import LocalLoads
-from penstock.router.sessions import LocalSessions
+from penstock.router.loads import LoadTable
+from penstock.router.sessions import SessionTable
 
 
-def table(*homes: tuple[str, str], capacity: int = 100) -> LocalSessions:
-    sessions = LocalSessions(capacity)
+def table(*homes: tuple[str, str], capacity: int = 100) -> SessionTable:
+    sessions = SessionTable(capacity)
     for session_id, engine in homes:
-        assert sessions.settle(session_id, engine, 10, 0.0, seen=None) == engine
+        sessions.settle(session_id, engine, 10, 0.0)
     return sessions
 
 
-def home(sessions: LocalSessions, session_id: str) -> str | None:
+def home(sessions: SessionTable, session_id: str) -> str | None:
     record = sessions.get(session_id)
     return None if record is None else record.engine
 
 
 def test_it_forgets_the_least_recently_used() -> None:
     sessions = table(("a", "e0"), ("b", "e1"), ("c", "e1"), capacity=3)
-    sessions.settle("a", "e0", 10, 1.0, seen="e0")
+    sessions.settle("a", "e0", 10, 1.0)
     sessions.touch("b", 2.0)
-    sessions.settle("d", "e1", 10, 3.0, seen=None)
+    sessions.settle("d", "e1", 10, 3.0)
     assert [home(sessions, s) for s in "abcd"] == ["e0", "e1", None, "e1"]
     assert len(sessions) == 3
     assert (sessions.counts("e0"), sessions.counts("e1")) == ((1, 10), (2, 20))
@@ -38,7 +38,7 @@ def test_idle_sessions_keep_their_home_and_count_no_more() -> None:
     assert sessions.expire(idle_before=1.0, gone_before=-1.0) == 1
     assert sessions.counts("e0") == (2, 10)
     assert home(sessions, "a") == "e0"
-    sessions.settle("a", "e0", 30, 6.0, seen="e0")
+    sessions.settle("a", "e0", 30, 6.0)
     assert sessions.counts("e0") == (2, 40)
 
 
@@ -57,7 +57,7 @@ def test_a_lost_engine_leaves_its_sessions_known() -> None:
     assert record is not None
     assert (record.engine, record.tokens) == (None, 0)
     assert (sessions.counts("e0"), sessions.counts("e1")) == ((0, 0), (1, 10))
-    sessions.settle("a", "e1", 20, 1.0, seen=None)
+    sessions.settle("a", "e1", 20, 1.0)
     assert sessions.counts("e1") == (2, 30)
 
 
@@ -104,11 +104,11 @@ class Model:
     )
 )
 def test_counts_are_those_of_a_plain_model(steps: list[tuple[str, str, str, int]]) -> None:
-    sessions, model = LocalSessions(capacity=4), Model(capacity=4)
+    sessions, model = SessionTable(capacity=4), Model(capacity=4)
     for now, (step, session, engine, tokens) in enumerate(steps):
         match step:
             case "settle":
-                sessions.settle(session, engine, tokens, now, seen=home(sessions, session))
+                sessions.settle(session, engine, tokens, now)
                 model.settle(session, engine, tokens, now)
             case "touch":
                 sessions.touch(session, now)
@@ -129,15 +129,14 @@ def test_counts_are_those_of_a_plain_model(steps: list[tuple[str, str, str, int]
 
 
 def test_loads_add_up_and_leave_nothing() -> None:
-    board = LocalLoads()
+    board = LoadTable()
     board.add("e0", 1, 100, 40)
     board.add("e0", 1, 10, 10)
     board.add("e1", 1, 0, 1)
-    assert (board.totals("e0"), board.totals("e1"), board.totals("e2")) == ((2, 110, 50), (1, 0, 1), (0, 0, 0))
+    assert (board.of("e0"), board.of("e1"), board.of("e2")) == ((2, 110, 50), (1, 0, 1), (0, 0, 0))
     board.add("e0", -1, -100, -40)
     board.add("e0", -1, -10, -10)
-    assert board.totals("e0") == (0, 0, 0)
-    assert not list(board.changed())
+    assert board.of("e0") == (0, 0, 0)
 
 
 def test_groups_count_and_are_bounded() -> None:

@@ -217,7 +217,8 @@ class Roster:
         quiet, said = not self._telling.locked(), self._said
         async with asyncio.timeout(answer_s):
             state = await self.admin.engines()
-        as_told = (state.gate_closed == self._closed or not self._gated) and state.epoch == self._epoch
+        same_gate = state.gate_closed == self._closed or not self._gated
+        as_told = state.in_step and same_gate and state.epoch == self._epoch
         if (self.in_doubt or not as_told) and quiet and said == self._said:
             self.in_doubt = True
             try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.config import FleetConfig
 from penstock.engine.concurrent import cancelled
-from penstock.errors import DeadlineError, EngineHTTPError, PenstockError
+from penstock.errors import DeadlineError, PenstockError
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import RouterProcess
 
@@ -96,8 +96,6 @@ class RouterGuard:
                 answered, missed = clock(), 0
             except (DeadlineError, TimeoutError):
                 missed, late = missed + 1, True
-            except EngineHTTPError:  # of several processes, the one that knows does not answer the one that was asked
-                missed += 1
             except PenstockError:
                 # Refused or broken: if it is gone, its process says so; it may also be busy with its end.
                 answered, missed = clock(), 0

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
-from contextlib import closing
-from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +13,7 @@ import orjson
 from penstock.config import RouterConfig
 from penstock.engine.process import telling_lines
 from penstock.errors import ConfigError, EngineStartError
-from penstock.process import ChildProcess
+from penstock.process import ChildProcess, read_line
 
 logger = logging.getLogger(__name__)
 
@@ -69,23 +66,25 @@ class RouterProcess:
                 options += [option, name]
                 env[name] = key
         read_fd, write_fd = os.pipe()
-        with os.fdopen(read_fd, "rb", buffering=0) as ready:
-            try:
-                child = await ChildProcess.start(
-                    [sys.executable, "-m", "penstock.router", *options, "--ready-fd", str(write_fd)],
-                    name="router",
-                    log=log_dir / "router.log",
-                    env=env,
-                    pass_fds=(write_fd,),
-                )
-            finally:
-                os.close(write_fd)
-            try:
-                url = await _ready(child, ready)
-            except BaseException:
-                child.kill()
-                await child.wait()
-                raise
+        try:
+            child = await ChildProcess.start(
+                [sys.executable, "-m", "penstock.router", *options, "--ready-fd", str(write_fd)],
+                name="router",
+                log=log_dir / "router.log",
+                env=env,
+                pass_fds=(write_fd,),
+            )
+        except BaseException:
+            os.close(read_fd)
+            raise
+        finally:
+            os.close(write_fd)
+        try:
+            url = await _ready(child, read_fd)
+        except BaseException:
+            child.kill()
+            await child.wait()
+            raise
         return cls(url, child)
 
     async def wait(self) -> int:
@@ -101,19 +100,13 @@ class RouterProcess:
         self._child.kill()
 
 
-async def _ready(child: ChildProcess, pipe: FileIO) -> str:
+async def _ready(child: ChildProcess, pipe: int) -> str:
     """Wait for the router's report on its pipe; returns its URL."""
-    reader = asyncio.StreamReader()
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), pipe
-    )
-    with closing(transport):
-        try:
-            async with asyncio.timeout(START_S):
-                line = await reader.readline()
-                what = "" if line else f"ended with status {await child.wait()}"
-        except TimeoutError:
-            line, what = b"", f"was not ready within {START_S:g} s"
+    try:
+        line = await read_line(pipe, START_S)
+        what = "" if line else f"ended with status {await child.wait()}"
+    except TimeoutError:
+        line, what = b"", f"was not ready within {START_S:g} s"
     report: dict[str, Any] = orjson.loads(line) if line else {}
     if "url" in report:
         if report["log_error"]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import orjson
@@ -19,25 +21,35 @@ from penstock import lifeline
 from penstock.config import RouterConfig
 from penstock.errors import PenstockError, UserError
 from penstock.process import raise_file_limit
-from penstock.router.hub import Hub
-from penstock.router.malloc import keep_freed_memory
 from penstock.router.server import Router
+from penstock.router.workers import WorkerPlace, Workers, start_worker
 from penstock.section import validate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run until SIGINT or SIGTERM. Exit status 2: it could not be started as asked; 1: its workers do not start."""
     lifeline.watch()
+    arguments = sys.argv[1:] if arguments is None else arguments
     options = vars(_parser().parse_args(arguments))
-    key_env, admin_env, ready_fd = (options.pop(name) for name in ("api_key_env", "admin_key_env", "ready_fd"))
+    popped = ("api_key_env", "admin_key_env", "ready_fd", "worker")
+    key_env, admin_env, ready_fd, place = (options.pop(name) for name in popped)
     try:
         config = validate(RouterConfig, {name: value for name, value in options.items() if value is not None})
         keys = _key("--api-key-env", key_env), _key("--admin-key-env", admin_env)
         if config.access_log:
             logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
         raise_file_limit()
-        keep_freed_memory()
-        uvloop.run(_serve(config, *keys, ready_fd))
+        _keep_freed_memory()
+        if place is not None:
+            router = Router(config, api_key=keys[0], admin_key=keys[1], process=place.index)
+            start = partial(start_worker, router, place, keys[0])
+        elif config.workers > 1:
+            router = Workers(config, keys[0], arguments)
+            start = router.start
+        else:
+            router = Router(config, api_key=keys[0], admin_key=keys[1])
+            start = router.start
+        uvloop.run(_serve(router, start, ready_fd))
     except PenstockError as error:
         _report(ready_fd, {"error": str(error), "usage": isinstance(error, UserError)})
         _print(2, f"penstock router: {error}\n")
@@ -61,23 +73,19 @@ def _report(ready_fd: int | None, message: Mapping[str, Any]) -> None:
             pipe.write(orjson.dumps(message) + b"\n")
 
 
-async def _serve(config: RouterConfig, api_key: str | None, admin_key: str | None, ready_fd: int | None) -> None:
+async def _serve(router: Router | Workers, start: Callable[[], Awaitable[object]], ready_fd: int | None) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    router = Router(config, api_key=api_key, admin_key=admin_key)
-    if config.workers > 1:
-        router = Hub(config, api_key=api_key, admin_key=admin_key, given_up=stop.set)
     try:
-        await router.start()
+        started = await start()
         log_error = _print(1, f"penstock router ready on {router.url}\n")
         _report(ready_fd, {"url": router.url, "log_error": log_error})
         await stop.wait()
+        del started
     finally:
         await router.close()
-    if isinstance(router, Hub) and router.failure is not None:
-        raise router.failure
 
 
 def _key(option: str, env: str | None) -> str | None:
@@ -87,6 +95,21 @@ def _key(option: str, env: str | None) -> str | None:
     if not key:
         raise UserError(f"{option} {env}: that environment variable is not set")
     return key
+
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+"""Options of glibc's mallopt(3)."""
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep up to 64 MiB that bodies have left, instead of giving pages back and faulting them in again.
+
+    Halves the cost of a 200 KB prompt. Other C libraries have no `mallopt`, and need none of it.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for option, value in ((_M_TRIM_THRESHOLD, 64 << 20), (_M_TOP_PAD, 16 << 20), (_M_MMAP_THRESHOLD, 32 << 20)):
+            mallopt(option, value)
 
 
 _PLACEMENT: Sequence[tuple[str, type, str]] = (
@@ -114,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--admin-key-env", metavar="NAME", help="the same for a key that calls which change the router need"
     )
+    parser.add_argument("--worker", type=WorkerPlace.parse, help=argparse.SUPPRESS)  # for `workers.py` alone
     parser.add_argument("--policy", help=f"or several, with commas between them (default {defaults.policy})")
     for name, kind, what in _PLACEMENT:
         parser.add_argument(

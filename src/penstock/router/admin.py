@@ -28,7 +28,7 @@ class AdminCall:
         self._body = bytearray()
         self._done = False
         self._started = False
-        self._relayed: asyncio.Task[None] | None = None
+        self._waiting: asyncio.Task[None] | None = None
 
     def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:
         """See `Call`."""
@@ -62,13 +62,14 @@ class AdminCall:
     def _execute(self) -> None:
         method = "GET" if self._request.method == b"HEAD" else self._request.method.decode()
         path = self._request.target.partition(b"?")[0].decode()
-        relay = self._dispatcher.relay
+        port = self._dispatcher.shared_port
         body = bytes(self._body)
         try:
-            if relay is None:
+            if port is None or not port.answers(self._client.transport):
                 self._answer(execute(self._dispatcher, method, path, body))
             else:
-                self._relayed = asyncio.get_running_loop().create_task(self._wait(relay(method, path, body)))
+                answer = port.call(self._dispatcher, method, path, body)
+                self._waiting = asyncio.get_running_loop().create_task(self._wait(answer))
         except RefusalError as refusal:
             self.refuse(refusal)
 
@@ -77,9 +78,9 @@ class AdminCall:
             self._answer(await answer)
         except PenstockError as error:
             if not self._client.transport.is_closing():
-                # Any other error than a refusal says that the hub is gone, or too slow.
+                # Any other error than a refusal says that another process is gone, or too slow.
                 self.refuse(
-                    error if isinstance(error, RefusalError) else RefusalError(503, "no_hub", f"{error}; retry")
+                    error if isinstance(error, RefusalError) else RefusalError(503, "no_worker", f"{error}; retry")
                 )
 
     def _answer(self, answer: Answer) -> None:

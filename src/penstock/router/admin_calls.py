@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Answer = tuple[bytes, str]
 """Content and its type."""
 
-_JSON = "application/json"
+JSON = "application/json"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 """Content type of figures as text."""
 _METHODS = {
@@ -108,7 +108,9 @@ def execute(dispatcher: Dispatcher, method: str, path: str, body: bytes) -> Answ
         case ("GET", "/"):
             answer: dict[str, Any] = _SERVED
         case ("GET", "/router/health"):
-            answer = {"status": "ok", "pid": os.getpid()}
+            port = dispatcher.shared_port
+            ports = () if port is None else port.control_ports
+            answer = {"status": "ok", "pid": os.getpid(), "control_ports": ports}
         case ("GET", "/router/engines"):
             answer = state(dispatcher)
         case ("PUT", "/router/engines"):
@@ -132,7 +134,7 @@ def execute(dispatcher: Dispatcher, method: str, path: str, body: bytes) -> Answ
             )
         case _:
             raise RefusalError(404, "not_found", f"no such endpoint: {path[:200]}")
-    return orjson.dumps(answer), _JSON
+    return orjson.dumps(answer), JSON
 
 
 def announced(present: Membership, body: bytes) -> Membership:

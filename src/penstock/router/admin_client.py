@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import orjson
 
 from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, PenstockError, StateError, UserError
 from penstock.router.membership import EngineEntry
+from penstock.router.merge import merge_metrics, merge_states
 
+T = TypeVar("T")
 _KEEPALIVE_S = 4.0
 
 
@@ -86,10 +89,12 @@ class RouterState:
     """`policy`, `prefix_length` and `overload_threshold` that are in force; empty where the router does not say."""
     workers: tuple[int, ...] = ()
     """Process ids of those that serve."""
+    in_step: bool = True
+    """All of them have the same engines, gates and policy; one that was started again has none at first."""
 
 
 class RouterAdmin:
-    """Client of one router's `/router/` endpoints.
+    """Client of one router's `/router/` endpoints. Where several processes serve its port, each is told and asked.
 
     Every method raises `EngineDeadError` where the router is gone, `DeadlineError` after `timeout_s` seconds,
     `UserError` for a refused body (400), `StateError` for an old epoch (409), `EngineHTTPError` for any other status.
@@ -102,6 +107,10 @@ class RouterAdmin:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._session: aiohttp.ClientSession | None = None
+        self._processes: list[str] | None = None
+        """URLs at which each process answers for itself; None: not known yet."""
+        self._closed = False
+        """What this client has said last of the gate for all."""
 
     async def set_engines(self, epoch: int, engines: Sequence[EngineEntry], cut: Sequence[str] = ()) -> None:
         """Announce the full set; sending the same set again under the same epoch is harmless.
@@ -113,7 +122,9 @@ class RouterAdmin:
                 elsewhere; of others that have left, it may come to its end.
         """
         body = {"epoch": epoch, "engines": [asdict(e) for e in engines], "cut": list(cut)}
-        await self._call("PUT", "/router/engines", body)
+        if len(await self._urls()) > 1:
+            await self._states()  # one that was started again gets gates and policy before it has engines to serve from
+        await self._all("PUT", "/router/engines", body)
 
     async def gate(self, closed: bool, *, adapter: str | None = None, engine: str | None = None) -> None:  # noqa: FBT001 - the one thing that the call says
         """Close a gate (new requests wait) or open it; returns once that is in force.
@@ -126,7 +137,9 @@ class RouterAdmin:
         """
         which = {"adapter": adapter, "engine": engine}
         body = {"closed": closed, **{name: value for name, value in which.items() if value is not None}}
-        await self._call("POST", "/router/gate", body)
+        if adapter is None and engine is None:
+            self._closed = closed
+        await self._all("POST", "/router/gate", body)
 
     async def set_policy(
         self,
@@ -145,30 +158,38 @@ class RouterAdmin:
         names = policy if isinstance(policy, str) else ",".join(policy)
         options = {"prefix_length": prefix_length, "overload_threshold": overload_threshold}
         given = {name: value for name, value in options.items() if value is not None}
-        await self._call("PUT", "/router/policy", {"policy": names, **given})
+        await self._all("PUT", "/router/policy", {"policy": names, **given})
 
     async def choose(self, *, prompt_tokens: int = 0, prefix_hashes: str | None = None) -> str | None:
         """Place a request that is sent past the router: the engine's name; None: it would have to wait."""
         given = {} if prefix_hashes is None else {"prefix_hashes": prefix_hashes}
-        answer = await self._call("POST", "/router/choose", {"prompt_tokens": prompt_tokens, **given})
+        url = (await self._urls())[0]  # always the same process, so that one choice follows from another
+        answer = await self._call("POST", "/router/choose", {"prompt_tokens": prompt_tokens, **given}, url)
         return None if answer["engine"] is None else str(answer["engine"])
 
     async def finish_session(self, session_id: str | int) -> bool:
         """The session has no further turn: what it holds on its engine no longer counts. False: it was not known."""
-        answer = await self._call("POST", "/router/sessions/finish", {"session_id": str(session_id)})
-        return bool(answer["finished"])
+        answers = await self._all("POST", "/router/sessions/finish", {"session_id": str(session_id)})
+        return any(answer["finished"] for answer in answers)
 
     async def metrics(self) -> str:
         """The router's own figures, as Prometheus text."""
-        return (await self._request("GET", "/router/metrics")).decode()
+        urls = await self._urls()
+        texts = await self._gather(self._request("GET", "/router/metrics", None, url) for url in urls)
+        return merge_metrics([text.decode() for text in texts]) if len(texts) > 1 else texts[0].decode()
 
     async def engines(self) -> RouterState:
         """The set in force, with load figures."""
-        answer = await self._call("GET", "/router/engines")
+        answer = await self.state()
         loads = tuple(_load(load) for load in answer.pop("engines"))
         answer["gates_closed"] = tuple(answer["gates_closed"])
         answer["workers"] = tuple(answer["workers"])
         return RouterState(**answer, engines=loads)
+
+    async def state(self) -> dict[str, Any]:
+        """`engines` as the JSON that a router of one process answers."""
+        states = await self._states()
+        return merge_states(states) if len(states) > 1 else states[0]
 
     async def health(self) -> None:
         """Return when the router answers; needs no key."""
@@ -180,9 +201,51 @@ class RouterAdmin:
             session, self._session = self._session, None
             await session.close()
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        call = f"{method} {self._url}{path}"
-        content = await self._request(method, path, body)
+    async def _urls(self) -> list[str]:
+        """Where each process of the router answers for itself."""
+        if self._processes is None:
+            ports = (await self._call("GET", "/router/health")).get("control_ports", ())
+            host = self._url.rpartition(":")[0]
+            self._processes = [f"{host}:{port}" for port in ports] or [self._url]
+        return self._processes
+
+    async def _all(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        """Make a call to each process; the answers, once all of them have answered."""
+        return await self._gather([self._call(method, path, body, url) for url in await self._urls()])
+
+    async def _gather(self, calls: Iterable[Awaitable[T]]) -> list[T]:
+        """What all calls answer, or the first error once each has ended: a call must not come into force after that."""
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if any(isinstance(error, EngineDeadError) for error in errors):
+            self._processes = None  # another router may be started on the same port, with other control ports
+        if errors:
+            raise errors[0]
+        return [result for result in results if not isinstance(result, BaseException)]
+
+    async def _states(self) -> list[dict[str, Any]]:
+        """What each process says. One that has no engines yet gets the policy and gates of the others."""
+        urls = await self._urls()
+        states = await self._gather([self._call("GET", "/router/engines", None, url) for url in urls])
+        known = max(states, key=lambda state: state["epoch"])
+        if len(states) > 1:
+            fresh = [url for url, state in zip(urls, states, strict=True) if state["epoch"] < 0]
+            await self._gather([self._bring_up(url, known) for url in fresh])
+        return states
+
+    async def _bring_up(self, url: str, known: Mapping[str, Any]) -> None:
+        await self._call("PUT", "/router/policy", known["policy"], url)
+        for adapter in known["gates_closed"]:
+            await self._call("POST", "/router/gate", {"closed": True, "adapter": adapter}, url)
+        if known["gate_closed"] or self._closed:
+            await self._call("POST", "/router/gate", {"closed": True}, url)
+
+    async def _call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, url: str | None = None
+    ) -> dict[str, Any]:
+        url = url or self._url
+        call = f"{method} {url}{path}"
+        content = await self._request(method, path, body, url)
         try:
             answer: Any = orjson.loads(content)
         except orjson.JSONDecodeError:
@@ -191,7 +254,7 @@ class RouterAdmin:
             raise EngineHTTPError(f"{call} answered 200, but not with a JSON object: {content[:200]!r}", status=200)
         return answer  # pyright: ignore[reportUnknownVariableType] - a JSON object
 
-    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, url: str) -> bytes:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(keepalive_timeout=_KEEPALIVE_S),
@@ -200,18 +263,18 @@ class RouterAdmin:
             )
         data = None if body is None else orjson.dumps(body)
         try:
-            async with self._session.request(method, self._url + path, data=data) as response:
+            async with self._session.request(method, url + path, data=data) as response:
                 content = await response.read()
                 status = response.status
         except TimeoutError as error:
             raise DeadlineError(
-                f"router {self._url} did not answer {method} {path} within {self._timeout_s:g} s",
+                f"router {url} did not answer {method} {path} within {self._timeout_s:g} s",
                 seconds=self._timeout_s,
             ) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineDeadError(f"router {self._url} is gone ({method} {path}): {error}") from error
+            raise EngineDeadError(f"router {url} is gone ({method} {path}): {error}") from error
         if status != 200:  # noqa: PLR2004 - the HTTP status
-            raise _error(status, content, f"{method} {self._url}{path}")
+            raise _error(status, content, f"{method} {url}{path}")
         return content
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, cast
 
-from penstock.router.loads import LoadBoard, LocalLoads
+from penstock.router.loads import LoadTable
 from penstock.router.membership import EngineEntry
 from penstock.router.policies.base import EngineView, Snapshot
 from penstock.router.sessions import SessionTable
@@ -74,10 +74,8 @@ class Candidate:
 class Candidates:
     """The engines of the set, with views for policies that are made anew only where something changed."""
 
-    def __init__(self, sessions: SessionTable, board: LoadBoard) -> None:
-        self._load, self._session_tokens = board.seen, sessions.seen_tokens
-        self._changed_elsewhere = None if isinstance(board, LocalLoads) else board.changed
-        """Asks what other processes changed."""
+    def __init__(self, sessions: SessionTable, loads: LoadTable) -> None:
+        self._load, self._session_counts = loads.of, sessions.counts
         self.engines: dict[str, Candidate] = {}
         """By name; the same object for good."""
         self._open: list[Candidate] = []
@@ -147,16 +145,13 @@ class Candidates:
 
     def refresh(self) -> None:
         """Bring every view up to date."""
-        if self._changed_elsewhere is not None:
-            for name in self._changed_elsewhere():
-                self.changed(name)
         if not self._changed:
             return
-        views, load, session_tokens = self._views, self._load, self._session_tokens
+        views, load, session_counts = self._views, self._load, self._session_counts
         for engine in self._changed:
             name = engine.name
             requests, tokens, resident = load(name)
-            resident += session_tokens(name)
+            resident += session_counts(name)[1]
             usage, capacity = engine.kv_usage, engine.kv_capacity
             if tokens > engine.said_at and capacity and usage >= 0:
                 usage += (tokens - engine.said_at) / capacity

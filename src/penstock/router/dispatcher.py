@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +14,15 @@ from penstock.router.engine_watch import EngineWatch, KVFigures
 from penstock.router.exchange import Exchange
 from penstock.router.gate import Gate
 from penstock.router.lane import ANY_ENGINE, NOWHERE, Kind, Lane
-from penstock.router.loads import LoadBoard
 from penstock.router.membership import EngineEntry, Membership
 from penstock.router.metrics import Metrics
 from penstock.router.placement import Placement, PlacementOptions
 from penstock.router.policies.base import Defer
 from penstock.router.probe import Probes
 from penstock.router.refusal import RefusalError
-from penstock.router.sessions import SessionTable
 
 if TYPE_CHECKING:
-    from penstock.router.admin_calls import Answer
+    from penstock.router.shared_port import SharedPort
 
 _EXPIRE_S = 0.75
 """Between two looks for idle sessions: before the placement looks by itself, which knows nobody to tell."""
@@ -38,28 +36,18 @@ class Dispatcher:
     Args:
         config: limits, and the options of placement.
         metrics: where retries are counted.
-        sessions: where sessions live, and
-        loads: what is in flight, if several processes share them; default: this process's own.
-        reads_figures: whether this process asks engines how full they are; of several, one does.
+        process: which of `config.workers` processes this is; each knows its own sessions and load.
     """
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        metrics: Metrics,
-        *,
-        sessions: SessionTable | None = None,
-        loads: LoadBoard | None = None,
-        reads_figures: bool = True,
-    ) -> None:
+    def __init__(self, config: RouterConfig, metrics: Metrics, *, process: int = 0) -> None:
         self.metrics = metrics
         self.membership = Membership()
         self.engines: dict[str, Engine] = {}
-        self.placement = Placement(PlacementOptions.of(config), sessions=sessions, board=loads)
+        self.placement = Placement(PlacementOptions.of(config, process))
         self.gate = Gate(max_held=config.max_held, max_held_bytes=config.max_held_bytes, max_hold_s=config.max_hold_s)
         self._probes = Probes(self._engine_up)
         self._watch = EngineWatch(
-            config.engine_metrics_interval_s if reads_figures else 0.0,
+            config.engine_metrics_interval_s * config.workers,  # an engine is asked as often as by one process
             lambda: list(self.engines.values()),
             self._engine_said,
             self.engine_refused,
@@ -68,14 +56,8 @@ class Dispatcher:
         self._expire_at = 0.0
         self.on_end: Callable[[Exchange], None] | None = None
         """Called with every exchange when it is over, for the access log."""
-        self.relay: Callable[[str, str, bytes], Awaitable[Answer]] | None = None
-        """Who does admin calls (method, path, body) where this is one process of several; None: this process."""
-        self.on_wait: Callable[[], None] | None = None
-        """Called where a request has to wait for room, which another process may make."""
-        self.on_down: Callable[[str], None] | None = None
-        """Called with an engine that was found down, for the processes that have not met it."""
-        self.on_figures: Callable[[str, KVFigures], None] | None = None
-        """Called with what an engine said, for the processes that do not ask."""
+        self.shared_port: SharedPort | None = None
+        """What answers admin calls on a port that several processes serve."""
 
     # --- control -----------------------------------------------------------------------------------------------------
 
@@ -189,8 +171,6 @@ class Dispatcher:
         self.placement.mark(engine.name, down=True)
         self._probes.start(engine)
         self.gate.wake(Lane(Kind.ENGINE, engine.name))
-        if self.on_down is not None:
-            self.on_down(engine.name)
 
     def engine_died(self, engine: Engine, cause: str) -> None:
         """An answer of it says that its core is dead."""
@@ -203,15 +183,9 @@ class Dispatcher:
         self.placement.mark(engine.name, down=False)
         self.gate.recheck()
 
-    def figures(self, name: str, figures: KVFigures) -> None:
-        """Note what an engine of the set says of its KV cache."""
-        self.placement.figures(name, kv_usage=figures.usage, kv_capacity=figures.capacity)
-        self.gate.room()
-
     def _engine_said(self, engine: Engine, figures: KVFigures) -> None:
-        self.figures(engine.name, figures)
-        if self.on_figures is not None:
-            self.on_figures(engine.name, figures)
+        self.placement.figures(engine.name, kv_usage=figures.usage, kv_capacity=figures.capacity)
+        self.gate.room()
 
     # --- time --------------------------------------------------------------------------------------------------------
 
@@ -244,8 +218,6 @@ class Dispatcher:
         """What a request waits for that was not placed; None: it is refused."""
         request = exchange.request
         if answer is Defer.WAIT:
-            if self.on_wait is not None:
-                self.on_wait()
             return Lane(Kind.ROOM, (request.min_weight_version, request.adapter))
         if answer is Defer.GATED:
             record = None if request.session_id is None else self.placement.sessions.get(request.session_id)

@@ -16,13 +16,13 @@ from penstock.router.candidates import Candidate, Candidates, new_tuple
 from penstock.router.groups import Groups
 from penstock.router.habits import Habits
 from penstock.router.hints import RequestHints
-from penstock.router.loads import LoadBoard, LocalLoads
+from penstock.router.loads import LoadTable
 from penstock.router.membership import EngineEntry
 from penstock.router.policies.base import Defer, EngineView, PolicyOptions, ReadsPrefixes, RequestView
 from penstock.router.policies.registry import make_policy
 from penstock.router.prefix_hash import parse_prefix_hashes
 from penstock.router.prefixes import Prefixes
-from penstock.router.sessions import LocalSessions, SessionRecord, SessionTable
+from penstock.router.sessions import SessionRecord, SessionTable
 
 _SWEEP_S = 1.0
 """Between two looks for sessions that are idle or forgotten."""
@@ -39,11 +39,11 @@ class PlacementOptions(PolicyOptions):
     """A session is forgotten when it was not used for so long."""
 
     @classmethod
-    def of(cls, config: RouterConfig) -> Self:
-        """Those of a router."""
+    def of(cls, config: RouterConfig, process: int = 0) -> Self:
+        """Those of one process of a router."""
         given = config.model_dump()
         named = {field.name: given[field.name] for field in fields(cls) if field.name in given}
-        return cls(**named, policies=tuple(config.policy.split(",")))
+        return cls(**named, policies=tuple(config.policy.split(",")), processes=config.workers, seed=process)
 
 
 class Statistics:
@@ -80,28 +80,20 @@ class Placement:
 
     Args:
         options: the policies and their options.
-        sessions: where sessions live; default: a table of this process.
-        board: what is in flight; default: a board of this process.
     """
 
-    def __init__(
-        self,
-        options: PlacementOptions | None = None,
-        *,
-        sessions: SessionTable | None = None,
-        board: LoadBoard | None = None,
-    ) -> None:
+    def __init__(self, options: PlacementOptions | None = None) -> None:
         self.options = options or PlacementOptions()
-        self.sessions: SessionTable = LocalSessions() if sessions is None else sessions
-        self.board: LoadBoard = LocalLoads() if board is None else board
+        self.sessions = SessionTable()
+        self.loads = LoadTable()
         self.statistics = Statistics()
         self._policy = make_policy(self.options.policies, self.options)
         self._reads_prefixes = self._policy.reads_prefixes
-        self._candidates = Candidates(self.sessions, self.board)
+        self._candidates = Candidates(self.sessions, self.loads)
         self._engines = self._candidates.engines
         self._prefixes = Prefixes()
         self._groups = Groups()
-        self._placed = 0
+        self._placed = self.options.seed
         self._in_flight: dict[str, dict[str, tuple[int, int]]] = {}
         """Turns in flight of each session on each engine, and what they are expected to add there together."""
         self._habits = Habits()
@@ -147,7 +139,7 @@ class Placement:
         known, engine.kv_usage, engine.kv_capacity = engine.kv_capacity, kv_usage, kv_capacity
         if kv_capacity != known:
             self._candidates.arrange()
-        _, engine.said_at, _ = self.board.totals(name)
+        _, engine.said_at, _ = self.loads.of(name)
         self._candidates.changed(name)
 
     @property
@@ -232,7 +224,7 @@ class Placement:
         session_id = request.session_id
         tokens = request.prompt_tokens + request.expected_tokens
         if session_id is None:
-            self.board.add(name, -1, -tokens, -(tokens or 1))
+            self.loads.add(name, -1, -tokens, -(tokens or 1))
         else:
             in_flight = self._in_flight[session_id]
             turns, expected = in_flight.pop(name)
@@ -241,7 +233,7 @@ class Placement:
                 in_flight[name] = (turns - 1, expected - own)
             elif not in_flight:
                 del self._in_flight[session_id]
-            self.board.add(name, -1, -tokens, -own)
+            self.loads.add(name, -1, -tokens, -own)
             self.sessions.touch(session_id, now)
             self._habits.ended += 1
         self._candidates.changed(name)
@@ -335,26 +327,25 @@ class Placement:
         home: Candidate | None,
         name: str,
         rule: str,
-    ) -> str | Defer | None:
+    ) -> str:
         """Account for a placement."""
         session_id = request.session_id
         tokens = request.prompt_tokens + request.expected_tokens
         if session_id is None:
             # What nobody has said counts as one token, so that requests and sessions are at least counted.
-            self.board.add(name, 1, tokens, tokens or 1)
+            self.loads.add(name, 1, tokens, tokens or 1)
         else:
-            seen, context = None, request.prompt_tokens
+            context = request.prompt_tokens
             in_flight = self._in_flight.get(session_id)
             if record is not None:
-                seen, context = record.engine, context or record.tokens
+                context = context or record.tokens
                 if not in_flight and not tried:
                     self._habits.came_back(now - record.used, context - record.tokens, request.expected_tokens)
-                if seen is not None and seen != name:
-                    self._candidates.changed(seen)
-            if self.sessions.settle(session_id, name, context or 1, now, seen=seen) != name:
-                return self.place(request, now, tried)  # another process was faster: its choice is the session's home
+                if record.engine is not None and record.engine != name:
+                    self._candidates.changed(record.engine)
+            self.sessions.settle(session_id, name, context or 1, now)
             own = int(request.expected_tokens * self._added_share)
-            self.board.add(name, 1, tokens, own)
+            self.loads.add(name, 1, tokens, own)
             turns, expected = (in_flight or {}).get(name, _NO_TURNS)
             self._in_flight.setdefault(session_id, {})[name] = (turns + 1, expected + own)
         self._candidates.changed(name)

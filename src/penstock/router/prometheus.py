@@ -30,8 +30,6 @@ class Family(NamedTuple):
     what: str
     """One sentence."""
     samples: Sequence[Sample]
-    shared: bool = False
-    """Every process of a router knows the whole of it: not to be added up over them."""
 
 
 class Histogram:

@@ -78,13 +78,13 @@ def families(dispatcher: Dispatcher) -> list[Family]:
     gate, statistics = dispatcher.gate, dispatcher.placement.statistics
     engines = state(dispatcher)["engines"]
 
-    def gauge(name: str, what: str, value: float, *, shared: bool = False) -> Family:
-        return Family(PREFIX + name, "gauge", what, [Sample({}, value)], shared)
+    def gauge(name: str, what: str, value: float) -> Family:
+        return Family(PREFIX + name, "gauge", what, [Sample({}, value)])
 
-    def of_engines(name: str, what: str, key: str, *, shared: bool = True) -> Family:
+    def of_engines(name: str, what: str, key: str) -> Family:
         kind = "counter" if name.endswith("_total") else "gauge"
         samples = [Sample({"engine": engine["name"]}, float(engine[key])) for engine in engines]
-        return Family(f"{PREFIX}engine_{name}", kind, what, samples, shared)
+        return Family(f"{PREFIX}engine_{name}", kind, what, samples)
 
     def counts(name: str, what: str, label: str, values: Mapping[str, int]) -> Family:
         return Family(f"{PREFIX}{name}_total", "counter", what, [Sample({label: k}, n) for k, n in values.items()])
@@ -95,8 +95,8 @@ def families(dispatcher: Dispatcher) -> list[Family]:
         *dispatcher.metrics.families(),
         Family(f"{PREFIX}held", "gauge", "Requests waiting now, by what they wait for.", held),
         gauge("held_bytes", "Most bytes that are kept of the requests that wait.", gate.held_bytes),
-        gauge("gate_closed", "1 while the gate for all is closed.", gate.closed, shared=True),
-        gauge("sessions", "Sessions known.", len(dispatcher.placement.sessions), shared=True),
+        gauge("gate_closed", "1 while the gate for all is closed.", gate.closed),
+        gauge("sessions", "Sessions known.", len(dispatcher.placement.sessions)),
         counts("placements", "Requests placed, by the policy that chose the engine.", "rule", statistics.rules),
         counts("turns", "Requests placed, by what became of their session.", "session", turns),
         of_engines("outstanding", "Requests sent and not answered in full.", "outstanding"),
@@ -105,11 +105,11 @@ def families(dispatcher: Dispatcher) -> list[Family]:
         of_engines("sessions", "Sessions that live there.", "sessions"),
         of_engines("kv_cache_usage", "Share of its KV cache in use; -1: not known.", "kv_usage"),
         of_engines("kv_cache_capacity_tokens", "Tokens that its KV cache holds; 0: not known.", "kv_capacity"),
-        of_engines("requests_total", "Requests sent.", "requests", shared=False),
+        of_engines("requests_total", "Requests sent.", "requests"),
         of_engines("eligible", "1 if the fleet announces it as eligible.", "eligible"),
         of_engines("draining", "1 while it is to leave.", "draining"),
         of_engines("gate_closed", "1 while its own gate is closed.", "gate_closed"),
         of_engines("down", "1 while the breaker is open.", "down"),
         of_engines("breaker_openings_total", "How often the breaker opened.", "breaker_openings"),
-        of_engines("dead_answers_total", "Answers that said that its core is dead.", "dead_answers", shared=False),
+        of_engines("dead_answers_total", "Answers that said that its core is dead.", "dead_answers"),
     ]

@@ -19,10 +19,8 @@ from penstock.router.client_connection import Call, ClientConnection
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.exchange import Exchange
 from penstock.router.head import RequestHead
-from penstock.router.loads import LoadBoard
 from penstock.router.metrics import Metrics
 from penstock.router.paths import check_data_path
-from penstock.router.sessions import SessionTable
 
 _BACKLOG = 4096
 _SWEEP_S = 0.25
@@ -43,9 +41,7 @@ class Router:
             `penstock.router.access`.
         api_key: asked for on every request but `GET /router/health`; None: nobody is asked.
         admin_key: asked for where a call changes the router; None: `api_key` does.
-        sessions: where sessions live, and
-        loads: what is in flight, where several processes share them; see `Dispatcher`.
-        reads_figures: whether this process asks engines how full they are.
+        process: which of `config.workers` processes this is.
 
     Raises:
         ConfigError: for an unknown policy.
@@ -57,17 +53,13 @@ class Router:
         *,
         api_key: str | None = None,
         admin_key: str | None = None,
-        sessions: SessionTable | None = None,
-        loads: LoadBoard | None = None,
-        reads_figures: bool = True,
+        process: int = 0,
     ) -> None:
         self.config = config or RouterConfig()
         self._keys = api_key, admin_key
         self.access = self._access("")
         self.metrics = Metrics()
-        self.dispatcher = Dispatcher(
-            self.config, self.metrics, sessions=sessions, loads=loads, reads_figures=reads_figures
-        )
+        self.dispatcher = Dispatcher(self.config, self.metrics, process=process)
         self._added_paths = frozenset(path.encode() for path in self.config.data_paths.split(",") if path)
         self.clients: set[ClientConnection] = set()
         self._for_engines: set[bytes] = set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Protocol
 
 
 class SessionRecord:
@@ -20,70 +19,10 @@ class SessionRecord:
         """When a turn of it last began or ended, in seconds by the caller's clock."""
 
 
-class SessionTable(Protocol):
-    """Sessions and their homes, in this process or shared by several.
+class SessionTable:
+    """Sessions and their homes. Where it is full, the least recently used session is forgotten.
 
     A session that was not used for a while keeps its home but counts no more: see `expire`.
-    """
-
-    def get(self, session_id: str) -> SessionRecord | None:
-        """What is known of it; None: nothing. Not to be changed by the caller."""
-        ...
-
-    def settle(self, session_id: str, engine: str, tokens: int, now: float, *, seen: str | None) -> str:
-        """Note that it lives on `engine` with a context of `tokens`, unless another process was faster.
-
-        Args:
-            session_id: whose home it is.
-            engine: where it shall live.
-            tokens: of its context.
-            now: seconds.
-            seen: its engine when that was decided; None: none.
-
-        Returns:
-            Where it lives: `engine`, or what another process decided since `seen` was read.
-        """
-        ...
-
-    def touch(self, session_id: str, now: float) -> None:
-        """It is in use."""
-        ...
-
-    def drop(self, session_id: str) -> bool:
-        """Forget it; False: it was not known."""
-        ...
-
-    def forget_engine(self, engine: str) -> None:
-        """An engine has left: its sessions have no home, but are known."""
-        ...
-
-    def expire(self, *, idle_before: float, gone_before: float) -> int:
-        """Time passes.
-
-        Args:
-            idle_before: sessions not used since count as resident no longer.
-            gone_before: sessions not used since are forgotten.
-
-        Returns:
-            How many ceased to count.
-        """
-        ...
-
-    def counts(self, engine: str) -> tuple[int, int]:
-        """Sessions that live there, and tokens of those that count."""
-        ...
-
-    def seen_tokens(self, engine: str) -> int:
-        """Tokens of those that count, for a view that is kept; see `LoadBoard.seen`."""
-        ...
-
-    def __len__(self) -> int:
-        """Sessions known."""
-        ...
-
-
-class LocalSessions:
-    """The table of one process. Where it is full, the least recently used session is forgotten.
 
     Args:
         capacity: most sessions remembered; one that is forgotten is placed anew at its next turn.
@@ -101,18 +40,18 @@ class LocalSessions:
         return len(self._counted) + len(self._idle)
 
     def get(self, session_id: str) -> SessionRecord | None:
-        """See `SessionTable`."""
+        """What is known of it; None: nothing. Not to be changed by the caller."""
         return self._counted.get(session_id) or self._idle.get(session_id)
 
-    def settle(self, session_id: str, engine: str, tokens: int, now: float, *, seen: str | None) -> str:  # noqa: ARG002
-        """See `SessionTable`."""
+    def settle(self, session_id: str, engine: str, tokens: int, now: float) -> None:
+        """Note that it lives on `engine` with a context of `tokens`; `now` in seconds."""
         record = self._counted.get(session_id)
         if record is not None and record.engine == engine:  # a later turn that stays
             self._counts[engine][1] += tokens - record.tokens
             record.tokens = tokens
             record.used = now
             self._counted.move_to_end(session_id)
-            return engine
+            return
         self.drop(session_id)
         if len(self) >= self._capacity:
             self.drop(next(iter(self._idle or self._counted)))
@@ -120,17 +59,16 @@ class LocalSessions:
         counts[0] += 1
         counts[1] += tokens
         self._counted[session_id] = SessionRecord(engine, tokens, now)
-        return engine
 
     def touch(self, session_id: str, now: float) -> None:
-        """See `SessionTable`."""
+        """It is in use."""
         record = self._counted.get(session_id)
         if record is not None:
             record.used = now
             self._counted.move_to_end(session_id)
 
     def drop(self, session_id: str) -> bool:
-        """See `SessionTable`."""
+        """Forget it; False: it was not known."""
         record = self._counted.pop(session_id, None)
         if record is not None:
             self._discount(record)
@@ -143,7 +81,7 @@ class LocalSessions:
         return True
 
     def forget_engine(self, engine: str) -> None:
-        """See `SessionTable`; takes time with the number of all sessions."""
+        """An engine has left: its sessions have no home, but are known. Takes time with the number of all sessions."""
         for sessions in (self._counted, self._idle):
             for record in sessions.values():
                 if record.engine == engine:
@@ -151,7 +89,15 @@ class LocalSessions:
         self._counts.pop(engine, None)
 
     def expire(self, *, idle_before: float, gone_before: float) -> int:
-        """See `SessionTable`."""
+        """Time passes.
+
+        Args:
+            idle_before: sessions not used since count as resident no longer.
+            gone_before: sessions not used since are forgotten.
+
+        Returns:
+            How many ceased to count.
+        """
         ceased = 0
         while self._counted:
             session_id, record = next(iter(self._counted.items()))
@@ -169,13 +115,9 @@ class LocalSessions:
         return ceased
 
     def counts(self, engine: str) -> tuple[int, int]:
-        """See `SessionTable`."""
+        """Sessions that live there, and tokens of those that count."""
         counts = self._counts.get(engine)
         return (0, 0) if counts is None else (counts[0], counts[1])
-
-    def seen_tokens(self, engine: str) -> int:
-        """See `SessionTable`."""
-        return self.counts(engine)[1]
 
     def _discount(self, record: SessionRecord) -> None:
         if record.engine is not None:

@@ -134,4 +134,6 @@ class PolicyOptions:
     """An engine takes more as long as its resident tokens are at most so many times the mean, and `slack_tokens`."""
     slack_tokens: int = 8192
     seed: int = 0
-    """Of random choices."""
+    """Of random choices, and where rotation begins."""
+    processes: int = 1
+    """So many processes place requests on the same engines, each with about such a part of the load."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.router.policies.base import Defer, EngineView, PolicyOptions, ReadsPrefixes, RequestView, Snapshot
-from penstock.router.policies.hashing import breaking_tie
+from penstock.router.policies.hashing import breaking_tie, rendezvous
 from penstock.router.policies.lowest import OUTSTANDING, RESIDENT_TOKENS, lowest
 
 _MOVE_COST = 2.0
@@ -28,6 +28,10 @@ class BoundedSticky:
     - A new session waits while no engine has room for it: while resident and expected tokens would exceed
       `kv_admission` of the KV cache. An engine where nothing is resident always has room, so nothing waits for ever.
 
+    Where several processes place, each knows its own sessions and load, and has its part of every KV cache and of the
+    slack. A session without a home goes by rendezvous hash to an engine within the bound, so that all processes send it
+    to the same one unless that is overfull.
+
     Bounded loads are those of Mirrokni, Thorup and Zadimoghaddam (2018), with tokens for balls: contexts of sessions
     differ by orders of magnitude.
     """
@@ -37,9 +41,10 @@ class BoundedSticky:
 
     def __init__(self, options: PolicyOptions) -> None:
         self._prefix_length = options.prefix_length
+        self._processes = options.processes
         self._kv_admission = options.kv_admission
         self._balance_factor = options.balance_factor
-        self._slack = options.slack_tokens
+        self._slack = options.slack_tokens / options.processes
 
     def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:
         """See `Policy`."""
@@ -52,6 +57,9 @@ class BoundedSticky:
             able = [engine for engine in able if self._has_room(engine, request)]
             if not able:
                 return Defer.WAIT
+        if self._processes > 1 and request.session_id is not None:
+            within = [engine for engine in able if engine.resident_tokens <= bound]
+            return rendezvous(request.session_id.encode(), within or able)
         if request.group or request.prefix_holders:
             able = self._preferred([engine for engine in able if engine.resident_tokens <= bound] or able, request)
         idlest = lowest(able, RESIDENT_TOKENS)  # it is within the bound if any is
@@ -63,7 +71,7 @@ class BoundedSticky:
         if not engine.kv_capacity or not engine.resident_tokens:
             return True
         context = engine.resident_tokens + request.prompt_tokens + request.expected_tokens
-        return context <= self._kv_admission * engine.kv_capacity
+        return context <= self._kv_admission * engine.kv_capacity / self._processes
 
     def _preferred(self, engines: Sequence[EngineView], request: RequestView) -> Sequence[EngineView]:
         """Of the group's samples the fewest, and of these engines those that hold the prompt's beginning."""
@@ -86,7 +94,7 @@ class BoundedSticky:
         #6533).
         """
         context = max(request.home_tokens, request.prompt_tokens)
-        if home.kv_capacity and home.resident_tokens > home.kv_capacity:
+        if home.kv_capacity and home.resident_tokens > home.kv_capacity / self._processes:
             able = [engine for engine in snapshot.engines if engine is not home and self._has_room(engine, request)]
             cost = 0.0
         elif home.resident_tokens * len(snapshot.engines) > _FAR_OVER * snapshot.resident_tokens:

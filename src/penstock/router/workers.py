@@ -1,0 +1,236 @@
+"""Several processes that serve one port as one router: this process starts them, and starts again those that end.
+
+Each has a listening socket of its own on the port, over which the kernel spreads connections, and one on a control port
+of its own. Each knows its own sessions and load. The owner of the fleet tells every process its engines and gates
+(`admin_client.py`); a process that has not been told yet holds what it gets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import orjson
+
+from penstock import lifeline
+from penstock.config import RouterConfig, refuse_open_host
+from penstock.errors import EngineStartError, UserError
+from penstock.process import read_line
+from penstock.router.client_connection import ClientConnection
+from penstock.router.server import Router
+from penstock.router.shared_port import SharedPort
+
+logger = logging.getLogger(__name__)
+
+START_S = 20.0
+"""Deadline of a worker's start, which takes a fraction of a second on an idle machine."""
+STOP_S = 3.0
+"""Between SIGTERM and SIGKILL."""
+BACKOFF_S, MAX_BACKOFF_S = 0.05, 120.0
+"""Before the first restart of a worker, and the most that the wait doubles to."""
+STEADY_S = 60.0
+"""A worker that has served for so long is well: should it end, the wait before its restart is short again."""
+BACKLOG = 4096
+_PR_SET_PDEATHSIG = 1
+
+
+def listen(host: str, port: int, count: int) -> list[socket.socket]:
+    """Open `count` sockets that share `host` and `port` (SO_REUSEPORT); the kernel spreads connections over them.
+
+    They listen already: a connection that comes before its process accepts, or while that process is started again,
+    waits in the queue.
+
+    Args:
+        host: address or name; of a name with several addresses the first is taken.
+        port: 0 for any free one.
+        count: how many.
+
+    Raises:
+        UserError: the address cannot be used.
+    """
+    with ExitStack() as opened:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            # A socket that does not share finds out whether the port is taken, by another router's processes too.
+            with socket.socket(family, kind, protocol) as alone:
+                alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                alone.bind(address)
+                address = (address[0], alone.getsockname()[1], *address[2:])
+            sockets = [opened.enter_context(socket.socket(family, kind, protocol)) for _ in range(count)]
+            for one in sockets:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                one.bind(address)
+            for one in sockets:
+                one.listen(BACKLOG)
+                one.setblocking(False)  # noqa: FBT003 - the socket's own signature
+        except OSError as error:
+            hint = "; choose another port, or 0 for any free one" if error.errno == errno.EADDRINUSE else ""
+            raise UserError(f"the router cannot listen on {host}:{port}: {error.strerror or error}{hint}") from error
+        opened.pop_all()
+        return sockets
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """Which worker a process is, and the sockets that it inherits; goes on its command line."""
+
+    index: int
+    listening: int
+    """File descriptor of its socket on the shared port."""
+    control: int
+    """File descriptor of the socket on its own control port."""
+    control_ports: tuple[int, ...]
+    """Those of all workers."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The inverse of `str`."""
+        values: dict[str, Any] = orjson.loads(text)
+        values["control_ports"] = tuple(values["control_ports"])
+        return cls(**values)
+
+    def __str__(self) -> str:
+        return orjson.dumps(asdict(self)).decode()
+
+
+async def start_worker(router: Router, place: WorkerPlace, api_key: str | None) -> asyncio.Server:
+    """Serve as one of several processes, which ask for `api_key`; returns the server of its control port."""
+    # Also where it is stopped, and could not follow its lifeline: its socket would keep the port.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    control = socket.socket(fileno=place.control)
+    host, port = control.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = "::1" if ":" in host else "127.0.0.1"
+    router.dispatcher.shared_port = SharedPort(host, port, place.control_ports, api_key)
+    await router.start(sock=socket.socket(fileno=place.listening))
+    return await asyncio.get_running_loop().create_server(lambda: ClientConnection(router), sock=control)
+
+
+class Workers:
+    """The processes of a router of `config.workers` of them.
+
+    Args:
+        config: of each of them.
+        api_key: what clients must send; the workers find it as this process did.
+        arguments: this process's own, for the workers.
+    """
+
+    def __init__(self, config: RouterConfig, api_key: str | None, arguments: Sequence[str]) -> None:
+        self.config = config
+        self.url = ""
+        self._api_key = api_key
+        self._arguments = arguments
+        self._listening: list[socket.socket] = []
+        self._control: list[socket.socket] = []
+        self._lifeline = os.pipe()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Start all workers; returns when they serve.
+
+        Raises:
+            ConfigError: other machines can reach the address, and there is no key.
+            UserError: the address cannot be used.
+            EngineStartError: a worker does not start.
+        """
+        refuse_open_host(self.config.host, self._api_key)
+        count = self.config.workers
+        self._listening = listen(self.config.host, self.config.port, count)
+        host, port = self._listening[0].getsockname()[:2]
+        self._control = [listen(host, 0, 1)[0] for _ in range(count)]
+        ready = [asyncio.get_running_loop().create_future() for _ in range(count)]
+        self._tasks = [asyncio.create_task(self._keep(index, future)) for index, future in enumerate(ready)]
+        await asyncio.gather(*ready)
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def close(self) -> None:
+        """End all workers; answers under way end as broken transfers."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for sock in (*self._listening, *self._control):
+            sock.close()
+        for fd in self._lifeline:
+            os.close(fd)
+
+    async def _keep(self, index: int, ready: asyncio.Future[None]) -> None:
+        """Have a worker run in this place until we are cancelled."""
+        clock, failures = asyncio.get_running_loop().time, 0
+        while True:
+            began = clock()
+            try:
+                reason = await self._run(index, ready)
+            except OSError as error:  # no process, or no pipe, to be had
+                reason = f"could not be started: {error}"
+            if not ready.done():
+                ready.set_exception(EngineStartError(f"router worker {index} {reason}"))
+                return
+            failures = 0 if clock() - began >= STEADY_S else failures
+            wait_s = min(BACKOFF_S * 2.0 ** min(failures, 20), MAX_BACKOFF_S)
+            logger.warning("router worker %d %s; it is started again in %g s", index, reason, wait_s)
+            failures += 1
+            await asyncio.sleep(wait_s)
+
+    async def _run(self, index: int, ready: asyncio.Future[None]) -> str:
+        """One life of a worker; returns how it ended."""
+        read_fd, write_fd = os.pipe()
+        try:
+            process = await self._spawn(index, write_fd)
+        except BaseException:
+            os.close(read_fd)
+            raise
+        finally:
+            os.close(write_fd)
+        try:
+            report: dict[str, Any] = orjson.loads(await read_line(read_fd, START_S) or b"{}")
+            if "url" not in report:
+                await _end(process)
+                return report.get("error") or f"ended with status {process.returncode} as it started"
+            if not ready.done():
+                ready.set_result(None)
+            return f"ended with status {await process.wait()}"
+        except TimeoutError:
+            return f"was not ready within {START_S:g} s"
+        finally:
+            await _end(process)
+
+    async def _spawn(self, index: int, ready_fd: int) -> asyncio.subprocess.Process:
+        listening, control = self._listening[index].fileno(), self._control[index].fileno()
+        ports = tuple(sock.getsockname()[1] for sock in self._control)
+        place = WorkerPlace(index, listening, control, ports)
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "penstock.router", *self._arguments,
+            "--ready-fd", str(ready_fd), "--worker", str(place),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            env={**os.environ, lifeline.ENV: str(self._lifeline[0])},
+            pass_fds=(listening, control, ready_fd, self._lifeline[0]),
+            start_new_session=True,
+        )  # fmt: skip
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End a worker, if it has not ended."""
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    try:
+        async with asyncio.timeout(STOP_S):
+            await process.wait()
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
