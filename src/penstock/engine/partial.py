@@ -83,6 +83,28 @@ class Partial:
         }
 
 
+def sample_of(part: Partial, params: SamplingParams) -> Sample:
+    """What a sample has, as an answer has it; `abort` where it is to go on.
+
+    Raises:
+        EngineError: its parts do not fit together (a logprob and a version for each token).
+    """
+    length = len(part.ids)
+    logprobs = None
+    if params.logprobs:
+        logprobs = tuple(float(position[0][1]) for chunk in part.logprobs for position in orjson.loads(chunk))
+        if len(logprobs) != length:
+            raise EngineError(f"the engine has told {length} tokens but {len(logprobs)} logprobs")
+    spans: list[VersionSpan] = []
+    start = 0
+    for version, tokens in part.versions:
+        spans.append(VersionSpan(version, start, start + tokens))
+        start += tokens
+    if start != length:
+        raise EngineError(f"the weight versions {part.versions} do not cover the {length} told tokens exactly")
+    return Sample(tuple(part.ids), finish_of(part.finish or "abort"), logprobs, tuple(spans))
+
+
 def whole_of(part: Partial, params: SamplingParams, spans: Sequence[Sequence[int]]) -> Sample:
     """A sample that has ended.
 
@@ -100,19 +122,7 @@ def whole_of(part: Partial, params: SamplingParams, spans: Sequence[Sequence[int
         raise EngineError(f"the answer has ended, and the engine has told {length} tokens of it and no end")
     if (made := spans[-1][2] if spans else 0) != length:
         raise EngineError(f"the engine has made {made} tokens of a sample and told {length}")
-    logprobs = None
-    if params.logprobs:
-        logprobs = tuple(float(position[0][1]) for chunk in part.logprobs for position in orjson.loads(chunk))
-        if len(logprobs) != length:
-            raise EngineError(f"the engine has told {length} tokens but {len(logprobs)} logprobs")
-    own: list[VersionSpan] = []
-    start = 0
-    for version, tokens in part.versions:
-        own.append(VersionSpan(version, start, start + tokens))
-        start += tokens
-    if start != length:
-        raise EngineError(f"the weight versions {part.versions} do not cover the {length} told tokens exactly")
-    return Sample(tuple(part.ids), finish_of(part.finish), logprobs, tuple(own))
+    return sample_of(part, params)
 
 
 class Partials:

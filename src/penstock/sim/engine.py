@@ -79,6 +79,7 @@ class Holds:
         ends = release or self._engine.config.plain
         return PauseMode.KEEP if mode is PauseMode.ABORT and not ends else mode
 
+
 DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 """How vLLM words it."""
 
