@@ -13,9 +13,8 @@ from typing import Any
 import orjson
 import uvloop
 
-from penstock import lifeline
-from penstock.config import RouterConfig
-from penstock.process import raise_file_limit
+from penstock.config import RouterConfig, validate
+from penstock.process import raise_file_limit, watch_lifeline
 from penstock.router.admin_calls import Answer, execute
 from penstock.router.control_channel import ControlChannel
 from penstock.router.doorbell import Doorbell
@@ -28,7 +27,6 @@ from penstock.router.shared_loads import SharedLoads
 from penstock.router.shared_sessions import SharedSessions
 from penstock.router.shared_state import SharedState
 from penstock.router.worker_process import WorkerPlace
-from penstock.section import validate
 
 RELAY_S = 9.0
 """Deadline of what is relayed to the hub; a client of the admin endpoints waits for 10 s."""
@@ -173,7 +171,7 @@ class Worker:
 
 def main() -> None:
     """Run until the hub says that it is enough, or ends."""
-    lifeline.watch()
+    watch_lifeline()
     raise_file_limit()
     keep_freed_memory()
     worker = Worker(WorkerPlace.of(sys.argv[1]))

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import orjson
 
-from penstock import lifeline
+from penstock.process import LIFELINE_ENV
 from penstock.router.control_channel import ControlChannel, Handler
 from penstock.router.shared_state import Layout
 
@@ -76,7 +76,7 @@ class WorkerProcess:
                 sys.executable, "-m", "penstock.router.worker", place.text(),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
-                env={**os.environ, lifeline.ENV: str(read_fd)},
+                env={**os.environ, LIFELINE_ENV: str(read_fd)},
                 pass_fds=(*place.files(), read_fd),
                 start_new_session=True,
             )  # fmt: skip
