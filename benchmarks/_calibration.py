@@ -27,11 +27,11 @@ from fleet_sim.peers import PeerRouter
 from fleet_sim.run import START_SPACING_S, FleetRun, FleetSetup
 from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, GroupShape, Lengths, Trajectory, Turn, agents, groups
-from penstock import lifeline
 from penstock.config import EngineConfig
 from penstock.engine.control import ControlClient
 from penstock.engine.data import DataClient
 from penstock.engine.process import EngineProcess
+from penstock.process import group_members
 from penstock.types import SamplingParams
 
 MODEL = Path(__file__).parent.parent / "examples" / "models" / "sorter-0.8m"
@@ -143,7 +143,7 @@ class RealEngine:
     def _waits(self) -> dict[int, tuple[float, float]]:
         """Of each of its processes the seconds on a processor and the seconds ready without one."""
         found: dict[int, tuple[float, float]] = {}
-        for pid in lifeline.members(self.process.pid):
+        for pid in group_members(self.process.pid):
             ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
             found[pid] = int(ran) / 1e9, int(waited) / 1e9
         return found

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.config import read_yaml
 from penstock.errors import ConfigError
-from penstock.yaml_once import read_yaml
 
 
 def test_a_key_that_overrides_what_is_merged_is_given_once():

@@ -11,12 +11,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from penstock import lifeline
+from penstock.process import watch_lifeline
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `argv` in our process group until it ends; returns its exit status, 128 + N for signal N."""
-    lifeline.watch()
+    watch_lifeline()
     # The whole group is told to end; the program does so in its own time, and then we do.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave_it_to_the_program)

@@ -1,19 +1,144 @@
-"""One child process in a process group of its own, tied to our life by a lifeline, its output in a log file."""
+"""A child process in a process group of its own: it ends with its launcher, and leaves no name behind.
+
+A child holds the read end of its launcher's pipe, its lifeline. When the launcher is gone, the pipe is at its end, and
+the child ends its whole group. Its output is in a log file.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import errno
 import logging
 import os
+import re
 import resource
+import shutil
 import signal
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from penstock import leftovers, lifeline
+SCRATCH_ENV = "PENSTOCK_SCRATCH"
+"""Environment variable that names a folder which belongs to a process group, and goes away with it."""
+_SHARED = Path("/dev/shm")  # noqa: S108 - where names of shared memory are
+_OWN = ("psm_", "sem.mp-", "vllm_dist_", "nccl-")
+"""How names begin that an engine's libraries give: Python, vLLM, NCCL. What else it has mapped may be a trainer's."""
+_MAPPED = re.compile(rf"(\w+):(\w+) (\d+) +{_SHARED}/")
+"""Device and inode. The name beside them is not the one to unlink: glibc makes a semaphore under another, which is gone
+when it has its own."""
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[Path]:
+    """Named shared memory that these processes have mapped, and made or share among themselves."""
+    mapped: set[tuple[int, int]] = set()
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # ended in between
+            maps = _MAPPED.findall(Path(f"/proc/{pid}/maps").read_text())
+            mapped |= {(os.makedev(int(major, 16), int(minor, 16)), int(inode)) for major, minor, inode in maps}
+    found: set[Path] = set()
+    for name in _SHARED.iterdir() if mapped else ():
+        with suppress(FileNotFoundError):  # unlinked in between
+            there = name.stat(follow_symlinks=False)
+            if name.name.startswith(_OWN) and (there.st_dev, there.st_ino) in mapped:
+                found.add(name)
+    return found
+
+
+def remove_leftovers(names: Iterable[Path], scratch: Path | None) -> None:
+    """Unlink what is still there of `names`, and the folder `scratch`; their processes have ended."""
+    for name in names:
+        name.unlink(missing_ok=True)
+    if scratch is not None:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+LIFELINE_ENV = "PENSTOCK_LIFELINE_FD"
+"""Environment variable that carries the number of the read end."""
+
+
+TRACKER = b"multiprocessing.resource_tracker"
+
+
+def watch_lifeline() -> None:
+    """Called first thing in a child: end this process group when the launcher is gone.
+
+    Does nothing where the variable is absent (a server that a person started).
+    """
+    fd_text = os.environ.pop(LIFELINE_ENV, None)
+    if fd_text is None:
+        return
+    fd = int(fd_text)
+    os.set_inheritable(fd, False)  # noqa: FBT003 - the os module's own signature
+    scratch = Path(given) if (given := os.environ.get(SCRATCH_ENV)) else None
+    if scratch is not None:  # who started us may end while we do, by the second of two signals
+        atexit.register(_remove, scratch, os.getpid())
+    threading.Thread(target=_end_group_at_eof, args=(fd, scratch), name="penstock-lifeline", daemon=True).start()
+
+
+def _remove(scratch: Path, owner: int) -> None:
+    if os.getpid() == owner:  # what we fork inherits this
+        remove_leftovers((), scratch)
+
+
+def _end_group_at_eof(fd: int, scratch: Path | None) -> None:
+    while os.read(fd, 1):
+        pass
+    group = os.getpgrp()
+    shared = shared_memory_of(group_members(group))
+    remove_leftovers((), scratch)  # now too: Ray ends its driver as soon as the others are gone
+    _kill_others(group)
+    remove_leftovers(shared, scratch)  # nobody else would: who started us is gone
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_group(group: int) -> None:
+    """SIGKILL to every process of a group but Python's resource trackers; to ourselves last, if we are of it.
+
+    Returns when all have been sent it, not when they are gone: one whose devices have to be closed takes seconds.
+    A resource tracker unlinks the named semaphores and shared memory of processes that died without doing so, and ends
+    when the last of them has; killed together with them it would leave those names behind. One that was stopped along
+    with its group goes on, or it would stay for ever.
+    """
+    _kill_others(group)
+    if os.getpgrp() == group:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _kill_others(group: int) -> None:
+    sent = {os.getpid()}
+    while others := set(group_members(group)) - sent:  # again, since one may have forked in between
+        for pid in others:
+            with suppress(ProcessLookupError):  # ended in between
+                os.kill(pid, signal.SIGKILL)
+        sent |= others
+    for pid in (pid for pid, tracker in _processes_of(group).items() if tracker):
+        with suppress(ProcessLookupError):  # it has seen the others end
+            os.kill(pid, signal.SIGCONT)
+
+
+def group_members(group: int) -> list[int]:
+    """Living processes of a group without resource trackers."""
+    return [pid for pid, tracker in _processes_of(group).items() if not tracker]
+
+
+def _processes_of(group: int) -> dict[int, bool]:
+    """Living processes of a group, and whether each is a resource tracker."""
+    found: dict[int, bool] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # The command name may hold anything, so fields are counted from its closing parenthesis.
+            state, _parent, its_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                found[int(entry.name)] = TRACKER in (entry / "cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):  # ended in between
+            continue
+    return found
+
 
 logger = logging.getLogger(__name__)
 
@@ -94,11 +219,11 @@ class ChildProcess:
 
         `pass_fds` are open in it, under their numbers. `scratch` is a folder of its own, removed when it has ended.
 
-        The child must call `penstock.lifeline.watch()` first thing.
+        The child must call `watch_lifeline()` first thing.
         """
         added = dict(env or {})
         if scratch is not None:
-            added[leftovers.SCRATCH_ENV] = str(scratch)
+            added[SCRATCH_ENV] = str(scratch)
         log.parent.mkdir(parents=True, exist_ok=True)
         read_fd, write_fd = os.pipe()
         try:
@@ -109,7 +234,7 @@ class ChildProcess:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=out,
                     stderr=out,
-                    env={**os.environ, **added, lifeline.ENV: str(read_fd)},
+                    env={**os.environ, **added, LIFELINE_ENV: str(read_fd)},
                     pass_fds=(read_fd, *pass_fds),
                     start_new_session=True,
                 )
@@ -149,14 +274,14 @@ class ChildProcess:
         """SIGKILL to the whole group, at once."""
         if not self._reaper.done():
             self.remember()
-            lifeline.kill_group(self.pid)
+            kill_group(self.pid)
 
     def remember(self) -> None:
         """Note which named shared memory its group has mapped: it is unlinked when all of them have ended.
 
         For a process that somebody else may kill, together with what would unlink it.
         """
-        self._shared |= leftovers.shared_memory_of(lifeline.members(self.pid))
+        self._shared |= shared_memory_of(group_members(self.pid))
 
     def said(self) -> str:
         """What it has written to its log; what was there before it began is another run's."""
@@ -167,15 +292,15 @@ class ChildProcess:
     async def _reap(self) -> int:
         status = await self._process.wait()
         self.remember()
-        lifeline.kill_group(self.pid)  # usually nobody of the group is left
+        kill_group(self.pid)  # usually nobody of the group is left
         try:
             async with asyncio.timeout(GONE_S):
-                for pid in lifeline.members(self.pid):
+                for pid in group_members(self.pid):
                     await _ended(pid)
         except TimeoutError:
             logger.warning("%s: processes of its group are not gone %g s after SIGKILL", self.name, GONE_S)
         os.close(self._lifeline_fd)
-        leftovers.remove(self._shared, self._scratch)
+        remove_leftovers(self._shared, self._scratch)
         return status
 
 

@@ -15,7 +15,7 @@ import pytest
 from openai import AuthenticationError, OpenAI
 from run_cli import END_S, PENSTOCK, Server, environment, penstock, serving, wait_for_children, wait_for_text
 
-from penstock.cli.signals import SAME_S
+from penstock.cli.common import SAME_S
 from penstock.config import EngineConfig, RunConfig
 from penstock.observe.run_folder import RunFolder
 

@@ -14,7 +14,7 @@ import pytest
 from run_cli import END_S, PENSTOCK, environment, penstock
 
 from penstock.cli import train as train_module
-from penstock.cli.signals import Interrupted
+from penstock.cli.common import Interrupted
 from penstock.config import RunConfig
 from penstock.observe.run_folder import RunFolder
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from penstock.config import EngineConfig, RunConfig
-from penstock.section import Section
+from penstock.config import EngineConfig, RunConfig, Section
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 

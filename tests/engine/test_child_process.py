@@ -21,8 +21,8 @@ from penstock.process import ChildProcess
 
 FAMILY = """
 import subprocess, sys
-from penstock import lifeline
-lifeline.watch()
+from penstock.process import watch_lifeline
+watch_lifeline()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(child.pid, flush=True)
 if sys.argv[1] == "stay":
@@ -31,8 +31,8 @@ if sys.argv[1] == "stay":
 
 NAMES = """
 import mmap, os, pathlib, sys, time
-from penstock import lifeline
-lifeline.watch()
+from penstock.process import watch_lifeline
+watch_lifeline()
 with open(sys.argv[1], "w+b") as file:
     file.truncate(4096)
     kept = mmap.mmap(file.fileno(), 4096)
@@ -43,8 +43,8 @@ time.sleep(600)
 
 SEMAPHORE = """
 import multiprocessing, time
-from penstock import lifeline
-lifeline.watch()
+from penstock.process import watch_lifeline
+watch_lifeline()
 lock = multiprocessing.get_context("spawn").Lock()
 print(f"sem.{lock._semlock.name[1:]} there", flush=True)
 time.sleep(600)
@@ -52,8 +52,8 @@ time.sleep(600)
 
 ENDS_WHEN_ASKED = """
 import os, signal, time
-from penstock import lifeline
-lifeline.watch()
+from penstock.process import watch_lifeline
+watch_lifeline()
 signal.signal(signal.SIGTERM, lambda *_: exit(0))
 print(os.getpid(), "there", flush=True)
 time.sleep(600)
@@ -73,11 +73,11 @@ asyncio.run(main())
 
 SLOW_TO_DIE = """
 import os, signal, subprocess, sys
-from penstock import lifeline
+from penstock.process import kill_group
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 kills = []
-lifeline.os.kill = lambda pid, number: kills.append((pid, number))
-lifeline.kill_group(child.pid)
+os.kill = lambda pid, number: kills.append((pid, number))
+kill_group(child.pid)
 os.killpg(child.pid, signal.SIGKILL)  # Popen.kill would go through the os.kill replaced above
 child.wait()
 assert kills == [(child.pid, signal.SIGKILL)], kills

@@ -23,7 +23,7 @@ from penstock.fleet.lifecycle import State
 from penstock.fleet.ray_actor import ActorPlan, EngineActor
 from penstock.fleet.ray_engines import bundle_of, capacity
 from penstock.fleet.ray_link import RayLink
-from penstock.leftovers import SCRATCH_ENV
+from penstock.process import SCRATCH_ENV
 
 KEY = "a key, without which nothing listens but on 127.0.0.1"
 PROMPTS = [[1 + i, 2, 3] for i in range(16)]

@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 
-from penstock.config import PolicyName, RouterConfig, load_config
+from penstock.config import PolicyName, RouterConfig, load_config, validate
 from penstock.errors import ConfigError
 from penstock.router.policies.base import (
     Defer,
@@ -23,7 +23,6 @@ from penstock.router.policies.base import (
 )
 from penstock.router.policies.hashing import draw, mix64, rendezvous
 from penstock.router.policies.registry import POLICIES, make_policy
-from penstock.section import validate
 
 
 def fleet(*outstanding: int, **columns: Sequence[float]) -> tuple[EngineView, ...]:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from penstock.cli.signals import Interrupted, run_until_signal
-from penstock.cli.waiting import waiting
+from penstock.cli.common import Interrupted, run_until_signal, waiting
 from penstock.errors import UserError
 
 if TYPE_CHECKING:

@@ -12,13 +12,12 @@ from typing import Annotated, NoReturn, cast
 import typer
 
 from penstock import PenstockError, __version__
+from penstock.cli.common import Interrupted
 from penstock.cli.fleet import fleet
-from penstock.cli.plot import plot
 from penstock.cli.serve import serve
-from penstock.cli.signals import Interrupted
 from penstock.cli.sim import sim
 from penstock.cli.status import status
-from penstock.cli.train import train
+from penstock.cli.train import plot, train
 from penstock.errors import UserError
 
 EXIT_FAILED = 1

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.checks import check_engine, check_port
-from penstock.cli.signals import run_until_signal
-from penstock.cli.waiting import waiting
+from penstock.cli.common import check_engine, check_port, run_until_signal, waiting
 from penstock.errors import UserError
 
 if TYPE_CHECKING:

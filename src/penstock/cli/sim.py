@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.checks import check_port
+from penstock.cli.common import check_port
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`penstock train`: a training run from a YAML file."""
+"""`penstock train`, a training run from a YAML file, and `penstock plot`, its plots."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.checks import check_engine, check_port, require_extra
-from penstock.cli.signals import Interrupted, run_until_signal
+from penstock.cli.common import Interrupted, check_engine, check_port, require_extra, run_until_signal
 
 if TYPE_CHECKING:
     from penstock.config import RunConfig
@@ -91,3 +90,20 @@ def _advice(folder: Path, settings: RunConfig, command: str) -> str:
     return (
         f"{done}, and there is no checkpoint yet (train.checkpoint_every={every}); begin anew with: {command} --fresh"
     )
+
+
+def plot(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder that `penstock train` wrote.", show_default=False)],
+) -> None:
+    """Draw the plots of a run as PNG files into RUN/plots; of a run under way, as far as it has come.
+
+    **Examples**
+
+    - `penstock plot runs/demo`
+    """
+    require_extra("train", "matplotlib")
+    from penstock.observe.plots import draw_plots  # noqa: PLC0415
+    from penstock.observe.run_folder import RunFolder  # noqa: PLC0415
+
+    for file in draw_plots(RunFolder.open(run)):
+        typer.echo(str(file))

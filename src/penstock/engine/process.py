@@ -12,12 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from penstock import leftovers
 from penstock.config import EngineConfig
 from penstock.engine.command import resolve_profile, server_command
 from penstock.engine.transport import HttpTransport
 from penstock.errors import EngineStartError, PenstockError
-from penstock.process import ChildProcess, full_disk
+from penstock.process import ChildProcess, full_disk, remove_leftovers
 
 PROBE_S = 0.2
 """Between two readiness probes. vLLM announces readiness only on its port, so this one wait has no event to use."""
@@ -64,7 +63,7 @@ class EngineProcess:
             try:
                 child = await ChildProcess.start(command.argv, name=name, log=log, env=env, scratch=scratch)
             except BaseException:
-                leftovers.remove((), scratch)
+                remove_leftovers((), scratch)
                 raise
             engine = cls(name, f"http://{f'[{host}]' if ':' in host else host}:{port}", child)
             try:

@@ -18,12 +18,11 @@ from typing import Any
 
 import orjson
 
-from penstock.config import EngineConfig, FleetConfig, RouterConfig
+from penstock.config import EngineConfig, FleetConfig, RouterConfig, Section
 from penstock.errors import PenstockError, UserError
 from penstock.fleet.control_wire import error_to_json
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.sockets import socket_of
-from penstock.section import Section
 
 API_KEY_ENV = "PENSTOCK_API_KEY"
 

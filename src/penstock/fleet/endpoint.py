@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import orjson
 from aiohttp import web
 
-from penstock.config import ServerSpec
+from penstock.config import ServerSpec, validate
 from penstock.errors import PenstockError, StateError, UserError
 from penstock.fleet.control_wire import FleetState, Keys, MemberState, error_to_json, fan_out_to_json, state_to_json
 from penstock.fleet.elastic import Elastic
@@ -29,7 +29,6 @@ from penstock.fleet.roster import Roster
 from penstock.fleet.settings import seconds, specs_of
 from penstock.fleet.sockets import SOCKET_MODE, refuse_second, socket_of
 from penstock.parsing import parse_json, reading
-from penstock.section import validate
 from penstock.types import PauseMode
 from penstock.weights.manifest import WeightManifest
 

@@ -10,12 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from penstock.config import EngineConfig
+from penstock.config import EngineConfig, Section
 from penstock.engine.process import EngineProcess
 from penstock.errors import ConfigError, PenstockError
 from penstock.fleet.control_wire import error_to_json
 from penstock.fleet.gpus import visible_gpus
-from penstock.section import Section
 
 
 class ActorPlan(Section):

@@ -19,11 +19,11 @@ from typing import Any
 
 import orjson
 
-from penstock import lifeline
 from penstock.errors import ConfigError, EngineError, EngineStartError, PenstockError
 from penstock.fleet.control_wire import error_of, error_to_json
 from penstock.fleet.ray_actor import EngineActor
 from penstock.fleet.ray_link import MAX_LINE
+from penstock.process import watch_lifeline
 
 OBJECT_STORE_BYTES = 80 * 2**20
 """About the least that Ray takes. Nothing of ours lies in it."""
@@ -240,7 +240,7 @@ async def _answer(driver: RayDriver, writer: asyncio.StreamWriter, said: dict[st
 
 def main(argv: list[str]) -> int:
     """Serve the socket whose number is the one argument."""
-    lifeline.watch()
+    watch_lifeline()
     asyncio.run(serve(socket.socket(fileno=int(argv[0]))))
     return 0
 

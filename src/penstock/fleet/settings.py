@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from penstock.config import ServerSpec
+from penstock.config import Section, ServerSpec, validate
 from penstock.errors import ConfigError, UserError
 from penstock.parsing import LARGEST
-from penstock.section import Section, validate
 
 S = TypeVar("S", bound=Section)
 

@@ -17,18 +17,16 @@ from typing import Any
 import orjson
 import uvloop
 
-from penstock import lifeline
-from penstock.config import RouterConfig
+from penstock.config import RouterConfig, validate
 from penstock.errors import PenstockError, UserError
-from penstock.process import raise_file_limit
+from penstock.process import raise_file_limit, watch_lifeline
 from penstock.router.server import Router
 from penstock.router.workers import WorkerPlace, Workers, start_worker
-from penstock.section import validate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run until SIGINT or SIGTERM. Exit status 2: it could not be started as asked; 1: its workers do not start."""
-    lifeline.watch()
+    watch_lifeline()
     arguments = sys.argv[1:] if arguments is None else arguments
     options = vars(_parser().parse_args(arguments))
     popped = ("api_key_env", "admin_key_env", "ready_fd", "worker")

@@ -23,10 +23,9 @@ from typing import Any, Self
 
 import orjson
 
-from penstock import lifeline
 from penstock.config import RouterConfig, refuse_open_host
 from penstock.errors import EngineStartError, UserError
-from penstock.process import read_line
+from penstock.process import LIFELINE_ENV, read_line
 from penstock.router.client_connection import ClientConnection
 from penstock.router.server import Router
 from penstock.router.shared_port import SharedPort
@@ -217,7 +216,7 @@ class Workers:
             "--ready-fd", str(ready_fd), "--worker", str(place),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
-            env={**os.environ, lifeline.ENV: str(self._lifeline[0])},
+            env={**os.environ, LIFELINE_ENV: str(self._lifeline[0])},
             pass_fds=(listening, control, ready_fd, self._lifeline[0]),
             start_new_session=True,
         )  # fmt: skip

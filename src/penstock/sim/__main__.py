@@ -12,9 +12,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from penstock import lifeline
 from penstock.errors import ConfigError, PenstockError, UserError
-from penstock.process import raise_file_limit
+from penstock.process import raise_file_limit, watch_lifeline
 from penstock.sim.config import SimConfig
 from penstock.sim.faults import Fault
 from penstock.sim.server import SimServer
@@ -27,7 +26,7 @@ READY = "penstock-sim ready"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, serve, and return the exit status: 2 for bad options, 1 where it cannot start."""
-    lifeline.watch()
+    watch_lifeline()
     try:
         config = _config(argv)
         asyncio.run(serve(config, lambda url: _say(f"{READY} {config.name} {url}")))

@@ -7,13 +7,13 @@ metadata of vllm).
 
 from __future__ import annotations
 
-from penstock import lifeline
 from penstock.engine.vllm_plugin import compat
+from penstock.process import watch_lifeline
 
 
 def main() -> None:
     """Tie this process group to the launcher's life, then run vLLM's server until it is told to stop."""
-    lifeline.watch()
+    watch_lifeline()
     compat.run_server()
 
 
