@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from nano_models import History, changed
 from penstock import Fleet
 from penstock.engine.http import HTTPEngine
+from penstock.engine.transport import HttpTransport
 from penstock.fleet.lifecycle import State
 from penstock.types import Sample, SamplingParams
 
@@ -23,6 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, detokenize=False)
 PROMPTS = [[5 + i, 6, 7] for i in range(12)]
+KEY = "of this fleet"
 START_S = 180.0
 """An engine starts in 20 s; the machine may have other things to do."""
 
@@ -38,7 +40,8 @@ async def fleet(nano_path, tmp_path_factory):
         "log_dir": logs,
     }
     given = json.loads(os.environ.get("PENSTOCK_TEST_ENGINE", '{"profile": "cpu"}'))  # see tests/conftest.py
-    async with Fleet.launch(nano_path, engines=2, dtype="float32", max_model_len=512, **given, **options) as fleet:
+    given |= {"dtype": "float32", "max_model_len": 512, "api_key": KEY}
+    async with Fleet.launch(nano_path, engines=2, **given, **options) as fleet:
         yield fleet
 
 
@@ -52,6 +55,11 @@ async def update(fleet, history, seed):
     report = await fleet.update_weights(model.named_parameters())
     history.models[report.version] = model
     return report
+
+
+def key_of(member):
+    """What the engine asks for: the fleet's own key where it has one."""
+    return getattr(member, "api_key", None) or KEY
 
 
 def core_of(pid):
@@ -104,6 +112,36 @@ async def test_a_death_under_load(fleet, history, death):
     pytest.fail("it always died when its update was through")
 
 
+async def test_a_core_that_dies_is_noticed_by_its_connection_though_its_server_answers(fleet, history):
+    member = fleet._roster.members[0]
+    await member.control.state()
+    before = len(member.lifecycle.history)
+    began = asyncio.get_running_loop().time()
+    os.kill(core_of(member.process.pid), signal.SIGKILL)
+    assert await fleet._roster.until(lambda: len(member.lifecycle.history) > before, deadline_s=30.0)
+    print(f"noticed after {asyncio.get_running_loop().time() - began:.3f} s")
+    assert "POST /penstock/core: nothing answers" in member.lifecycle.history[before].reason
+    await returned(fleet, 0, before)
+    await serves_the_weights_in_force(fleet, history, member)
+
+
+async def test_an_engine_that_somebody_else_pauses_goes_on_and_one_with_other_weights_starts_anew(fleet, history):
+    member = fleet._roster.members[1]
+    http = HttpTransport(member.url, api_key=key_of(member))
+    before = len(member.lifecycle.history)
+    await http.post("/pause", timeout_s=20.0, params={"mode": "keep"})
+    check(history, PROMPTS, await asyncio.wait_for(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG), 60))
+    assert not await member.control.is_paused()
+    assert len(member.lifecycle.history) == before, "it was resumed, and not started anew"
+    zero = ("/weight_checker", {"action": "reset"}) if "0.26" not in member.info.vllm else (
+        "/collective_rpc", {"method": "reload_weights"})  # fmt: skip
+    await http.post(*zero, timeout_s=60.0)
+    await http.close()
+    await returned(fleet, 1, before)
+    assert "somebody else" in member.lifecycle.history[before].reason
+    await serves_the_weights_in_force(fleet, history, member)
+
+
 async def dies_in_an_update(fleet, history, member, die):
     """Whether it did: on a busy machine the timer may come when the engine is through."""
     apply = member.control.apply_weights
@@ -136,7 +174,7 @@ async def until_made(fleet, tokens):
 async def serves_the_weights_in_force(fleet, history, member):
     """Its label, its checksum against its peer's, and the logprobs of what it makes itself."""
     assert len(set(await fleet.collective_rpc("penstock_checksum"))) == 1
-    engine = await HTTPEngine.connect(member.url)
+    engine = await HTTPEngine.connect(member.url, api_key=key_of(member))
     assert engine.weight_version == fleet.weight_version
     (sample,) = await engine.sample([9, 8, 7], 1, replace(LONG, max_tokens=50))
     assert set(sample.versions()) == {fleet.weight_version}

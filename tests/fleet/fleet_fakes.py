@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from penstock.engine.capabilities import PENSTOCK
-from penstock.engine.control import EngineInfo
+from penstock.engine.control import CoreState, EngineInfo
 from penstock.errors import EngineDeadError, EngineHTTPError, StateError, WeightsError
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import Member
@@ -47,6 +47,9 @@ class FakeEngine:
         self.capabilities = replace(PENSTOCK, weight_transfer="nccl")
         """With vLLM's own native transfer: what is native is none of our business."""
         self.calls: dict[str, Any] = {}
+        self.torn = False
+        self.foreign = 0
+        self.gone = asyncio.Event()
         self.tokens = 10
         self.busy = asyncio.Event()
         self.busy.set()
@@ -72,9 +75,12 @@ class FakeEngine:
         sizes = (tp, pp, dp, 32, 64)
         return EngineInfo("fake", "0", self.version, self.paused, *sizes, ("shared_memory",), self.capabilities)
 
-    async def is_paused(self) -> bool:
+    async def state(self) -> CoreState:
         await self.at("question")
-        return self.paused
+        return CoreState(self.paused, self.version, torn=self.torn, foreign=self.foreign)
+
+    async def core_gone(self) -> None:
+        await self.gone.wait()
 
     async def health(self, timeout_s: float) -> None:
         self.calls["health"] = timeout_s

@@ -59,6 +59,7 @@ class Restarts:
         self.supervisor = Supervisor(
             bench.roster,
             admit=bench.operations.admit,
+            mend=bench.operations.mend,
             fleet=fleet,
             engines=self.engines,
             clock=lambda: self.now,
@@ -75,7 +76,8 @@ class Restarts:
 
 @asynccontextmanager
 async def watched(bench: Bench, fleet: FleetConfig) -> AsyncIterator[None]:
-    supervisor = Supervisor(bench.roster, admit=bench.operations.admit, fleet=fleet)
+    operations = bench.operations
+    supervisor = Supervisor(bench.roster, admit=operations.admit, mend=operations.mend, fleet=fleet)
     for member in bench.roster.members:
         supervisor.watch(member)
     try:

@@ -40,8 +40,8 @@ from penstock.errors import (
     UpdateError,
     UserError,
 )
-from penstock.fleet.core_watch import YOUNG
 from penstock.fleet.lifecycle import State
+from penstock.fleet.probe import YOUNG
 from penstock.sim import Fault, FaultKind, SimConfig
 from penstock.sim import Phase as SimPhase
 

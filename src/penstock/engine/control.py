@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import orjson
@@ -12,16 +13,44 @@ from yarl import URL
 from penstock.engine.capabilities import PENSTOCK, SAMPLED_FROM, EngineInfo
 from penstock.engine.metrics import engine_stats
 from penstock.engine.transport import TORN, HttpTransport, UnreachableError
-from penstock.errors import EngineError, EngineHTTPError, StateError, TransferError, WeightsError
+from penstock.errors import (
+    DeadlineError,
+    EngineError,
+    EngineHTTPError,
+    PenstockError,
+    StateError,
+    TransferError,
+    WeightsError,
+)
 from penstock.types import EngineStats, EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest
 
 BAD_REQUEST, UNAUTHORIZED, NOT_FOUND = 400, 401, 404
 _NO_CORE = object()
 INFO = "/penstock/info"
+GONE_S = 3000.0
+"""After so many seconds the core is asked anew for a connection that breaks with it; it keeps one for an hour."""
 _OPTIONAL = {"capabilities", "dtype", "instance", "kv_kept"}
 _TOLD = [field.name for field in fields(EngineInfo) if field.name not in _OPTIONAL]
 """What our plugin says there, besides how it is set; what else it can do is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoreState:
+    """What an engine's core says of itself; None: it does not say."""
+
+    paused: bool
+    """It makes no token: paused, asleep, or without weights."""
+    weight_version: int | None = None
+    asleep: bool = False
+    """Memory of it was given back."""
+    torn: bool = False
+    """Its weights were dropped, or begun to be written and not written to the end."""
+    foreign: int | None = None
+    """How many calls that may change its weights have come past our updates."""
+
+
+_SAID = [field.name for field in fields(CoreState)]
 
 
 class ControlClient:
@@ -37,6 +66,7 @@ class ControlClient:
         self._timeout_s = timeout_s
         self._key = api_key
         self._core: HttpTransport | None = None
+        self._core_answered = False
 
     async def info(self) -> EngineInfo:
         """Version, sizes, state and what it can do.
@@ -123,6 +153,27 @@ class ControlClient:
         """Whether the scheduler is paused."""
         answer = await self.http.get("/is_paused", timeout_s=self._timeout_s)
         return bool(answer["is_paused"])
+
+    async def state(self) -> CoreState:
+        """What the engine's core says of itself, between two of its steps. UnreachableError: the core is gone."""
+        answer: Any = await self._at_core("/penstock/core", {}, self._timeout_s)
+        if answer is not _NO_CORE:
+            return CoreState(**{name: answer[name] for name in _SAID if name in answer})
+        paused = await self.is_paused()
+        return CoreState(paused, (await self.info()).weight_version)
+
+    async def core_gone(self) -> None:
+        """Return as soon as the connection to the engine's core breaks; where it cannot be reached, never."""
+        while self._core is not None:
+            try:
+                await self._core.post("/penstock/core/gone", {}, timeout_s=GONE_S)
+            except EngineHTTPError:
+                break
+            except DeadlineError:
+                continue
+            except PenstockError:
+                return
+        await asyncio.Event().wait()
 
     async def abort(self) -> None:
         """End every request in flight with what it has."""
@@ -239,7 +290,7 @@ class ControlClient:
         url = None if port is None else str(URL(self.url).with_port(port))
         if self._core is not None and self._core.url != url:
             await self._core.close()
-            self._core = None
+            self._core, self._core_answered = None, False
         if url is not None and self._core is None:
             self._core = HttpTransport(url, api_key=self._key, name=self.name)
 
@@ -250,15 +301,22 @@ class ControlClient:
         return await self._post(path, body) if answer is _NO_CORE else answer
 
     async def _at_core(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
-        """Ask the core itself; `_NO_CORE` where it cannot be reached past the API server (a proxy, a mapped port)."""
+        """Ask the core itself; `_NO_CORE` where it cannot be reached past the API server (a proxy, a mapped port).
+
+        Raises UnreachableError where it has answered there before: it is gone.
+        """
         if self._core is None:
             return _NO_CORE
         try:
-            return await self._core.post(path, body, timeout_s=timeout_s)
+            answer = await self._core.post(path, body, timeout_s=timeout_s)
         except UnreachableError:  # nothing was sent
+            if self._core_answered:
+                raise
             await self._core.close()
             self._core = None
             return _NO_CORE
+        self._core_answered = True
+        return answer
 
     async def _post(
         self, path: str, body: Mapping[str, Any] | None = None, *, params: Mapping[str, str] | None = None

@@ -168,7 +168,9 @@ def _supervisor(
 ) -> Supervisor:
     """Who watches engines and router from now on."""
     engines, attached = sources
-    supervisor = Supervisor(roster, admit=operations.admit, fleet=fleet, engines=engines, attached=attached)
+    supervisor = Supervisor(
+        roster, admit=operations.admit, mend=operations.mend, fleet=fleet, engines=engines, attached=attached
+    )
     owned.push_async_callback(supervisor.stop)
     for member in roster.members:
         supervisor.watch(member)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.config import EngineConfig, ServerSpec
-from penstock.engine.control import EngineInfo
+from penstock.engine.control import CoreState, EngineInfo
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.router.membership import EngineEntry
 from penstock.types import EngineStats, EngineUpdate, PauseMode
@@ -29,7 +29,8 @@ class EngineControl(Protocol):
     """
 
     async def info(self) -> EngineInfo: ...  # noqa: D102 - as in ControlClient, all of them
-    async def is_paused(self) -> bool: ...  # noqa: D102
+    async def state(self) -> CoreState: ...  # noqa: D102
+    async def core_gone(self) -> None: ...  # noqa: D102
     async def health(self, timeout_s: float) -> None: ...  # noqa: D102
     async def stats(self) -> EngineStats: ...  # noqa: D102
     async def pause(  # noqa: D102
@@ -91,13 +92,15 @@ class Member:
     torn: str | None = None
     """Its weights are half of one version and half of another, since an update failed, in this instance of it."""
 
+    foreign: int | None = None
+    """`CoreState.foreign` as it was when nothing was wrong; None: not asked since a call of ours that may change it."""
     asleep: frozenset[str] = frozenset()
     """Memory tags that it was told to give back, and of which it has not said that it took them again."""
 
     def become(self, new: Member) -> None:
         """Take over where it is and what it is, from a start of the same engine under the same name."""
         self.url, self.control, self.info, self.process = new.url, new.control, new.info, new.process
-        self.weight_version = new.weight_version
+        self.weight_version, self.foreign = new.weight_version, None
         if new.process is not None:
             self.torn, self.asleep = None, frozenset()  # it has loaded them anew
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from penstock.engine.capabilities import Capability, require
+from penstock.engine.control import CoreState
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError, UserError
 from penstock.fleet.control import Call, FanOut, fan_out
 from penstock.fleet.lifecycle import State
-from penstock.fleet.member import EngineControl, Member, why
+from penstock.fleet.member import SERVABLE, EngineControl, Member, why
 from penstock.fleet.native import NativeCalls
 from penstock.fleet.roster import Roster
 from penstock.fleet.sync import MEMORY_TAGS, bring_in
@@ -188,7 +189,7 @@ class Operations:
         self._require("rpc", "collective_rpc")
         if not (members := self._roster.live()):
             raise EngineDeadError(f"no engine is left now ({why(self._roster.members)})")
-        with self._roster.occupation.going_on():
+        with self._roster.occupation.going_on(), _foreign_to(members):
             return await fan_out(
                 members,
                 lambda engine: engine.collective_rpc(method, timeout_s, args, kwargs),
@@ -214,7 +215,8 @@ class Operations:
         """VLLM's native `/init_weight_transfer_engine`; see `Fleet.init_weight_update_communicator`."""
 
         async def run() -> None:
-            with self._native.joining(self._roster.live(), init_info) as infos:
+            members = self._roster.live()
+            with self._native.joining(members, init_info) as infos, _foreign_to(members):
                 await self._tell(
                     lambda engine: engine.init_weight_transfer(infos[engine]), "initialisation of weight transfer"
                 )
@@ -245,6 +247,62 @@ class Operations:
                 await self._roster.until(lambda: self._roster.version != version, deadline_s=again_s)
             finally:  # given up where it died: started anew, it does not wait yet
                 member.returns, member.waits = returns, False
+
+    async def mend(self, member: Member, said: CoreState) -> None:
+        """Put right what somebody else did to an engine: resume it, pause it again, or end it for its weights' sake.
+
+        Nothing is done while an operation is under way, or the fleet sleeps; the next probe sees it again.
+
+        Args:
+            member: it.
+            said: by its core, without a turn; what it says in its turn counts.
+        """
+
+        async def failed(member: Member, error: PenstockError) -> None:
+            await self._roster.bury(member, f"it could not be brought back to what the fleet does: {error}")
+
+        async def run() -> None:
+            if self._roster.occupation.going:
+                return
+            calls, control = self._roster.occupation.begun, member.control
+            outcome = await fan_out((member,), lambda engine: engine.state(), deadline_s=self._control_s)
+            if (state := outcome.results.get(member.name)) is None or self._roster.occupation.begun != calls:
+                return  # a call of ours may have done it; one that says nothing is left to the next probe
+            if member.state not in SERVABLE or member.control is not control:
+                return
+            if (wrong := self._wrong_weights(member, state)) is not None:
+                member.asleep = MEMORY_TAGS if state.asleep else member.asleep
+                await self._roster.bury(member, wrong, torn=True)
+            elif state.paused != self.paused:
+                logger.warning(
+                    "engine %s was %s by somebody else, and is %s again", member.name,
+                    *("paused", "resumed") if state.paused else ("resumed", "paused"),
+                )  # fmt: skip
+                call = _keep_paused if self.paused else _resume
+                await fan_out((member,), call, deadline_s=self._control_s, on_failure=failed)
+            else:
+                member.foreign = state.foreign
+
+        if member.state not in SERVABLE or not member.info.capabilities.plugin or self._restless():
+            return
+        unknown = member.foreign is None and said.foreign is not None
+        if self._wrong_weights(member, said) or said.paused != self.paused or unknown:
+            await self.turns.take(run, occupies=False)
+
+    def _restless(self) -> bool:
+        """Engines may be in another state than usual: an operation is under way, or they sleep, or wait for weights."""
+        stale = self._roster.version < self._usable_from
+        return self.turns.taken or self._roster.occupation.going or bool(self._asleep) or stale
+
+    def _wrong_weights(self, member: Member, state: CoreState) -> str | None:
+        """Why an engine has other weights than it has confirmed, if so."""
+        if state.torn or state.asleep:
+            return "its weights were dropped or half written by somebody else than this fleet"
+        if state.weight_version not in {None, member.weight_version}:
+            return f"somebody else gave it weight version {state.weight_version}, the fleet {member.weight_version}"
+        if None not in {state.foreign, member.foreign} and state.foreign != member.foreign:
+            return "somebody else called a method of its workers, which may have changed its weights"
+        return None
 
     async def update(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None, *, kv: KV = "recompute"
@@ -303,12 +361,13 @@ class Operations:
             if self._kv_stays:
                 self._roster.keep_kv(version)
             self._roster.used = version  # an engine that fails on the way may have taken it
-            await self._roster.command(
-                lambda engine: engine.native_update(update_info, version=version),
-                what=f"native update to weight version {version}",
-                deadline_s=4 * self._control_s,  # four calls in one
-                tears=True,
-            )
+            with _foreign_to(self._roster.live()):
+                await self._roster.command(
+                    lambda engine: engine.native_update(update_info, version=version),
+                    what=f"native update to weight version {version}",
+                    deadline_s=4 * self._control_s,  # four calls in one
+                    tears=True,
+                )
             self._roster.commit(version)
             await self._roster.pass_on(f"its engines serve weight version {version}")
             logger.info(
@@ -390,6 +449,20 @@ class Operations:
 
 async def _resume(engine: EngineControl) -> None:
     await engine.resume()
+
+
+async def _keep_paused(engine: EngineControl) -> None:
+    await engine.pause(PauseMode.KEEP, clear_cache=False)
+
+
+@contextmanager
+def _foreign_to(members: Iterable[Member]) -> Generator[None]:
+    """While calls of ours come past our updates: what the engines count of them is read anew after it."""
+    try:
+        yield
+    finally:
+        for member in members:
+            member.foreign = None
 
 
 def check_version(version: int, roster: Roster) -> None:

@@ -10,9 +10,9 @@ from typing import Protocol, TypeVar
 from penstock.engine.capabilities import Capabilities
 from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, PenstockError, StateError
 from penstock.fleet.control import Call, FanOut, fan_out
-from penstock.fleet.core_watch import Occupation
 from penstock.fleet.lifecycle import State
 from penstock.fleet.member import SERVABLE, EngineControl, Member, why
+from penstock.fleet.probe import Occupation
 from penstock.router.admin_client import RouterState
 from penstock.router.membership import EngineEntry
 

@@ -9,21 +9,18 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from penstock.config import FleetConfig, ServerSpec
-from penstock.engine.concurrent import cancelled
+from penstock.engine.concurrent import all_or_first_error, cancelled
 from penstock.engine.continuation import ClientState
+from penstock.engine.control import CoreState
 from penstock.errors import DeadlineError, PenstockError, StateError
 from penstock.fleet.control import fan_out
-from penstock.fleet.core_watch import QUESTIONS, until_silent
 from penstock.fleet.lifecycle import Clock, Lifecycle, State
-from penstock.fleet.member import SERVABLE, Engines, Member
+from penstock.fleet.member import SERVABLE, EngineControl, Engines, Member
+from penstock.fleet.probe import CoreSilentError, probe
 from penstock.fleet.restart import RestartBudget
 from penstock.fleet.roster import Roster
 
 logger = logging.getLogger(__name__)
-
-HUNG_CHECKS = 3
-"""So many health checks without an answer in time, one after another, mean that an engine hangs. One is not enough: a
-busy single-process engine on CPU answers late now and then."""
 
 LOOK_S = 0.5
 """How long an engine has to say that it is well where another has died. Who does not is left to the usual checks."""
@@ -46,6 +43,7 @@ class Supervisor:
     Args:
         roster: where a death is told.
         admit: brings an engine that is SYNCING to the fleet's weights and lets it serve.
+        mend: puts right what somebody else did to an engine, given what its core says.
         fleet: intervals and budgets.
         engines: starts dead engines anew; None: they were started by someone else.
         attached: joins those of someone else again that answer; None: they stay dead.
@@ -58,6 +56,7 @@ class Supervisor:
         roster: Roster,
         *,
         admit: Callable[[Member], Awaitable[None]],
+        mend: Callable[[Member, CoreState], Awaitable[None]],
         fleet: FleetConfig,
         engines: Engines | None = None,
         attached: Attached | None = None,
@@ -66,6 +65,7 @@ class Supervisor:
     ) -> None:
         self._roster = roster
         self._admit = admit
+        self._mend = mend
         self._fleet = fleet
         self._engines = engines
         self._attached = attached
@@ -94,7 +94,7 @@ class Supervisor:
         """Ask every engine now whether it is well, where a request has seen one die; returns when that is known.
 
         A vLLM whose core has died answers requests with errors for up to a second, at once: to a router it is the least
-        busy of all, and each request would meet it several times.
+        busy of all, and each request would meet it several times. So the core is asked too.
         """
         if self._stopped:
             return
@@ -144,7 +144,7 @@ class Supervisor:
 
     async def _until_dead(self, member: Member) -> None:
         """Return when the engine is DEAD, and gone where its process is ours."""
-        watches: list[Coroutine[Any, Any, None]] = [self._until_unwell(member), self._until_silent(member)]
+        watches: list[Coroutine[Any, Any, None]] = [self._until_unwell(member)]
         if member.state is State.SYNCING:
             watches.append(self._join(member))
         tasks = [asyncio.create_task(watch, name=f"watch-{member.name}") for watch in watches]
@@ -161,39 +161,37 @@ class Supervisor:
                 await cancelled(task)
 
     async def _until_unwell(self, member: Member) -> None:
-        missed = 0
-        answer_s = self._fleet.hang_timeout_s / HUNG_CHECKS
-        while member.state in WATCHED:
-            if not missed:  # who did not answer is asked again at once: the deadline was the wait
-                await asyncio.sleep(self._fleet.health_interval_s)
-            try:
-                async with asyncio.timeout(answer_s):
-                    await member.control.health(answer_s)
-                missed = 0
-            except (DeadlineError, TimeoutError):
-                missed += 1
-                if missed == HUNG_CHECKS:
-                    hang_s = self._fleet.hang_timeout_s
-                    await self._roster.bury(member, f"{missed} health checks without an answer in {hang_s:g} s")
-            except PenstockError as error:
-                await self._roster.bury(member, f"health check failed: {error}")
-
-    async def _until_silent(self, member: Member) -> None:
-        hang_s = self._fleet.hang_timeout_s
-        interval_s = max(self._fleet.health_interval_s, hang_s / QUESTIONS)
-        while member.state in WATCHED:
-            silent_s = await until_silent(member.control, self._roster.occupation, hang_s=hang_s, interval_s=interval_s)
-            if member.state in SERVABLE:  # what brings one in that is SYNCING has deadlines of its own
-                reason = f"its core has answered nothing for {silent_s:g} s, though its server is well"
-                await self._roster.bury(member, reason)
+        """Probe an engine now and then, and at once when its core's connection breaks, until it is DEAD."""
+        interval_s = self._fleet.health_interval_s
+        gone = asyncio.create_task(member.control.core_gone(), name=f"core-{member.name}")
+        try:
+            while member.state in WATCHED:
+                if gone.done():
+                    await asyncio.sleep(interval_s)
+                else:
+                    await asyncio.wait((gone,), timeout=interval_s)
+                try:
+                    said = await probe(member.control, self._roster.occupation, hang_s=self._fleet.hang_timeout_s)
+                except CoreSilentError as error:
+                    if member.state in SERVABLE:  # what brings one in that is SYNCING has deadlines of its own
+                        await self._roster.bury(member, str(error))
+                except PenstockError as error:
+                    await self._roster.bury(member, f"health check failed: {error}")
+                else:
+                    if said is not None:
+                        await self._mend(member, said)
+        finally:
+            await cancelled(gone)
 
     async def _look(self) -> None:
         async def failed(member: Member, error: PenstockError) -> None:
             if not isinstance(error, DeadlineError):
                 await self._roster.bury(member, f"health check failed: {error}")
 
-        members = self._roster.live()
-        await fan_out(members, lambda engine: engine.health(LOOK_S), deadline_s=LOOK_S, on_failure=failed)
+        async def ask(engine: EngineControl) -> None:
+            await all_or_first_error((engine.health(LOOK_S), engine.state()))
+
+        await fan_out(self._roster.live(), ask, deadline_s=LOOK_S, on_failure=failed)
 
     async def _join(self, member: Member) -> None:
         try:
@@ -222,7 +220,7 @@ class Supervisor:
 
     async def _well(self, member: Member) -> bool:
         try:
-            await member.control.health(self._fleet.hang_timeout_s / HUNG_CHECKS)
+            await member.control.health(self._fleet.hang_timeout_s)
         except PenstockError:
             return False
         return True

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from penstock.errors import StateError
-from penstock.fleet.core_watch import Occupation
+from penstock.fleet.probe import Occupation
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.engine.capabilities import EngineInfo
-from penstock.engine.control import ControlClient
+from penstock.engine.control import ControlClient, CoreState
 from penstock.engine.vanilla.history import VersionHistory
 from penstock.engine.vanilla.identify import NOT_FOUND, identify
 from penstock.errors import EngineHTTPError
@@ -31,6 +31,10 @@ class VanillaControl(ControlClient):
         """Pause as `ControlClient` does; the history learns of it first."""
         self._history.note_pause()
         await super().pause(mode, clear_cache=clear_cache, timeout_s=timeout_s)
+
+    async def state(self) -> CoreState:
+        """What the core says of itself; without our plugin only whether it is paused."""
+        return await super().state() if self._has_plugin else CoreState(await self.is_paused())
 
     async def _info(self) -> EngineInfo:
         self._has_plugin = True

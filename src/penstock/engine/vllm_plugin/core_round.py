@@ -27,6 +27,9 @@ from penstock.engine.vllm_plugin.preparing import Preparing, group_of, raise_ref
 from penstock.engine.vllm_plugin.spec import WeightSpec
 from penstock.errors import EngineError, StateError, TransferError
 
+READS = frozenset({"compute_weight_checksums", "get_model_inspection", "update_max_model_len"})
+"""Worker methods of vLLM's own that are called from outside and leave the weights as they are; any other may not."""
+
 _CALL = object()
 """The kind of an item in the core's input queue that is a function to call."""
 
@@ -62,6 +65,8 @@ def _sendable(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(collective_rpc)  # vLLM reads the signature
     def call(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (isinstance(method, str) and (method.startswith("penstock_") or method in READS)):
+            core._penstock_foreign = getattr(core, "_penstock_foreign", 0) + 1  # noqa: SLF001
         results = collective_rpc(core, method, *args, **kwargs)
         try:
             MsgpackEncoder().encode(UtilityResult(results))
@@ -127,6 +132,7 @@ def _routes(core: Any) -> dict[str, Callable[[Any], Future[Any]]]:
         "/penstock/pause": pause,
         "/penstock/resume": lambda _: _in_core(core, lambda done: done.set_result(holds_of(core).resume())),
         "/penstock/core": lambda _: _in_core(core, lambda done: done.set_result(_state(core))),
+        "/penstock/core/gone": lambda _: Future(),  # never answered: its connection breaks when this process ends
     }
 
 
@@ -179,8 +185,18 @@ def _kv_kept(core: Any) -> int | None:
 
 def _state(core: Any) -> dict[str, Any]:
     running, waiting = core.scheduler.get_request_counts()
-    paused, held_s = core.is_scheduler_paused(), holds_of(core).held_s
-    return {"paused": paused, "running": running, "waiting": waiting, "held_s": held_s}
+    holds = holds_of(core)
+    return {
+        "paused": core.is_scheduler_paused(),
+        "running": running,
+        "waiting": waiting,
+        "held_s": holds.held_s,
+        "asleep": bool(holds.asleep),
+        "torn": holds.without_weights,
+        # vLLM 0.26 labels nothing: a native update is known to the API server alone.
+        "weight_version": _version(core) if hasattr(core, "get_weight_version") else None,
+        "foreign": getattr(core, "_penstock_foreign", 0),
+    }
 
 
 class _Round:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from penstock.fleet.core_watch import YOUNG, Occupation, until_silent
+from penstock.engine.control import CoreState
+from penstock.fleet.probe import YOUNG, CoreSilentError, Occupation, probe
 from penstock.sim import VirtualClock, run_virtual
 
 HANG_S = 6.0
@@ -28,11 +29,14 @@ class Core:
         async with self._turn:
             await asyncio.sleep(seconds)
 
-    async def is_paused(self) -> bool:
+    async def health(self, timeout_s: float) -> None:
+        del timeout_s
+
+    async def state(self) -> CoreState:
         async with self._turn:
             if self.hangs:
                 await asyncio.Event().wait()
-        return False
+        return CoreState(paused=False)
 
     async def stats(self) -> Any:
         return SimpleNamespace(generation_tokens=self.tokens)
@@ -41,8 +45,12 @@ class Core:
 async def seconds_until_silent(core: Core, occupation: Occupation) -> float:
     now = asyncio.get_running_loop().time
     since = now()
-    await until_silent(core, occupation, hang_s=HANG_S, interval_s=INTERVAL_S)  # type: ignore[arg-type]
-    return now() - since
+    while True:
+        await asyncio.sleep(INTERVAL_S)
+        try:
+            await probe(core, occupation, hang_s=HANG_S)  # type: ignore[arg-type]
+        except CoreSilentError:
+            return now() - since
 
 
 async def calls(occupation: Occupation, every_s: float, call: Callable[[], Awaitable[None]]) -> None:
@@ -91,12 +99,12 @@ def test_what_this_process_does_not_hear_while_its_loop_stands_still_is_no_silen
             clock.now += 60.0
 
         class Asked(Core):
-            async def is_paused(self) -> bool:
+            async def state(self) -> CoreState:
                 asyncio.get_running_loop().call_later(0.01, stand_still)
                 await asyncio.sleep(0.02)
                 for _ in range(9):  # from the socket to who has asked
                     await asyncio.sleep(0)
-                return False
+                return CoreState(paused=False)
 
         return await asyncio.wait_for(seconds_until_silent(Asked(), Occupation()), 3000.0)
 

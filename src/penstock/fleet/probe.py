@@ -1,7 +1,7 @@
-"""Notices that an engine's core says nothing any more, though the API server in front of it is well.
+"""One question to an engine: is its server well, what does its core say, and how long may it say nothing.
 
-The server answers health checks by itself, so a core that was stopped or hangs, in a process of its own, is noticed by
-nobody but those who wait for its tokens. A question that the core itself has to answer waits for the step that it is
+The server answers health checks by itself. A core that died, was stopped or hangs, in a process of its own, is noticed
+by nobody but those who wait for its tokens. A question that the core itself has to answer waits for the step that it is
 at, and for nothing else: what is in the queue or in flight does not delay it. So a core's longest honest silence is one
 step, a fraction of a second even for a full chunk of prefill, but for three cases:
 
@@ -16,25 +16,28 @@ step, a fraction of a second even for a full chunk of prefill, but for three cas
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
 
-from penstock.errors import DeadlineError, PenstockError
+from penstock.engine.control import CoreState
+from penstock.engine.transport import UnreachableError
+from penstock.errors import DeadlineError, EngineDeadError, PenstockError
 from penstock.fleet.member import EngineControl
 
-QUESTIONS = 10
-"""So often within the time in which an answer must come is a core asked; each question costs it microseconds."""
 YOUNG = 10
 """An engine that has made no token yet may be silent for so many times as long."""
 TICK_S = 1.0
 """Of one wait for a timer no more than this counts; a loop that stands still makes one wait long."""
+BROKEN = 3
+"""So many connections to a core that break before it answers mean that it is gone; that it refuses one, says so too."""
 
 
 class Occupation:
     """Calls of ours under way that may keep engines' cores from answering anything else."""
 
     def __init__(self) -> None:
+        self.begun = 0
+        """How many there have been."""
         self._calls = 0
         self._begun = asyncio.Event()
         self._over = asyncio.Event()
@@ -44,6 +47,7 @@ class Occupation:
     def going_on(self) -> Generator[None]:
         """While such a call is under way."""
         self._calls += 1
+        self.begun += 1
         self._over.clear()
         self._begun.set()
         try:
@@ -53,6 +57,11 @@ class Occupation:
             if not self._calls:
                 self._begun.clear()
                 self._over.set()
+
+    @property
+    def going(self) -> bool:
+        """One is under way."""
+        return self._calls > 0
 
     async def over(self) -> None:
         """Return when there is none."""
@@ -77,43 +86,67 @@ class Occupation:
                 seconds -= min(now() - since, at_most)
 
 
-async def until_silent(control: EngineControl, occupation: Occupation, *, hang_s: float, interval_s: float) -> float:
-    """Ask an engine's core now and then; return when it is silent, with the seconds for which it was.
+class CoreSilentError(DeadlineError):
+    """The server is well, and its core has answered nothing."""
+
+
+async def probe(control: EngineControl, occupation: Occupation, *, hang_s: float) -> CoreState | None:
+    """Ask an engine's server and its core at once, and wait for both.
 
     Args:
-        control: of the engine. Any answer will do, also an error: whether the engine is well is another's question.
+        control: of the engine.
         occupation: the calls during which it may be silent.
         hang_s: it hangs after so many seconds without an answer, those of such calls not counted.
-        interval_s: seconds between an answer and the next question.
+
+    Returns:
+        What the core says of itself; None where it is alive and says something else.
+
+    Raises:
+        CoreSilentError: its core hangs; DeadlineError: its server does.
+        PenstockError: it is gone, or says itself that it is not well.
     """
+    server = asyncio.ensure_future(control.health(2 * YOUNG * hang_s))
+    core = asyncio.ensure_future(_answer(control, occupation))
+    vain: asyncio.Task[None] | None = None
+    both = asyncio.gather(server, core)
     missed = 0
-    while True:
-        if not missed:
-            await asyncio.sleep(interval_s)
-        if await _first(_answers(control, occupation, interval_s), _in_vain(occupation, hang_s)):
-            missed = 0
-            continue
-        missed += 1
-        if missed == YOUNG or not await _is_young(control, hang_s):
-            return missed * hang_s
+    try:
+        while True:
+            vain = asyncio.create_task(occupation.without(hang_s))
+            await asyncio.wait((both, vain), return_when=asyncio.FIRST_COMPLETED)
+            if both.done():
+                return both.result()[1]
+            missed += 1
+            silent_s = missed * hang_s
+            if not server.done():
+                raise DeadlineError(f"no answer to a health check in {silent_s:g} s", seconds=silent_s)
+            if missed == YOUNG or not await _is_young(control, hang_s):
+                why = f"its core has answered nothing for {silent_s:g} s, though its server is well"
+                raise CoreSilentError(why, seconds=silent_s)
+    finally:
+        asked = [task for task in (server, core, vain) if task is not None]
+        for task in asked:
+            task.cancel()
+        await asyncio.wait(asked)
+        await asyncio.gather(both, return_exceptions=True)
 
 
-async def _answers(control: EngineControl, occupation: Occupation, pause_s: float) -> bool:
+async def _answer(control: EngineControl, occupation: Occupation) -> CoreState | None:
+    broken = 0
     while True:
         await occupation.over()
         try:
-            await control.is_paused()
+            return await control.state()
         except DeadlineError:  # the call's own
-            await asyncio.sleep(pause_s)
+            continue
+        except UnreachableError:
+            raise
+        except EngineDeadError:
+            broken += 1
+            if broken == BROKEN:
+                raise
         except (PenstockError, KeyError, TypeError, ValueError):  # an answer, if not one that can be read
-            return True
-        else:
-            return True
-
-
-async def _in_vain(occupation: Occupation, seconds: float) -> bool:
-    await occupation.without(seconds)
-    return False
+            return None
 
 
 async def _is_young(control: EngineControl, deadline_s: float) -> bool:
@@ -122,15 +155,3 @@ async def _is_young(control: EngineControl, deadline_s: float) -> bool:
             return (await control.stats()).generation_tokens == 0
     except (TimeoutError, PenstockError):
         return False
-
-
-async def _first(*coroutines: Coroutine[Any, Any, bool]) -> bool:
-    """What the first of them to end returns; the others are cancelled."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return any(task.result() for task in done)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
