@@ -187,6 +187,27 @@ def test_a_core_says_how_long_it_was_held_whatever_held_it(monkeypatch: pytest.M
     assert at(12, lambda: holds.wake_up(None)) == 6
 
 
+def test_a_core_says_what_it_is_in_and_how_many_calls_may_have_changed_its_weights():
+    core = Core(step_under_way=False)
+    core.scheduler.get_request_counts = lambda: (2, 1)
+    core.get_weight_version = lambda: "4"
+    holds = core_round.holds_of(core)
+
+    def state() -> dict[str, Any]:
+        done = core_round._routes(core)["/penstock/core"]({})
+        core.step()
+        return done.result(0)
+
+    calm = {"running": 2, "waiting": 1, "weight_version": 4, "held_s": 0.0}
+    assert state() == {**calm, "paused": False, "asleep": False, "torn": False, "foreign": 0}
+    for method in ("penstock_load", "compute_weight_checksums", "reset_weights", lambda worker: worker):
+        core_round.count_foreign(core, method)
+    holds.pause("keep", clear_cache=False)
+    holds.weights_are_out()
+    said = state()
+    assert (said["paused"], said["torn"], said["foreign"]) == (True, True, 2)
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_sleep_that_overtakes_a_round_leaves_it_no_memory_to_write_to(level: int):
     core = Core(step_under_way=True)

@@ -65,8 +65,7 @@ def _sendable(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(collective_rpc)  # vLLM reads the signature
     def call(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (isinstance(method, str) and (method.startswith("penstock_") or method in READS)):
-            core._penstock_foreign = getattr(core, "_penstock_foreign", 0) + 1  # noqa: SLF001
+        count_foreign(core, method)
         results = collective_rpc(core, method, *args, **kwargs)
         try:
             MsgpackEncoder().encode(UtilityResult(results))
@@ -75,6 +74,12 @@ def _sendable(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
         return results
 
     return call
+
+
+def count_foreign(core: Any, method: Any) -> None:
+    """Note a call of a worker method that may change the weights and is not one of our updates."""
+    if not (isinstance(method, str) and (method.startswith("penstock_") or method in READS)):
+        core._penstock_foreign = getattr(core, "_penstock_foreign", 0) + 1  # noqa: SLF001
 
 
 def _control_port(core: Any, keys: list[str]) -> int:
