@@ -30,8 +30,8 @@ VLLMS = {
 OTHERS = {
     "modules", "named_modules", "named_parameters", "named_children", "parameters", "weight", "load_weights",  # torch
     "_non_persistent_buffers_set", "_parameters", "_buffers", "register_parameter", "register_buffer",
-    "get", "items", "put_nowait", "append", "startswith", "empty", "spec", "type", "data", "__name__", "__wrapped__", "__dict__",
-    "tie_word_embeddings", "to",
+    "get", "items", "put_nowait", "append", "empty", "spec", "type", "data", "__name__", "__wrapped__", "__dict__",
+    "tie_word_embeddings", "to", "startswith",
 }  # fmt: skip
 """Attributes that torch and Python give such objects."""
 TABLE = {name.partition("(")[0] for use in USES for name in use.names}

@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import orjson
 import psutil
 import pytest
 
@@ -177,6 +178,24 @@ def test_an_adapter_is_loaded_once_and_asked_for_by_name(service):
         service.generate("a", params, lora_request=LoRARequest("style", 1, "/adapters/other"))
     with pytest.raises(RequestError, match="LoRARequest"):
         service.generate("a", params, lora_request="style")
+
+
+def test_an_adapter_that_was_saved_again_is_loaded_under_a_name_of_its_own(service, tmp_path, monkeypatch):
+    """Under the old one engines keep the old weights, and the KV that was computed with them."""
+    asked, call = [], HttpTransport.call
+
+    async def noted(http, method, path, data=None, **kwargs):
+        if path == "/v1/load_lora_adapter":
+            asked.append(orjson.loads(data)["lora_name"])
+        return await call(http, method, path, data, **kwargs)
+
+    monkeypatch.setattr(HttpTransport, "call", noted)
+    lora = LoRARequest("saved", 4, str(tmp_path))
+    for weights in ("first", "second", "", "third"):
+        if weights:
+            (tmp_path / "adapter_model.safetensors").write_text(weights)
+        service.generate("a", SHORT, lora_request=lora)
+    assert asked == [name for name in ("saved", "saved.2", "saved.3") for _ in range(2)]
 
 
 def test_who_the_engines_are_is_known_without_asking_them(service, monkeypatch):

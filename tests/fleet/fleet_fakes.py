@@ -7,10 +7,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 from penstock.engine.capabilities import PENSTOCK
-from penstock.engine.control import CoreState, EngineInfo
+from penstock.engine.control import AdapterTakenError, CoreState, EngineInfo
 from penstock.errors import EngineDeadError, EngineHTTPError, StateError, WeightsError
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import Member
@@ -48,6 +49,7 @@ class FakeEngine:
         """With vLLM's own native transfer: what is native is none of our business."""
         self.calls: dict[str, Any] = {}
         self.torn = False
+        self.adapters: dict[str, str] = {}
         self.foreign = 0
         self.gone = asyncio.Event()
         self.tokens = 10
@@ -123,6 +125,10 @@ class FakeEngine:
 
     async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> None:
         await self.at("load adapter")
+        if name in self.adapters:
+            raise AdapterTakenError(f"The lora adapter '{name}' has already been loaded.", status=400, engine=self.name)
+        weights = Path(path) / "adapter_model.safetensors"
+        self.adapters[name] = weights.read_text() if weights.exists() else ""
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
         await self.at("init")

@@ -35,6 +35,10 @@ _TOLD = [field.name for field in fields(EngineInfo) if field.name not in _OPTION
 """What our plugin says there, besides how it is set; what else it can do is known."""
 
 
+class AdapterTakenError(EngineHTTPError):
+    """The engine has an adapter of that name already."""
+
+
 @dataclass(frozen=True, slots=True)
 class CoreState:
     """What an engine's core says of itself; None: it does not say."""
@@ -128,13 +132,14 @@ class ControlClient:
             await self.http.post("/pause", timeout_s=timeout_s, params=params)
 
     async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> None:
-        """VLLM's /v1/load_lora_adapter; an adapter of that name that is there already stays."""
+        """VLLM's /v1/load_lora_adapter. AdapterTakenError: it has one of that name, which stays."""
         data = orjson.dumps({"lora_name": name, "lora_path": path})
         try:
             await self.http.call("POST", "/v1/load_lora_adapter", data, timeout_s=timeout_s)
         except EngineHTTPError as error:
-            if "already been loaded" not in str(error):
-                raise
+            if "already been loaded" in str(error):
+                raise AdapterTakenError(str(error), status=error.status, engine=self.name) from error
+            raise
 
     async def release(self, *, timeout_s: float | None = None) -> None:
         """Pause, and cut what is in flight so that it goes on elsewhere; for an engine that is not to be resumed.

@@ -256,9 +256,8 @@ class Requests:
         except EngineHTTPError as error:
             if lora is None or error.status != NOT_FOUND:
                 raise
-            self._adapters.forget(lora)
-            await self._adapters.load(lora)
-            return await target.completion(body)
+            self._adapters.forget(body["model"])
+            return await target.completion({**body, "model": await self._adapters.load(lora)})
 
     def _tokenized(self, prompt: Prompt) -> Prompt:
         if prompt.ids is not None or prompt.text is None or self._tokenizer is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import CoreState
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError, UserError
+from penstock.fleet.adapters import FleetAdapters
 from penstock.fleet.control import Call, FanOut, fan_out
 from penstock.fleet.lifecycle import State
 from penstock.fleet.member import SERVABLE, EngineControl, Member, why
@@ -79,6 +80,7 @@ class Operations:
         self._native = NativeCalls()
         self._kv_stays = paused
         """The pause in force left the KV caches as they were, as far as is known."""
+        self._adapters = FleetAdapters(roster)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None) -> None:
         """Close the gate, then pause every engine; StateError if paused.
@@ -198,18 +200,13 @@ class Operations:
             )
 
     async def load_adapter(self, name: str, path: str, timeout_s: float) -> None:
-        """Load a LoRA adapter on every engine, in no turn; a core says nothing while it does, and is not dead of it.
+        """Load a LoRA adapter on every engine, in no turn; see `FleetAdapters.load`.
 
         Raises:
             MissingCapabilityError: one takes none; nobody was asked.
-            EngineHTTPError: one refused it, or another error of the first that failed; the others have it.
         """
         self._require("lora", "load_adapter")
-        with self._roster.occupation.going_on():
-            outcome = await fan_out(
-                self._roster.live(), lambda e: e.load_adapter(name, path, timeout_s=timeout_s), deadline_s=timeout_s + 2
-            )
-        outcome.raise_first()
+        await self._adapters.load(name, path, timeout_s)
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
         """VLLM's native `/init_weight_transfer_engine`; see `Fleet.init_weight_update_communicator`."""
@@ -386,6 +383,7 @@ class Operations:
 
         One read before the turn may be over already, and the next update would begin before the engine waits for it.
         """
+        await self._adapters.give(member, self._control_s)
         roster, current, paused, asleep = self._roster, self._store.current, self.paused, self._asleep
         serves = await bring_in(member, roster, current, paused=paused, asleep=asleep, deadline_s=self._control_s)
         return None if serves else roster.version

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from penstock.errors import WeightsError
-from penstock.parsing import LARGEST, reading, whole_number
+from penstock.parsing import reading, whole_number
 
 DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -111,7 +111,7 @@ def _entry(name: Any, dtype: Any, shape: Any, offset: Any, crc: Any) -> TensorEn
     entry = TensorEntry(str(name), str(dtype), tuple(shape), offset, crc)
     for number in (*entry.shape, entry.offset):
         whole_number(number, f"each size of tensor {entry.name!r}", error=malformed)
-    whole_number(entry.crc32, f"the checksum of tensor {entry.name!r}", least=-LARGEST - 1, error=malformed)
+    whole_number(entry.crc32, f"the checksum of tensor {entry.name!r}", least=-(2**63), most=2**64 - 1, error=malformed)
     if entry.dtype not in DTYPE_BYTES:
         raise malformed(f"tensor {entry.name!r} has the unknown dtype {entry.dtype!r}")
     return entry

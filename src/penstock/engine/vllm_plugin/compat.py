@@ -40,6 +40,11 @@ def run_server() -> None:
 # --- in the core's process -------------------------------------------------------------------------------------------
 
 
+def core_label(core: Any) -> int | None:
+    """What the core labels tokens with; None on 0.26, where the API server alone knows of a native update."""
+    return core_version(core) if hasattr(core, "get_weight_version") else None
+
+
 def core_version(core: Any) -> int:
     """The version of a core's weights: its own label, else that of the last update of ours."""
     if hasattr(core, "get_weight_version"):

@@ -198,8 +198,7 @@ def _state(core: Any) -> dict[str, Any]:
         "held_s": holds.held_s,
         "asleep": bool(holds.asleep),
         "torn": holds.without_weights,
-        # vLLM 0.26 labels nothing: a native update is known to the API server alone.
-        "weight_version": _version(core) if hasattr(core, "get_weight_version") else None,
+        "weight_version": compat.core_label(core),
         "foreign": getattr(core, "_penstock_foreign", 0),
     }
 
