@@ -116,15 +116,15 @@ def test_a_timeout_stops_the_engine(service):
     assert service.get_cache_usage(0) == 0.0
 
 
-def test_a_lora_adapter(service, nano_path, tmp_path):
-    generator = torch.Generator().manual_seed(3)
+def save_adapter(folder, nano_path, seed):
+    generator = torch.Generator().manual_seed(seed)
     rank, width, out = 8, SHAPE["hidden_size"], SHAPE["num_attention_heads"] * SHAPE["head_dim"]
     tensors = {}
     for layer in range(SHAPE["num_hidden_layers"]):
         name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
         tensors[f"{name}.lora_A.weight"] = torch.randn(rank, width, generator=generator)
         tensors[f"{name}.lora_B.weight"] = torch.randn(out, rank, generator=generator)
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    save_file(tensors, folder / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -132,12 +132,35 @@ def test_a_lora_adapter(service, nano_path, tmp_path):
         "lora_alpha": rank,
         "target_modules": ["q_proj"],
     }
-    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(nano_path)}))
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(nano_path)}))
+
+
+def test_a_lora_adapter(service, nano_path, tmp_path):
+    save_adapter(tmp_path, nano_path, seed=3)
     base = service.generate("12 34", GREEDY)
     lora = service.generate("12 34", GREEDY, lora_request=LoRARequest("mine", 1, str(tmp_path)))
     assert lora.outputs[0].logprobs[0] != base.outputs[0].logprobs[0]
     again = service.generate("12 34", GREEDY)
     assert again.outputs[0].token_ids == base.outputs[0].token_ids
+
+
+def test_an_adapter_that_was_saved_again_serves_its_new_weights_and_meets_no_kv_of_the_old(
+    service, nano_path, tmp_path
+):
+    prompt = "12 34 " * 60  # several blocks of the prefix cache
+
+    def first_logprobs(name: str) -> list[float]:
+        lora = LoRARequest(name, 1, str(tmp_path))
+        (sample,) = service.generate(prompt, GREEDY, lora_request=lora).outputs
+        return sorted(entry.logprob for entry in sample.logprobs[0].values())
+
+    save_adapter(tmp_path, nano_path, seed=5)
+    before = first_logprobs("again")
+    assert first_logprobs("again") == pytest.approx(before, abs=1e-4)
+    save_adapter(tmp_path, nano_path, seed=6)
+    now = first_logprobs("again")
+    assert now != pytest.approx(before, abs=1e-3)
+    assert now == pytest.approx(first_logprobs("fresh"), abs=1e-4)
 
 
 def test_new_weights_as_torchrls_updater_brings_them(service, model):

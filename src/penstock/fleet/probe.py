@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 from penstock.engine.control import CoreState
 from penstock.engine.transport import UnreachableError
@@ -105,30 +106,61 @@ async def probe(control: EngineControl, occupation: Occupation, *, hang_s: float
         CoreSilentError: its core hangs; DeadlineError: its server does.
         PenstockError: it is gone, or says itself that it is not well.
     """
-    server = asyncio.ensure_future(control.health(2 * YOUNG * hang_s))
-    core = asyncio.ensure_future(_answer(control, occupation))
-    vain: asyncio.Task[None] | None = None
-    both = asyncio.gather(server, core)
-    missed = 0
+    server = asyncio.ensure_future(_server(control, hang_s))
+    core = asyncio.ensure_future(_core(control, occupation, hang_s))
     try:
-        while True:
-            vain = asyncio.create_task(occupation.without(hang_s))
-            await asyncio.wait((both, vain), return_when=asyncio.FIRST_COMPLETED)
-            if both.done():
-                return both.result()[1]
-            missed += 1
-            silent_s = missed * hang_s
-            if not server.done():
-                raise DeadlineError(f"no answer to a health check in {silent_s:g} s", seconds=silent_s)
-            if missed == YOUNG or not await _is_young(control, hang_s):
-                why = f"its core has answered nothing for {silent_s:g} s, though its server is well"
-                raise CoreSilentError(why, seconds=silent_s)
+        await asyncio.wait((server, core), return_when=asyncio.FIRST_EXCEPTION)
+        if server.done() or (core.done() and isinstance(core.exception(), CoreSilentError)):
+            await server
+        return await core
     finally:
-        asked = [task for task in (server, core, vain) if task is not None]
-        for task in asked:
-            task.cancel()
-        await asyncio.wait(asked)
-        await asyncio.gather(both, return_exceptions=True)
+        await _ended(server, core)
+
+
+async def _server(control: EngineControl, hang_s: float) -> None:
+    answer = asyncio.ensure_future(control.health(YOUNG * hang_s))
+    silence = asyncio.create_task(_ticks(hang_s))
+    try:
+        await asyncio.wait((answer, silence), return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise DeadlineError(f"no answer to a health check in {hang_s:g} s", seconds=hang_s)
+        await answer
+    finally:
+        await _ended(answer, silence)
+
+
+async def _core(control: EngineControl, occupation: Occupation, hang_s: float) -> CoreState | None:
+    answer = asyncio.ensure_future(_answer(control, occupation))
+    silent_s = 0.0
+    try:
+        for missed in range(1, YOUNG + 1):
+            silence = asyncio.create_task(occupation.without(hang_s))
+            try:
+                await asyncio.wait((answer, silence), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await _ended(silence)
+            if answer.done():
+                return await answer
+            silent_s = missed * hang_s
+            if not await _is_young(control, hang_s):
+                break
+    finally:
+        await _ended(answer)
+    why = f"its core has answered nothing for {silent_s:g} s, though its server is well"
+    raise CoreSilentError(why, seconds=silent_s)
+
+
+async def _ticks(seconds: float) -> None:
+    """Return after so many seconds, of which those in which this event loop stood still do not count."""
+    while seconds > 0:
+        await asyncio.sleep(min(seconds, TICK_S))
+        seconds -= TICK_S
+
+
+async def _ended(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _answer(control: EngineControl, occupation: Occupation) -> CoreState | None:
