@@ -58,16 +58,20 @@ class AttachedServers:
             UserError: it is a router, serves another model, or has fewer ranks than are to be addressed.
         """
         try:
-            member = await join(
-                lifecycle,
-                spec.url,
-                self._connections,
-                api_key=self._api_key,
-                control_timeout_s=self._control_s,
-                client=partial(VanillaControl, history=self._history),
-            )
             try:
-                await self._check_address(spec.url)
+                member = await join(
+                    lifecycle,
+                    spec.url,
+                    self._connections,
+                    api_key=self._api_key,
+                    control_timeout_s=self._control_s,
+                    client=partial(VanillaControl, history=self._history),
+                )
+            except EngineHTTPError:
+                await self._check_address(spec.url, name=None)  # a router refuses that too, and does not say what it is
+                raise
+            try:
+                await self._check_address(spec.url, name=self._served_as)
                 _refuse_other_model(member, beside)
                 member.ranks = _ranks(member, spec)
             except BaseException:
@@ -83,12 +87,12 @@ class AttachedServers:
         """Close the connections to them; they run on."""
         await self._connections.aclose()
 
-    async def _check_address(self, url: str) -> None:
+    async def _check_address(self, url: str, *, name: str | None) -> None:
         http = HttpTransport(url, api_key=self._api_key)
         try:
             await _refuse_router(http)
-            if self._served_as is not None:
-                await _warn_of_other_name(http, self._served_as)
+            if name is not None:
+                await _warn_of_other_name(http, name)
         finally:
             await http.close()
 
