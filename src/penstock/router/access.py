@@ -42,7 +42,7 @@ class Access:
 
     def check_page(self, request: RequestHead) -> None:
         """Return if a call to the router's own endpoints comes from no web page; RefusalError: 403."""
-        fields = [(b"host", request.host)]
+        fields = [(b"host", b"localhost" if request.host is None else request.host)]
         if request.origin is not None:
             fields.append((b"origin", request.origin))
         why = cross_site(fields, self._hosts)

@@ -25,6 +25,8 @@ WRITE_STALL_S = 300.0
 """A client that takes no byte of its answer for this time is given up."""
 LINGER_S = 2.0
 """How long the rest of a refused request is read and thrown away, so that the client gets to read its answer."""
+_LONG = 16_384
+"""Bytes from which on a view costs less than a copy."""
 _PIPELINE_LIMIT = 1 << 16
 _NEVER = float("inf")
 _COMPLETE = LengthReader(0)
@@ -304,7 +306,7 @@ class ClientConnection(asyncio.Protocol):
             if router.access.asks_for_key or request.length > router.config.max_body_bytes:
                 self._check(request)
             call = self._call = router.call(self, request)
-            call.begin(memoryview(data)[start:], done=True)
+            call.begin(data[start:] if len(data) < _LONG else memoryview(data)[start:], done=True)
             return
         if request.length == CHUNKED:
             self._payload = []

@@ -30,7 +30,9 @@ _TARGET = re.compile(rb"/[!\"$-~]*")
 """No fragment (RFC 9112, 3.2.1), nothing outside ASCII."""
 _HOST = re.compile(rb"[0-9A-Za-z._:\[\]%-]*")
 _NOT_HOP_BY_HOP = {b"content-length", b"transfer-encoding", b"host", b"authorization", b"trailer"}
-_LONGEST_KNOWN = 1024
+_LONGEST_KNOWN, _MOST_KNOWN = 1024, 1024
+_PUBLIC = frozenset(b"accept accept-encoding accept-language content-type user-agent".split())
+"""Fields without a role that hold no secret and do not differ from request to request."""
 _MAX_DIGITS = 15
 _MAX_ID = 512
 _MAX_ADAPTER = 256
@@ -61,6 +63,7 @@ def _text(field: str, limit: int, code: str = "bad_request") -> Callable[[bytes]
     return make
 
 
+@functools.lru_cache(maxsize=256)
 def _host(value: bytes) -> bytes:
     if not _HOST.fullmatch(value):
         raise RefusalError(400, "bad_request", f"Host {shown(value)} is not a host name with a port")
@@ -109,6 +112,8 @@ class _Head:
     keep_alive: bool = True
     length: int = 0
     """Bytes of body, or CHUNKED, or UNTIL_CLOSE."""
+    is_public: bool = True
+    """No field can hold a secret."""
     fields: bytes
     """Whole lines to pass on, without a word on framing and connection."""
     framing: bytes = b""
@@ -120,10 +125,12 @@ class RequestHead(_Head):
 
     method: bytes
     target: bytes
-    host: bytes = b"localhost"
+    host: bytes | None = None
     expect: bytes | None = None
     """100-continue, or nothing."""
     authorization: bytes = b""
+    x_api_key: bytes = b""
+    hop_by_hop: bytes = b""
     session_id: str | None = None
     """`X-Session-ID`, the conversation that this is a turn of."""
     group_id: str | None = None
@@ -168,15 +175,27 @@ class ResponseHead(_Head):
 
 
 def parse_request(head: bytes) -> RequestHead:
-    """Judge one head, from the request line to the empty line.
+    """Judge one head, from the request line to the empty line; what is returned is never changed.
 
     Raises:
         RefusalError: with status 400, 417, 501 or 505.
     """
+    request = _known.get(head)
+    if request is None:
+        request = _request(head)
+        if request.is_public and len(head) <= _LONGEST_KNOWN:
+            if len(_known) >= _MOST_KNOWN:
+                _known.clear()
+            _known[head] = request
+    return request
+
+
+def _request(head: bytes) -> RequestHead:
     parser, read = _feed(httptools.HttpRequestParser, head)
     request = RequestHead()
     fields = _gather(read.fields, _REQUEST_ROLES, request)
-    request.method, request.target = method, target = parser.get_method(), read.target
+    request.method = method = parser.get_method()
+    request.target = target = read.target
     if not head.startswith(b"%b %b HTTP/1.1\r\n" % (method, target)):
         if not head.startswith(b"%b %b HTTP/1.0\r\n" % (method, target)):
             raise RefusalError(505, "version_not_supported", "only HTTP/1.1 and HTTP/1.0 are served")
@@ -185,13 +204,16 @@ def parse_request(head: bytes) -> RequestHead:
         raise RefusalError(501, "method_not_supported", f"method {shown(method, 40)} is not supported")
     if not _TARGET.fullmatch(target):
         raise RefusalError(400, "bad_request", f"request target {shown(target)} must be a path, /... without #")
-    if "host" not in vars(request):
+    if request.host is None:
         if request.http_1_1:
             raise RefusalError(400, "bad_request", "header Host is missing")
-        fields.append((b"Host", request.host))
+        fields.append((b"Host", b"localhost"))
     if request.expect is not None and request.expect != b"100-continue":
         raise RefusalError(417, "bad_expectation", f"cannot meet Expect: {shown(request.expect)}")
     _finish(request, fields)
+    secret = request.authorization or request.x_api_key or request.hop_by_hop
+    clamped = request.prompt_tokens or request.expected_tokens  # by the dispatcher, for the engines of the moment
+    request.is_public = request.is_public and not secret and not clamped
     if request.transfer_encoding is not None and not request.http_1_1:
         raise RefusalError(400, "bad_request", "Transfer-Encoding does not go with HTTP/1.0")
     return request
@@ -205,13 +227,13 @@ def parse_response(head: bytes, method: bytes) -> ResponseHead:
     """
     known = len(head) <= _LONGEST_KNOWN and b"ookie" not in head  # no secret is kept
     try:
-        return (_response if known else _response.__wrapped__)(head, to_head=method == b"HEAD")
+        return (_response if known else _response.__wrapped__)(head, method)
     except RefusalError as error:
         raise RefusalError(502, "bad_engine_response", f"the engine's answer is not valid HTTP: {error}") from error
 
 
 @functools.lru_cache(maxsize=256)  # many answers of one second have one head; what it returns is never changed
-def _response(head: bytes, *, to_head: bool) -> ResponseHead:
+def _response(head: bytes, method: bytes) -> ResponseHead:
     parser, read = _feed(httptools.HttpResponseParser, head)
     if not head.startswith(b"HTTP/1."):
         raise RefusalError(502, "bad_engine_response", "only HTTP/1.1 and HTTP/1.0 are understood")
@@ -222,7 +244,7 @@ def _response(head: bytes, *, to_head: bool) -> ResponseHead:
     response.http_1_1 = response.keep_alive = head.startswith(b"HTTP/1.1 ")
     response.length = UNTIL_CLOSE
     _finish(response, _gather(read.fields, _RESPONSE_ROLES, response))
-    if to_head or status < HTTPStatus.OK or status in _BODILESS:
+    if method == b"HEAD" or status < HTTPStatus.OK or status in _BODILESS:
         response.length = 0
         if status < HTTPStatus.OK or status == HTTPStatus.NO_CONTENT:
             response.framing = b""
@@ -247,6 +269,10 @@ def _finish(head: _Head, fields: list[Field]) -> None:
     elif head.content_length is not None:
         head.length = head.content_length
         head.framing = b"Content-Length: %d\r\n" % head.length
+
+
+_known: dict[bytes, RequestHead] = {}
+"""Requests whose heads are equal to the byte, as those of one session can be, are read once; no secret is kept."""
 
 
 class _Read:
@@ -289,7 +315,7 @@ def _feed(kind: type[P], head: bytes) -> tuple[P, _Read]:
 
 def _gather(fields: list[Field], roles: Mapping[bytes, _Role], head: _Head) -> list[Field]:
     """Set the attributes of `head` that `fields` have values for; returns the fields that go on."""
-    seen = vars(head)
+    seen: dict[str, Value] = {}
     kept: list[Field] = []
     for field in fields:
         name = field[0].lower()
@@ -301,8 +327,11 @@ def _gather(fields: list[Field], roles: Mapping[bytes, _Role], head: _Head) -> l
                     raise RefusalError(400, "bad_request", f"header {name.decode()} occurs more than once")
                 value = b"%b,%b" % (seen[attribute], value)
             seen[attribute] = value
+            setattr(head, attribute, value)
             if not goes_on:
                 continue
+        elif name not in _PUBLIC:
+            head.is_public = False
         kept.append(field)
     return kept
 
