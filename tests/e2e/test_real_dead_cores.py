@@ -95,6 +95,7 @@ async def test_cores_and_servers_killed_in_turn_under_load(nano_path, tmp_path):
             )
             await admin.close()
             await returned(fleet, number % 2, before)
+            print(f"kill {number}: {dict(load.ended)}", flush=True)
             assert not load.failures, (number, load.failures, load.ended)
         load.stop()
         await asyncio.wait_for(running, 120)
