@@ -14,6 +14,7 @@ from sim_fleets import SIM, check, check_serves, in_flight
 
 from penstock import Fleet, SamplingParams
 from penstock.config import RouterConfig
+from penstock.errors import PenstockError
 from penstock.router.admin_client import RouterAdmin
 
 PROMPTS = [[1 + i, 2, 3] for i in range(24)]
@@ -98,3 +99,26 @@ async def test_the_access_log_of_all_router_processes_is_in_the_routers_log(tmp_
     lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     asked = [line["outcome"] for line in lines if line["target"] == "/inference/v1/generate"]
     assert asked == ["ok"] * len(PROMPTS)
+
+
+async def test_a_router_process_that_hangs_has_the_router_started_again() -> None:
+    options = {**SIM, "health_interval_s": 0.1, "hang_timeout_s": 1.5}
+    async with Fleet.launch("sim-model", router=RouterConfig(workers=2), **options) as fleet:
+        admin = RouterAdmin(fleet.url, timeout_s=1.0)
+        before = (await admin.engines()).workers
+        os.kill(before[0], signal.SIGSTOP)
+
+        async def after() -> tuple[int, ...]:
+            try:
+                state = await admin.engines()
+            except PenstockError:
+                return before
+            return state.workers if state.in_step and state.engines else before
+
+        async with asyncio.timeout(60):
+            while set(now := await after()) & set(before):  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.05)
+        await fleet.generate(prompt_token_ids=PROMPTS, sampling_params={"max_tokens": 3})
+        assert (await admin.engines()).workers == now, "started again once"
+        assert not psutil.pid_exists(before[0])
+        await admin.close()

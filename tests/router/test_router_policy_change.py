@@ -98,6 +98,7 @@ async def test_every_process_follows_and_so_does_its_successor() -> None:
             return len(set((await r.admin.engines()).workers) - set(state.workers)) == 1
 
         await eventually(replaced)
+        await r.announce([backend.entry() for backend in r.backends])  # as the owner of a fleet does
         for _ in range(12):
             await (await r.client()).ask()
         assert Counter(set((await r.settled()).placements)) == Counter(["round-robin"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -174,8 +174,7 @@ class RouterAdmin:
 
     async def metrics(self) -> str:
         """The router's own figures, as Prometheus text."""
-        urls = await self._urls()
-        texts = await self._gather(self._request("GET", "/router/metrics", None, url) for url in urls)
+        texts = await self._each(lambda url: self._request("GET", "/router/metrics", None, url))
         return merge_metrics([text.decode() for text in texts]) if len(texts) > 1 else texts[0].decode()
 
     async def engines(self) -> RouterState:
@@ -211,22 +210,31 @@ class RouterAdmin:
 
     async def _all(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
         """Make a call to each process; the answers, once all of them have answered."""
-        return await self._gather([self._call(method, path, body, url) for url in await self._urls()])
+        return await self._each(lambda url: self._call(method, path, body, url))
+
+    async def _each(self, call: Callable[[str], Awaitable[T]]) -> list[T]:
+        """What the call to each process answers, or the first error once all calls have ended."""
+        known = self._processes
+        try:
+            return await self._gather(call(url) for url in await self._urls())
+        except EngineDeadError:
+            self._processes = None
+            if known is None or len(known) == 1:
+                raise
+            # Another router may have been started on the same port, with other control ports.
+            return await self._gather(call(url) for url in await self._urls())
 
     async def _gather(self, calls: Iterable[Awaitable[T]]) -> list[T]:
-        """What all calls answer, or the first error once each has ended: a call must not come into force after that."""
         results = await asyncio.gather(*calls, return_exceptions=True)
-        errors = [result for result in results if isinstance(result, BaseException)]
-        if any(isinstance(error, EngineDeadError) for error in errors):
-            self._processes = None  # another router may be started on the same port, with other control ports
-        if errors:
-            raise errors[0]
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
         return [result for result in results if not isinstance(result, BaseException)]
 
     async def _states(self) -> list[dict[str, Any]]:
         """What each process says. One that has no engines yet gets the policy and gates of the others."""
+        states = await self._all("GET", "/router/engines")
         urls = await self._urls()
-        states = await self._gather([self._call("GET", "/router/engines", None, url) for url in urls])
         known = max(states, key=lambda state: state["epoch"])
         if len(states) > 1:
             fresh = [url for url, state in zip(urls, states, strict=True) if state["epoch"] < 0]
