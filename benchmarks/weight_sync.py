@@ -294,7 +294,7 @@ async def main() -> int:
         launch = Fleet.launch(
             path, args.engines, profile="gpu", load_format="dummy", tensor_parallel_size=args.tp,
             max_model_len=8192, max_num_seqs=256, gpu_memory_utilization=args.memory, weight_transport=args.transport,
-            log_dir=args.logs,
+            log_dir=args.logs, health_interval_s=86400,  # the peer changes the same engine behind the fleet
             extra_args={
                 "weight-transfer-config": json.dumps(backend), "attention-backend": "FLASH_ATTN",
                 "compilation-config": json.dumps(GRAPHS),
