@@ -182,6 +182,10 @@ class Group:
         visit = Visit(self.spec.address, self.spec.port, self.spec.key, self.spec.timeout_s)
         with self._changed:
             self._visits.append(visit)
+            cut = self.cut
+        if cut is not None:  # `end` may have gone over the list before
+            visit.close()
+            raise TransferError(cut)
         return visit
 
     # --- use ---------------------------------------------------------------------------------------------------------
@@ -263,7 +267,7 @@ class Group:
         if backend is not None:
             # NCCL's kernels return at once.
             _start("penstock-abort", lambda: _abort(backend))
-        for visit in self._visits:
+        for visit in tuple(self._visits):
             visit.close()
 
     def _check(self) -> None:
@@ -278,7 +282,7 @@ class Group:
 
     def _until_ended(self) -> None:
         why = "the trainer is gone"
-        with suppress(OSError):
+        with suppress(OSError, TransferError):
             why = f"the trainer cut the group: {self._visit().until_ended()}"
         self.end(why)
 

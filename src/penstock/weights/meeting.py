@@ -23,8 +23,10 @@ from contextlib import suppress
 from penstock.errors import TransferError
 from penstock.guard import Strangers, shut
 
-HANDSHAKE_S, STRANGERS = 10.0, 64
-"""Seconds that a connection has to prove itself, and how many there may be that have not."""
+HANDSHAKE_S, STRANGERS = 10.0, 1024
+"""Seconds that a connection has to prove itself, and how many there may be that have not: members come all at once."""
+BACKLOG = 4096
+"""A worker opens two connections or more; with a shorter queue hundreds of workers lost each other's."""
 MARGIN_S = 5.0
 """What an answer may take besides the time that was asked for."""
 MAX_VALUE = 2**20
@@ -51,7 +53,6 @@ class Meeting:
         self._key = key
         self._values: dict[str, bytes] = {}
         self._lines: dict[int, socket.socket] = {}
-        self._open: set[socket.socket] = set()
         self._strangers = Strangers(STRANGERS)
         self._changed = threading.Condition()
         self._ended: str | None = None
@@ -59,7 +60,7 @@ class Meeting:
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._listener.bind((address, 0))
-            self._listener.listen(128)
+            self._listener.listen(BACKLOG)
         except OSError as error:
             self._listener.close()
             message = f"cannot listen on {address!r} for engines: {error}; set fleet.weight_address"

@@ -26,11 +26,14 @@ class VersionHistory:
     def __init__(self) -> None:
         self.version: Callable[[], int] = int
         self._paused: list[tuple[float, int]] = []
-        """When an engine was paused, by the loop's clock, and the version that it served until then."""
+        """Of each version, when an engine that served it was paused last, by the loop's clock."""
 
     def note_pause(self) -> None:
         """An engine is about to be paused."""
-        self._paused.append((asyncio.get_running_loop().time(), self.version()))
+        version = self.version()
+        if self._paused and self._paused[-1][1] == version:
+            self._paused.pop()  # whatever was sent before that pause was sent before this one too
+        self._paused.append((asyncio.get_running_loop().time(), version))
 
     def version_of(self, sent_at: float, *, aborted: bool) -> int | None:
         """The version of all tokens of an answer that has just come; None where that is not certain.
