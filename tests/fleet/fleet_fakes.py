@@ -250,7 +250,7 @@ class Bench:
             lifecycle.to(State.SYNCING, "test")
             info = EngineInfo("fake", "0", 0, False, *layout, 32, 64, ("shared_memory",), fake.capabilities)
             url = f"http://127.0.0.1:{port}"
-            self.roster.admit(Member(name, url, fake, info, lifecycle, 0, self.process[name]))
+            self.roster.admit(Member(name, url, fake, info, lifecycle, 0, process=self.process[name]))
         self.operations = Operations(
             self.roster, self.store, min_engines=min_engines, control_timeout_s=DEADLINE_S, request_timeout_s=30.0
         )
