@@ -46,7 +46,7 @@ class FakeEngines:
         fake.faults |= {step.removeprefix("again "): kind for step, kind in fake.faults.items()}
         process = self.bench.process[name] = FakeProcess()
         info = EngineInfo("fake", "0", 0, False, 1, 1, 1, 32, 64, ("shared_memory",))
-        return Member(name, f"http://127.0.0.1:{90 + len(self.starts)}", fake, info, lifecycle, 0, process)
+        return Member(name, f"http://127.0.0.1:{90 + len(self.starts)}", fake, info, lifecycle, 0, process=process)
 
 
 class Restarts:
