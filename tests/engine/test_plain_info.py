@@ -141,7 +141,10 @@ async def test_nobody_there_is_said_with_the_address() -> None:
 
 @pytest.mark.parametrize(
     ("key", "says"),
-    [(None, "asks for an API key and none was given; give its"), ("other", "does not take the API key that was given")],
+    [
+        (None, "asks for an API key and none was given; give the key"),
+        ("other", "does not take the API key that was given"),
+    ],
 )
 @pytest.mark.parametrize("plain", [False, True])
 async def test_another_api_key_is_said_with_the_address(key: str | None, says: str, plain: bool) -> None:  # noqa: FBT001

@@ -65,13 +65,14 @@ def test_every_route_of_vllm_is_a_data_path_or_refused(monkeypatch: pytest.Monke
 async def router(live):
     made = Router(RouterConfig(engine_metrics_interval_s=0))
     await made.start("127.0.0.1", 0)
-    made.dispatcher.set_engines(1, [EngineEntry("live", live.engine.control.url)])
+    made.dispatcher.set_engines(1, [EngineEntry("live", live.engine.control.url, api_key=live.key)])
     yield made
     await made.close()
 
 
 async def asked(live, path):
-    async with aiohttp.ClientSession() as session, session.get(live.engine.control.url + path) as answer:
+    key = {"Authorization": f"Bearer {live.key}"}
+    async with aiohttp.ClientSession(headers=key) as session, session.get(live.engine.control.url + path) as answer:
         assert answer.status == 200
         return await answer.json()
 
