@@ -16,6 +16,7 @@ from worker_rig import one_to_each, pid_of, running
 
 from penstock.config import RouterConfig
 from penstock.errors import EngineStartError, StateError, UserError
+from penstock.fleet.router_process import RouterProcess
 from penstock.router.admin_client import RouterAdmin, RouterState
 from penstock.router.shared_port import SharedPort
 from penstock.router.workers import Workers, listen
@@ -328,6 +329,23 @@ async def test_workers_that_cannot_start_are_an_error(monkeypatch: pytest.Monkey
     with pytest.raises(EngineStartError, match=r"router worker \d ended with status 1 as it started"):
         await workers.start()
     await workers.close()
+
+
+@pytest.mark.parametrize("line", ['{"url": "http', "no JSON\\n", "[]\\n", '{"pid": 1}\\n', "%0100000d"])
+async def test_a_worker_that_dies_inside_its_report_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    program = tmp_path / "program"
+    program.write_text(f"""#!/bin/bash\nwhile [ "$1" != --ready-fd ]; do shift; done\nprintf '{line}' >&$2\n""")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    workers = Workers(RouterConfig(workers=2), None, [])
+    async with asyncio.timeout(60):
+        with pytest.raises(EngineStartError, match=r"router worker \d ended inside the report of its start, b"):
+            await workers.start()
+        await workers.close()
+    with pytest.raises(EngineStartError, match=r"(?s)the router ended inside the report.*; its log "):
+        await RouterProcess.launch(RouterConfig(), log_dir=tmp_path, api_key=None)
 
 
 async def test_a_port_that_another_router_shares_out_is_taken() -> None:
