@@ -16,6 +16,7 @@ from worker_rig import one_to_each, pid_of, running
 
 from penstock.config import RouterConfig
 from penstock.errors import EngineStartError, StateError, UserError
+from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import RouterProcess
 from penstock.router.admin_client import RouterAdmin, RouterState
 from penstock.router.shared_port import SharedPort
@@ -145,11 +146,16 @@ async def test_a_policy_or_gate_that_one_process_missed_reaches_it_with_the_engi
         answer = await one.ask("/router/policy", b'{"policy": "round-robin"}', method="PUT")
         assert answer.status == 200
         assert (await one.ask("/router/gate", b'{"closed": true, "adapter": "a"}')).status == 200
-        one.close()
         assert not (await r.admin.engines()).in_step
         await r.announce([r.backends[0].entry()])
         state = await r.admin.engines()
         assert (state.in_step, state.gates_closed, state.gate_closed) == (True, ("a",), False)
+        roster = Roster(r.admin)
+        await roster.restore()
+        await one.ask("/router/policy", b'{"policy": "requests"}', method="PUT")
+        one.close()
+        epochs = [(await roster.check_router()).epoch for _ in range(4)]
+        assert epochs == [3, 4, 4, 4], "announced once more, and no more once all are in step"
 
 
 async def test_a_session_of_one_process_alone_is_known_where_it_finishes() -> None:
