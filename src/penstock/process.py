@@ -19,7 +19,11 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+
+import orjson
+
+from penstock.errors import EngineStartError
 
 SCRATCH_ENV = "PENSTOCK_SCRATCH"
 """Environment variable that names a folder which belongs to a process group, and goes away with it."""
@@ -320,18 +324,27 @@ async def _ended(pid: int) -> None:
         os.close(fd)
 
 
-async def read_line(fd: int, deadline_s: float) -> bytes:
-    """A line that another process writes on a pipe, which is closed then; empty if that process closed it first.
+async def read_report(fd: int, deadline_s: float) -> dict[str, Any]:
+    """Read the line of JSON that a child writes on a pipe once it has started; empty if it closed the pipe first.
 
     Raises:
-        TimeoutError: neither within `deadline_s` seconds.
+        EngineStartError: neither within `deadline_s` seconds, or another line; says what the child did.
     """
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", buffering=0)
     )
+    line = b""
     try:
         async with asyncio.timeout(deadline_s):
-            return await reader.readline()
+            line = await reader.readline()
+        report: Any = orjson.loads(line or b"{}")
+    except TimeoutError:
+        raise EngineStartError(f"was not ready within {deadline_s:g} s") from None
+    except ValueError:  # no JSON, or no end of the line: it has died inside it
+        report = None
     finally:
         transport.close()
+    if not isinstance(report, dict) or (report and not report.keys() & {"url", "error"}):
+        raise EngineStartError(f"ended inside the report of its start, {line[:200]!r}")
+    return report  # pyright: ignore[reportUnknownVariableType] - a JSON object

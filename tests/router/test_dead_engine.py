@@ -13,6 +13,7 @@ from router_rig import Answer, Backend, Rig, Seen, answer_name, eventually, read
 
 from penstock.router import dead_answer
 from penstock.router.exchange import REPLAY_LIMIT
+from penstock.router.framing import ChunkedReader
 from penstock.router.head import parse_response
 from penstock.router.membership import EngineEntry
 from penstock.sim.config import SimConfig
@@ -127,6 +128,47 @@ async def test_any_other_error_is_passed_on_and_trips_nothing(answer: bytes) -> 
             assert (await client.receive()).status == int(answer.split()[1])
         state = await r.settled()
         assert (state.engines[0].down, state.engines[0].dead_answers) == (False, 0)
+
+
+ENDLESS = {
+    "no data": chunk(b": " + b"x" * 1000 + b"\n"),
+    "no end of the event": chunk(b"data: " + b"x" * 1000),
+    "small chunks": chunk(b"x") * 100,
+    "long extensions": (b"1;a=" + b"b" * 1000 + b"\r\nx\r\n"),
+}
+
+
+@pytest.mark.parametrize("piece", ENDLESS.values(), ids=ENDLESS)
+async def test_a_stream_without_an_event_is_held_back_no_longer_than_its_first_bytes(piece: bytes) -> None:
+    async def send(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        writer.write(STREAM)
+        for _ in range(20_000 // len(piece)):
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
+        await reader.read()  # the answer has no end
+
+    async with rig(send) as r:
+        client = await r.client()
+        await client.send(request())
+        async with asyncio.timeout(20):
+            assert (await client.head())[0] == 200
+
+
+def test_the_bytes_of_a_suspect_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fed = 0
+
+    class Counting(ChunkedReader):
+        def feed(self, data: bytes, start: int = 0) -> int:
+            nonlocal fed
+            fed += len(data) - start
+            return super().feed(data, start)
+
+    monkeypatch.setattr(dead_answer, "ChunkedReader", Counting)
+    body = chunk(b": " + b"x" * 500) * 20
+    suspect = dead_answer.Suspect(parse_response(STREAM, b"POST"))
+    assert {suspect.judge(body[i : i + 50]) for i in range(0, len(body), 50)} == {(False, "")}
+    assert fed == len(body)
 
 
 async def test_a_death_after_the_first_event_ends_the_stream_as_the_engine_ended_it() -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.router import head as heads
 from penstock.router.head import CHUNKED, UNTIL_CLOSE, parse_request, parse_response
 from penstock.router.refusal import RefusalError
 
@@ -80,6 +81,23 @@ def test_hostile_heads_are_refused(head: bytes) -> None:
         parse_request(head)
     assert caught.value.status in {400, 417, 501, 505}
     assert not re.search(r"\bb['\"]", str(caught.value)), "what was sent is shown as text"
+
+
+@pytest.mark.parametrize(
+    ("target", "field", "kept"),
+    [
+        (b"/v1/x", b"Accept: */*", True),
+        (b"/v1/x?token=secret", b"Accept: */*", False),
+        (b"/v1/x", b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", False),
+        (b"/v1/x", b"Authorization: Bearer secret", False),
+    ],
+)
+def test_heads_with_a_secret_or_a_trace_are_not_kept(
+    monkeypatch: pytest.MonkeyPatch, target: bytes, field: bytes, *, kept: bool
+) -> None:
+    monkeypatch.setattr(heads, "_known", {})
+    parse_request(b"POST %b HTTP/1.1\r\nHost: a\r\n%b\r\n\r\n" % (target, field))
+    assert bool(heads._known) is kept  # pyright: ignore[reportPrivateUsage]
 
 
 def test_a_head_is_written_from_its_fields() -> None:

@@ -16,7 +16,10 @@ from worker_rig import one_to_each, pid_of, running
 
 from penstock.config import RouterConfig
 from penstock.errors import EngineStartError, StateError, UserError
+from penstock.fleet.roster import Roster
+from penstock.fleet.router_process import RouterProcess
 from penstock.router.admin_client import RouterAdmin, RouterState
+from penstock.router.shared_port import SharedPort
 from penstock.router.workers import Workers, listen
 
 OPTIONS: dict[str, Any] = {"process": True, "workers": 2, "engine_metrics_interval_s": 0}
@@ -125,6 +128,60 @@ async def test_a_call_on_the_shared_port_is_answered_for_all_or_refused() -> Non
                 assert (answer.status, answer.header("x-penstock-error")) == (421, "several_processes")
                 assert f"each control port: {ports[0]}, {ports[1]}" in answer.body.decode()
             assert (await client.ask("/router/sessions/finish", b"{}")).status == 400
+
+
+async def test_a_read_on_the_shared_port_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_ADMIN_KEY", "admin")
+    async with rig(process=True, workers=2, admin_key_env="TEST_ADMIN_KEY") as r:  # no process has engines yet
+        for client in (await one_to_each(r)).values():
+            answer = await client.ask("/router/engines", method="GET")
+            assert (answer.status, json.loads(answer.body)["epoch"]) == (200, -1)
+
+
+async def test_a_policy_or_gate_that_one_process_missed_reaches_it_with_the_engines() -> None:
+    async with rig(answer_name, **OPTIONS) as r:
+        client = await r.client()
+        ports = json.loads((await client.ask("/router/health", method="GET")).body)["control_ports"]
+        one = await RawClient.connect(f"http://127.0.0.1:{ports[1]}")
+        answer = await one.ask("/router/policy", b'{"policy": "round-robin"}', method="PUT")
+        assert answer.status == 200
+        assert (await one.ask("/router/gate", b'{"closed": true, "adapter": "a"}')).status == 200
+        assert not (await r.admin.engines()).in_step
+        await r.announce([r.backends[0].entry()])
+        state = await r.admin.engines()
+        assert (state.in_step, state.gates_closed, state.gate_closed) == (True, ("a",), False)
+        roster = Roster(r.admin)
+        await roster.restore()
+        await one.ask("/router/policy", b'{"policy": "requests"}', method="PUT")
+        one.close()
+        epochs = [(await roster.check_router()).epoch for _ in range(4)]
+        assert epochs == [3, 4, 4, 4], "announced once more, and no more once all are in step"
+
+
+async def test_a_session_of_one_process_alone_is_known_where_it_finishes() -> None:
+    async with rig(answer_name, answer_name, **OPTIONS) as r:
+        for name, client in zip("ab", (await one_to_each(r)).values(), strict=True):
+            await client.ask(headers=session(name))
+            finished = [
+                json.loads((await client.ask("/router/sessions/finish", b'{"session_id": "%b"}' % name.encode())).body)
+                for _ in range(2)
+            ]
+            assert finished == [{"finished": True}, {"finished": False}]
+
+
+async def test_a_control_port_that_answers_otherwise_is_a_named_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig(answer_name) as r:
+        assert r.router is not None
+
+        async def states(_: RouterAdmin) -> dict[str, dict[str, Any]]:
+            return {"one": {"epoch": 1}, "two": {"epoch": 1}}
+
+        monkeypatch.setattr(RouterAdmin, "_states", states)
+        r.router.dispatcher.shared_port = SharedPort("127.0.0.1", 1, (1, 2), None)
+        async with asyncio.timeout(20):
+            answer = await (await r.client()).ask("/router/engines", method="GET")
+        assert (answer.status, answer.header("x-penstock-error")) == (503, "no_worker")
+        assert b"not as a router of this version does (KeyError 'workers')" in answer.body
 
 
 async def test_a_change_is_in_force_on_every_process_when_the_call_returns() -> None:
@@ -278,6 +335,23 @@ async def test_workers_that_cannot_start_are_an_error(monkeypatch: pytest.Monkey
     with pytest.raises(EngineStartError, match=r"router worker \d ended with status 1 as it started"):
         await workers.start()
     await workers.close()
+
+
+@pytest.mark.parametrize("line", ['{"url": "http', "no JSON\\n", "[]\\n", '{"pid": 1}\\n', "%0100000d"])
+async def test_a_worker_that_dies_inside_its_report_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    program = tmp_path / "program"
+    program.write_text(f"""#!/bin/bash\nwhile [ "$1" != --ready-fd ]; do shift; done\nprintf '{line}' >&$2\n""")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    workers = Workers(RouterConfig(workers=2), None, [])
+    async with asyncio.timeout(60):
+        with pytest.raises(EngineStartError, match=r"router worker \d ended inside the report of its start, b"):
+            await workers.start()
+        await workers.close()
+    with pytest.raises(EngineStartError, match=r"(?s)the router ended inside the report.*; its log "):
+        await RouterProcess.launch(RouterConfig(), log_dir=tmp_path, api_key=None)
 
 
 async def test_a_port_that_another_router_shares_out_is_taken() -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
 from pathlib import Path
 from typing import Any, Self
 
-import orjson
-
 from penstock.config import RouterConfig
 from penstock.engine.process import telling_lines
 from penstock.errors import ConfigError, EngineStartError
-from penstock.process import ChildProcess, read_line
+from penstock.process import ChildProcess, read_report
 
 logger = logging.getLogger(__name__)
 
@@ -102,18 +101,21 @@ class RouterProcess:
 
 async def _ready(child: ChildProcess, pipe: int) -> str:
     """Wait for the router's report on its pipe; returns its URL."""
+    report: dict[str, Any] = {}
     try:
-        line = await read_line(pipe, START_S)
-        what = "" if line else f"ended with status {await child.wait()}"
-    except TimeoutError:
-        line, what = b"", f"was not ready within {START_S:g} s"
-    report: dict[str, Any] = orjson.loads(line) if line else {}
+        async with asyncio.timeout(START_S):
+            report = await read_report(pipe, START_S)
+            what = "" if report else f"ended with status {await child.wait()}"
+    except (EngineStartError, TimeoutError) as error:
+        what = str(error) or f"was not ready within {START_S:g} s"
     if "url" in report:
-        if report["log_error"]:
+        if report.get("log_error"):
             logger.warning("the router serves, but cannot write its log %s: %s", child.log, report["log_error"])
         return str(report["url"])
     if report:
-        raise ConfigError(report["error"]) if report["usage"] else EngineStartError(f"the router: {report['error']}")
+        raise (
+            ConfigError(report["error"]) if report.get("usage") else EngineStartError(f"the router: {report['error']}")
+        )
     try:
         said = telling_lines(child.said())
     except OSError as error:  # its folder may be gone

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 import uvloop
@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(_parser().parse_args(arguments))
     popped = ("api_key_env", "admin_key_env", "ready_fd", "worker")
     key_env, admin_env, ready_fd, place = (options.pop(name) for name in popped)
+    pipe = None if ready_fd is None else os.fdopen(ready_fd, "wb")
     try:
         config = validate(RouterConfig, {name: value for name, value in options.items() if value is not None})
         keys = _key("--api-key-env", key_env), _key("--admin-key-env", admin_env)
@@ -47,9 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             router = Router(config, api_key=keys[0], admin_key=keys[1])
             start = router.start
-        uvloop.run(_serve(router, start, ready_fd))
+        uvloop.run(_serve(router, start, pipe))
     except PenstockError as error:
-        _report(ready_fd, {"error": str(error), "usage": isinstance(error, UserError)})
+        _report(pipe, {"error": str(error), "usage": isinstance(error, UserError)})
         _print(2, f"penstock router: {error}\n")
         return 2 if isinstance(error, UserError) else 1
     return 0
@@ -64,14 +65,14 @@ def _print(fd: int, line: str) -> str | None:
     return None
 
 
-def _report(ready_fd: int | None, message: Mapping[str, Any]) -> None:
-    """Tell the process that started this one, once, whether it serves; by a pipe, which no full disk stops."""
-    if ready_fd is not None:
-        with suppress(BrokenPipeError), os.fdopen(ready_fd, "wb") as pipe:
+def _report(pipe: BinaryIO | None, message: Mapping[str, Any]) -> None:
+    """Report once to the process that started this one whether it serves; a pipe, since no full disk stops it."""
+    if pipe is not None and not pipe.closed:
+        with suppress(BrokenPipeError), pipe:
             pipe.write(orjson.dumps(message) + b"\n")
 
 
-async def _serve(router: Router | Workers, start: Callable[[], Awaitable[object]], ready_fd: int | None) -> None:
+async def _serve(router: Router | Workers, start: Callable[[], Awaitable[object]], pipe: BinaryIO | None) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -79,7 +80,7 @@ async def _serve(router: Router | Workers, start: Callable[[], Awaitable[object]
     try:
         started = await start()
         log_error = _print(1, f"penstock router ready on {router.url}\n")
-        _report(ready_fd, {"url": router.url, "log_error": log_error})
+        _report(pipe, {"url": router.url, "log_error": log_error})
         await stop.wait()
         del started
     finally:

@@ -125,7 +125,7 @@ def execute(dispatcher: Dispatcher, method: str, path: str, body: bytes) -> Answ
             hints = Hints(prompt_tokens=asked.prompt_tokens, prefix_hashes=hashes)
             answer = {"engine": dispatcher.placement.choose(hints, time.monotonic())}
         case ("POST", "/router/sessions/finish"):
-            answer = {"finished": dispatcher.finish_session(_parse(_SessionBody, body).session_id)}
+            answer = {"finished": dispatcher.finish_session(finished_session(body))}
         case ("GET", "/router/metrics" | "/metrics"):
             return render(families(dispatcher)).encode(), PROMETHEUS
         case _ if path in _METHODS:
@@ -135,6 +135,11 @@ def execute(dispatcher: Dispatcher, method: str, path: str, body: bytes) -> Answ
         case _:
             raise RefusalError(404, "not_found", f"no such endpoint: {path[:200]}")
     return orjson.dumps(answer), JSON
+
+
+def finished_session(body: bytes) -> str:
+    """Session that a body of `POST /router/sessions/finish` names; RefusalError: 400, for one that does not fit."""
+    return _parse(_SessionBody, body).session_id
 
 
 def announced(present: Membership, body: bytes) -> Membership:

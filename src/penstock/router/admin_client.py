@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -123,7 +124,7 @@ class RouterAdmin:
         """
         body = {"epoch": epoch, "engines": [asdict(e) for e in engines], "cut": list(cut)}
         if len(await self._urls()) > 1:
-            await self._states()  # one that was started again gets gates and policy before it has engines to serve from
+            await self._align()  # before a restarted process has engines to serve from
         await self._all("PUT", "/router/engines", body)
 
     async def gate(self, closed: bool, *, adapter: str | None = None, engine: str | None = None) -> None:  # noqa: FBT001 - the one thing that the call says
@@ -170,25 +171,27 @@ class RouterAdmin:
     async def finish_session(self, session_id: str | int) -> bool:
         """The session has no further turn: what it holds on its engine no longer counts. False: it was not known."""
         answers = await self._all("POST", "/router/sessions/finish", {"session_id": str(session_id)})
-        return any(answer["finished"] for answer in answers)
+        with _as_a_router_answers(self._url):
+            return any(answer["finished"] for answer in answers)
 
     async def metrics(self) -> str:
         """The router's own figures, as Prometheus text."""
         texts = await self._each(lambda url: self._request("GET", "/router/metrics", None, url))
-        return merge_metrics([text.decode() for text in texts]) if len(texts) > 1 else texts[0].decode()
+        with _as_a_router_answers(self._url):
+            return merge_metrics([text.decode() for text in texts]) if len(texts) > 1 else texts[0].decode()
 
     async def engines(self) -> RouterState:
         """The set in force, with load figures."""
         answer = await self.state()
-        loads = tuple(_load(load) for load in answer.pop("engines"))
-        answer["gates_closed"] = tuple(answer["gates_closed"])
-        answer["workers"] = tuple(answer["workers"])
-        return RouterState(**answer, engines=loads)
+        with _as_a_router_answers(self._url):
+            loads = tuple(_load(load) for load in answer.pop("engines"))
+            answer["gates_closed"] = tuple(answer["gates_closed"])
+            answer["workers"] = tuple(answer["workers"])
+            return RouterState(**answer, engines=loads)
 
     async def state(self) -> dict[str, Any]:
         """`engines` as the JSON that a router of one process answers."""
-        states = await self._states()
-        return merge_states(states) if len(states) > 1 else states[0]
+        return self._merged([*(await self._states()).values()])
 
     async def health(self) -> None:
         """Return when the router answers; needs no key."""
@@ -231,21 +234,31 @@ class RouterAdmin:
                 raise result
         return [result for result in results if not isinstance(result, BaseException)]
 
-    async def _states(self) -> list[dict[str, Any]]:
-        """What each process says. One that has no engines yet gets the policy and gates of the others."""
-        states = await self._all("GET", "/router/engines")
-        urls = await self._urls()
-        known = max(states, key=lambda state: state["epoch"])
-        if len(states) > 1:
-            fresh = [url for url, state in zip(urls, states, strict=True) if state["epoch"] < 0]
-            await self._gather([self._bring_up(url, known) for url in fresh])
-        return states
+    async def _states(self) -> dict[str, dict[str, Any]]:
+        """What each process says, by its URL."""
 
-    async def _bring_up(self, url: str, known: Mapping[str, Any]) -> None:
-        await self._call("PUT", "/router/policy", known["policy"], url)
-        for adapter in known["gates_closed"]:
+        async def ask(url: str) -> tuple[str, dict[str, Any]]:
+            return url, await self._call("GET", "/router/engines", None, url)
+
+        return dict(await self._each(ask))
+
+    def _merged(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        with _as_a_router_answers(self._url):
+            return merge_states(states) if len(states) > 1 else states[0]
+
+    async def _align(self) -> None:
+        """Give each process the policy and the closed gates of the others, where its own differ."""
+        states = await self._states()
+        merged = self._merged([*states.values()])
+        await self._gather([self._bring_up(url, state, merged) for url, state in states.items()])
+
+    async def _bring_up(self, url: str, state: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
+        if state["policy"] != merged["policy"]:
+            await self._call("PUT", "/router/policy", merged["policy"], url)
+        for adapter in set(merged["gates_closed"]) - set(state["gates_closed"]):
             await self._call("POST", "/router/gate", {"closed": True, "adapter": adapter}, url)
-        if known["gate_closed"] or self._closed:
+        closed = merged["gate_closed"] or (self._closed and state["epoch"] < 0)
+        if closed and not state["gate_closed"]:
             await self._call("POST", "/router/gate", {"closed": True}, url)
 
     async def _call(
@@ -284,6 +297,20 @@ class RouterAdmin:
         if status != 200:  # noqa: PLR2004 - the HTTP status
             raise _error(status, content, f"{method} {url}{path}")
         return content
+
+
+@contextmanager
+def _as_a_router_answers(url: str) -> Generator[None]:
+    """Read JSON or figures of a router; EngineHTTPError where they do not have its form."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__} {error}"
+        raise EngineHTTPError(
+            f"a process behind {url} answered 200, but not as a router of this version does ({what}); "
+            "check that each of its control ports belongs to it, and restart it",
+            status=200,
+        ) from error
 
 
 def _load(answer: dict[str, Any]) -> EngineLoad:

@@ -12,13 +12,13 @@ from typing import Any
 
 import orjson
 
-from penstock.router.framing import ChunkedReader
+from penstock.router.framing import ChunkedReader, LengthReader
 from penstock.router.head import CHUNKED, ResponseHead
 
 _MESSAGE = "EngineCore encountered an issue"
 """How the message of vLLM's `EngineDeadError` begins."""
 _MOST = 16_384
-"""Bytes of an answer that are looked at: such an error has about 200."""
+"""Bytes of an answer, framing and all, that are read at most before it goes on: such an error has about 200."""
 _LINES, _EVENTS = b"application/x-ndjson", b"text/event-stream"
 _LINE_END = re.compile(rb"\n")
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
@@ -31,27 +31,32 @@ def is_suspect(response: ResponseHead) -> bool:
     return response.status == 200 and response.length == CHUNKED and _is_stream(response)  # noqa: PLR2004
 
 
-def judge(response: ResponseHead, body: bytes) -> tuple[bool, str]:
-    """Whether enough of a suspect answer's body is here, and the cause of death that it gives; empty: none.
+class Suspect:
+    """An answer whose body may begin with the death of its core; sees the body as it comes."""
 
-    Raises:
-        FramingError: the body is not well-formed.
-    """
-    done = len(body) >= response.length
-    if response.length == CHUNKED:
-        payload: list[bytes] = []
-        reader = ChunkedReader(payload)
-        reader.feed(body)
-        done = reader.done
-        body = b"".join(payload)
-    if _is_stream(response):
-        is_lines = response.content_type.startswith(_LINES)
-        first, *rest = (_LINE_END if is_lines else _EVENT_END).split(body, 1)
-        body = first if is_lines else first.partition(b"data:")[2]
-        done = done or bool(rest)
-    if not done and len(body) < _MOST:
-        return False, ""
-    return True, _cause(body)
+    def __init__(self, response: ResponseHead) -> None:
+        self.response = response
+        self._payload: list[bytes] = []
+        chunked = response.length == CHUNKED
+        self._reader = ChunkedReader(self._payload) if chunked else LengthReader(response.length)
+        self._body = b""
+
+    def judge(self, data: bytes) -> tuple[bool, str]:
+        """Whether enough of the body is here with `data`, its next piece, and the cause of death; empty: none.
+
+        Raises:
+            FramingError: the body is not well-formed.
+        """
+        end = self._reader.feed(data)
+        self._body += b"".join(self._payload) if self.response.length == CHUNKED else data[:end]
+        self._payload.clear()
+        body, done = self._body, self._reader.done or self._reader.size >= _MOST
+        if _is_stream(self.response):
+            is_lines = self.response.content_type.startswith(_LINES)
+            first, *rest = (_LINE_END if is_lines else _EVENT_END).split(body, 1)
+            body = first if is_lines else first.partition(b"data:")[2]
+            done = done or bool(rest)
+        return (True, _cause(body)) if done else (False, "")
 
 
 def _is_stream(response: ResponseHead) -> bool:

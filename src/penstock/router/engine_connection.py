@@ -41,6 +41,7 @@ class EngineConnection(asyncio.BufferedProtocol):
         "_read_buffer",
         "_read_paused",
         "_reusable",
+        "_suspect",
         "engine",
         "exchange",
         "idle_since",
@@ -59,6 +60,8 @@ class EngineConnection(asyncio.BufferedProtocol):
         self.write_paused = False
         self._buffer = b""
         self._body: BodyReader | None = None
+        self._suspect: dead_answer.Suspect | None = None
+        """The answer, while it is not known whether it says that the core is dead; `_buffer` has its body so far."""
         self._payload: list[bytes] | None = None
         self._between_chunks = False
         """The answer is passed on as it comes, and the next byte is the first of a chunk."""
@@ -115,10 +118,12 @@ class EngineConnection(asyncio.BufferedProtocol):
             self.transport.abort()  # nobody asked: the connection cannot be trusted any more
             return
         try:
-            if self._body is None:
-                self._read_head(exchange, data)
-            else:
+            if self._body is not None:
                 self._read_body(exchange, self._body, data)
+            elif self._suspect is not None:
+                self._read_suspect(exchange, self._suspect, data)
+            else:
+                self._read_head(exchange, data)
         except FramingError as error:
             self.drop()
             exchange.broken(f"bad answer: {error}")
@@ -185,15 +190,22 @@ class EngineConnection(asyncio.BufferedProtocol):
             self._interim(exchange, response)
             start = end
         if dead_answer.is_suspect(response):
-            known, cause = dead_answer.judge(response, data[end:])
-            if not known:
-                self._buffer = data[start:]
-                return
-            if cause:
-                self.drop()
-                exchange.engine_died(self.engine, cause)
-                return
-        self._begin_answer(exchange, response, data, end)
+            self._suspect = dead_answer.Suspect(response)
+            self._read_suspect(exchange, self._suspect, data[end:])
+        else:
+            self._begin_answer(exchange, response, data, end)
+
+    def _read_suspect(self, exchange: Exchange, suspect: dead_answer.Suspect, data: bytes) -> None:
+        self._buffer += data
+        known, cause = suspect.judge(data)
+        if not known:
+            return
+        body, self._buffer, self._suspect = self._buffer, b"", None
+        if cause:
+            self.drop()
+            exchange.engine_died(self.engine, cause)
+        else:
+            self._begin_answer(exchange, suspect.response, body, 0)
 
     def _interim(self, exchange: Exchange, response: ResponseHead) -> None:
         """An informational answer, before the real one."""

@@ -113,7 +113,7 @@ class _Head:
     length: int = 0
     """Bytes of body, or CHUNKED, or UNTIL_CLOSE."""
     is_public: bool = True
-    """No field can hold a secret."""
+    """Nothing in it can be a secret or one request's own: a copy of it may be kept."""
     fields: bytes
     """Whole lines to pass on, without a word on framing and connection."""
     framing: bytes = b""
@@ -213,7 +213,8 @@ def _request(head: bytes) -> RequestHead:
     _finish(request, fields)
     secret = request.authorization or request.x_api_key or request.hop_by_hop
     clamped = request.prompt_tokens or request.expected_tokens  # by the dispatcher, for the engines of the moment
-    request.is_public = request.is_public and not secret and not clamped
+    single = request.traceparent or b"?" in target  # a trace is one request's own; a query may hold a token
+    request.is_public = request.is_public and not (secret or clamped or single)
     if request.transfer_encoding is not None and not request.http_1_1:
         raise RefusalError(400, "bad_request", "Transfer-Encoding does not go with HTTP/1.0")
     return request

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from penstock.router.admin_calls import JSON, PROMETHEUS, Answer, execute
+from penstock.router.admin_calls import JSON, PROMETHEUS, Answer, execute, finished_session
 from penstock.router.refusal import RefusalError
 
 if TYPE_CHECKING:
@@ -58,8 +58,7 @@ class SharedPort:
                 case "POST", "/router/gate":
                     raise self._misdirected(method, path)
                 case "POST", "/router/sessions/finish":
-                    execute(dispatcher, method, path, body)  # which refuses a body that does not fit
-                    finished = await admin.finish_session(orjson.loads(body)["session_id"])
+                    finished = await admin.finish_session(finished_session(body))
                     return orjson.dumps({"finished": finished}), JSON
                 case _:
                     return execute(dispatcher, method, path, body)

@@ -25,7 +25,7 @@ import orjson
 
 from penstock.config import RouterConfig, refuse_open_host
 from penstock.errors import EngineStartError, UserError
-from penstock.process import LIFELINE_ENV, read_line
+from penstock.process import LIFELINE_ENV, read_report
 from penstock.router.client_connection import ClientConnection
 from penstock.router.server import Router
 from penstock.router.shared_port import SharedPort
@@ -153,7 +153,12 @@ class Workers:
         self._control = [listen(host, 0, 1)[0] for _ in range(count)]
         ready = [asyncio.get_running_loop().create_future() for _ in range(count)]
         self._tasks = [asyncio.create_task(self._keep(index, future)) for index, future in enumerate(ready)]
-        await asyncio.gather(*ready)
+        most_s = START_S + 2 * STOP_S  # the report, and the end of a worker that gave none
+        try:
+            async with asyncio.timeout(most_s):
+                await asyncio.gather(*ready)
+        except TimeoutError:
+            raise EngineStartError(f"the router's workers have not started within {most_s:g} s") from None
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def close(self) -> None:
@@ -195,15 +200,15 @@ class Workers:
         finally:
             os.close(write_fd)
         try:
-            report: dict[str, Any] = orjson.loads(await read_line(read_fd, START_S) or b"{}")
+            report = await read_report(read_fd, START_S)
             if "url" not in report:
                 await _end(process)
                 return report.get("error") or f"ended with status {process.returncode} as it started"
             if not ready.done():
                 ready.set_result(None)
             return f"ended with status {await process.wait()}"
-        except TimeoutError:
-            return f"was not ready within {START_S:g} s"
+        except EngineStartError as error:
+            return str(error)
         finally:
             await _end(process)
 
