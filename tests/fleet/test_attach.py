@@ -369,7 +369,7 @@ async def test_requests_that_wait_while_the_first_plain_server_joins_are_answere
         await fleet.resume_generation()
         check(PROMPTS, await batch, PARAMS)
         assert (await stream)["choices"]
-        assert second.engine.figures.generation_tokens > 0
+        assert second.engine.stats.generation_tokens > 0
 
 
 async def test_a_name_that_a_router_knows_is_given_to_no_other() -> None:
