@@ -277,8 +277,16 @@ class ChildProcess:
     def kill(self) -> None:
         """SIGKILL to the whole group, at once."""
         if not self._reaper.done():
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        try:
             self.remember()
             kill_group(self.pid)
+        except OSError as error:  # without a file descriptor left, nobody can see who is of the group
+            logger.warning("%s: its whole group is killed, unseen: %s", self.name, shortage(error))
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def remember(self) -> None:
         """Note which named shared memory its group has mapped: it is unlinked when all of them have ended.
@@ -295,14 +303,15 @@ class ChildProcess:
 
     async def _reap(self) -> int:
         status = await self._process.wait()
-        self.remember()
-        kill_group(self.pid)  # usually nobody of the group is left
+        self._kill_group()  # usually nobody of the group is left
         try:
             async with asyncio.timeout(GONE_S):
                 for pid in group_members(self.pid):
                     await _ended(pid)
         except TimeoutError:
             logger.warning("%s: processes of its group are not gone %g s after SIGKILL", self.name, GONE_S)
+        except OSError as error:
+            logger.warning("%s: its group is not waited for: %s", self.name, shortage(error))
         os.close(self._lifeline_fd)
         remove_leftovers(self._shared, self._scratch)
         return status

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from penstock import process
 from penstock.config import EngineConfig
 from penstock.engine.process import EngineProcess, reserved_port
 from penstock.errors import EngineStartError
@@ -115,6 +116,27 @@ async def test_when_wait_returns_the_whole_group_is_gone(end: str, tmp_path: Pat
         child.kill()
     await asyncio.wait_for(child.wait(), 10.0)
     assert not alive(grandchild)
+
+
+@pytest.mark.parametrize("lacks", ["pidfd", "proc"])
+async def test_a_group_ends_though_no_file_descriptor_is_left(
+    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    child = await ChildProcess.start([sys.executable, "-c", FAMILY, "leave"], name="family", log=tmp_path / "log")
+    grandchild = int(await first_line(child))
+    if lacks == "proc":
+        monkeypatch.setattr(process, "_processes_of", refuses)
+    else:
+        monkeypatch.setattr(os, "pidfd_open", refuses)
+        members = process.group_members
+        monkeypatch.setattr(process, "group_members", lambda group: [*members(group), os.getpid()])
+    assert await asyncio.wait_for(child.wait(), 20.0) == 0
+    async with asyncio.timeout(20):
+        while alive(grandchild):  # noqa: ASYNC110 - it is nobody's child
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("killed", ["by us", "by others", "with its launcher"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.engine.metrics import engine_stats
+from penstock.errors import EngineError
 from penstock.types import EngineStats
 
 RANK = """\
@@ -24,3 +25,10 @@ python_info{{version="3.12"}} 1.0
 def test_ranks_are_added_up_and_their_kv_usage_is_the_mean():
     text = "".join(RANK.format(rank=rank) for rank in range(2))
     assert engine_stats(text, "e0") == EngineStats(4, 2, pytest.approx(0.1), 3_000_000, 6)
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "", "much"])
+def test_figures_that_cannot_be_read_are_the_engines_error(value: str):
+    text = RANK.format(rank=0).replace(" 1.5e+06", f" {value}")
+    with pytest.raises(EngineError, match="engine e0: its /metrics cannot be read: "):
+        engine_stats(text, "e0")

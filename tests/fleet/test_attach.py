@@ -13,7 +13,16 @@ from sim_fleets import SIM, check, check_serves, generated, in_flight
 
 from penstock import Fleet, SamplingParams
 from penstock.config import ServerSpec
-from penstock.errors import ConfigError, EngineDeadError, MissingCapabilityError, StateError, UpdateError, UserError
+from penstock.engine.transport import HttpTransport
+from penstock.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    MissingCapabilityError,
+    StateError,
+    UpdateError,
+    UserError,
+)
 from penstock.fleet import operations
 from penstock.fleet.attach import AttachedServers
 from penstock.fleet.lifecycle import Lifecycle, State
@@ -99,6 +108,23 @@ async def test_a_server_that_knows_the_model_by_another_name_is_told_of(caplog: 
             assert "answers 404" not in caplog.text
             await fleet.attach(other.url)
         assert f"{other.url} serves theirs and knows no model mine: it answers 404 to OpenAI requests" in caplog.text
+
+
+@pytest.mark.parametrize("answer", [{"object": "error"}, {"data": []}, {"data": [{}]}, ["m"]])
+async def test_a_server_that_does_not_say_its_models_does_not_join(
+    answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get, lifecycle = HttpTransport.get, Lifecycle("e0")
+
+    async def said(http: HttpTransport, path: str, **options: Any) -> Any:
+        return answer if path == "/v1/models" else await get(http, path, **options)
+
+    monkeypatch.setattr(HttpTransport, "get", said)
+    servers = AttachedServers(api_key=None, control_timeout_s=5.0, served_as="mine")
+    async with server() as other:
+        with pytest.raises(EngineError, match=f"malformed answer of {other.url} to /v1/models"):
+            await servers.join(lifecycle, ServerSpec(url=other.url))
+    assert lifecycle.state is State.DEAD
 
 
 @pytest.mark.parametrize("vllm", ["0.32.0", "0.26.0"])
@@ -343,7 +369,7 @@ async def test_requests_that_wait_while_the_first_plain_server_joins_are_answere
         await fleet.resume_generation()
         check(PROMPTS, await batch, PARAMS)
         assert (await stream)["choices"]
-        assert second.engine.figures.generation_tokens > 0
+        assert second.engine.stats.generation_tokens > 0
 
 
 async def test_a_name_that_a_router_knows_is_given_to_no_other() -> None:

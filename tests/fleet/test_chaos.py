@@ -1,4 +1,9 @@
-"""Seeded faults under load (`chaos_run.py`): what no client may lose, it does not lose."""
+"""Seeded faults under load (`chaos_run.py`): what no client may lose, it does not lose.
+
+Held: `Fleet.generate` loses nothing; a plain request, or a stream before its first event, loses nothing by the death of
+an engine; each engine and router that was struck serves again. Only counted, in `failed` of the run's document: plain
+requests and streams that meet the death of a router process, and streams that break off after their first event.
+"""
 
 from __future__ import annotations
 

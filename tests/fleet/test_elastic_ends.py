@@ -14,9 +14,9 @@ from sim_fleets import check_serves
 from virtual_fleet import Network, VirtualEngines, open_fleet, virtual_time, without_sockets
 
 from penstock.config import EngineConfig
-from penstock.engine.control import ControlClient
+from penstock.engine.vanilla.control import VanillaControl
 from penstock.errors import DeadlineError, EngineError, EngineStartError, PenstockError, StateError, UserError
-from penstock.fleet import assemble
+from penstock.fleet import attach
 from penstock.fleet.launched_engines import LaunchedEngines
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import Member
@@ -377,15 +377,15 @@ async def test_servers_of_others_take_no_room_of_ours(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("what", ["no engine", "a router", "another model"])
 async def test_no_connection_is_left_to_a_server_that_does_not_join(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    clients: list[ControlClient] = []
+    clients: list[VanillaControl] = []
 
-    class Noted(ControlClient):
+    class Noted(VanillaControl):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             clients.append(self)
 
     async with SimServer(SimConfig(vocab_size=512)) as other, launched(1) as (fleet, _):
-        monkeypatch.setattr(assemble, "ControlClient", Noted)
+        monkeypatch.setattr(attach, "VanillaControl", Noted)
         urls = {"no engine": "http://127.0.0.1:9", "a router": fleet.url, "another model": other.url}
         with pytest.raises(PenstockError):
             await fleet.attach(urls[what])

@@ -15,6 +15,7 @@ from supervise_rig import (
 )
 
 from penstock.config import FleetConfig
+from penstock.engine.control import CoreState
 from penstock.fleet.lifecycle import State
 from penstock.fleet.operations import Operations
 from penstock.types import PauseMode
@@ -179,6 +180,22 @@ async def test_an_engine_that_somebody_else_pauses_or_resumes_is_put_right(caplo
         "engine a was paused by somebody else, and is resumed again",
         "engine b was resumed by somebody else, and is paused again",
     ]
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+async def test_a_teardown_meets_no_mend(when: str) -> None:
+    bench = await Bench("a").started()
+    (member,) = bench.roster.members
+    bench.engine["a"].paused = True
+    bench.engine["a"].busy.clear()
+    said = CoreState(paused=True, weight_version=0, torn=False, foreign=0)
+    mending = asyncio.create_task(bench.operations.mend(member, said))
+    if when == "meanwhile":
+        await until(lambda: ("a", "question") in bench.journal)
+    await bench.operations.close()
+    async with asyncio.timeout(60.0):
+        await mending
+        await bench.operations.mend(member, said)
 
 
 @pytest.mark.parametrize("what", ["version", "torn", "foreign"])

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from fleet_fakes import Bench, until
 from supervise_rig import (
+    Restarts,
     begins_to_return,
     dies_and_returns,
     restarting,
@@ -49,6 +50,41 @@ async def test_version_0_needs_nothing_of_anyone() -> None:
         await dies_and_returns(bench, restarts, "a", 0)
         assert ("a", "prepare") not in bench.journal
         bench.check_belief()
+
+
+@pytest.mark.parametrize("watch", ["health", "admit"])
+async def test_an_engine_whose_watch_breaks_is_started_anew(watch: str, caplog) -> None:
+    bench = await Bench("a").started()
+
+    async def breaks(*_: object) -> None:
+        restarts.supervisor._admit = bench.operations.admit
+        raise KeyError("version")
+
+    async with restarting(bench) as restarts:
+        if watch == "admit":
+            restarts.supervisor._admit = breaks
+            bench.process["a"].kill()
+        else:
+            bench.engine["a"].faults["health"] = "garbage"
+            bench.engine["a"].gone.set()
+        await until(lambda: len(restarts.engines.starts) == (2 if watch == "admit" else 1))
+        await until_serves(bench, "a", 0)
+    assert "a watch of engine a broke: KeyError('version')" in caplog.text
+
+
+async def test_a_guard_that_ends_is_logged_and_nobody_waits_for_its_engine(caplog) -> None:
+    bench = await Bench("a").started()
+    restarts = Restarts(bench)
+
+    async def breaks(*_: object) -> None:
+        raise KeyError("version")
+
+    restarts.engines.start = breaks
+    bench.process["a"].kill()
+    await until(lambda: "engine a is watched no more: KeyError('version')" in caplog.text)
+    assert not bench.roster.members[0].returns
+    with pytest.raises(KeyError):
+        await restarts.supervisor.stop()
 
 
 async def test_an_engine_sees_no_request_before_its_weights_are_confirmed() -> None:

@@ -18,12 +18,30 @@ from penstock.fleet.lifecycle import State
 from penstock.fleet.sync import bring_to_version
 from penstock.fleet.update import Updater, odd_ones_out
 from penstock.types import EngineUpdate, PauseMode
+from penstock.weights.manifest import WeightManifest
 
 AFTER_GATE = ["apply-pause", "apply-load", "apply-resume"]
 FAILURES = [
     *itertools.product(["prepare", *AFTER_GATE], ["refuse", "hang", "die", "garbage"]),
     ("checksum", "wrong"),
 ]
+
+
+async def test_a_store_that_takes_long_to_commit_keeps_neither_requests_nor_the_event_loop() -> None:
+    bench = await Bench("ab").started()
+    goes_on, seen = threading.Event(), list[dict[str, int]]()
+    commit, loop = bench.store.commit, asyncio.get_running_loop()
+
+    def slow(manifest: WeightManifest) -> None:
+        loop.call_soon_threadsafe(lambda: seen.append({"closed": bench.router.closed, **bench.router.serves()}))
+        loop.call_soon_threadsafe(goes_on.set)
+        assert goes_on.wait(20.0), "the event loop stood still"
+        commit(manifest)
+
+    bench.store.commit = slow
+    assert (await bench.operations.update([], None)).version == 1
+    assert seen == [{"closed": False, "a": 1, "b": 1}]
+    assert bench.store.current is not None
 
 
 async def test_a_good_update_in_order_and_its_report() -> None:
@@ -53,8 +71,9 @@ async def test_the_reports_seconds_are_the_injected_clocks() -> None:
         bench.roster, bench.store, bench.operations._gate_closed, 1, DEADLINE_S, clock=lambda: float(next(ticks))
     )
     report = await updater.run(lambda number: bench.store.publish(number, []), version=5)
-    # Readings: 0 begin, 1 published, 2 and 3 around the one engine's prepare, 4 ready, 5 gate closed, 6 open.
-    assert report.seconds == {"publish": 1.0, "prepare": 3.0, "gate": 1.0, "total": 6.0}
+    # Readings: 0 begin, 1 published, 2 and 3 around the one engine's prepare, 4 ready, 5 gate closed, 6 open,
+    # 7 kept.
+    assert report.seconds == {"publish": 1.0, "prepare": 3.0, "gate": 1.0, "total": 7.0}
     assert report.engines[0].seconds["prepare"] == 1.0
 
 

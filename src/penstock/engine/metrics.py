@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.errors import MissingCapabilityError
+from penstock.errors import EngineError, MissingCapabilityError
 from penstock.types import EngineStats
 
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
@@ -20,13 +21,11 @@ def engine_stats(text: str, engine: str) -> EngineStats:
 
     Raises:
         MissingCapabilityError: a series is missing; `engine` is named.
+        EngineError: a line of them is not Prometheus text, or its value is no finite number.
     """
-    values: dict[str, list[float]] = defaultdict(list)
     # Nearly all that vLLM answers is buckets of histograms.
     wanted = "".join(line + "\n" for line in text.splitlines() if line.startswith(_SERIES))
-    for family in text_string_to_metric_families(wanted):
-        for sample in family.samples:
-            values[sample.name].append(sample.value)
+    values = _values(wanted, engine)
     if missing := [name for name in _SERIES if not values[name]]:
         raise MissingCapabilityError(
             f"engine {engine} does not say how busy it is: its /metrics lacks {', '.join(missing)}; start it without "
@@ -39,3 +38,16 @@ def engine_stats(text: str, engine: str) -> EngineStats:
         generation_tokens=int(sum(values[GENERATED])),
         preemptions=int(sum(values[PREEMPTIONS])),
     )
+
+
+def _values(text: str, engine: str) -> dict[str, list[float]]:
+    values: dict[str, list[float]] = defaultdict(list)
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                values[sample.name].append(sample.value)
+    except ValueError as error:  # the parser's own, of a malformed line
+        raise EngineError(f"its /metrics cannot be read: {error}", engine=engine) from error
+    if odd := [name for name, given in values.items() if not all(map(math.isfinite, given))]:
+        raise EngineError(f"its /metrics cannot be read: {', '.join(odd)} is no finite number", engine=engine)
+    return values

@@ -14,11 +14,12 @@ from penstock.engine.continuation import ClientState
 from penstock.engine.transport import HttpTransport
 from penstock.engine.vanilla.control import VanillaControl, VersionHistory
 from penstock.engine.vanilla.replies import VanillaReplies
-from penstock.errors import EngineHTTPError, PenstockError, UserError
+from penstock.errors import EngineError, EngineHTTPError, PenstockError, UserError
 from penstock.fleet.assemble import JOIN_S, join
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import Member
 from penstock.fleet.roster import Roster
+from penstock.parsing import reading
 
 logger = logging.getLogger(__name__)
 
@@ -114,12 +115,14 @@ async def _refuse_router(http: HttpTransport) -> None:
 async def _warn_of_other_name(http: HttpTransport, name: str) -> None:
     """OpenAI requests name the model, and are passed on as they came; those by token ids do not."""
     models: Any = await http.get("/v1/models", timeout_s=JOIN_S)
-    names = [str(model["id"]) for model in models["data"]]
+    with reading(f"answer of {http.url} to /v1/models", EngineError):
+        names = [str(model["id"]) for model in models["data"]]
+        first = names[0]
     if name not in names:
         logger.warning(
             "%s serves %s and knows no model %s: it answers 404 to OpenAI requests that name that one; start it with "
             "--served-model-name %s, or give the fleet served_model_name=%s",
-            http.url, ", ".join(names), name, name, names[0],
+            http.url, ", ".join(names), name, name, first,
         )  # fmt: skip
 
 

@@ -24,9 +24,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOK_S, LONGEST_LOOK_S = 0.05, 1.0
-"""Between the first two looks at what the router still has under way on an engine, and later ones, at most. A router
-tells it only when asked: of several processes' requests there is nothing but numbers in the memory that they share, and
-a bell for the last one would be a question in the way of every one, for the sake of a rare drain."""
+"""Seconds between the first two questions to the router for what it has under way on an engine, and between later ones,
+at most. The router says it only when asked: a message for each last request would burden every one for a rare drain."""
 
 
 class Elastic:

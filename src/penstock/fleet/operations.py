@@ -248,7 +248,8 @@ class Operations:
     async def mend(self, member: Member, said: CoreState) -> None:
         """Put right what somebody else did to an engine: resume it, pause it again, or end it for its weights' sake.
 
-        Nothing is done while an operation is under way, or the fleet sleeps; the next probe sees it again.
+        Nothing is done while an operation is under way, or the fleet sleeps; the next probe sees it again. Nor is it
+        where the fleet is torn down, be it in the middle.
 
         Args:
             member: it.
@@ -284,7 +285,7 @@ class Operations:
             return
         unknown = member.foreign is None and said.foreign is not None
         if self._wrong_weights(member, said) or said.paused != self.paused or unknown:
-            await self.turns.take(run, occupies=False)
+            await self.turns.take_unless_closed(run)
 
     def _restless(self) -> bool:
         """Engines may be in another state than usual: an operation is under way, or they sleep, or wait for weights."""

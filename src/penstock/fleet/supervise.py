@@ -83,7 +83,15 @@ class Supervisor:
         """
         if self._stopped:
             raise StateError(f"engine {member.name} cannot join: this fleet was torn down")
-        self._guards[member] = asyncio.create_task(self._guard(member), name=f"guard-{member.name}")
+
+        def over(guard: asyncio.Task[None]) -> None:
+            if not guard.cancelled() and (error := guard.exception()) is not None:
+                logger.error("engine %s is watched no more: %r", member.name, error, exc_info=error)
+                member.returns = False
+                self._roster.announce()
+
+        guard = self._guards[member] = asyncio.create_task(self._guard(member), name=f"guard-{member.name}")
+        guard.add_done_callback(over)
 
     async def release(self, member: Member) -> None:
         """Stop watching an engine: whatever happens to it now is meant."""
@@ -143,22 +151,37 @@ class Supervisor:
     # --- death -------------------------------------------------------------------------------------------------------
 
     async def _until_dead(self, member: Member) -> None:
-        """Return when the engine is DEAD, and gone where its process is ours."""
-        watches: list[Coroutine[Any, Any, None]] = [self._until_unwell(member)]
+        """Return when the engine is DEAD, and gone where its process is ours. A watch that breaks is its death."""
+        watches: list[Coroutine[Any, Any, None]] = [self._until_gone(member), self._until_unwell(member)]
         if member.state is State.SYNCING:
             watches.append(self._join(member))
         tasks = [asyncio.create_task(watch, name=f"watch-{member.name}") for watch in watches]
+        gone, *watching = tasks
         try:
-            if member.process is None:
-                await self._roster.until(lambda: member.state not in WATCHED)
-                return
-            status = await member.process.wait()
-            await self._roster.bury(member, f"its process exited with status {status}")
+            while not gone.done():
+                await asyncio.wait((gone, *watching), return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in watching if task.done()]:
+                    watching.remove(task)
+                    await self._bury_if_broken(member, task)
+            await gone
         finally:
             for task in tasks:
                 task.cancel()
-            for task in tasks:
-                await cancelled(task)
+            await asyncio.wait(tasks)
+            for task in watching:
+                await self._bury_if_broken(member, task)
+
+    async def _until_gone(self, member: Member) -> None:
+        if member.process is None:
+            await self._roster.until(lambda: member.state not in WATCHED)
+            return
+        status = await member.process.wait()
+        await self._roster.bury(member, f"its process exited with status {status}")
+
+    async def _bury_if_broken(self, member: Member, watch: asyncio.Task[None]) -> None:
+        if not watch.cancelled() and (error := watch.exception()) is not None:
+            logger.error("a watch of engine %s broke: %r", member.name, error, exc_info=error)
+            await self._roster.bury(member, f"its watch broke: {error!r}")
 
     async def _until_unwell(self, member: Member) -> None:
         """Probe an engine now and then, and at once when its core's connection breaks, until it is DEAD."""

@@ -79,3 +79,11 @@ class Turns:
             if self._closed and task.cancelled():  # it is `close` that cut it short, not whoever waits here
                 raise StateError("this fleet was torn down in the middle of the operation") from None
             raise
+
+    async def take_unless_closed(self, operation: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """`take` what may be left out: `close`, before it or in its middle, is no error. It occupies no engine."""
+        try:
+            await self.take(operation, occupies=False)
+        except StateError:
+            if not self._closed:
+                raise

@@ -96,11 +96,11 @@ class Updater:
             closed = self.clock()
             applied = await self._apply(updatable(members), manifest, sender, clear_cache=clear_cache)
             committed = [m for m in members if m.name in applied and m.updatable]
-            await self._commit_or_go_back(committed, applied, manifest, sender)
+            await self._commit_or_go_back(committed, applied, manifest)
             await self.roster.pass_on(f"its engines serve weight version {self.roster.version}")
         opened = ended = self.clock()
-        if sender is not None and self.roster.version == version:
-            await in_thread(lambda: self._keep(manifest))  # it may copy all of it: not while requests wait
+        if self.roster.version == version:
+            await in_thread(lambda: self._keep(manifest))  # it may copy all of it, or wait for a disk
             ended = self.clock()
         self._need(committed, version, "when it was applied")
         return UpdateReport(
@@ -142,15 +142,12 @@ class Updater:
         made_it: Sequence[Member],
         applied: Mapping[str, EngineUpdate],
         manifest: WeightManifest,
-        sender: Sender | None,
     ) -> None:
         """Behind the gate: the version is the fleet's if enough engines have it, else those that have it give it up."""
         if len(made_it) < self.min_engines:
             # Who waits for weights serves nothing, and waits on.
             await self._roll_back([m for m in made_it if m.state in SERVABLE], manifest.version)
             return
-        if sender is None:
-            self._keep(manifest)
         for member in made_it:
             member.weight_version, member.torn = manifest.version, None
         said: defaultdict[tuple[int, int, int], set[str]] = defaultdict(set)

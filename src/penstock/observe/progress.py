@@ -56,7 +56,6 @@ class RunDisplay(Reporter):
         self._now = clock_s
         self._started = clock_s()
         self._step = 0
-        self._first_step: int | None = None
         self._phase = PREPARING
         self._last: Mapping[str, float] = {}
         self._rewards: list[float] = []

@@ -54,7 +54,7 @@ def error_answer(message: str, kind: str, status: int, param: str | None = None)
 
 
 def engine_of(request: web.Request) -> SimEngine:
-    """The rank that the request is for (`ranks.py`)."""
+    """The rank that the request is for (`on_one`, `on_all`)."""
     return request.get(RANK, request.app[RANKS][0])
 
 

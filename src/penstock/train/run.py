@@ -42,10 +42,10 @@ async def run(config: RunConfig, *, resume: bool, reporter: Reporter, fresh: boo
     if resume and fresh:
         raise UserError("--resume goes on with a run and --fresh deletes it; give one of them")
     path = config.run_dir / config.name
+    environment = load_environment(config.environment, config.seed)
+    tokenizer = load_tokenizer(config.engine.tokenizer or config.engine.model)
+    await _check_tasks(config, environment)
     with RunFolder.lock(path):
-        environment = load_environment(config.environment, config.seed)
-        tokenizer = load_tokenizer(config.engine.tokenizer or config.engine.model)
-        await _check_tasks(config, environment)
         if fresh and RunFolder.remove(path):
             log.info("removed the earlier run in %s", path)
         folder = RunFolder.open(path) if resume else RunFolder.create(path, config)

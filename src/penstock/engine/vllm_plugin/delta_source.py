@@ -21,8 +21,8 @@ class DeltaSource:
     """Maps the whole version; brings only what changed, where what is in force is the delta's base for certain."""
 
     partial = False
-    compares = False
     """Set by who loads: whether tensors may be left out that are in force as they are."""
+    compares = False
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
