@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import orjson
 import pytest
 
-from penstock.engine.partial import Partial, whole_of
-from penstock.errors import EngineError
+from penstock.engine.partial import Partial, Partials, check_part, parts_of, whole_of
+from penstock.errors import EngineError, RequestError
 from penstock.types import Sample, SamplingParams, VersionSpan
 
 PARAMS = SamplingParams()
@@ -51,3 +52,79 @@ def test_a_chunk_that_was_lost_or_came_twice_is_no_answer(news):
     part = part_of(*news)
     with pytest.raises(EngineError, match=f"made 3 tokens of a sample and told {len(part.ids)}"):
         whole_of(part, PARAMS, SPANS)
+
+
+TAKEN_UP = {
+    "ids": [7, 8],
+    "logprobs": ["[[[7,-0.5,1,null]]]", '[[[8,-9999.0,2,"h"],[9,-0.25,1,"i"]]]'],
+    "versions": [[-1, 1], [4, 1]],
+    "finish": None,
+    "stop_reason": None,
+}
+
+
+def checked(part, *, room=8, logprobs=True):
+    return check_part(part, room=room, vocab_size=10, logprobs=logprobs)
+
+
+def test_what_engines_tell_can_be_taken_up():
+    assert checked(TAKEN_UP) == [[[7, -0.5, 1, None]], [[8, -9999.0, 2, "h"], [9, -0.25, 1, "i"]]]
+    assert checked({**TAKEN_UP, "logprobs": []}, logprobs=False) == []
+    for finish, reason in (("stop", 8), ("stop", "hi"), ("length", None), ("abort", None), ("repetition", "twice")):
+        assert len(checked({**TAKEN_UP, "finish": finish, "stop_reason": reason}, room=2)) == 2
+    partials = Partials()
+    partials.add([{**NEWS, "index": 0}, {**LAST, "index": 2}])
+    assert [len(checked(part)) for part in parts_of(partials.resume(), 3)] == [2, 0, 1]
+
+
+def entry(*first):
+    return {"logprobs": [orjson.dumps([[first], [[8, -1.0, 1, "h"]]]).decode()]}
+
+
+MALFORMED = [
+    *({"ids": ids} for ids in (None, 7, "78", [7, 10], [7, -1], [7, True], [7, 8.0], [7, "8"], [7, [8]])),
+    *({"finish": finish} for finish in ("zzz", "error", 7, True, ["stop"], {})),
+    *({"stop_reason": reason} for reason in ({"a": 1}, [8], 1.5, True)),
+    *({"versions": versions} for versions in (None, 2, [], [2], [[0, 2, 3]], [[0, 1]], [[0, 5], [0, -3]], [[0, 2.0]])),
+    *({"versions": versions} for versions in ([["x", 2]], [[{"a": 1}, 2]], [[True, 2]], [[None, 2]], [[-2, 2]])),
+    *({"logprobs": chunks} for chunks in (None, 5, {}, [], [None], [5], ["5"], ["{}"], ["[[["], ["[" * 100_000])),
+    *({"logprobs": [chunk]} for chunk in ("[[],[]]", "[null,null]", "[[7],[8]]", "[[[7]],[[8]]]", "\ud800")),
+    *({"logprobs": TAKEN_UP["logprobs"] * times} for times in (2, 3)),
+    *(entry(token, -1.0, 1, "a") for token in ("x", None, 8, -1, 10, 7.0, [7])),
+    *(entry(7, logprob, 1, "a") for logprob in (None, "x", True, [])),
+    *(entry(7, -1.0, rank, "a") for rank in (None, "x", 1.5, True)),
+    *(entry(7, -1.0, 1, text) for text in (5, [], {})),
+    entry(7, -1.0, 1),
+    {"logprobs": ["[[[7,-1e999,1,null]],[[8,-1.0,1,null]]]"]},
+    {"logprobs": ['[[[7,-1.0,1,"a"],["x",-1.0,1,"a"]],[[8,-1.0,1,"h"]]]']},
+    {"asked": True},
+]
+
+
+@pytest.mark.parametrize("wrong", MALFORMED, ids=lambda wrong: repr(wrong)[:70])
+def test_what_does_not_fit_is_not_taken_up(wrong):
+    with pytest.raises(RequestError, match="penstock_resume: ") as error:
+        checked({**TAKEN_UP, **wrong})
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("part", [None, 5, "x", [], {}, {"ids": []}])
+def test_what_is_no_part_is_not_taken_up(part):
+    with pytest.raises(RequestError, match="has not just"):
+        checked(part)
+
+
+@pytest.mark.parametrize("text", [5, None, [], "", "[" * 100_000, "[[[", "{}", "5", "null", "[null,null,null]"])
+def test_what_is_no_list_of_the_requests_samples_is_not_read(text):
+    with pytest.raises(RequestError, match=r"no JSON|is no list|3 samples where the request asks for 2"):
+        parts_of(text, 2)
+
+
+def test_logprobs_that_nobody_asked_for_are_checked_too():
+    with pytest.raises(RequestError, match="not those of token 7"):
+        checked({**TAKEN_UP, **entry("x", -1.0, 1, "a")}, logprobs=False)
+
+
+def test_tokens_need_room():
+    with pytest.raises(RequestError, match="2 tokens leave no room"):
+        checked(TAKEN_UP, room=2)

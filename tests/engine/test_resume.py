@@ -192,6 +192,12 @@ async def test_what_cannot_be_taken_up_in_the_middle_says_so(given, whole_only):
         ({"versions": [[0, 2]]}, "do not cover 3 tokens"),
         ({"logprobs": []}, "3 tokens but 0 logprobs"),
         ({"ids": [1] * 10, "versions": [[0, 10]]}, "leave no room"),
+        (
+            {"logprobs": ['[[["x", -1.0, 1, null]], [[2, -1.0, 1, null]], [[3, -1.0, 1, null]]]']},
+            "not those of token 1",
+        ),
+        ({"versions": [["x", 3]]}, "do not cover 3 tokens"),
+        ({"finish": "zzz"}, "finish reason 'zzz'"),
     ],
 )
 async def test_what_would_end_the_core_is_refused_and_leaves_nothing_behind(wrong, message):
@@ -207,3 +213,18 @@ async def test_what_would_end_the_core_is_refused_and_leaves_nothing_behind(wron
         await front.submit(asked)
     assert not front.running
     assert not front.processor.request_states
+
+
+async def test_a_second_sample_that_does_not_fit_leaves_no_first_one_behind():
+    from vllm.exceptions import VLLMValidationError
+    from vllm_frontend import FrontEnd
+
+    none = {"ids": [], "logprobs": [], "versions": [], "finish": None, "stop_reason": None}
+    for parts, message in (([none, {**none, "finish": 7}], "finish reason 7"), ([none] * 3, "3 samples where")):
+        front = FrontEnd(tokenizer(), [list(range(30))], PROMPT, labels=True)
+        asked = params(stream=False, n=2)
+        asked.extra_args = {RESUME_ARG: orjson.dumps(parts)}
+        with pytest.raises(VLLMValidationError, match=message):
+            await front.submit(asked)
+        assert not front.running
+        assert not front.processor.request_states

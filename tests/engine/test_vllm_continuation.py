@@ -330,10 +330,21 @@ async def test_beams_have_no_versions_rather_than_wrong_ones(live):
     assert "X-Penstock-Weight-Versions" not in answer.headers
 
 
-async def test_what_cannot_be_taken_up_here_is_a_400(live):
-    part = {"ids": [10_000], "logprobs": [], "versions": [[0, 1]], "finish": None, "stop_reason": None}
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"ids": [10_000]}, "outside the vocabulary"),
+        # vLLM would decode it behind a token that is part of a character, and its output handler die of it.
+        ({"logprobs": ['[[["x", -1.0, 1, "a"]]]']}, "not those of token 4"),
+        ({"versions": [["x", 1]]}, "do not cover 1 tokens"),
+        ({"finish": "zzz"}, "finish reason 'zzz'"),
+    ],
+)
+async def test_what_cannot_be_taken_up_here_is_a_400(live, wrong, message):
+    part = {"ids": [4], "logprobs": [], "versions": [[0, 1]], "finish": None, "stop_reason": None, **wrong}
     extra = {"vllm_xargs": {"penstock_resume": json.dumps([part])}}
-    with pytest.raises(EngineHTTPError, match="outside the vocabulary") as error:
+    with pytest.raises(EngineHTTPError, match=message) as error:
         await live.engine.completion(body(live, prompt=PROMPT, **extra))
     assert error.value.status == 400
     assert await live.engine.get_num_unfinished_requests() == 0
+    assert (await live.engine.completion(body(live, prompt=PROMPT, max_tokens=2)))["choices"]

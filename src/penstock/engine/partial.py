@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import orjson
 
-from penstock.engine.wire import finish_of
-from penstock.errors import EngineError
+from penstock.engine.wire import RESUME_ARG, UNKNOWN_VERSION, finish_of
+from penstock.errors import EngineError, RequestError
 from penstock.types import Sample, SamplingParams, VersionSpan
 
 
@@ -81,6 +83,114 @@ class Partial:
             "finish": self.finish if self.ended else None,
             "stop_reason": self.stop_reason if self.ended else None,
         }
+
+
+PART_KEYS = frozenset(Partial().as_json())
+ENDS = (None, "stop", "length", "abort", "repetition")
+"""Finish reasons that `Partial.as_json` tells; behind vLLM's `error` a sample goes on."""
+
+
+def parts_of(text: Any, samples: int) -> list[Any]:
+    """Read the value of `RESUME_ARG`, which anyone can send; each part is yet to be checked (`check_part`).
+
+    Args:
+        text: JSON, if it is right.
+        samples: how many the request asks for.
+
+    Raises:
+        RequestError: it is no list of at most so many parts.
+    """
+    parts = _list_in(text)
+    _require(len(parts) <= samples, f"{len(parts)} samples where the request asks for {samples}")
+    return parts
+
+
+def check_part(part: Any, *, room: int, vocab_size: int, logprobs: bool) -> list[Any]:
+    """Check one sample wholly, since vLLM's core checks nothing of it and would die.
+
+    Args:
+        part: as `Partial.as_json` makes it, if it is right.
+        room: most tokens that the sample may have.
+        vocab_size: all token ids are below.
+        logprobs: the request asks for them, so each token needs one.
+
+    Returns:
+        Its logprobs, for each token `[[token id, logprob, rank, text], ...]`; none where it tells none.
+
+    Raises:
+        RequestError: it does not fit.
+    """
+    _require(_has_keys(part, PART_KEYS), f"{_short(part)} has not just {sorted(PART_KEYS)}")
+    ids, versions, finish, reason = part["ids"], part["versions"], part["finish"], part["stop_reason"]
+    _require(_is_list(ids), f"ids is no list but {_short(ids)}")
+    wrong = [token for token in ids if not _is_token(token, vocab_size)]
+    _require(not wrong, f"token {_short(wrong[:1])} lies outside the vocabulary [0, {vocab_size})")
+    _require(finish in ENDS, f"the finish reason {_short(finish)} is none of {ENDS}")
+    _require(not ids or len(ids) <= room - (finish is None), f"{len(ids)} tokens leave no room for another")
+    _require(reason is None or type(reason) in (int, str), f"the stop reason {_short(reason)} is no text, id or null")
+    covers = _is_list(versions) and all(map(_is_stretch, versions)) and sum(n for _, n in versions) == len(ids)
+    _require(covers, f"the versions {_short(versions)} do not cover {len(ids)} tokens")
+    chunks = part["logprobs"]
+    _require(_is_list(chunks), f"logprobs is no list but {_short(chunks)}")
+    positions = [position for chunk in chunks for position in _list_in(chunk)]
+    _require(
+        len(positions) == len(ids) or not (positions or logprobs), f"{len(ids)} tokens but {len(positions)} logprobs"
+    )
+    for token, position in zip(ids, positions, strict=False):
+        fits = _is_list(position) and position and all(_is_entry(entry, vocab_size) for entry in position)
+        _require(fits and position[0][0] == token, f"the logprobs {_short(position)} are not those of token {token}")
+    return positions
+
+
+def _list_in(text: Any) -> list[Any]:
+    try:
+        found = orjson.loads(text)
+    except orjson.JSONDecodeError as error:  # too deep a nesting, and what is no text, too
+        raise RequestError(f"{RESUME_ARG}: {_short(text)} is no JSON: {error}") from error
+    _require(_is_list(found), f"{_short(text)} is no list")
+    return found
+
+
+def _is_list(value: Any) -> TypeGuard[list[Any]]:
+    return isinstance(value, list)
+
+
+def _has_keys(value: Any, keys: frozenset[str]) -> bool:
+    return isinstance(value, dict) and cast("dict[str, Any]", value).keys() == keys
+
+
+def _is_token(value: Any, vocab_size: int) -> bool:
+    return type(value) is int and 0 <= value < vocab_size
+
+
+def _is_stretch(value: Any) -> bool:
+    return (
+        _is_list(value)
+        and [type(number) for number in value] == [int, int]
+        and value[0] >= UNKNOWN_VERSION
+        and value[1] > 0
+    )
+
+
+def _is_entry(value: Any, vocab_size: int) -> bool:
+    return (
+        _is_list(value)
+        and len(value) == 4  # noqa: PLR2004 - token id, logprob, rank, text
+        and _is_token(value[0], vocab_size)
+        and type(value[1]) in (int, float)
+        and math.isfinite(value[1])
+        and type(value[2]) is int
+        and (value[3] is None or isinstance(value[3], str))
+    )
+
+
+def _short(value: Any) -> str:
+    return reprlib.repr(value)
+
+
+def _require(fits: Any, message: str) -> None:
+    if not fits:
+        raise RequestError(f"{RESUME_ARG}: {message}")
 
 
 def sample_of(part: Partial, params: SamplingParams) -> Sample:

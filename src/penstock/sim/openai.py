@@ -28,8 +28,8 @@ from penstock.sim.progress import (
     break_connection,
     deltas_of,
     in_lines,
-    parts_of,
     send_events,
+    taken_up,
 )
 from penstock.sim.scheduler import Delta, SimRequest, SimSequence
 from penstock.sim.tokens import character_of, chat_prompt, decode, encode
@@ -225,7 +225,7 @@ async def generate(http: web.Request) -> web.StreamResponse:
         request_id=f"generate-tokens-{request_id}",
         lora=lora,
         max_tokens=room if given.get("max_tokens") is None else None,
-        parts=[] if engine.config.plain else parts_of(given.get("extra_args"), params),
+        parts=taken_up(given.get("extra_args"), params, engine.config),
     )
     try:
         reporter = ProgressReporter([request])
@@ -418,7 +418,7 @@ async def _serve(
 ) -> web.StreamResponse:
     engine = engine_of(http)
     requests: list[SimRequest] = []
-    parts = [] if engine.config.plain else parts_of(shape.body.get("vllm_xargs"), params)
+    parts = taken_up(shape.body.get("vllm_xargs"), params, engine.config)
     try:
         for ids, request_id in prompts:
             submitted = await engine.submit(

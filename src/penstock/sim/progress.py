@@ -11,9 +11,10 @@ from typing import Any, cast
 import orjson
 from aiohttp import web
 
-from penstock.engine.partial import Partial, sample_of
+from penstock.engine.partial import Partial, check_part, parts_of
 from penstock.engine.wire import COMMENT, LINES_TYPE, PROGRESS_HEADER, RESUME_ARG, SPANS_HEADER, STREAM_PROGRESS
-from penstock.errors import EngineDeadError, EngineError, RequestError
+from penstock.errors import EngineDeadError
+from penstock.sim.config import SimConfig
 from penstock.sim.engine import SimEngine
 from penstock.sim.faults import Fault, FaultKind, Phase
 from penstock.sim.http import error_body, json_answer
@@ -90,18 +91,13 @@ def break_connection(http: web.Request) -> None:
 MAX_HEADER = 8000
 
 
-def parts_of(extra: Any, params: SamplingParams) -> list[Partial]:
+def taken_up(extra: Any, params: SamplingParams, config: SimConfig) -> list[Partial]:
     """What the samples of a request have already, out of its extra arguments; RequestError where it is malformed."""
     given: Any = cast("dict[str, Any]", extra).get(RESUME_ARG) if isinstance(extra, dict) else None
-    if given is None:
-        return []
-    try:
-        parts = [Partial(**one) for one in orjson.loads(given)]
-        for part in parts:
-            sample_of(part, params)
-    except (EngineError, TypeError, ValueError) as error:
-        raise RequestError(f"{RESUME_ARG} is malformed: {error!r}") from error
-    return parts
+    parts = [] if given is None or config.plain else parts_of(given, params.n)
+    for part in parts:
+        check_part(part, room=config.max_model_len, vocab_size=config.vocab_size, logprobs=params.logprobs)
+    return [Partial(**part) for part in parts]
 
 
 def _entries(pairs: Iterable[tuple[int, float]]) -> str:

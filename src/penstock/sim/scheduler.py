@@ -150,7 +150,7 @@ class SimSequence:
         self._banned = banned_before_min(model, params)
 
     def take_up(self, part: Partial) -> None:
-        """Begin with what another engine has made of it, which fits together (`progress.parts_of`)."""
+        """Begin with what another engine has made of it, which fits together (`progress.taken_up`)."""
         made = sample_of(part, self.request.params)
         self.taken_up, self.taken_up_whole = len(part.ids), part.finish is not None
         for token in part.ids:

@@ -90,7 +90,8 @@ class RequestHooks:
         if in_flight is None or request.sampling_params is None or BEAM.search(request.external_req_id):
             add_request(request, prompt, parent_req, request_index, queue)
             return
-        part = resume.part_of(request, request_index, self._model)
+        samples = 1 if parent_req is None else parent_req.n
+        part = resume.part_of(request, request_index, samples, self._model)
         add_request(request, prompt, parent_req, request_index, queue)
         state = processor.request_states[request.request_id]
         made = in_flight.add(request, state)

@@ -11,18 +11,19 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import orjson
-
+from penstock.engine.partial import check_part, parts_of
 from penstock.engine.vllm_plugin.compat import seed_versions
 from penstock.engine.wire import RESUME_ARG
+from penstock.errors import RequestError
 
 
-def part_of(request: Any, index: int, config: Any) -> dict[str, Any] | None:
+def part_of(request: Any, index: int, samples: int, config: Any) -> dict[str, Any] | None:
     """What sample `index` of an EngineCoreRequest has already, taken out of its extra arguments.
 
     Args:
         request: not yet known to vLLM.
         index: among the samples of its prompt.
+        samples: how many its prompt has.
         config: vLLM's ModelConfig.
 
     Raises:
@@ -36,32 +37,30 @@ def part_of(request: Any, index: int, config: Any) -> dict[str, Any] | None:
     # A copy, since the samples of one request may share their parameters.
     request.sampling_params = params = copy.copy(params)
     params.extra_args = {key: value for key, value in extra.items() if key != RESUME_ARG} or None
-    parts = orjson.loads(extra[RESUME_ARG])
-    part = parts[index] if index < len(parts) else None
-    if not part or not part["ids"]:
+    try:
+        return _checked(extra[RESUME_ARG], request, index, samples, config)
+    except RequestError as error:
+        from vllm.exceptions import VLLMValidationError  # noqa: PLC0415 - only inside vLLM
+
+        raise VLLMValidationError(str(error)) from error
+
+
+def _checked(text: Any, request: Any, index: int, samples: int, config: Any) -> dict[str, Any] | None:
+    params, prompt = request.sampling_params, request.prompt_token_ids
+    if prompt is None:
+        raise RequestError(f"{RESUME_ARG}: the prompt is no list of token ids")
+    parts = parts_of(text, samples)
+    fits = {
+        "room": min(config.max_model_len - len(prompt), params.max_tokens),
+        "vocab_size": config.get_vocab_size(),
+        "logprobs": getattr(params, "num_logprobs", params.logprobs) is not None,
+    }
+    # The first checks all: samples that vLLM has begun would go on when a later one is refused.
+    for part in parts if index == 0 else ():
+        check_part(part, **fits)
+    if index >= len(parts) or not parts[index]["ids"]:
         return None
-    _check(part, request, config)
-    part["logprobs"] = [position for chunk in part["logprobs"] for position in orjson.loads(chunk)]
-    if params.logprobs is not None and len(part["logprobs"]) != len(part["ids"]):
-        raise _refusal(f"{len(part['ids'])} tokens but {len(part['logprobs'])} logprobs")
-    return part
-
-
-def _check(part: dict[str, Any], request: Any, config: Any) -> None:
-    ids, room = part["ids"], config.max_model_len - len(request.prompt_token_ids or ())
-    if any(type(token) is not int or not 0 <= token < config.get_vocab_size() for token in ids):
-        raise _refusal(f"a token lies outside the vocabulary [0, {config.get_vocab_size()})")
-    left = min(room, request.sampling_params.max_tokens) - len(ids)
-    if left < (0 if part["finish"] is not None else 1):
-        raise _refusal(f"{len(ids)} tokens leave no room for another")
-    if sum(tokens for _, tokens in part["versions"]) != len(ids):
-        raise _refusal(f"the versions {part['versions']} do not cover {len(ids)} tokens")
-
-
-def _refusal(message: str) -> Exception:
-    from vllm.exceptions import VLLMValidationError  # noqa: PLC0415 - only inside vLLM
-
-    return VLLMValidationError(f"{RESUME_ARG}: {message}")
+    return {**parts[index], "logprobs": check_part(parts[index], **fits)}
 
 
 def seed(request: Any, state: Any, part: dict[str, Any]) -> None:
