@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
+from asyncio import StreamReader as Reader
+from asyncio import StreamWriter as Writer
 
 import pytest
-from router_rig import RawClient, Rig, answer_name, request, rig
+from router_rig import Backend, RawClient, Rig, Seen, answer_name, eventually, request, rig
 from test_backpressure import narrow, resident
+
+from penstock.router.client_connection import ClientConnection
 
 MB = 1 << 20
 FLOOD = 24 * MB
+
+
+class SilentTransport(asyncio.Transport):
+    """A client that only sends."""
+
+    def is_closing(self) -> bool:
+        return False
 
 
 async def flood(client: RawClient, wanted: bytes) -> int:
@@ -104,3 +116,61 @@ async def test_a_large_admin_body_is_refused_in_time() -> None:
             client.writer.write(piece)
             await asyncio.sleep(0)
         assert (await client.receive()).status == 413
+
+
+async def test_informational_answers_are_bounded() -> None:
+    early = b"HTTP/1.1 103 Early Hints\r\nLink: " + b"a" * 4000 + b"\r\n\r\n"
+
+    async def endless(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        for _ in range(1000):
+            writer.write(early)
+            await writer.drain()
+
+    async with rig(endless) as r:
+        client = await r.client()
+        await client.send(request())
+        passed = 0
+        while (status := (await client.head())[0]) == 103:
+            passed += 1
+        assert (status, passed) == (502, (1 << 16) // len(early))
+
+
+async def test_bytes_of_incomplete_bodies_count_as_held() -> None:
+    async with rig(answer_name, max_held_bytes=100_000) as r:
+        assert r.router is not None
+        gate = r.router.dispatcher.gate
+        head = request(headers="Content-Length: 50000\r\n")
+        first, second, third = [await r.client() for _ in range(3)]
+        for client in (first, second):
+            await client.send(head + b"x" * 45_000)
+        await eventually(lambda: gate.held_bytes > 90_000)
+        await third.send(head + b"x" * 45_000)
+        answer = await third.receive()
+        assert (answer.status, answer.header("x-penstock-error")) == (503, "queue_full")
+        assert gate.held_bytes > 90_000
+        first.close()
+        await eventually(lambda: gate.held_bytes < 50_000)
+        await second.send(b"x" * 5_000)
+        assert (await second.receive()).status == 200
+        assert gate.held_bytes == 0
+        assert r.backends[0].seen[0].body == b"x" * 50_000
+
+
+async def test_a_body_in_tiny_pieces_takes_no_more_than_its_bytes() -> None:
+    async with rig(answer_name) as r:
+        assert r.router is not None
+        pieces = 100_000
+        client = ClientConnection(r.router)
+        client.transport = SilentTransport()
+        client.connection_made(client.transport)
+        tracemalloc.start()
+        try:
+            client.data_received(request(headers=f"Content-Length: {pieces + 1}\r\n"))
+            for _ in range(pieces):
+                client.data_received(bytes(bytearray(b"x")))
+            kept, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+            client.connection_lost(None)
+        assert kept < 3 * pieces
+        assert r.router.dispatcher.gate.held_bytes == 0

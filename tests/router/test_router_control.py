@@ -12,6 +12,7 @@ from router_rig import Backend, RawClient, Rig, Seen, answer_name, eventually, r
 
 from penstock.errors import UserError
 from penstock.router.admin_client import EngineLoad
+from penstock.router.engine import OWN_SHORTAGES
 from penstock.router.engine_watch import KVFigures, parse_figures
 from penstock.router.membership import EngineEntry
 from penstock.sim import SimConfig, SimServer
@@ -272,6 +273,23 @@ async def test_an_engine_that_fails_its_health_check_is_left_out_until_it_is_wel
         assert [e.breaker_openings for e in (await r.admin.engines()).engines] == [1, 1]
 
 
+@pytest.mark.parametrize("number", sorted(OWN_SHORTAGES))
+async def test_a_shortage_of_the_routers_own_says_nothing_of_an_engine(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = 0
+
+    async def fail(*address: object) -> None:  # noqa: ARG001
+        nonlocal asked
+        asked += 1
+        raise OSError(number, "none left")
+
+    monkeypatch.setattr("penstock.router.engine_watch.read", fail)
+    async with rig(answer_name, engine_metrics_interval_s=0.01) as r:
+        await eventually(lambda: asked > 3)
+        assert [engine.breaker_openings for engine in (await r.admin.engines()).engines] == [0]
+
+
 async def test_an_engine_whose_metrics_fail_is_not_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.router.engine_watch._DEADLINE_S", 0.1)
     taken = asyncio.Event()
@@ -329,6 +347,18 @@ TEXTS = [
             b'vllm:cache_config_info{block_size="16",kv_cache_size_tokens="None",num_gpu_blocks="10"} 1\n'
         ),
         KVFigures(1e-05, 160),
+    ),
+    *[
+        (b"vllm:kv_cache_usage_perc " + usage, None)
+        for usage in (b"-1", b"1.01", b"1e999", b"-1e999", b"NaN", b"1.2.3")
+    ],
+    (b'vllm:kv_cache_usage_perc{engine="0"} 1e999\nvllm:kv_cache_usage_perc{engine="1"} -1e999', None),
+    (
+        (
+            b"vllm:kv_cache_usage_perc 0.5\n"
+            b'vllm:cache_config_info{num_gpu_blocks="999999999999999",block_size="999999999999999"} 1\n'
+        ),
+        KVFigures(0.5, 0),
     ),
 ]
 

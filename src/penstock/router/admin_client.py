@@ -77,7 +77,7 @@ class RouterState:
     """Requests taken in since the router started, its own admin calls not counted."""
     engines: tuple[EngineLoad, ...]
     held_bytes: int = 0
-    """Most bytes that are kept of the requests that wait."""
+    """Most bytes that are kept of requests that wait or are still coming in."""
     held_by: Mapping[str, int] = field(default_factory=dict[str, int])
     """How many wait for what: see `penstock.router.lane.Kind`."""
     gates_closed: tuple[str, ...] = ()

@@ -25,7 +25,7 @@ READ_SIZE = 1 << 16
 """Most bytes of an answer in one read: 256 clients that do not read theirs shall not take 64 MB."""
 MAX_CONNECTING = 256
 """Connections being opened at once; a listen queue is a few times as long."""
-_OURS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
+OWN_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
 """Failures to connect that say something of this process and nothing of the engine."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 """A machine that vanished without a word is noticed after 35 s, however long an answer may take."""
@@ -181,7 +181,7 @@ class Engine:
             self.release(connection, reusable=True)
 
     def _refused(self, error: OSError) -> None:
-        ours = error.errno in _OURS
+        ours = error.errno in OWN_SHORTAGES
         while (exchange := self._next_waiting()) is not None:
             if ours:
                 exchange.refuse(

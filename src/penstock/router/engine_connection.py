@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from penstock.router import dead_answer
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _MAX_HEAD = 262_144
 """Bytes; an engine's head is trusted more than a client's, but not without bound."""
-_CONTINUE, _SWITCHING, _FINAL = 100, 101, 200
+_SWITCHING, _FINAL = 101, 200
 
 
 class EngineConnection(asyncio.BufferedProtocol):
@@ -146,10 +146,10 @@ class EngineConnection(asyncio.BufferedProtocol):
 
     # --- for the exchange --------------------------------------------------------------------------------------------
 
-    def send(self, exchange: Exchange, pieces: Sequence[bytes | memoryview]) -> None:
+    def send(self, exchange: Exchange, body: bytes | bytearray | memoryview) -> None:
         """Start an exchange with its head, written for this engine, and what has come of its body."""
         self.exchange = exchange
-        self.transport.write(b"".join((exchange.request.to_engine(self.engine.fields), *pieces)))
+        self.transport.write(b"".join((exchange.request.to_engine(self.engine.fields), body)))
 
     def set_reading(self, *, reading: bool) -> None:
         """Read the answer, or leave it with the engine while the client is slow."""
@@ -211,8 +211,7 @@ class EngineConnection(asyncio.BufferedProtocol):
         """An informational answer, before the real one."""
         if response.status == _SWITCHING:
             raise RefusalError(502, "bad_engine_response", "the engine switched protocols, which nobody asked for")
-        if response.status != _CONTINUE:
-            exchange.interim(response)
+        exchange.interim(response)
 
     def _begin_answer(self, exchange: Exchange, response: ResponseHead, data: bytes, end: int) -> None:
         """`data` holds the answer's head, up to `end`, and what has come of its body."""

@@ -7,12 +7,14 @@ import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from penstock.router.engine import Engine
+from penstock.router.engine import OWN_SHORTAGES, Engine
 from penstock.router.probe import is_alive
 
 _DEADLINE_S = 2.0
 _MAX_ANSWER = 8 << 20
 """Bytes."""
+_MOST_TOKENS = 1 << 53
+"""A capacity beyond is none; integers up to it are exact in JSON too."""
 _USAGE = re.compile(rb"^vllm:kv_cache_usage_perc(\{[^\n]*\})? ([0-9.eE+-]+)\r?$", re.MULTILINE)
 _CACHE = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\} ", re.MULTILINE)
 _SIZE = re.compile(rb'(?:^|,)(num_gpu_blocks|block_size|kv_cache_size_tokens)="(\d{1,15})"')
@@ -39,7 +41,7 @@ _UNWELL = Reading(well=False, figures=None)
 
 
 def parse_figures(text: bytes | bytearray, dp_rank: int | None = None) -> KVFigures | None:
-    """The figures in vLLM's Prometheus text; None where it has none.
+    """The figures in vLLM's Prometheus text; None where it has none, or a usage that is no number from 0 to 1.
 
     vLLM 0.32 says how many tokens fit on a rank (exact for models with several kinds of attention); before that, and
     where it does not, it is the blocks of all ranks together times their size.
@@ -48,15 +50,18 @@ def parse_figures(text: bytes | bytearray, dp_rank: int | None = None) -> KVFigu
         text: of one server.
         dp_rank: the figures of this data-parallel rank alone; None: of all together.
     """
-    ranks = [(labels, float(usage)) for labels, usage in _USAGE.findall(text)]
+    ranks = _USAGE.findall(text)
     cache = _CACHE.search(text)
     sizes = {name: int(size) for name, size in _SIZE.findall(cache[1])} if cache else {}
-    usages = [usage for labels, usage in ranks if dp_rank is None or b'engine="%d"' % dp_rank in labels]
-    if not usages:
+    try:
+        usages = [float(usage) for labels, usage in ranks if dp_rank is None or b'engine="%d"' % dp_rank in labels]
+    except ValueError:
+        return None
+    if not usages or min(usages) < 0 or max(usages) > 1:
         return None
     capacity = sizes.get(b"kv_cache_size_tokens", 0) * len(usages)
     capacity = capacity or sizes.get(b"num_gpu_blocks", 0) * sizes.get(b"block_size", 0) * len(usages) // len(ranks)
-    return KVFigures(sum(usages) / len(usages), capacity)
+    return KVFigures(sum(usages) / len(usages), capacity if capacity <= _MOST_TOKENS else 0)
 
 
 async def read(host: str, port: int, dp_rank: int | None = None) -> Reading:
@@ -130,7 +135,9 @@ class EngineWatch:
             reading = await read(*engine.address, engine.entry.dp_rank)
         except TimeoutError:
             return
-        except OSError:
+        except OSError as error:
+            if error.errno in OWN_SHORTAGES:
+                return
             reading = _UNWELL
         finally:
             del self._asking[engine]

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 REPLAY_LIMIT = 1 << 20
 """Bytes of request body kept for a retry. A request is placed once its body or so much of it has come: a client that
 stalls holds neither an engine's connection nor a share of its KV cache. While it is held, no more is read of it."""
+_CONTINUE = 100
+"""A status that is the router's own to send."""
+_INTERIM_LIMIT = 1 << 16
+"""Bytes of informational answers that a request may get; its client may not read them, and more may follow."""
 
 
 class Exchange:
@@ -29,6 +33,8 @@ class Exchange:
         "_by_close",
         "_connection",
         "_head_sent",
+        "_interim_bytes",
+        "_kept",
         "_replay",
         "_stale",
         "_submitted",
@@ -73,8 +79,11 @@ class Exchange:
         self.first_byte_at = 0.0
         """A byte of an engine's answer has come, at this time."""
         self._connection: EngineConnection | None = None
-        self._replay: list[bytes | memoryview] | None = []
+        self._replay: bytes | bytearray | memoryview | None = b""
         self._buffered = 0
+        self._kept = 0
+        """Bytes that the gate counts while they are still coming in."""
+        self._interim_bytes = 0
         self._submitted = False
         """Enough of its body has come, and the gate got it."""
         self._waiting = False
@@ -93,11 +102,14 @@ class Exchange:
         """See `Call`: find an engine."""
         self.body_done = done
         self.bytes_in = len(piece)
-        self._replay = [piece]
+        self._replay = piece
         self._buffered = len(self.request.fields) + len(piece)
         self.dispatcher.metrics.requests += 1
         if done or self._buffered > REPLAY_LIMIT:
             self._submit()
+        else:
+            self._replay = bytearray(piece)
+            self._keep(self._buffered)
 
     def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:
         """See `Call`."""
@@ -107,15 +119,20 @@ class Exchange:
         if connection is not None:
             connection.transport.write(piece)
         if self._replay is not None:
-            self._replay.append(piece)
+            if not isinstance(self._replay, bytearray):
+                self._replay = bytearray(self._replay)
+            self._replay += piece
             self._buffered += len(piece)
             if self._buffered > REPLAY_LIMIT:
                 if connection is not None:
                     self._replay = None
                 elif not done:
                     self.adjust_reading()
-        if not self._submitted and (done or self._buffered > REPLAY_LIMIT):
-            self._submit()
+        if not self._submitted:
+            if done or self._buffered > REPLAY_LIMIT:
+                self._submit()
+            else:
+                self._keep(len(piece))
 
     def cancel(self) -> None:
         """The client has gone; so must the engine's work for it."""
@@ -170,7 +187,7 @@ class Exchange:
     def connected(self, connection: EngineConnection) -> None:
         """Send everything that has come so far."""
         self._connection = connection
-        connection.send(self, self._replay or ())
+        connection.send(self, self._replay or b"")
         if self._buffered > REPLAY_LIMIT:
             self._replay = None
             self.adjust_reading()
@@ -195,9 +212,14 @@ class Exchange:
             self.first_byte_at = now
 
     def interim(self, response: ResponseHead) -> None:
-        """An informational answer (1xx) before the real one."""
-        if self.request.http_1_1:
-            self.client.transport.write(response.to_client())
+        """An informational answer (1xx) before the real one; RefusalError: 502, they are too many."""
+        head = response.to_client()
+        self._interim_bytes += len(head)
+        if self._interim_bytes > _INTERIM_LIMIT:
+            what = f"the engine sent over {_INTERIM_LIMIT} bytes of informational answers (1xx) and no other"
+            raise RefusalError(502, "bad_engine_response", what)
+        if self.request.http_1_1 and response.status != _CONTINUE:
+            self.client.transport.write(head)
 
     def respond(self, response: ResponseHead) -> bytes:
         """The answer is to be passed on, so nothing is retried from here on; returns its head as the client gets it."""
@@ -264,8 +286,18 @@ class Exchange:
 
     # --- its end -----------------------------------------------------------------------------------------------------
 
+    def _keep(self, size: int) -> None:
+        self.dispatcher.gate.keep(size)
+        self._kept += size
+
+    def _release(self) -> None:
+        if self._kept:
+            self.dispatcher.gate.release(self._kept)
+            self._kept = 0
+
     def _submit(self) -> None:
         self._submitted = True
+        self._release()
         self.dispatcher.gate.submit(self)
 
     def _leave_gate(self) -> None:
@@ -290,6 +322,7 @@ class Exchange:
         if self.engine is not None:
             self.dispatcher.left(self, self.engine, now, ok=not outcome)
         self._replay = None
+        self._release()
         self.dispatcher.metrics.record(self, now)
         if self.dispatcher.on_end is not None:
             self.dispatcher.on_end(self)

@@ -71,7 +71,7 @@ class Gate:
 
     Args:
         max_held: most requests that may wait; one beyond is refused with 503.
-        max_held_bytes: most bytes that may be kept of all that wait; likewise.
+        max_held_bytes: most bytes that may be kept of all that wait or are still coming in; likewise.
         max_hold_s: seconds for which a request waits while no engine is up that may serve it; then 503. Time at a
             closed gate does not count: a pause may be as long as it likes, and no request fails of it. Nor does time in
             which the engines are full: they are at work, and load will fall.
@@ -89,7 +89,7 @@ class Gate:
         self.engines: set[str] = set()
         """Engines whose gate is closed."""
         self.held_bytes = 0
-        """Most bytes that are kept of the requests that wait."""
+        """Most bytes that are kept of the requests that wait, and those kept of requests that are still coming in."""
         self._filling = False
         """Requests that have waited for room are tried just now."""
         self._entries: dict[Waiting, _Entry] = {}
@@ -142,12 +142,21 @@ class Gate:
                 return
         size = request.held()
         if len(self._entries) >= self._max_held or self.held_bytes + size > self._max_held_bytes:
-            what = f"{len(self._entries)} requests with {self.held_bytes} bytes are waiting already"
-            request.refuse(RefusalError(503, "queue_full", f"{what}; retry later, or raise max_held or max_held_bytes"))
+            request.refuse(self._full())
             return
         entry = self._entries[request] = _Entry(size)
         self.held_bytes += size
         self._enter(request, entry, lane)
+
+    def keep(self, size: int) -> None:
+        """Count bytes of a request that is still coming in; RefusalError: 503, too many are kept already."""
+        if self.held_bytes + size > self._max_held_bytes:
+            raise self._full()
+        self.held_bytes += size
+
+    def release(self, size: int) -> None:
+        """Bytes that `keep` counted are gone, or part of a request that is complete."""
+        self.held_bytes -= size
 
     def discard(self, request: Waiting) -> None:
         """Forget a request whose client has gone, or that is refused."""
@@ -155,6 +164,10 @@ class Gate:
         if entry is not None:
             self.held_bytes -= entry.size
             self._leave(request, entry)
+
+    def _full(self) -> RefusalError:
+        what = f"{len(self._entries)} requests wait, and {self.held_bytes} bytes are kept"
+        return RefusalError(503, "queue_full", f"{what}; retry later, or raise max_held or max_held_bytes")
 
     # --- events ------------------------------------------------------------------------------------------------------
 

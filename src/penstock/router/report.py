@@ -94,7 +94,7 @@ def families(dispatcher: Dispatcher) -> list[Family]:
     return [
         *dispatcher.metrics.families(),
         Family(f"{PREFIX}held", "gauge", "Requests waiting now, by what they wait for.", held),
-        gauge("held_bytes", "Most bytes that are kept of the requests that wait.", gate.held_bytes),
+        gauge("held_bytes", "Most bytes that are kept of requests that wait or are still coming in.", gate.held_bytes),
         gauge("gate_closed", "1 while the gate for all is closed.", gate.closed),
         gauge("sessions", "Sessions known.", len(dispatcher.placement.sessions)),
         counts("placements", "Requests placed, by the policy that chose the engine.", "rule", statistics.rules),
