@@ -46,19 +46,22 @@ def has_key(given: bytes, keys: Iterable[str]) -> bool:
     return any(found)
 
 
-def cross_site(headers: Iterable[tuple[bytes, bytes]], known: Collection[str] = ()) -> str | None:
+def cross_site(
+    headers: Iterable[tuple[bytes, bytes]], known: Collection[str] = (), *, setting: str = f"{HOSTS_ENV} of its process"
+) -> str | None:
     """Why a control call is refused for the web page that it may come from; None: it is not.
 
     Args:
         headers: of the request, names in lower case.
         known: names of this server besides IP addresses, localhost, the machine's name and those of `HOSTS_ENV`.
+        setting: where its operator names more, for the message.
     """
     for name, value in headers:
         if name == b"origin":
             return "control calls are not for web pages; leave Origin out"
         if name == b"host" and not _is_ours(value.decode("latin-1").strip().lower(), known):
             host = value.decode("latin-1")[:80]
-            return f"this server is not called {host!r}; use its IP address, or name it in {HOSTS_ENV} of its process"
+            return f"this server is not called {host!r}; use its IP address, or name it in {setting}"
     return None
 
 

@@ -303,6 +303,12 @@ class GenerateOutput:
     response_logprobs: list[tuple[float, ...]] | None
     response_spans: list[tuple[VersionSpan, ...]]
 
+    def __getitem__(self, name: str) -> Any:
+        """`output["responses"]` is `output.responses`; KeyError names the fields there are."""
+        if name not in (known := [field.name for field in dataclasses.fields(self)]):
+            raise KeyError(f"generate gives no {name!r}; known: {', '.join(known)}")
+        return getattr(self, name)
+
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Self:
         """Join samples, in order."""

@@ -43,6 +43,15 @@ def test_an_openai_client_is_served(server: Server) -> None:
     assert "".join(chunk.choices[0].text for chunk in streamed if chunk.choices)
 
 
+def test_what_listens_everywhere_is_called_at_an_address_of_this_machine(tmp_path: Path) -> None:
+    args = ("serve", "m", "--sim", "--port", "0", "--host", "0.0.0.0", "max_model_len=256")
+    with serving(tmp_path / "log", *args, PENSTOCK_API_KEY="secret") as server:
+        assert server.url.startswith("http://127.0.0.1:")
+        assert server.process.stdout is not None
+        assert server.process.stdout.readline() == "listening on all addresses of this machine\n"
+        assert penstock("status", server.url, PENSTOCK_API_KEY="secret").returncode == 0
+
+
 def test_the_key_is_asked_for(server: Server, tmp_path: Path) -> None:
     with pytest.raises(AuthenticationError):
         OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0).models.list()

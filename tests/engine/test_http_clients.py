@@ -16,7 +16,7 @@ from penstock.engine.data import DataClient
 from penstock.engine.vanilla.replies import VanillaReplies
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, RequestError
 from penstock.router.admin_client import RouterAdmin
-from penstock.types import GenerateBatch, SamplingParams
+from penstock.types import GenerateBatch, GenerateOutput, SamplingParams
 
 INFO = (
     b'{"engine": "vllm", "vllm": "0.32.0", "weight_version": 3, "paused": false, "tp": 1, "pp": 1, "dp": 1, '
@@ -216,3 +216,11 @@ def test_one_prompt_is_not_taken_for_a_batch(given, says: str) -> None:
         GenerateBatch(**given)
     with pytest.raises(RequestError, match=says):
         GenerateBatch.of(given)
+
+
+def test_an_output_is_read_as_a_mapping_too() -> None:
+    output = GenerateOutput.of([])
+    assert output["responses"] is output.responses
+    assert output["response_logprobs"] == output.response_logprobs
+    with pytest.raises(KeyError, match="generate gives no 'texts'; known: responses, response_ids, stop_reasons, "):
+        output["texts"]

@@ -65,6 +65,7 @@ async def test_a_name_that_was_made_to_point_here_gets_nothing(host: str) -> Non
             await client.send(f"{method} {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
             answer = await client.receive()
             assert (answer.status, answer.header("x-penstock-error")) == (403, "cross_site")
+            assert b"name it in router.allowed_hosts" in answer.body
         assert (await client.ask()).status == 200  # data calls are the key's business
 
 

@@ -141,8 +141,10 @@ async def _serve(config: RunConfig, api_key: str | None, *, detach: bool) -> Non
         fleet = await opening
     async with fleet:
         ordered = socket_of(fleet.url) is not None
-        usage = _usage(fleet.url, config, with_key=api_key is not None, detached=detach, ordered=ordered)
-        typer.echo(f"ready: {what} at {fleet.url}/v1\n{usage}")
+        url, everywhere = callable_url(fleet.url)
+        usage = _usage(url, config, with_key=api_key is not None, detached=detach, ordered=ordered)
+        listens = "listening on all addresses of this machine\n" if everywhere else ""
+        typer.echo(f"ready: {what} at {url}/v1\n{listens}{usage}")
         if fleet.endpoint is None:  # another process holds it
             return
         if not ordered:
@@ -155,6 +157,14 @@ async def _serve(config: RunConfig, api_key: str | None, *, detach: bool) -> Non
         with suppress(asyncio.CancelledError):
             await fleet.endpoint.stopping.wait()
         console.print("stopping")
+
+
+def callable_url(url: str) -> tuple[str, bool]:
+    """The address to call a server of this machine at, and whether it listens on all addresses."""
+    for anywhere, here in (("://0.0.0.0:", "://127.0.0.1:"), ("://[::]:", "://[::1]:")):
+        if anywhere in url:
+            return url.replace(anywhere, here), True
+    return url, False
 
 
 class _ConsoleHandler(logging.Handler):

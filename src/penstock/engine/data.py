@@ -17,6 +17,7 @@ from penstock.engine.partial import whole_of
 from penstock.engine.transport import HttpTransport, UnreachableError
 from penstock.engine.wire import GENERATE
 from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, RequestError
+from penstock.parsing import MOST_DATA
 from penstock.router.prefix_hash import BLOCK, prefix_hashes
 from penstock.types import GenerateBatch, GenerateOutput, Message, Sample, SamplingParams, SessionId
 
@@ -58,7 +59,7 @@ class DataClient:
         stream_chunk_tokens: int = STREAM_CHUNK_TOKENS,
         routed: bool = True,
     ) -> None:
-        self.http = HttpTransport(url, api_key=api_key, name=name)
+        self.http = HttpTransport(url, api_key=api_key, name=name, most=MOST_DATA)
         self.vocab_size = vocab_size
         self.request_timeout_s = request_timeout_s
         self.stream_chunk_tokens = stream_chunk_tokens

@@ -12,6 +12,7 @@ import aiohttp
 import orjson
 
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, StateError, UserError
+from penstock.parsing import MOST_CONTROL, read_whole, too_long
 from penstock.process import raise_file_limit
 
 IDLE_CONNECTION_S = 4.0
@@ -44,16 +45,18 @@ def as_json(what: str, body: Mapping[str, Any]) -> bytes:
 
 
 class Reply:
-    """A 2xx answer while it arrives."""
+    """A 2xx answer while it arrives. EngineError where it, or one line of it, has more than `most` bytes."""
 
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, response: aiohttp.ClientResponse, most: int, engine: str) -> None:
         self.headers: Mapping[str, str] = response.headers
         self.content_type = response.content_type
         self._response = response
+        self._most = most
+        self._engine = engine
 
     async def read(self) -> bytes:
         """All of it."""
-        return await self._response.read()
+        return await read_whole(self._response.content.iter_any(), self._most, self._engine)
 
     async def lines(self) -> AsyncIterator[bytes]:
         """Its lines as they come, without their ends; a last one without an end was cut and is left out."""
@@ -66,6 +69,8 @@ class Reply:
                 yield bytes(rest[start:end])
                 start = end + 1
             del rest[:start]
+            if len(rest) > self._most:
+                raise too_long(self._most, self._engine)
 
 
 class HttpTransport:
@@ -75,11 +80,15 @@ class HttpTransport:
         url: base URL, such as `http://127.0.0.1:8000`.
         api_key: sent as a bearer token with every call.
         name: names the server in errors; default: the URL.
+        most: bytes of an answer; EngineError for more.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None, name: str | None = None) -> None:
+    def __init__(
+        self, url: str, *, api_key: str | None = None, name: str | None = None, most: int = MOST_CONTROL
+    ) -> None:
         self.url = url.rstrip("/")
         self.name = name or self.url
+        self._most = most
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
         self._ended = False
@@ -105,7 +114,7 @@ class HttpTransport:
             DeadlineError: no complete answer within `timeout_s` seconds.
             EngineDeadError: the connection was refused or broke.
             EngineHTTPError: an error status, with the server's message, type and status.
-            EngineError: the answer is not JSON; most likely another kind of server.
+            EngineError: the answer is not JSON, or too long; most likely another kind of server.
             UserError: `body` cannot be written as JSON; nothing was sent.
         """
         data = b"" if body is None else as_json(f"POST {path}", body)
@@ -157,15 +166,24 @@ class HttpTransport:
                 method, self.url + path, data=data, params=params, headers=sent, timeout=timeout
             ) as response:
                 if response.status >= 300:  # noqa: PLR2004 - HTTP's own boundary
-                    raise self.http_error(response.status, await response.read())
-                yield Reply(response)
+                    raise self.http_error(*await self._refusal(response))
+                yield Reply(response, self._most, self.name)
+
+    async def _refusal(self, response: aiohttp.ClientResponse) -> tuple[int, bytes]:
+        """Status and body. Where a server would send us on, a key and a request are not meant for that address."""
+        if (location := response.headers.get("Location")) and response.status < 400:  # noqa: PLR2004 - HTTP's own boundary
+            said = f"redirects to {location[:200]!r}, which is not followed; give the address of the server itself"
+            return response.status, said.encode()
+        return response.status, await read_whole(response.content.iter_any(), MOST_CONTROL, self.name)
 
     async def _request(self, method: str, url: str, *, timeout: aiohttp.ClientTimeout, **options: Any) -> Any:  # noqa: ASYNC109 - aiohttp's own
         """The answer's head. A server that nobody reaches got nothing, so the same is sent when it is back."""
         async with asyncio.timeout(timeout.total):
             while True:
                 try:
-                    response = await self._open().request(method, url, timeout=timeout, **options)
+                    response = await self._open().request(
+                        method, url, timeout=timeout, allow_redirects=False, **options
+                    )
                 except aiohttp.ClientConnectorError:
                     if self.back is None or not await self.back():
                         raise

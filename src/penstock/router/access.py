@@ -45,7 +45,7 @@ class Access:
         fields = [(b"host", b"localhost" if request.host is None else request.host)]
         if request.origin is not None:
             fields.append((b"origin", request.origin))
-        why = cross_site(fields, self._hosts)
+        why = cross_site(fields, self._hosts, setting="router.allowed_hosts")
         if why is not None:
             call = f"{request.method.decode()} {shown(request.target)[1:-1]}"
             raise RefusalError(403, "cross_site", f"{call}: {why}")

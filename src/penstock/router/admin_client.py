@@ -12,6 +12,7 @@ import aiohttp
 import orjson
 
 from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, PenstockError, StateError, UserError
+from penstock.parsing import MOST_CONTROL, read_whole
 from penstock.router.membership import EngineEntry
 from penstock.router.merge import merge_metrics, merge_states
 
@@ -284,9 +285,9 @@ class RouterAdmin:
             )
         data = None if body is None else orjson.dumps(body)
         try:
-            async with self._session.request(method, url + path, data=data) as response:
-                content = await response.read()
-                status = response.status
+            async with self._session.request(method, url + path, data=data, allow_redirects=False) as response:
+                content = await read_whole(response.content.iter_any(), MOST_CONTROL, f"behind {url}")
+                status, location = response.status, response.headers.get("Location", "")
         except TimeoutError as error:
             raise DeadlineError(
                 f"router {url} did not answer {method} {path} within {self._timeout_s:g} s",
@@ -294,6 +295,9 @@ class RouterAdmin:
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineDeadError(f"router {url} is gone ({method} {path}): {error}") from error
+        if 300 <= status < 400:  # noqa: PLR2004 - HTTP's own
+            why = f"{method} {url}{path} redirects to {location[:200]!r}, which is not followed; give that address"
+            raise EngineHTTPError(why, status=status)
         if status != 200:  # noqa: PLR2004 - the HTTP status
             raise _error(status, content, f"{method} {url}{path}")
         return content

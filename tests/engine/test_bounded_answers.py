@@ -1,0 +1,98 @@
+"""Servers that answer without end, or send the caller on: neither memory nor a key is lost to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from penstock.engine.transport import HttpTransport
+from penstock.errors import EngineError, EngineHTTPError
+from penstock.router.admin_client import RouterAdmin
+
+ENDLESS_HEAD = b"HTTP/1.1 %d OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+PIECE = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
+PIECES = 256
+"""MiB after which the server ends all the same."""
+
+
+class Hostile:
+    def __init__(self) -> None:
+        self.url, self.sent, self.heads = "", 0, list[bytes]()
+
+
+@asynccontextmanager
+async def answering(head: bytes, *, pieces: int = 0) -> AsyncIterator[Hostile]:
+    hostile = Hostile()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            hostile.heads.append(await reader.readuntil(b"\r\n\r\n"))
+            writer.write(head)
+            for _ in range(pieces):
+                writer.write(PIECE)
+                await writer.drain()
+                hostile.sent += 1
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        hostile.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield hostile
+
+
+@pytest.mark.parametrize("status", [200, 500])
+async def test_an_answer_without_end_is_given_up(status: int) -> None:
+    async with answering(ENDLESS_HEAD % status, pieces=PIECES) as hostile:
+        http = HttpTransport(hostile.url, name="e0")
+        with pytest.raises(EngineError, match="engine e0: its answer is longer than 64 MiB"):
+            await http.get("/penstock/info", timeout_s=60.0)
+        await http.close()
+        assert hostile.sent < PIECES
+
+
+async def test_a_line_without_end_is_given_up() -> None:
+    async with answering(ENDLESS_HEAD % 200, pieces=PIECES) as hostile:
+        http = HttpTransport(hostile.url, name="e0", most=8 << 20)
+
+        async def read() -> None:
+            async with http.stream("POST", "/x", b"{}", timeout_s=60.0) as reply:
+                async for _ in reply.lines():
+                    pass
+
+        with pytest.raises(EngineError, match="engine e0: its answer is longer than 8 MiB"):
+            await read()
+        await http.close()
+        assert hostile.sent < PIECES
+
+
+async def test_a_routers_answer_without_end_is_given_up() -> None:
+    async with answering(ENDLESS_HEAD % 200, pieces=PIECES) as hostile:
+        admin = RouterAdmin(hostile.url, timeout_s=60.0)
+        with pytest.raises(EngineError, match="is longer than 64 MiB"):
+            await admin.health()
+        await admin.close()
+        assert hostile.sent < PIECES
+
+
+@pytest.mark.parametrize("status", [302, 307])
+async def test_nobody_is_followed_to_another_address(status: int) -> None:
+    async with answering(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}") as other:
+        head = b"HTTP/1.1 %d T\r\nConnection: close\r\nLocation: %s/x\r\nContent-Length: 0\r\n\r\n" % (
+            status,
+            other.url.encode(),
+        )
+        async with answering(head) as first:
+            http, admin = HttpTransport(first.url, api_key="key"), RouterAdmin(first.url, "key")
+            for call in (http.get("/x", timeout_s=20.0), http.post("/x", {}, timeout_s=20.0), admin.health()):
+                with pytest.raises(EngineHTTPError, match=f"redirects to '{other.url}/x', which is not followed") as e:
+                    await call
+                assert e.value.status == status
+            await http.close()
+            await admin.close()
+        assert other.heads == []
