@@ -44,7 +44,7 @@ async def test_chats_and_strings_are_tokenised_by_the_engine(fleet: Fleet) -> No
 async def test_a_mapping_is_the_batch_and_not_a_prompt_for_each_key(fleet: Fleet, whole: str) -> None:
     """The call of the systems that Penstock stands in for."""
     (first, *_) = await fleet.engines()
-    client = fleet if whole == "fleet" else await HTTPEngine.connect(first.url)
+    client = fleet if whole == "fleet" else await HTTPEngine.connect(first.url, api_key=fleet.key_of(first.name))
     params = {"max_tokens": 6, "temperature": 0.0}
     ids = [[1, 2, 3], [4, 5]]
     batch = {"prompts": None, "prompt_token_ids": ids, "sampling_params": params, "session_ids": ["a", 1]}
