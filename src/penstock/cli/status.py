@@ -67,9 +67,7 @@ async def _collect(url: str, api_key: str | None) -> dict[str, Any]:
         raise PenstockError(f"{url} {why[error.status]}; {other}") from error
     finally:
         await admin.close()
-    engines = await asyncio.gather(
-        *(_engine(load, state, held.engines.get(load.url) if held else api_key) for load in state.engines)
-    )
+    engines = await asyncio.gather(*(_engine(load, state, held, api_key, url) for load in state.engines))
     return {"url": url, **asdict(state), "engines": engines}
 
 
@@ -84,9 +82,17 @@ async def _held_keys(url: str) -> Keys | None:
         return None
 
 
-async def _engine(load: EngineLoad, router: RouterState, api_key: str | None) -> dict[str, Any]:
+async def _engine(
+    load: EngineLoad, router: RouterState, held: Keys | None, api_key: str | None, url: str
+) -> dict[str, Any]:
+    """What an engine says of itself, or the router of one that is not to be asked from here."""
     from dataclasses import asdict  # noqa: PLC0415
 
+    from penstock.fleet.sockets import beyond_reach  # noqa: PLC0415
+
+    if held is None and (load.other_key or beyond_reach(url, load.url)):
+        return {**asdict(load), "state": _state(load, router, paused=False), "asked": False}
+    api_key = api_key if held is None else held.engines.get(load.url)
     from penstock.engine.vanilla.control import VanillaControl  # noqa: PLC0415
 
     control = VanillaControl(load.name, load.url, api_key=api_key, timeout_s=ENGINE_TIMEOUT_S)
@@ -141,11 +147,19 @@ def _print_table(report: dict[str, Any]) -> None:
     for engine in report["engines"]:
         if "error" in engine:
             console.print(engine["error"], style="red", markup=False, highlight=False)
+    if names := [engine["name"] for engine in report["engines"] if "asked" in engine]:
+        from penstock.fleet.sockets import ASK_THERE  # noqa: PLC0415
+
+        seen = f"{', '.join(names)}: as the router sees it, requests under way as running; for more, run this"
+        console.print(f"{seen} {ASK_THERE}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def _cells(engine: dict[str, Any]) -> list[str]:
     color = {"serving": "green", "down": "red"}.get(engine["state"], "yellow")
     load = ["-"] * 4
+    if "asked" in engine:
+        load[0] = str(engine["outstanding"])
+        load[2] = "-" if engine["kv_usage"] < 0 else f"{engine['kv_usage']:.0%}"
     if "running" in engine:
         load = [
             str(engine["running"]),

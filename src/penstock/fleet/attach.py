@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.config import ServerSpec
 from penstock.engine.concurrent import all_or_first_error
@@ -22,6 +22,7 @@ from penstock.fleet.roster import Roster
 from penstock.parsing import reading
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class AttachedServers:
@@ -61,7 +62,7 @@ class AttachedServers:
             member = await self._joined(lifecycle, spec.url)
             try:
                 if self._served_as is not None:
-                    await self._ask(spec.url, partial(_warn_of_other_name, name=self._served_as))
+                    member.warning = await self._ask(spec.url, partial(_other_name, name=self._served_as))
                 _refuse_other_model(member, beside)
                 member.ranks = _ranks(member, spec)
             except BaseException:
@@ -91,10 +92,10 @@ class AttachedServers:
             await self._ask(url, _refuse_router)
             raise
 
-    async def _ask(self, url: str, question: Callable[[HttpTransport], Awaitable[None]]) -> None:
+    async def _ask(self, url: str, question: Callable[[HttpTransport], Awaitable[T]]) -> T:
         http = HttpTransport(url, api_key=self._api_key)
         try:
-            await question(http)
+            return await question(http)
         finally:
             await http.close()
 
@@ -112,18 +113,20 @@ async def _refuse_router(http: HttpTransport) -> None:
     raise UserError(f"{http.url} is a router of Penstock, not an engine; give the addresses of its engines")
 
 
-async def _warn_of_other_name(http: HttpTransport, name: str) -> None:
-    """OpenAI requests name the model, and are passed on as they came; those by token ids do not."""
+async def _other_name(http: HttpTransport, name: str) -> str:
+    """A warning: OpenAI requests name the model, and are passed on as they came; those by token ids do not."""
     models: Any = await http.get("/v1/models", timeout_s=JOIN_S)
     with reading(f"answer of {http.url} to /v1/models", EngineError):
         names = [str(model["id"]) for model in models["data"]]
         first = names[0]
-    if name not in names:
-        logger.warning(
-            "%s serves %s and knows no model %s: it answers 404 to OpenAI requests that name that one; start it with "
-            "--served-model-name %s, or give the fleet served_model_name=%s",
-            http.url, ", ".join(names), name, name, first,
-        )  # fmt: skip
+    if name in names:
+        return ""
+    warning = (
+        f"{http.url} serves {', '.join(names)} and knows no model {name}: it answers 404 to OpenAI requests that name "
+        f"that one; start it with --served-model-name {name}, or give the fleet served_model_name={first}"
+    )
+    logger.warning("%s", warning)
+    return warning
 
 
 def _refuse_other_model(member: Member, beside: Sequence[Member]) -> None:

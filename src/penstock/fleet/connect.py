@@ -23,11 +23,12 @@ from penstock.fleet.member import RANK, Member
 from penstock.fleet.opening import Opening, reachable
 from penstock.fleet.routers import OpenRouter, check_router, open_router
 from penstock.fleet.settings import check_key, refuse_unknown, section, specs_of
-from penstock.fleet.sockets import refuse_second, router_address, socket_of
+from penstock.fleet.sockets import ASK_THERE, beyond_reach, refuse_second, router_address, socket_of
 from penstock.guard import new_key
 from penstock.router.admin_client import RouterAdmin, RouterState
 
-NOT_FOUND = 404
+UNAUTHORIZED, NOT_FOUND = 401, 404
+INSTEAD = f"call Fleet.connect {ASK_THERE}, or use an OpenAI client"
 OF_A_CLIENT = frozenset({"stream_chunk_tokens"})
 """Options of `FleetConfig` that whoever adopts a fleet chooses; the others are its holder's."""
 
@@ -86,8 +87,14 @@ class _Plan:
             admin = RouterAdmin(url, self.api_key)
             owned.push_async_callback(admin.close)
             state = await _router_state(admin, url)
+            _refuse_beyond_reach(state, url)
             router = OpenRouter(url, admin, key=self.api_key)
-            return await self._fleet(router, _servers(state), owned, epoch=state.epoch)
+            try:
+                return await self._fleet(router, _servers(state), owned, epoch=state.epoch)
+            except EngineHTTPError as error:
+                if error.status == UNAUTHORIZED and error.engine is None:  # the router's own, for a change of its set
+                    raise UserError(f"the fleet behind {url} is held by others ({error}); {INSTEAD}") from error
+                raise
 
     async def _held(self, url: str) -> Fleet | None:
         """The fleet behind that router where a process of this machine holds it; None where nobody does."""
@@ -170,6 +177,15 @@ def _servers(state: RouterState) -> dict[str, ServerSpec]:
             its = ranks.setdefault(name, {"url": engine.url, "dp": 0})
             its["dp"] += 1
     return {name: ServerSpec(**its) for name, its in ranks.items()}
+
+
+def _refuse_beyond_reach(state: RouterState, url: str) -> None:
+    """Before any engine is sent a key."""
+    for engine in state.engines:
+        if beyond_reach(url, engine.url):
+            raise UserError(f"engine {engine.name} at {engine.url} listens only on the machine of {url}; {INSTEAD}")
+        if engine.other_key:
+            raise UserError(f"engine {engine.name} at {engine.url} asks for a key of its fleet alone; {INSTEAD}")
 
 
 async def _router_state(admin: RouterAdmin, url: str) -> RouterState:

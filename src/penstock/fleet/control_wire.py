@@ -30,6 +30,8 @@ class MemberState:
     """It does not serve, and will."""
     gpus: tuple[str, ...]
     info: EngineInfo
+    warning: str = ""
+    """See `Member.warning`."""
 
 
 @dataclass(frozen=True, slots=True)

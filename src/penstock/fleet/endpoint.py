@@ -174,7 +174,9 @@ class Endpoint:
 
     def _state(self) -> FleetState:
         members = tuple(
-            MemberState(m.name, m.url, m.state, m.lifecycle.reason, m.weight_version, m.coming, tuple(m.gpus), m.info)
+            MemberState(
+                m.name, m.url, m.state, m.lifecycle.reason, m.weight_version, m.coming, tuple(m.gpus), m.info, m.warning
+            )
             for m in self._roster.members
         )
         roster = self._roster

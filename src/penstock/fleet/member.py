@@ -94,6 +94,8 @@ class Member:
     torn: str | None = None
     """Its weights are half of one version and half of another, since an update failed, in this instance of it."""
 
+    warning: str = ""
+    """What whoever attached it has to know."""
     foreign: int | None = None
     """`CoreState.foreign` as it was when nothing was wrong; None: not asked since a call of ours that may change it."""
     asleep: frozenset[str] = frozenset()

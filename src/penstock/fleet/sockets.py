@@ -19,6 +19,8 @@ FOLDER_MODE = 0o700
 SOCKET_MODE = 0o600
 LONGEST = 107
 """Bytes in the name of a unix socket, on Linux."""
+ASK_THERE = "as the user who holds the fleet, on the router's machine: its control socket gives what is needed"
+"""How somebody gets at engines that are not to be asked from here."""
 _NAME = re.compile(r"fleet-(\d+)\.sock")
 
 
@@ -68,12 +70,26 @@ def socket_of(url: str) -> Path | None:
         port = parts.port
     except ValueError as error:
         raise UserError(f"{url!r} is no address ({error}); give one such as http://127.0.0.1:8000") from error
+    return folder() / f"fleet-{port}.sock" if _is_here(parts.hostname) and port else None
+
+
+def beyond_reach(router_url: str, engine_url: str) -> bool:
+    """Whether an engine listens only on the machine of a router that may be another than this one.
+
+    Its address means something else here: whoever holds that port of this machine would get the caller's key.
+    """
+    return _is_here(urlsplit(engine_url).hostname) and not _is_here(urlsplit(router_url).hostname)
+
+
+def _is_here(host: str | None) -> bool:
+    """Whether an address can only be this machine's; a name but localhost may be any machine's."""
+    host = (host or "").rstrip(".")
     try:
-        here = parts.hostname == "localhost" or ipaddress.ip_address(parts.hostname or "").is_loopback
-        own = here or ipaddress.ip_address(parts.hostname or "").is_unspecified
-    except ValueError:  # a name, which may be any machine's
-        return None
-    return folder() / f"fleet-{port}.sock" if own and port else None
+        address = ipaddress.ip_address(host if ":" in host else socket.inet_aton(host))  # 127.1 is 127.0.0.1
+    except (ValueError, OSError):
+        return host == "localhost"
+    address = getattr(address, "ipv4_mapped", None) or address
+    return address.is_loopback or address.is_unspecified
 
 
 def refuse_second(url: str | None) -> None:

@@ -43,6 +43,8 @@ class EngineLoad:
     """As announced by the fleet."""
     dp_rank: int | None = None
     """As announced by the fleet: a data-parallel rank of the server at `url`."""
+    other_key: bool = False
+    """It asks for another key than clients of the router have: theirs is not to be sent to it."""
     gate_closed: bool = False
     """Its own gate; the one for all is in `RouterState`."""
     outstanding_tokens: int = 0

@@ -56,6 +56,8 @@ class Dispatcher:
         self._expire_at = 0.0
         self.on_end: Callable[[Exchange], None] | None = None
         """Called with every exchange when it is over, for the access log."""
+        self.keys: tuple[str | None, str | None] = None, None
+        """What the router asks of clients, and for admin calls."""
         self.shared_port: SharedPort | None = None
         """What answers admin calls on a port that several processes serve."""
 

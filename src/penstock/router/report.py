@@ -48,6 +48,7 @@ def policy_in_force(dispatcher: Dispatcher) -> dict[str, Any]:
 
 def _engine(dispatcher: Dispatcher, engine: Engine, view: EngineView) -> dict[str, Any]:
     entry = engine.entry
+    client_key, admin_key = dispatcher.keys
     sessions = dispatcher.placement.sessions_on(entry.name)
     return {
         "name": entry.name,
@@ -58,6 +59,8 @@ def _engine(dispatcher: Dispatcher, engine: Engine, view: EngineView) -> dict[st
         "drained": entry.draining and not view.outstanding and not sessions,
         "adapters": entry.adapters,
         "dp_rank": entry.dp_rank,
+        "other_key": entry.api_key is not None
+        and (entry.api_key == admin_key or client_key not in (None, entry.api_key)),
         "down": engine.down,
         "breaker_openings": engine.openings,
         "dead_answers": engine.dead_answers,

@@ -60,6 +60,7 @@ class Router:
         self.access = self._access("")
         self.metrics = Metrics()
         self.dispatcher = Dispatcher(self.config, self.metrics, process=process)
+        self.dispatcher.keys = self._keys
         self._added_paths = frozenset(path.encode() for path in self.config.data_paths.split(",") if path)
         self.clients: set[ClientConnection] = set()
         self._for_engines: set[bytes] = set()

@@ -1,0 +1,102 @@
+"""Engines that a caller of their router is not to ask: no key of the caller's goes there."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from penstock import Fleet
+from penstock.cli.status import status
+from penstock.config import RouterConfig
+from penstock.errors import UserError
+from penstock.fleet.sockets import beyond_reach
+from penstock.router.admin_client import RouterAdmin
+from penstock.router.membership import EngineEntry
+from penstock.router.server import Router
+from penstock.sim.config import SimConfig
+from penstock.sim.server import SimServer
+
+ELSEWHERE = "router.test"
+THERE = "as the user who holds the fleet, on the router's machine"
+
+
+@pytest.fixture
+def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name, which may be any machine's, for this one."""
+    real = socket.getaddrinfo
+
+    def resolve(host: Any, *args: Any, **kwargs: Any) -> Any:
+        return real("127.0.0.1" if host == ELSEWHERE else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+
+@asynccontextmanager
+async def thief() -> AsyncIterator[tuple[str, list[bytes]]]:
+    """Who holds the port of an engine, and what it was sent."""
+    heads: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", heads
+
+
+@asynccontextmanager
+async def router_of(engine: str, engine_key: str) -> AsyncIterator[Router]:
+    config = RouterConfig(allowed_hosts=ELSEWHERE, engine_metrics_interval_s=3600.0)
+    router = Router(config, api_key="secret", admin_key="own")
+    await router.start("127.0.0.1", 0)
+    admin = RouterAdmin(router.url, "own")
+    await admin.set_engines(0, [EngineEntry("e0", engine, weight_version=7, api_key=engine_key)])
+    await admin.close()
+    try:
+        yield router
+    finally:
+        await router.close()
+
+
+@pytest.mark.usefixtures("_elsewhere")
+@pytest.mark.parametrize(("host", "engine_key"), [(ELSEWHERE, "secret"), (ELSEWHERE, "own"), ("127.0.0.1", "own")])
+async def test_the_callers_key_goes_to_no_engine_that_it_is_not_for(
+    host: str, engine_key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with thief() as (url, heads), router_of(url, engine_key) as router:
+        address = router.url.replace("127.0.0.1", host)
+        await asyncio.to_thread(status, address, api_key="secret", as_json=False)
+        shown = capsys.readouterr().out
+        with pytest.raises(UserError, match=rf"engine e0 at {url} .*; call Fleet.connect {THERE}.* OpenAI client"):
+            await Fleet.connect(address, api_key="secret")
+        assert not [head for head in heads if b"aiohttp" in head], "none but the router asks"
+    [line] = [line for line in shown.splitlines() if url.removeprefix("http://") in line]
+    assert line.split()[:3] == ["e0", "serving", "7"], shown
+    assert THERE in shown
+
+
+async def test_who_may_not_change_the_router_is_told_what_to_do_instead() -> None:
+    config = SimConfig(tokens_per_second=500, max_model_len=512, api_key="secret")
+    async with SimServer(config) as server, router_of(server.url, "secret") as router:
+        with pytest.raises(UserError, match=rf"is held by others .*; call Fleet.connect {THERE}.* OpenAI client"):
+            await Fleet.connect(router.url, api_key="secret")
+
+
+@pytest.mark.parametrize(
+    ("router", "engine", "beyond"),
+    [
+        ("10.0.0.5", "127.0.0.1", True), ("10.0.0.5", "localhost", True), ("10.0.0.5", "127.1", True),
+        ("10.0.0.5", "[::ffff:127.0.0.1]", True), ("router.lab", "[::1]", True), ("router.lab", "0.0.0.0", True),
+        ("10.0.0.5", "10.0.0.6", False), ("127.0.0.1", "127.0.0.1", False), ("localhost", "[::1]", False),
+        ("[::1]", "10.0.0.5", False), ("router.lab", "engine.lab", False),
+    ],
+)  # fmt: skip
+def test_what_listens_only_on_another_machine(router: str, engine: str, beyond: bool) -> None:  # noqa: FBT001
+    assert beyond_reach(f"http://{router}:8000", f"http://{engine}:9000") == beyond
