@@ -11,6 +11,7 @@ import pytest
 from router_rig import Backend, RawClient, Rig, Seen, answer_name, eventually, request, rig
 from test_backpressure import narrow, resident
 
+from penstock.router import server
 from penstock.router.client_connection import ClientConnection
 
 MB = 1 << 20
@@ -130,8 +131,9 @@ async def test_informational_answers_are_bounded() -> None:
         client = await r.client()
         await client.send(request())
         passed = 0
-        while (status := (await client.head())[0]) == 103:
-            passed += 1
+        async with asyncio.timeout(20):
+            while (status := (await client.head())[0]) == 103:
+                passed += 1
         assert (status, passed) == (502, (1 << 16) // len(early))
 
 
@@ -174,3 +176,21 @@ async def test_a_body_in_tiny_pieces_takes_no_more_than_its_bytes() -> None:
             client.connection_lost(None)
         assert kept < 3 * pieces
         assert r.router.dispatcher.gate.held_bytes == 0
+
+
+async def test_strangers_give_way_where_descriptors_run_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.resource, "getrlimit", lambda _: (64 + 40, 64 + 40))
+    async with rig(answer_name, api_key="k") as r:
+        assert r.router is not None
+        keyed = "Authorization: Bearer k\r\n"
+        known = [await r.client() for _ in range(5)]
+        for client in known:
+            assert (await client.ask(headers=keyed)).status == 200
+        strangers = [await r.client() for _ in range(40)]
+        for client in strangers[::2]:
+            await client.send(b"GET /router/health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        for client in strangers[:20]:
+            await client.rest()
+        assert len(r.router.clients) <= 21  # 20, and one connection of the admin client
+        for client in [*known, await r.client()]:
+            assert (await client.ask(headers=keyed)).status == 200

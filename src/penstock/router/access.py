@@ -8,7 +8,8 @@ from penstock.guard import cross_site, has_key
 from penstock.router.head import RequestHead
 from penstock.router.refusal import RefusalError, shown
 
-_HEALTH = b"/router/health"
+HEALTH = b"/router/health"
+"""Needs no key."""
 _CHANGES = {b"/router/engines", b"/router/gate", b"/router/policy"}
 _READS = {b"GET", b"HEAD"}
 
@@ -32,7 +33,7 @@ class Access:
         """Return if the request has the key that it needs; RefusalError: 401."""
         path = request.target.partition(b"?")[0]
         needs_admin = self._admin_key is not None and path in _CHANGES and request.method not in _READS
-        if (self._api_key is None and not needs_admin) or (path == _HEALTH and request.method == b"GET"):
+        if (self._api_key is None and not needs_admin) or (path == HEALTH and request.method == b"GET"):
             return
         accepted = (self._admin_key,) if needs_admin else (self._admin_key, self._api_key)
         if not has_key(request.authorization, [key for key in accepted if key is not None]):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
 
+from penstock.router.access import HEALTH
 from penstock.router.framing import BodyReader, ChunkedReader, FramingError, LengthReader, chunk
 from penstock.router.head import CHUNKED, RequestHead, parse_request
 from penstock.router.refusal import RefusalError
@@ -76,6 +77,7 @@ class ClientConnection(asyncio.Protocol):
         "_ready",
         "_request",
         "_router",
+        "_stranger",
         "deadline",
         "transport",
         "write_paused",
@@ -103,14 +105,16 @@ class ClientConnection(asyncio.Protocol):
         self._call: Call | None = None
         self._lingering = False
         self._blocked = 0
+        self._stranger = True
+        """It has sent no head with the key yet."""
 
     # --- callbacks of the event loop ---------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The connection is there."""
         self.transport = cast("asyncio.Transport", transport)
-        self._router.clients.add(self)
         self._arm(IDLE_S, self._close)
+        self._router.accepted(self)
 
     def data_received(self, data: bytes) -> None:
         """Bytes have come."""
@@ -151,6 +155,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the loop's signature
         """The connection is gone."""
         self._router.clients.discard(self)
+        self._router.strangers.pop(self, None)
         self.deadline = _NEVER
         call, self._call = self._call, None
         if call is not None:
@@ -305,6 +310,8 @@ class ClientConnection(asyncio.Protocol):
             self._body = _COMPLETE
             if router.access.asks_for_key or request.length > router.config.max_body_bytes:
                 self._check(request)
+            if self._stranger:
+                self._introduce(request)
             call = self._call = router.call(self, request)
             call.begin(data[start:] if len(data) < _LONG else memoryview(data)[start:], done=True)
             return
@@ -315,6 +322,8 @@ class ClientConnection(asyncio.Protocol):
             body = self._body = LengthReader(request.length)
         piece = self._follow(body, data, start)
         self._check(request)
+        if self._stranger:
+            self._introduce(request)
         call = self._call = router.call(self, request)
         if not body.done:
             self._body_by = time.monotonic() + router.config.body_timeout_s
@@ -328,6 +337,12 @@ class ClientConnection(asyncio.Protocol):
         limit = self._router.config.max_body_bytes
         if request.length > limit:
             raise RefusalError(413, "body_too_large", f"a body of {request.length} bytes is over the limit of {limit}")
+
+    def _introduce(self, request: RequestHead) -> None:
+        """It had the key, unless it called where nobody is asked for one."""
+        if not request.target.startswith(HEALTH):
+            self._stranger = False
+            self._router.strangers.pop(self, None)
 
     def _read_body(self, call: Call, body: BodyReader, data: bytes) -> None:
         piece = self._follow(body, data, 0)

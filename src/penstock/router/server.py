@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import re
+import resource
 import socket
 import time
 
@@ -25,6 +26,8 @@ from penstock.router.paths import check_data_path
 _BACKLOG = 4096
 _SWEEP_S = 0.25
 """How often deadlines are looked at. One timer for all: a timer for each request costs more than the request's head."""
+_OWN_FILES = 64
+"""Descriptors that a router needs besides those of its clients and of the connections to engines."""
 _MOST_TARGETS, _LONGEST_TARGET = 256, 512
 _OWN = {b"/", b"/router", b"/metrics"}
 """The router's own endpoints besides those under `/router/`: any engine's metrics would be one of many."""
@@ -63,6 +66,10 @@ class Router:
         self.dispatcher.keys = self._keys
         self._added_paths = frozenset(path.encode() for path in self.config.data_paths.split(",") if path)
         self.clients: set[ClientConnection] = set()
+        self.strangers: dict[ClientConnection, None] = {}
+        """Clients that have sent no head with the key yet, the oldest first."""
+        self._most_clients = 0
+        """With one connection to an engine for each, they take every descriptor."""
         self._for_engines: set[bytes] = set()
         """Targets that were found to be passed on: nearly every request has one of a few."""
         self._server: asyncio.Server | None = None
@@ -91,6 +98,8 @@ class Router:
         refuse_open_host(host, self._keys[0])
         self.access = self._access(host)
         port = self.config.port if port is None else port
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most_clients = (1 << 20 if limit == resource.RLIM_INFINITY else max(limit - _OWN_FILES, 2)) // 2
         loop = asyncio.get_running_loop()
         try:
             if sock is None:
@@ -113,6 +122,16 @@ class Router:
         for client in list(self.clients):
             client.transport.abort()
         await self.dispatcher.close()
+
+    def accepted(self, client: ClientConnection) -> None:
+        """A client has connected; where descriptors run short, the oldest of many strangers gives way to it."""
+        self.clients.add(client)
+        self.strangers[client] = None
+        if len(self.clients) > self._most_clients and len(self.strangers) > self._most_clients // 2:
+            oldest = next(iter(self.strangers))
+            del self.strangers[oldest]
+            self.clients.discard(oldest)
+            oldest.transport.abort()
 
     def call(self, client: ClientConnection, request: RequestHead) -> Call:
         """What serves a request: the router itself, or an engine.
