@@ -15,7 +15,8 @@ from penstock.router import server
 from penstock.router.client_connection import ClientConnection
 
 MB = 1 << 20
-FLOOD = 24 * MB
+FLOOD = 64 * MB
+"""The kernel alone buffers up to about 15 MB of requests and their answers."""
 
 
 class SilentTransport(asyncio.Transport):
