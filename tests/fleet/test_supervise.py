@@ -129,6 +129,7 @@ async def test_a_core_may_be_silent_while_a_call_of_ours_keeps_it_busy() -> None
             assert bench.state("a") is State.SERVING, "its silence is that of the call"
             engine.busy.set()
             await busy
+        await until(lambda: bench.roster.members[0].foreign is not None)  # else a mend asks, with a long deadline
         engine.faults["question"] = "hang"
         await until_dead(bench, "a")
 

@@ -142,15 +142,6 @@ def finished_session(body: bytes) -> str:
     return _parse(_SessionBody, body).session_id
 
 
-def announced(present: Membership, body: bytes) -> Membership:
-    """The set that is in force after `PUT /router/engines` with this body.
-
-    Raises:
-        RefusalError: 400 for a body that does not fit, 409 for an old epoch.
-    """
-    return _replaced(present, _parse(_EnginesBody, body))
-
-
 def _set_engines(dispatcher: Dispatcher, body: _EnginesBody) -> dict[str, Any]:
     membership = _replaced(dispatcher.membership, body)
     dispatcher.set_engines(membership.epoch, membership.engines, body.cut)
