@@ -216,12 +216,15 @@ async def main() -> int:
     options.add_argument("model")
     options.add_argument("--profile", default="cpu", choices=["cpu", "gpu", "sim"])
     options.add_argument("--only", default=",".join(VICTIMS), help="kinds of victim, comma-separated")
+    options.add_argument("--engine", type=json.loads, default={}, help="further fields of EngineConfig, as JSON")
+    options.add_argument("--seconds", type=float, default=5000.0, help="no fault is begun after so long")
     for name, default in (("faults", 100), ("seed", 0), ("engines", 2), ("workers", 2), ("clients", 6)):
         options.add_argument(f"--{name}", type=int, default=default)
     args = options.parse_args()
     fleet_options: dict[str, Any] = {"restart_backoff_s": 0.1, "hang_timeout_s": 9.0, "control_timeout_s": 20.0}
     if args.profile == "sim":
         fleet_options["extra_args"] = {"tokens-per-second": 200}
+    fleet_options |= args.engine
     with tempfile.TemporaryDirectory() as logs:
         async with Fleet.launch(
             args.model, args.engines, profile=args.profile, max_model_len=512, log_dir=logs, workers=args.workers,
@@ -243,7 +246,10 @@ async def run(chaos: Chaos, args: argparse.Namespace) -> None:
             group.create_task(chaos.stream(number, http))
             group.create_task(chaos.through_fleet(number))
         try:
+            end = time.monotonic() + args.seconds
             for number in range(args.faults):
+                if time.monotonic() > end:
+                    break
                 if number % len(faults) == 0:
                     chaos.draw.shuffle(faults)
                 await chaos.strike(*faults[number % len(faults)])
