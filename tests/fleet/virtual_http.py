@@ -194,7 +194,9 @@ class Session:
         params: Mapping[str, str] | None,
         headers: Mapping[str, str],
         timeout: aiohttp.ClientTimeout,
+        allow_redirects: bool,
     ) -> Sending:
+        assert not allow_redirects
         whole = str(URL(url).update_query(params)) if params else url
         return Sending(self._answer(Call(method, whole, data, headers), timeout.total))
 

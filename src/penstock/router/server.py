@@ -68,7 +68,7 @@ class Router:
         self.clients: set[ClientConnection] = set()
         self.strangers: dict[ClientConnection, None] = {}
         """Clients that have sent no head with the key yet, the oldest first."""
-        self._most_clients = 0
+        self._most_clients = _most_clients()
         """With one connection to an engine for each, they take every descriptor."""
         self._for_engines: set[bytes] = set()
         """Targets that were found to be passed on: nearly every request has one of a few."""
@@ -98,8 +98,7 @@ class Router:
         refuse_open_host(host, self._keys[0])
         self.access = self._access(host)
         port = self.config.port if port is None else port
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most_clients = (1 << 20 if limit == resource.RLIM_INFINITY else max(limit - _OWN_FILES, 2)) // 2
+        self._most_clients = _most_clients()
         loop = asyncio.get_running_loop()
         try:
             if sock is None:
@@ -162,6 +161,11 @@ class Router:
             client.expire()
         self.dispatcher.sweep(now)
         self._sweep_timer = loop.call_later(_SWEEP_S, self._sweep)
+
+
+def _most_clients() -> int:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (1 << 20 if limit == resource.RLIM_INFINITY else max(limit - _OWN_FILES, 2)) // 2
 
 
 def _log(exchange: Exchange) -> None:
