@@ -386,7 +386,7 @@ async def test_a_socket_of_a_fleet_that_was_killed_is_in_nobodys_way(fleet: Flee
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(str(path))
     assert path.exists()
-    with pytest.raises(EngineHTTPError, match="an engine that a fleet launched obeys that fleet alone"):
+    with pytest.raises(UserError, match="asks for a key of its fleet alone"):
         await Fleet.connect(fleet.url)  # by the router
     async with Link(path) as link:
         with pytest.raises(EngineDeadError, match="is gone"):
