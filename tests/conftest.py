@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -37,6 +38,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 LIVE_KEY = "of-the-engine-of-these-tests"
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_logged() -> None:
+    """To build its app, vLLM sets the root logger's level to ERROR; tests of messages need the default."""
+    logging.getLogger().setLevel(logging.WARNING)
 
 
 @dataclass
