@@ -153,7 +153,7 @@ class Workers:
         self._control = [listen(host, 0, 1)[0] for _ in range(count)]
         ready = [asyncio.get_running_loop().create_future() for _ in range(count)]
         self._tasks = [asyncio.create_task(self._keep(index, future)) for index, future in enumerate(ready)]
-        most_s = START_S + 2 * STOP_S  # the report, and the end of a worker that gave none
+        most_s = START_S + 3 * STOP_S  # the report, and the end of a worker that gave none
         try:
             async with asyncio.timeout(most_s):
                 await asyncio.gather(*ready)
@@ -202,7 +202,7 @@ class Workers:
         try:
             report = await read_report(read_fd, START_S)
             if "url" not in report:
-                await _end(process)
+                await _end(process, patience_s=STOP_S)  # it is ending by itself: its status is the reason
                 return report.get("error") or f"ended with status {process.returncode} as it started"
             if not ready.done():
                 ready.set_result(None)
@@ -227,8 +227,13 @@ class Workers:
         )  # fmt: skip
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """End a worker, if it has not ended."""
+async def _end(process: asyncio.subprocess.Process, patience_s: float = 0.0) -> None:
+    """End a worker, if it has not ended by itself within `patience_s`."""
+    if patience_s:
+        # A signal to a process that is ending reaps it behind asyncio's back, which then reports status 255.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await process.wait()
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     try:
