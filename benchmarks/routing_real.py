@@ -127,7 +127,7 @@ async def prefix_tokens(urls: Sequence[str]) -> tuple[float, float]:
 
 def processor_seconds() -> float:
     """That the engines have taken since they started, with all their threads and processes."""
-    servers = [p for p in psutil.Process().children() if "penstock.engine.vllm_plugin.server" in p.cmdline()]
+    servers = [p for p in psutil.Process().children() if "penstock.plugin.server" in p.cmdline()]
     times = [p.cpu_times() for server in servers for p in (server, *server.children(recursive=True))]
     return sum(time.user + time.system for time in times)
 

@@ -20,9 +20,9 @@ from types import SimpleNamespace
 import _common
 import torch
 
-from penstock.engine.vllm_plugin.checksum import weights_checksum
-from penstock.engine.vllm_plugin.host_bytes import HostBytes
-from penstock.engine.vllm_plugin.sources import Source, make_source
+from penstock.plugin.checksum import weights_checksum
+from penstock.plugin.host_bytes import HostBytes
+from penstock.plugin.sources import Source, make_source
 from penstock.weights.delta import DeltaStore
 from penstock.weights.disk import DiskStore
 from penstock.weights.manifest import WeightManifest

@@ -4,7 +4,7 @@
     python scripts/check_vllm.py --installed        the vLLM of this environment
 
 Downloads each version's wheel (the smaller CPU build where the index has one), reads it from the zip, and prints which
-names of `vllm_plugin/vllm_names.txt` it lacks and what each is for. Exit status 1: a version lacks a name.
+names of `plugin/vllm_names.txt` it lacks and what each is for. Exit status 1: a version lacks a name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 
 VERSIONS = ("0.26.0", "0.32.0", "0.33.*", "newest")
 DOWNLOAD_S = 900.0
-TABLE = Path(__file__).parents[1] / "src" / "penstock" / "engine" / "vllm_plugin" / "vllm_names.txt"
+TABLE = Path(__file__).parents[1] / "src" / "penstock" / "plugin" / "vllm_names.txt"
 Found = tuple[str, ast.AST]
 """A definition and the module that it stands in."""
 

@@ -32,8 +32,8 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from nano_models import save_biased, save_dense, save_moe, save_routed
-from penstock.engine.vllm_plugin import reload
-from penstock.engine.vllm_plugin.direct import DirectPlan, make_plan, written
+from penstock.plugin import reload
+from penstock.plugin.direct import DirectPlan, make_plan, written
 from penstock.errors import TransferError
 from penstock.weights.manifest import TensorEntry
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.engine.vllm_plugin.checksum import check_replicas, weights_checksum
+from penstock.plugin.checksum import check_replicas, weights_checksum
 from penstock.errors import WeightsError
 from penstock.weights.manifest import kind_of
 

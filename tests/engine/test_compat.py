@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.engine.vllm_plugin import compat
+from penstock.plugin import compat
 
 
 def test_a_core_that_labels_its_weights_is_asked() -> None:

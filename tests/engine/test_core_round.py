@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.vllm_plugin import core_round, pause
-from penstock.engine.vllm_plugin.spec import WeightSpec
+from penstock.plugin import core_round, pause
+from penstock.plugin.spec import WeightSpec
 from penstock.errors import EngineError, StateError, TransferError, WeightsError
 from penstock.weights.shared_memory import SharedMemoryStore
 

@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from penstock.engine.vllm_plugin import core_server
-from penstock.engine.vllm_plugin.core_server import CoreServer
+from penstock.plugin import core_server
+from penstock.plugin.core_server import CoreServer
 from penstock.errors import StateError, TransferError, WeightsError
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.vllm_plugin.middleware import PenstockMiddleware
+from penstock.plugin.middleware import PenstockMiddleware
 from penstock.errors import EngineError, StateError
 
 

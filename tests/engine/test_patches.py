@@ -68,7 +68,7 @@ class Calls:
 def executor() -> Any:
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    from penstock.engine.vllm_plugin import register
+    from penstock.plugin import register
 
     register()
     made = MultiprocExecutor.__new__(MultiprocExecutor)

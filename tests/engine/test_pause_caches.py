@@ -29,7 +29,7 @@ def core(*, step_under_way: bool) -> tuple[Any, list[str]]:
     """VLLM's core without a model, and what becomes of its caches."""
     from vllm.v1.engine.core import EngineCoreProc
 
-    from penstock.engine.vllm_plugin import register
+    from penstock.plugin import register
 
     register()
     register()  # as vLLM may

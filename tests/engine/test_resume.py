@@ -42,7 +42,7 @@ async def run(script, cuts, given, *, stream, labels=True, how="abort", light=Fa
     """The request over as many engines as there are cuts, and one: choices, spans, and tokens told by the last."""
     from vllm_frontend import FrontEnd, Reader
 
-    from penstock.engine.vllm_plugin.progress import RequestProgress
+    from penstock.plugin.progress import RequestProgress
 
     partials = Partials()
     version = 0

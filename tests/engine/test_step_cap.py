@@ -13,8 +13,8 @@ from unittest.mock import MagicMock
 import aiohttp
 import pytest
 
-from penstock.engine.vllm_plugin import pause
-from penstock.engine.vllm_plugin.pause import StepCap
+from penstock.plugin import pause
+from penstock.plugin.pause import StepCap
 from penstock.weights.shared_memory import SharedMemoryStore
 
 pytestmark = pytest.mark.vllm

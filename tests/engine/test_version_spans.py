@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import orjson
 import pytest
 
-from penstock.engine.vllm_plugin.compat import VERSION_MARK
-from penstock.engine.vllm_plugin.hooks import RequestHooks
+from penstock.plugin.compat import VERSION_MARK
+from penstock.plugin.hooks import RequestHooks
 from penstock.engine.wire import FINAL_ONLY, PROGRESS_HEADER, SPANS_HEADER, UNKNOWN_VERSION, generate_body
 from penstock.types import SamplingParams
 

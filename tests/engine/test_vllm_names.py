@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PLUGIN = ROOT / "src" / "penstock" / "engine" / "vllm_plugin"
+PLUGIN = ROOT / "src" / "penstock" / "plugin"
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import check_vllm  # noqa: E402 - a script

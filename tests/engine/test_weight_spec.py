@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nano_models import save_dense, save_moe
-from penstock.engine.vllm_plugin.spec import TIED_HEAD, WeightSpec, expected_weights
+from penstock.plugin.spec import TIED_HEAD, WeightSpec, expected_weights
 from penstock.errors import WeightsError
 from penstock.weights.checkpoint_names import checkpoint_tensors
 from penstock.weights.manifest import TensorEntry, WeightManifest

@@ -33,7 +33,7 @@ class Failing:
 
 
 def worker(**given: Any) -> Any:
-    from penstock.engine.vllm_plugin.worker import WorkerExtension
+    from penstock.plugin.worker import WorkerExtension
 
     made = WorkerExtension()
     made.__dict__.update(given)
@@ -61,7 +61,7 @@ def test_what_cannot_be_loaded_is_told_from_what_did_not_come(loads: bool) -> No
 
 
 def test_a_group_that_cannot_be_joined_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.engine.vllm_plugin import broadcast_worker
+    from penstock.plugin import broadcast_worker
 
     monkeypatch.setattr(broadcast_worker, "Group", Failing)
     parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.vllm
 
 
 def on(device: str) -> Any:
-    from penstock.engine.vllm_plugin.worker import WorkerExtension
+    from penstock.plugin.worker import WorkerExtension
 
     made = WorkerExtension()
     made.__dict__["device"] = torch.device(device)
@@ -21,7 +21,7 @@ def on(device: str) -> Any:
 
 
 def test_the_step_that_comes_does_not_wait_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.engine.vllm_plugin import worker
+    from penstock.plugin import worker
 
     compiled, may, ended = list[torch.device](), threading.Event(), threading.Event()
 
@@ -40,7 +40,7 @@ def test_the_step_that_comes_does_not_wait_for_the_compiler(monkeypatch: pytest.
 
 
 async def test_an_engine_is_told_once_as_its_launcher_asks_what_it_is() -> None:
-    from penstock.engine.vllm_plugin.middleware import PenstockMiddleware
+    from penstock.plugin.middleware import PenstockMiddleware
 
     told = list[str]()
 

@@ -17,8 +17,8 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.outputs import LogprobsLists
 
-from penstock.engine.vllm_plugin.hooks import RequestHooks
-from penstock.engine.vllm_plugin.progress import CURRENT, RequestProgress
+from penstock.plugin.hooks import RequestHooks
+from penstock.plugin.progress import CURRENT, RequestProgress
 
 EOS = 256
 NATIVE = "weight_version" in inspect.signature(OutputProcessor.process_outputs).parameters

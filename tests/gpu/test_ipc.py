@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.vllm_plugin.ipc_source import IpcSource
+from penstock.plugin.ipc_source import IpcSource
 from penstock.errors import WeightsError
 from penstock.weights.cuda_ipc import CudaIpcStore
 from penstock.weights.device_sum import device_sums

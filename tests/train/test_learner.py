@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nano_models import save_moe, save_routed
 from penstock.config import TrainConfig
-from penstock.engine.vllm_plugin.spec import expected_weights
+from penstock.plugin.spec import expected_weights
 from penstock.errors import CheckpointError, ConfigError, UserError, WeightsError
 from penstock.train import checkpoint
 from penstock.train.batching import collate, plan

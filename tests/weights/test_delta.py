@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.vllm_plugin.checksum import weights_checksum
-from penstock.engine.vllm_plugin.delta_source import DeltaSource
-from penstock.engine.vllm_plugin.host_bytes import HostBytes
+from penstock.plugin.checksum import weights_checksum
+from penstock.plugin.delta_source import DeltaSource
+from penstock.plugin.host_bytes import HostBytes
 from penstock.errors import WeightsError
 from penstock.weights import delta_format
 from penstock.weights.compression import zstd

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from penstock.engine.vllm_plugin.disk_source import DiskSource
-from penstock.engine.vllm_plugin.host_bytes import HostBytes
+from penstock.plugin.disk_source import DiskSource
+from penstock.plugin.host_bytes import HostBytes
 from penstock.errors import StateError, WeightsError
 from penstock.weights.disk import DiskStore, open_version
 from penstock.weights.manifest import WeightManifest

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from penstock.engine.vllm_plugin.ipc_source import IpcSource
+from penstock.plugin.ipc_source import IpcSource
 from penstock.errors import StateError, WeightsError
 from penstock.weights.cuda_ipc import CudaIpcStore, merge
 from penstock.weights.lease import Lease, borrow

@@ -46,10 +46,10 @@ SAMPLED_FROM = ("processed_logprobs",)
 
 _BY_PENSTOCK = (
     "launch it by Penstock, or install penstock beside vLLM and start it by `VLLM_SERVER_DEV_MODE=1 python -m "
-    "penstock.engine.vllm_plugin.server --model MODEL --port 8001 --logprobs-mode processed_logprobs "
+    "penstock.plugin.server --model MODEL --port 8001 --logprobs-mode processed_logprobs "
     '--weight-transfer-config \'{"backend": "penstock_shm"}\' --middleware '
-    "penstock.engine.vllm_plugin.middleware.PenstockMiddleware --worker-extension-cls "
-    "penstock.engine.vllm_plugin.worker.WorkerExtension`; plain vLLM takes weights by update_named_weights"
+    "penstock.plugin.middleware.PenstockMiddleware --worker-extension-cls "
+    "penstock.plugin.worker.WorkerExtension`; plain vLLM takes weights by update_named_weights"
 )
 _WITH_SLEEP = (
     f"{DEV_MODE} and the option --enable-sleep-mode, or launch it by Penstock with enable_sleep_mode=true, on GPUs: on "

@@ -13,7 +13,7 @@ import orjson
 
 from penstock.config import EngineConfig
 from penstock.engine.layouts import OURS, check_extra_args, check_layout, read_shape
-from penstock.engine.vllm_plugin import BACKEND
+from penstock.plugin import BACKEND
 from penstock.errors import ConfigError
 
 CPU_KV_CACHE_BYTES = 64 * 2**20
@@ -57,7 +57,7 @@ def server_command(
     # key of our environment the engines' business.
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_API_KEY": api_key or ""}
     env["PENSTOCK_API_KEY"] = ""
-    env["PENSTOCK_CONTROL_HOST"] = host  # of `vllm_plugin/core_server.py`
+    env["PENSTOCK_CONTROL_HOST"] = host  # of `plugin/core_server.py`
     if config.enable_lora:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if gpus:
@@ -67,7 +67,7 @@ def server_command(
         options.update(_cpu_options(config))
     options.update({name.removeprefix("--").replace("_", "-"): value for name, value in config.extra_args.items()})
     options["hf-overrides"] = _hf_overrides(config, options.get("hf-overrides"))
-    argv = [sys.executable, "-m", "penstock.engine.vllm_plugin.server", *_arguments(options)]
+    argv = [sys.executable, "-m", "penstock.plugin.server", *_arguments(options)]
     return ServerCommand(tuple(argv), env)
 
 
@@ -104,8 +104,8 @@ def _options(config: EngineConfig, port: int, host: str) -> dict[str, Option]:
         # An RL loss needs log-softmax(logits / T); vLLM's default ignores the temperature.
         "logprobs-mode": "processed_logprobs",
         "weight-transfer-config": orjson.dumps({"backend": BACKEND}).decode(),
-        "worker-extension-cls": "penstock.engine.vllm_plugin.worker.WorkerExtension",
-        "middleware": "penstock.engine.vllm_plugin.middleware.PenstockMiddleware",
+        "worker-extension-cls": "penstock.plugin.worker.WorkerExtension",
+        "middleware": "penstock.plugin.middleware.PenstockMiddleware",
         "disable-uvicorn-access-log": True,
     }
 

@@ -119,7 +119,7 @@ def model_metadata(config: EngineConfig, served: str | None) -> dict[str, tuple[
     import torch  # noqa: PLC0415 - heavy
     from vllm import AsyncEngineArgs  # noqa: PLC0415 - takes seconds
 
-    from penstock.engine.vllm_plugin.spec import expected_weights  # noqa: PLC0415 - imports torch
+    from penstock.plugin.spec import expected_weights  # noqa: PLC0415 - imports torch
     from penstock.weights.pack import dtype_name  # noqa: PLC0415 - the same
 
     dtype: Any = served or config.dtype

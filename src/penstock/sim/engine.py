@@ -28,7 +28,7 @@ DROPS_WEIGHTS = 2
 
 
 class Holds:
-    """What holds the generation of one engine; see `engine/vllm_plugin/pause.py`."""
+    """What holds the generation of one engine; see `plugin/pause.py`."""
 
     def __init__(self, engine: SimEngine) -> None:
         self._engine = engine

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from penstock.engine.vllm_plugin.broadcast_worker import group_of
-from penstock.engine.vllm_plugin.sources import Place
+from penstock.plugin.broadcast_worker import group_of
+from penstock.plugin.sources import Place
 from penstock.errors import TransferError, WeightsError
 from penstock.weights.collective import Group
 from penstock.weights.manifest import TensorEntry, WeightManifest

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from penstock.engine.vllm_plugin.sources import Place
+from penstock.plugin.sources import Place
 from penstock.weights.disk import open_version
 from penstock.weights.manifest import TensorEntry, WeightManifest
 from penstock.weights.pack import view

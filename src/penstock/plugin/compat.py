@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.engine.vllm_plugin.preparing import version_of
+from penstock.plugin.preparing import version_of
 from penstock.engine.wire import INITIAL_VERSION, version_of_tokens
 
 VERSION_MARK = "penstock-weight-version:"

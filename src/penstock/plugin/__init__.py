@@ -24,10 +24,10 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
         WeightTransferEngineFactory.register_engine(
-            BACKEND, "penstock.engine.vllm_plugin.shm_backend", "SharedMemoryWeightTransferEngine"
+            BACKEND, "penstock.plugin.shm_backend", "SharedMemoryWeightTransferEngine"
         )
-    from penstock.engine.vllm_plugin import core_round, patches  # noqa: PLC0415 - only inside vLLM
-    from penstock.engine.vllm_plugin.pause import extend_core  # noqa: PLC0415 - only inside vLLM
+    from penstock.plugin import core_round, patches  # noqa: PLC0415 - only inside vLLM
+    from penstock.plugin.pause import extend_core  # noqa: PLC0415 - only inside vLLM
 
     extend_core()
     core_round.install()

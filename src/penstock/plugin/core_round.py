@@ -20,11 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from penstock.engine.vllm_plugin import compat
-from penstock.engine.vllm_plugin.core_server import CoreServer
-from penstock.engine.vllm_plugin.pause import clear_kv, holds_of, mode_in_core, step_cap_of
-from penstock.engine.vllm_plugin.preparing import Preparing, group_of, raise_refusal
-from penstock.engine.vllm_plugin.spec import WeightSpec
+from penstock.plugin import compat
+from penstock.plugin.core_server import CoreServer
+from penstock.plugin.pause import clear_kv, holds_of, mode_in_core, step_cap_of
+from penstock.plugin.preparing import Preparing, group_of, raise_refusal
+from penstock.plugin.spec import WeightSpec
 from penstock.errors import EngineError, StateError, TransferError
 
 READS = frozenset({"compute_weight_checksums", "get_model_inspection", "update_max_model_len"})

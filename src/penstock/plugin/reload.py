@@ -15,9 +15,9 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.platforms import current_platform
 
-from penstock.engine.vllm_plugin.adapters import without_adapters
-from penstock.engine.vllm_plugin.direct import DirectPlan, Proof, make_plan
-from penstock.engine.vllm_plugin.sources import Source
+from penstock.plugin.adapters import without_adapters
+from penstock.plugin.direct import DirectPlan, Proof, make_plan
+from penstock.plugin.sources import Source
 from penstock.weights.manifest import WeightManifest
 
 

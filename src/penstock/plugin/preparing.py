@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from penstock.engine.vllm_plugin.host_bytes import HostBytes
-from penstock.engine.vllm_plugin.spec import WeightSpec
+from penstock.plugin.host_bytes import HostBytes
+from penstock.plugin.spec import WeightSpec
 from penstock.engine.wire import version_number
 from penstock.errors import EngineError, StateError, WeightsError
 from penstock.weights import delta

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from penstock.engine.vllm_plugin.sources import Place
+from penstock.plugin.sources import Place
 from penstock.errors import TransferError, WeightsError
 from penstock.parsing import parse_json, reading
 from penstock.weights import cuda_driver

@@ -12,7 +12,7 @@ import copy
 from typing import Any
 
 from penstock.engine.partial import check_part, parts_of
-from penstock.engine.vllm_plugin.compat import seed_versions
+from penstock.plugin.compat import seed_versions
 from penstock.engine.wire import RESUME_ARG
 from penstock.errors import RequestError
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import orjson
 
-from penstock.engine.vllm_plugin import resume
-from penstock.engine.vllm_plugin.compat import TokenVersions
-from penstock.engine.vllm_plugin.pause import ROUTES, PauseControl
-from penstock.engine.vllm_plugin.progress import CURRENT, RequestProgress, SampleProgress, serve
+from penstock.plugin import resume
+from penstock.plugin.compat import TokenVersions
+from penstock.plugin.pause import ROUTES, PauseControl
+from penstock.plugin.progress import CURRENT, RequestProgress, SampleProgress, serve
 from penstock.engine.wire import GENERATE, PROGRESS_HEADER
 
 GENERATION = frozenset({GENERATE, "/v1/completions", "/v1/chat/completions"})

@@ -25,8 +25,8 @@ from contextvars import ContextVar
 from typing import Any
 from urllib.parse import parse_qs
 
-from penstock.engine.vllm_plugin import compat
-from penstock.engine.vllm_plugin.patches import collect_all_dp_replies
+from penstock.plugin import compat
+from penstock.plugin.patches import collect_all_dp_replies
 from penstock.errors import EngineError
 
 ROUTES = frozenset({"/pause", "/resume", "/sleep", "/wake_up", "/finish_weight_update", "/collective_rpc"})

@@ -17,14 +17,14 @@ from typing import Any
 
 import orjson
 
-from penstock.engine.vllm_plugin.checksum import check_replicas
-from penstock.engine.vllm_plugin.core_round import raise_failure
-from penstock.engine.vllm_plugin.core_server import MAX_BODY, refusal
-from penstock.engine.vllm_plugin.hooks import RequestHooks
-from penstock.engine.vllm_plugin.patches import on_every_rank
-from penstock.engine.vllm_plugin.preparing import Preparing, field, group_of, raise_refusal
-from penstock.engine.vllm_plugin.sources import SOURCES
-from penstock.engine.vllm_plugin.spec import expected_weights
+from penstock.plugin.checksum import check_replicas
+from penstock.plugin.core_round import raise_failure
+from penstock.plugin.core_server import MAX_BODY, refusal
+from penstock.plugin.hooks import RequestHooks
+from penstock.plugin.patches import on_every_rank
+from penstock.plugin.preparing import Preparing, field, group_of, raise_refusal
+from penstock.plugin.sources import SOURCES
+from penstock.plugin.spec import expected_weights
 from penstock.errors import EngineError, StateError, TransferError, WeightsError
 from penstock.guard import DATA_PATHS, OPEN_PATHS, cross_site, has_key
 

@@ -66,11 +66,11 @@ class SharedMemorySource:
 
 
 SOURCES = {
-    "broadcast": "penstock.engine.vllm_plugin.broadcast_source:BroadcastSource",
-    "shared_memory": "penstock.engine.vllm_plugin.sources:SharedMemorySource",
-    "cuda_ipc": "penstock.engine.vllm_plugin.ipc_source:IpcSource",
-    "disk": "penstock.engine.vllm_plugin.disk_source:DiskSource",
-    "delta": "penstock.engine.vllm_plugin.delta_source:DeltaSource",
+    "broadcast": "penstock.plugin.broadcast_source:BroadcastSource",
+    "shared_memory": "penstock.plugin.sources:SharedMemorySource",
+    "cuda_ipc": "penstock.plugin.ipc_source:IpcSource",
+    "disk": "penstock.plugin.disk_source:DiskSource",
+    "delta": "penstock.plugin.delta_source:DeltaSource",
 }
 """Transport to the class of its source, made with vLLM's Worker; imported when it is first used."""
 

@@ -7,7 +7,7 @@ What takes so long, checksums and the search for NaN, lets other threads of the 
 
 from __future__ import annotations
 
-from penstock.engine.vllm_plugin.spec import check_bytes, check_tensors
+from penstock.plugin.spec import check_bytes, check_tensors
 from penstock.weights import delta, disk, shared_memory
 from penstock.weights.manifest import WeightManifest
 
@@ -38,7 +38,7 @@ class HostBytes:
                 check_tensors(manifest.tensors, lambda entry: file.read(entry.offset, entry.nbytes))
         elif manifest.transport == delta.TRANSPORT:
             if self._base is None:
-                from penstock.engine.vllm_plugin.delta_base import DeltaBase  # noqa: PLC0415 - needs zstd
+                from penstock.plugin.delta_base import DeltaBase  # noqa: PLC0415 - needs zstd
 
                 self._base = DeltaBase()
             return self._base.bring(manifest, in_force)

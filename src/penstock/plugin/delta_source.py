@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from penstock.engine.vllm_plugin.checksum import weights_checksum
-from penstock.engine.vllm_plugin.sources import Place
+from penstock.plugin.checksum import weights_checksum
+from penstock.plugin.sources import Place
 from penstock.errors import WeightsError
 from penstock.parsing import parse_json, reading
 from penstock.weights.manifest import TensorEntry, WeightManifest

@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from penstock.engine.vllm_plugin import reload
+from penstock.plugin import reload
 from penstock.weights.manifest import WeightManifest
 from penstock.weights.pack import read
 from penstock.weights.shared_memory import open_mapping
