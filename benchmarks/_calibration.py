@@ -28,9 +28,9 @@ from fleet_sim.run import START_SPACING_S, FleetRun, FleetSetup
 from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, GroupShape, Lengths, Trajectory, Turn, agents, groups
 from penstock.config import EngineConfig
+from penstock.engine.client import DataClient
 from penstock.engine.control import ControlClient
-from penstock.engine.data import DataClient
-from penstock.engine.process import EngineProcess
+from penstock.engine.launch import EngineProcess
 from penstock.process import group_members
 from penstock.types import SamplingParams
 

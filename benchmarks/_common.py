@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.engine.process import reserved_port
+from penstock.engine.launch import reserved_port
 from penstock.observe.summary import package_versions
 
 GIB = 2**30

@@ -17,7 +17,7 @@ from typing import Any
 
 from _engine_key import key
 
-from penstock.engine.data import DataClient
+from penstock.engine.client import DataClient
 from penstock.types import SamplingParams
 
 

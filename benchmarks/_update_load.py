@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from _closed_loop import ClosedLoop
 from _engine_key import key
 
-from penstock.engine import wire
-from penstock.engine.data import GENERATE
-from penstock.engine.transport import HttpTransport
+from penstock import wire
+from penstock.engine.client import GENERATE
 from penstock.fleet.fleet import Fleet
+from penstock.http import HttpTransport
 from penstock.types import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=128, ignore_eos=True, detokenize=False)

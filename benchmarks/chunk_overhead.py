@@ -25,13 +25,12 @@ import _common
 import _dummy_models
 import psutil
 
-from penstock.engine.concurrent import all_or_first_error
-from penstock.engine.data import DataClient
+from penstock.engine.client import DataClient, all_or_first_error
 from penstock.engine.partial import Partials, whole_of
 from penstock.engine.vanilla.replies import report_of
-from penstock.engine.wire import GENERATE, generate_body
 from penstock.fleet.fleet import Fleet
 from penstock.types import SamplingParams
+from penstock.wire import GENERATE, generate_body
 
 MODEL = Path(__file__).parent.parent / "examples" / "models" / "sorter-0.8m"
 MAX_MODEL_LEN = 640

@@ -34,17 +34,16 @@ import torch
 from _closed_loop import ClosedLoop
 from transformers import AutoModelForCausalLM
 
+from penstock import wire
 from penstock.config import EngineConfig
-from penstock.engine import wire
-from penstock.engine.concurrent import all_or_first_error
+from penstock.engine.client import COMPLETIONS, GENERATE, DataClient, all_or_first_error
 from penstock.engine.control import ControlClient
-from penstock.engine.data import COMPLETIONS, GENERATE, DataClient
-from penstock.engine.process import EngineProcess
-from penstock.engine.transport import HttpTransport
+from penstock.engine.launch import EngineProcess
 from penstock.engine.vanilla.replies import report_of
 from penstock.errors import EngineDeadError, PenstockError
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.lifecycle import State
+from penstock.fleet.member import State
+from penstock.http import HttpTransport
 from penstock.types import SamplingParams
 from penstock.weights.shared_memory import SharedMemoryStore
 

@@ -27,8 +27,8 @@ import _engine_key
 import _routers
 import psutil
 
-from penstock.engine.transport import HttpTransport
 from penstock.fleet.fleet import Fleet
+from penstock.http import HttpTransport
 from penstock.types import SamplingParams
 
 MODEL = Path(__file__).parent.parent / "examples" / "models" / "sorter-0.8m"

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import _common
 
-from penstock.engine.transport import HttpTransport
 from penstock.errors import PenstockError
 from penstock.fleet.fleet import Fleet
+from penstock.http import HttpTransport
 from penstock.process import ChildProcess
 from penstock.types import SamplingParams
 

@@ -21,8 +21,8 @@ import _common
 import torch
 
 from penstock.plugin.checksum import weights_checksum
-from penstock.plugin.host_bytes import HostBytes
 from penstock.plugin.sources import Source, make_source
+from penstock.plugin.worker import HostBytes
 from penstock.weights.delta import DeltaStore
 from penstock.weights.disk import DiskStore
 from penstock.weights.manifest import WeightManifest

@@ -33,7 +33,7 @@ import torch
 from _line_process import LineProcess
 
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.gpus import VISIBLE, visible_gpus
+from penstock.fleet.options import VISIBLE, visible_gpus
 from penstock.types import KV
 
 CLIENTS = 4

@@ -15,8 +15,8 @@ import pytest
 
 if TYPE_CHECKING:
     from nano_models import History
-    from penstock.engine.http import HTTPEngine
-    from penstock.engine.process import EngineProcess
+    from penstock.engine.launch import EngineProcess
+    from penstock.engine.single import HTTPEngine
 
 # Models here are so small that a second thread costs more than it gives; before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -76,8 +76,8 @@ def nano_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def live(nano_path: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LiveEngine]:
     """One real engine on the nano checkpoint."""
     from penstock.config import EngineConfig
-    from penstock.engine.http import HTTPEngine
-    from penstock.engine.process import EngineProcess
+    from penstock.engine.launch import EngineProcess
+    from penstock.engine.single import HTTPEngine
 
     # The same tests run on a GPU machine: PENSTOCK_TEST_ENGINE='{"profile": "gpu", "extra_args": {...}}'.
     given = json.loads(os.environ.get("PENSTOCK_TEST_ENGINE", '{"profile": "cpu"}'))

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from penstock.engine.process import reserved_port
-from penstock.engine.transport import HttpTransport
+from penstock.engine.launch import reserved_port
 from penstock.errors import PenstockError
+from penstock.http import HttpTransport
 from penstock.process import ChildProcess
 
 

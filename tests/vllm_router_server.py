@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.process import reserved_port
+from penstock.engine.launch import reserved_port
 from penstock.process import ChildProcess
 
 installed = pytest.mark.skipif(

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from nano_models import History, changed
 from penstock import Fleet
-from penstock.engine.http import HTTPEngine
-from penstock.engine.transport import HttpTransport
-from penstock.fleet.lifecycle import State
+from penstock.engine.single import HTTPEngine
+from penstock.fleet.member import State
+from penstock.http import HttpTransport
 from penstock.types import Sample, SamplingParams
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from nano_models import History, changed
 from penstock import Fleet, GenerateOutput, PauseMode, SamplingParams
-from penstock.engine.process import EngineProcess
-from penstock.fleet.lifecycle import State
+from penstock.engine.launch import EngineProcess
+from penstock.fleet.member import State
 from penstock.types import Sample
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM
 from nano_models import History, changed, save_moe
 from penstock import Fleet
 from penstock.config import EngineConfig
-from penstock.engine.command import server_command
-from penstock.engine.http import HTTPEngine
-from penstock.engine.process import EngineProcess
+from penstock.engine.launch import EngineProcess, server_command
+from penstock.engine.single import HTTPEngine
 from penstock.errors import ConfigError, EngineHTTPError
 from penstock.types import Sample, SamplingParams
 from penstock.weights.checkpoint_names import checkpoint_tensors

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from nano_models import History, changed
 from penstock import Fleet, Sample, SamplingParams
 from penstock.errors import MissingCapabilityError
-from penstock.fleet.lifecycle import State
+from penstock.fleet.member import State
 from penstock.router.admin_client import RouterAdmin
 from penstock.types import PauseMode
 from penstock.weights.shared_memory import SharedMemoryStore

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from nano_models import History, changed
 from penstock import Fleet, SamplingParams
-from penstock.fleet.lifecycle import State
+from penstock.fleet.member import State
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 

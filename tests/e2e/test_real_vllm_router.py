@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from nano_models import changed
 from penstock import Fleet
-from penstock.engine.http import HTTPEngine
+from penstock.engine.single import HTTPEngine
 from penstock.types import Sample, SamplingParams
 from vllm_router_server import installed, vllm_router
 

@@ -32,9 +32,9 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from nano_models import save_biased, save_dense, save_moe, save_routed
+from penstock.errors import TransferError
 from penstock.plugin import reload
 from penstock.plugin.direct import DirectPlan, make_plan, written
-from penstock.errors import TransferError
 from penstock.weights.manifest import TensorEntry
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from penstock.engine.transport import HttpTransport
 from penstock.errors import EngineError, EngineHTTPError
+from penstock.http import HttpTransport
 from penstock.router.admin_client import RouterAdmin
 
 ENDLESS_HEAD = b"HTTP/1.1 %d OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"

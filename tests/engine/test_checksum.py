@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.plugin.checksum import check_replicas, weights_checksum
 from penstock.errors import WeightsError
+from penstock.plugin.checksum import check_replicas, weights_checksum
 from penstock.weights.manifest import kind_of
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from penstock import process
 from penstock.config import EngineConfig
-from penstock.engine.process import EngineProcess, reserved_port
+from penstock.engine.launch import EngineProcess, reserved_port
 from penstock.errors import EngineStartError
 from penstock.process import ChildProcess
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.http import HTTPEngine
+from penstock.engine.single import HTTPEngine
 from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, RequestError, StateError
 from penstock.sim.config import SimConfig
 from penstock.sim.faults import Fault, FaultKind, Phase
@@ -269,7 +269,7 @@ async def test_a_broken_answer_goes_on_from_what_had_arrived(shared, kind, after
 
 
 async def test_a_request_that_ends_every_engine_is_given_up(shared, monkeypatch):
-    monkeypatch.setattr("penstock.engine.continuation.RETRY_S", (0.0, 0.01, 0.02, 0.03))
+    monkeypatch.setattr("penstock.engine.request.RETRY_S", (0.0, 0.01, 0.02, 0.03))
     server, one = shared
     server.engine.faults.add(Fault(FaultKind.CUT, Phase.REQUEST, after_tokens=3, times=100))
     with pytest.raises(EngineDeadError, match="given up: 5 times an engine died under this request"):

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.plugin import core_round, pause
-from penstock.plugin.spec import WeightSpec
 from penstock.errors import EngineError, StateError, TransferError, WeightsError
+from penstock.plugin import core as core_module
+from penstock.plugin import pause
+from penstock.plugin.spec import WeightSpec
 from penstock.weights.shared_memory import SharedMemoryStore
 
 
@@ -85,13 +86,13 @@ class Core:
 
     def step(self) -> None:
         kind, call = self.input_queue.get_nowait()
-        assert kind is core_round._CALL
+        assert kind is core_module._CALL
         call()
 
 
 def ask(core: Core, version: int = 4, *, clear_cache: bool = True) -> Future[Any]:
-    return core_round._in_core(
-        core, lambda done: core_round._Round(core, version, clear_cache=clear_cache, done=done).begin()
+    return core_module._in_core(
+        core, lambda done: core_module._Round(core, version, clear_cache=clear_cache, done=done).begin()
     )
 
 
@@ -121,7 +122,7 @@ def test_a_core_whose_kv_cache_could_not_be_emptied_does_not_go_on():
     with pytest.raises(EngineError, match="vLLM could not empty its KV cache"):
         done.result(0)
     assert "penstock_load(4,)" not in core.done
-    core_round.holds_of(core).resume()
+    core_module.holds_of(core).resume()
     assert core.paused
     core.emptied = True
     again = ask(core)
@@ -155,7 +156,7 @@ def test_a_load_that_was_cut_leaves_the_engine_held_whoever_resumes_until_one_co
     done = ask(core)
     core.step()
     assert isinstance(done.exception(0), TransferError)
-    core_round.holds_of(core).resume()
+    core_module.holds_of(core).resume()
     assert core.paused
     core.ranks = [{"checksum": "c", "seconds": {"load": 0.1, "checksum": 0.01}}]
     again = ask(core)
@@ -169,7 +170,7 @@ def test_a_core_says_how_long_it_was_held_whatever_held_it(monkeypatch: pytest.M
     clock = SimpleNamespace(perf_counter=lambda: clock.now, now=100.0)
     monkeypatch.setattr(pause, "time", clock)
     core = Core(step_under_way=False)
-    holds = core_round.holds_of(core)
+    holds = core_module.holds_of(core)
 
     def at(seconds: float, *calls: Callable[[], Any]) -> float:
         clock.now = 100.0 + seconds
@@ -191,17 +192,17 @@ def test_a_core_says_what_it_is_in_and_how_many_calls_may_have_changed_its_weigh
     core = Core(step_under_way=False)
     core.scheduler.get_request_counts = lambda: (2, 1)
     core.get_weight_version = lambda: "4"
-    holds = core_round.holds_of(core)
+    holds = core_module.holds_of(core)
 
     def state() -> dict[str, Any]:
-        done = core_round._routes(core)["/penstock/core"]({})
+        done = core_module._routes(core)["/penstock/core"]({})
         core.step()
         return done.result(0)
 
     calm = {"running": 2, "waiting": 1, "weight_version": 4, "held_s": 0.0}
     assert state() == {**calm, "paused": False, "asleep": False, "torn": False, "foreign": 0}
     for method in ("penstock_load", "compute_weight_checksums", "reset_weights", lambda worker: worker):
-        core_round.count_foreign(core, method)
+        core_module.count_foreign(core, method)
     holds.pause("keep", clear_cache=False)
     holds.weights_are_out()
     said = state()
@@ -211,7 +212,7 @@ def test_a_core_says_what_it_is_in_and_how_many_calls_may_have_changed_its_weigh
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_sleep_that_overtakes_a_round_leaves_it_no_memory_to_write_to(level: int):
     core = Core(step_under_way=True)
-    holds, done = core_round.holds_of(core), ask(core)
+    holds, done = core_module.holds_of(core), ask(core)
     core.step()
     holds.sleep(level, "keep")
     assert core.waiting is not None
@@ -236,14 +237,14 @@ def test_an_error_that_nobody_foresaw_is_no_torn_transfer_that_could_be_sent_aga
     core.step()
     with pytest.raises(EngineError, match="RuntimeError: CUDA error"):
         done.result(0)
-    core_round.holds_of(core).resume()
+    core_module.holds_of(core).resume()
     assert core.paused
 
 
 @pytest.mark.parametrize("tags", [None, ["scheduling"], ["scheduling", "weights"]])
 def test_a_sleep_of_level_0_lasts_until_it_is_woken(tags: list[str] | None):
     core = Core(step_under_way=False)
-    holds = core_round.holds_of(core)
+    holds = core_module.holds_of(core)
     core.paused = True
     holds.sleep(0, "keep")
     done = ask(core)
@@ -258,7 +259,7 @@ def test_a_sleep_of_level_0_lasts_until_it_is_woken(tags: list[str] | None):
 def test_a_wake_up_asks_vllm_only_for_what_sleeps():
     """Asked for memory that is there too, vLLM takes back none, and a step without its KV cache ends the engine."""
     core = Core(step_under_way=False)
-    holds = core_round.holds_of(core)
+    holds = core_module.holds_of(core)
     holds.sleep(1, "keep")
     holds.wake_up(["weights"])
     holds.wake_up(["weights"])
@@ -283,12 +284,12 @@ def offer(store: SharedMemoryStore, tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def prepare(core: Core, body: Any) -> Future[Any]:
-    return core_round._routes(core)["/penstock/weights/prepare"](body)
+    return core_module._routes(core)["/penstock/weights/prepare"](body)
 
 
 def test_a_version_is_checked_beside_the_core_and_prepared_between_two_of_its_steps(store):
     core, body = Core(step_under_way=True), offer(store, torch.ones(2, 3))
-    core_round._expect(core, SPEC.to_json())
+    core_module._expect(core, SPEC.to_json())
     done = prepare(core, body)
     assert core.done == []
     core.step()
@@ -310,7 +311,7 @@ def test_a_version_is_checked_beside_the_core_and_prepared_between_two_of_its_st
 )
 def test_what_does_not_fit_never_comes_to_the_core(store, tensor, message):
     core = Core(step_under_way=False)
-    core_round._expect(core, SPEC.to_json())
+    core_module._expect(core, SPEC.to_json())
     with pytest.raises(WeightsError, match=message):
         prepare(core, {} if tensor is None else offer(store, tensor)).result(0)
     assert core.input_queue.empty()
@@ -318,13 +319,13 @@ def test_what_does_not_fit_never_comes_to_the_core(store, tensor, message):
 
 def test_workers_that_sleep_or_refuse_prepare_nothing(store):
     core = Core(step_under_way=False)
-    core_round._expect(core, SPEC.to_json())
+    core_module._expect(core, SPEC.to_json())
     core.refusals[1] = "there is no such group"
     refused = prepare(core, offer(store, torch.ones(2, 3)))
     core.step()
     with pytest.raises(WeightsError, match="there is no such group"):
         refused.result(0)
-    core_round.holds_of(core).sleep(1, "keep")
+    core_module.holds_of(core).sleep(1, "keep")
     asleep = prepare(core, offer(store, torch.ones(2, 3)))
     core.step()
     with pytest.raises(StateError, match="weights are asleep"):
@@ -335,7 +336,7 @@ def test_workers_that_sleep_or_refuse_prepare_nothing(store):
 def test_who_asks_before_the_api_server_has_told_what_fits_waits_for_it(store):
     core, body, answers = Core(step_under_way=False), offer(store, torch.ones(2, 3)), queue.Queue[Future[Any]]()
     threading.Thread(target=lambda: answers.put(prepare(core, body)), daemon=True).start()
-    core_round._expect(core, SPEC.to_json())
+    core_module._expect(core, SPEC.to_json())
     done = answers.get(timeout=20)
     core.step()
     assert done.result(0) == {"ok": True}
@@ -343,10 +344,10 @@ def test_who_asks_before_the_api_server_has_told_what_fits_waits_for_it(store):
 
 def test_a_spec_that_could_not_be_found_out_is_said_until_it_was(store):
     core, body = Core(step_under_way=False), offer(store, torch.ones(2, 3))
-    core_round._expect(core, "OSError: the checkpoint is gone")
+    core_module._expect(core, "OSError: the checkpoint is gone")
     with pytest.raises(EngineError, match="could not be found out: OSError: the checkpoint is gone"):
         prepare(core, body).result(0)
-    core_round._expect(core, SPEC.to_json())
+    core_module._expect(core, SPEC.to_json())
     done = prepare(core, body)
     core.step()
     assert done.result(0) == {"ok": True}
@@ -354,7 +355,7 @@ def test_a_spec_that_could_not_be_found_out_is_said_until_it_was(store):
 
 def test_a_group_is_joined_between_two_steps():
     core = Core(step_under_way=True)
-    join = core_round._routes(core)["/penstock/weights/group"]
+    join = core_module._routes(core)["/penstock/weights/group"]
     with pytest.raises(WeightsError, match="must be a JSON object that describes a group"):
         join([]).result(0)
     done = join({"epoch": "a"})

@@ -11,9 +11,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from penstock.plugin import core_server
-from penstock.plugin.core_server import CoreServer
 from penstock.errors import StateError, TransferError, WeightsError
+from penstock.plugin import core_http
+from penstock.plugin.core_http import CoreServer
 
 
 @pytest.fixture
@@ -111,8 +111,8 @@ def test_without_a_key_there_is_no_port() -> None:
 
 
 def test_a_body_that_trickles_ends_by_one_deadline(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_server, "REQUEST_S", 0.5)
-    monkeypatch.setattr(core_server, "STRANGER_S", 0.5)
+    monkeypatch.setattr(core_http, "REQUEST_S", 0.5)
+    monkeypatch.setattr(core_http, "STRANGER_S", 0.5)
     for head in (HEAD + b"Content-Length: 9999\r\n\r\n", b"POST /do HTTP/1.1\r\nX: "):  # the second is a stranger's
         host, _, port = server.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port)), timeout=20.0) as connection:
@@ -127,14 +127,14 @@ def test_a_body_that_trickles_ends_by_one_deadline(server: str, monkeypatch: pyt
 def test_strangers_do_not_keep_its_fleet_out(server: str) -> None:
     host, _, port = server.removeprefix("http://").partition(":")
     before = threading.active_count()
-    idle = [socket.create_connection((host, int(port)), timeout=20.0) for _ in range(5 * core_server.STRANGERS)]
+    idle = [socket.create_connection((host, int(port)), timeout=20.0) for _ in range(5 * core_http.STRANGERS)]
     try:
         assert b'{"ok":true}' in said_by(server, HEAD + b"Content-Length: 12\r\n\r\n" + b'{"what":"x"}')
         assert idle[0].recv(1) == b"", "the oldest made room"
         until = time.monotonic() + 20
-        while threading.active_count() > before + core_server.STRANGERS + 8 and time.monotonic() < until:
+        while threading.active_count() > before + core_http.STRANGERS + 8 and time.monotonic() < until:
             time.sleep(0.02)
-        assert threading.active_count() <= before + core_server.STRANGERS + 8
+        assert threading.active_count() <= before + core_http.STRANGERS + 8
     finally:
         for connection in idle:
             connection.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.process import reserved_port
+from penstock.engine.launch import reserved_port
 
 TESTS = Path(__file__).parent.parent
 EVERY_MODEL = pytest.mark.parametrize("model", ["dense", "tied", "moe", "biased", "routed"])

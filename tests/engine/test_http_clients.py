@@ -11,8 +11,8 @@ import orjson
 import pytest
 
 from penstock.engine.capabilities import Capabilities
+from penstock.engine.client import DataClient
 from penstock.engine.control import ControlClient
-from penstock.engine.data import DataClient
 from penstock.engine.vanilla.replies import VanillaReplies
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, RequestError
 from penstock.router.admin_client import RouterAdmin

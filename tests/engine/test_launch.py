@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 from penstock.config import EngineConfig
-from penstock.engine.command import server_command
-from penstock.engine.process import EngineProcess, telling_lines
+from penstock.engine.launch import EngineProcess, server_command, telling_lines
 from penstock.errors import ConfigError, EngineStartError
 
 
@@ -116,7 +115,7 @@ LAUNCHER = """
 import asyncio, sys
 from pathlib import Path
 from penstock.config import EngineConfig
-from penstock.engine.process import EngineProcess
+from penstock.engine.launch import EngineProcess
 
 async def main():
     config = EngineConfig(model=sys.argv[1], profile="cpu", max_model_len=512)

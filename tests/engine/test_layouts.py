@@ -12,7 +12,7 @@ import pytest
 from penstock import Fleet
 from penstock.config import EngineConfig
 from penstock.engine import layouts
-from penstock.engine.command import server_command
+from penstock.engine.launch import server_command
 from penstock.engine.layouts import ModelShape, check_layout, read_shape
 from penstock.errors import ConfigError
 

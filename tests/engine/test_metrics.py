@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.metrics import engine_stats
+from penstock.engine.control import engine_stats
 from penstock.errors import EngineError
 from penstock.types import EngineStats
 

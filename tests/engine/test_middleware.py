@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from penstock.plugin.middleware import PenstockMiddleware
 from penstock.errors import EngineError, StateError
+from penstock.plugin.middleware import PenstockMiddleware
 
 
 async def behind(scope: dict[str, Any], receive: Any, send: Any) -> None:  # noqa: ARG001

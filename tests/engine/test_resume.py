@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from penstock.engine.partial import Partials
-from penstock.engine.wire import RESUME_ARG
+from penstock.wire import RESUME_ARG
 
 pytestmark = pytest.mark.vllm
 

@@ -7,7 +7,7 @@ import asyncio
 import orjson
 import pytest
 
-from penstock.engine.completion import merged
+from penstock.engine.client import merged
 from penstock.engine.partial import Partials, StreamDeduplicator
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import orjson
 import pytest
 
-from penstock.engine.data import DataClient
+from penstock.engine.client import DataClient
 from penstock.engine.vanilla.control import VersionHistory
 from penstock.engine.vanilla.replies import VanillaReplies
-from penstock.engine.wire import UNKNOWN_VERSION
 from penstock.errors import EngineError
 from penstock.types import Sample, SamplingParams, VersionSpan
+from penstock.wire import UNKNOWN_VERSION
 
 PARAMS = SamplingParams(n=2, max_tokens=5, seed=7, min_tokens=4, logprobs=False, detokenize=False)
 LABELS = [{"version": "2", "start": 0, "end": 1}, {"version": "step-100", "start": 1, "end": 3}]

@@ -14,8 +14,8 @@ import pytest
 
 from penstock.plugin.compat import VERSION_MARK
 from penstock.plugin.hooks import RequestHooks
-from penstock.engine.wire import FINAL_ONLY, PROGRESS_HEADER, SPANS_HEADER, UNKNOWN_VERSION, generate_body
 from penstock.types import SamplingParams
+from penstock.wire import FINAL_ONLY, PROGRESS_HEADER, SPANS_HEADER, UNKNOWN_VERSION, generate_body
 
 
 class State:

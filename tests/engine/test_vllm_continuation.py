@@ -17,9 +17,9 @@ import pytest
 
 from nano_models import changed, logprobs_of, taught
 from own_answers import samples_of
-from penstock.engine.wire import GENERATE, PROGRESS_HEADER, generate_body
 from penstock.errors import EngineHTTPError
 from penstock.types import PauseMode, Sample, SamplingParams, VersionSpan
+from penstock.wire import GENERATE, PROGRESS_HEADER, generate_body
 
 pytestmark = pytest.mark.vllm
 

@@ -14,10 +14,10 @@ from test_vllm_pausing import made
 
 from nano_models import changed, logprobs_of
 from penstock.engine.control import ControlClient
-from penstock.engine.wire import UNKNOWN_VERSION
 from penstock.errors import EngineHTTPError, RequestError, StateError, WeightsError
 from penstock.types import GenerateBatch, SamplingParams, VersionSpan
 from penstock.weights.delta import DeltaStore
+from penstock.wire import UNKNOWN_VERSION
 
 pytestmark = pytest.mark.vllm
 

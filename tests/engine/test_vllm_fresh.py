@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from nano_models import changed, logprobs_of, save_moe
 from penstock.config import EngineConfig
-from penstock.engine.http import HTTPEngine
-from penstock.engine.process import EngineProcess
+from penstock.engine.launch import EngineProcess
+from penstock.engine.single import HTTPEngine
 from penstock.types import SamplingParams
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nano_models import save_dense, save_moe
-from penstock.plugin.spec import TIED_HEAD, WeightSpec, expected_weights
 from penstock.errors import WeightsError
+from penstock.plugin.spec import TIED_HEAD, WeightSpec, expected_weights
 from penstock.weights.checkpoint_names import checkpoint_tensors
 from penstock.weights.manifest import TensorEntry, WeightManifest
 

@@ -21,7 +21,6 @@ from vllm import RequestOutput, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from penstock import AsyncVLLM
-from penstock.engine.transport import HttpTransport
 from penstock.errors import (
     ConfigError,
     DeadlineError,
@@ -33,6 +32,7 @@ from penstock.errors import (
     UserError,
 )
 from penstock.facade import vllm_like
+from penstock.http import HttpTransport
 
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=0)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)

@@ -32,8 +32,7 @@ from sim_fleets import children
 
 from penstock import Fleet, SamplingParams
 from penstock.errors import PenstockError
-from penstock.fleet.lifecycle import State
-from penstock.fleet.member import Member
+from penstock.fleet.member import Member, State
 
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 VICTIMS = ("router", "api", "core")

@@ -13,8 +13,7 @@ from typing import Any, Literal
 from penstock.engine.capabilities import PENSTOCK
 from penstock.engine.control import AdapterTakenError, CoreState, EngineInfo
 from penstock.errors import EngineDeadError, EngineHTTPError, StateError, WeightsError
-from penstock.fleet.lifecycle import Lifecycle, State
-from penstock.fleet.member import Member
+from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
 from penstock.router.admin_client import EngineLoad, RouterState

@@ -12,9 +12,9 @@ from penstock.config import EngineConfig, FleetConfig
 from penstock.errors import ConfigError
 from penstock.fleet.assemble import assemble
 from penstock.fleet.attach import AttachedServers
-from penstock.fleet.launched_engines import LaunchedEngines
-from penstock.fleet.lifecycle import Lifecycle
-from penstock.fleet.routers import OpenRouter
+from penstock.fleet.engines import LaunchedEngines
+from penstock.fleet.member import Lifecycle
+from penstock.fleet.router_process import OpenRouter
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.server import Router
 from penstock.sim.config import SimConfig

@@ -29,9 +29,9 @@ import torch
 from sim_fleets import children
 
 from penstock import Fleet, SamplingParams
-from penstock.engine.process import EngineProcess
+from penstock.engine.launch import EngineProcess
 from penstock.errors import PenstockError
-from penstock.fleet.lifecycle import State
+from penstock.fleet.member import State
 from penstock.sim.tokens import verify
 
 CONTEXT = 512

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import psutil
 
 from penstock import Fleet, GenerateOutput, Sample, SamplingParams
 from penstock.engine.control import ControlClient
-from penstock.fleet.lifecycle import State
-from penstock.fleet.member import Member
+from penstock.fleet.member import Member, State
 from penstock.sim.tokens import verify
 
 CONTEXT = 512
@@ -91,7 +91,12 @@ def impatient(member: Member, deadline_s: float = 0.5) -> None:
 
 def children(kind: str) -> list[psutil.Process]:
     """Our child processes that run `python -m penstock.KIND`."""
-    return [p for p in psutil.Process().children(recursive=True) if f"penstock.{kind}" in p.cmdline()]
+    found: list[psutil.Process] = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # ended, or a zombie
+            if f"penstock.{kind}" in process.cmdline():
+                found.append(process)
+    return found
 
 
 def router_process(url: str) -> psutil.Process:

@@ -13,8 +13,7 @@ from fleet_fakes import Bench, FakeEngine, FakeProcess, until
 from penstock.config import FleetConfig
 from penstock.engine.control import EngineInfo
 from penstock.errors import EngineStartError
-from penstock.fleet.lifecycle import Lifecycle, State
-from penstock.fleet.member import Member
+from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.supervise import Supervisor
 
 NEVER = FleetConfig(health_interval_s=3600.0)

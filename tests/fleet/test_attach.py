@@ -13,7 +13,6 @@ from sim_fleets import SIM, check, check_serves, generated, in_flight
 
 from penstock import Fleet, SamplingParams
 from penstock.config import ServerSpec
-from penstock.engine.transport import HttpTransport
 from penstock.errors import (
     ConfigError,
     EngineDeadError,
@@ -25,7 +24,8 @@ from penstock.errors import (
 )
 from penstock.fleet import operations
 from penstock.fleet.attach import AttachedServers
-from penstock.fleet.lifecycle import Lifecycle, State
+from penstock.fleet.member import Lifecycle, State
+from penstock.http import HttpTransport
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import EngineEntry
 from penstock.router.server import Router

@@ -19,12 +19,12 @@ from sim_fleets import SIM, check, check_serves, in_flight
 
 from penstock import Fleet, SamplingParams
 from penstock.engine.control import ControlClient
-from penstock.engine.process import EngineProcess
-from penstock.engine.transport import HttpTransport
+from penstock.engine.launch import EngineProcess
 from penstock.errors import ConfigError, TransferError, UpdateError, WeightsError
 from penstock.fleet import delivery
-from penstock.fleet.lifecycle import State
+from penstock.fleet.member import State
 from penstock.fleet.stores import Stores
+from penstock.http import HttpTransport
 
 PARAMS = SamplingParams(max_tokens=400, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(9)]

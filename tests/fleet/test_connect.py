@@ -17,7 +17,7 @@ from sim_fleets import check, check_serves, impatient, in_flight
 
 from penstock import Fleet, SamplingParams
 from penstock.config import EngineConfig
-from penstock.engine.process import EngineProcess
+from penstock.engine.launch import EngineProcess
 from penstock.errors import (
     ConfigError,
     DeadlineError,
@@ -28,7 +28,7 @@ from penstock.errors import (
     UserError,
     WeightsError,
 )
-from penstock.fleet.lifecycle import State
+from penstock.fleet.member import State
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import EngineEntry
 from penstock.router.server import Router

@@ -22,7 +22,6 @@ from sim_fleets import SIM, check, check_serves, in_flight
 
 from penstock import Fleet, PauseMode, SamplingParams
 from penstock.config import EngineConfig, FleetConfig
-from penstock.engine.transport import HttpTransport
 from penstock.errors import (
     ConfigError,
     DeadlineError,
@@ -36,12 +35,12 @@ from penstock.errors import (
 )
 from penstock.fleet import detach as detach_module
 from penstock.fleet import launch as launch_module
-from penstock.fleet import link as link_module
 from penstock.fleet import ray_engines
-from penstock.fleet.adopt import AdoptedRoster
-from penstock.fleet.lifecycle import State
-from penstock.fleet.link import Link
-from penstock.fleet.sockets import folder, present, socket_of
+from penstock.fleet import remote as link_module
+from penstock.fleet.member import State
+from penstock.fleet.remote import AdoptedRoster, Link
+from penstock.fleet.service import folder, present, socket_of
+from penstock.http import HttpTransport
 
 PARAMS = SamplingParams(max_tokens=400, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(12)]
@@ -333,7 +332,7 @@ def daemons(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[psutil.Process]
     def found() -> set[psutil.Process]:
         every = psutil.process_iter(["cmdline", "environ"])
         ours = (p for p in every if (p.info["environ"] or {}).get("PENSTOCK_TEST") == mark)
-        return {p for p in ours if "penstock.fleet.daemon" in (p.info["cmdline"] or [])}
+        return {p for p in ours if "penstock.fleet.detach" in (p.info["cmdline"] or [])}
 
     return found
 

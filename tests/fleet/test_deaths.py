@@ -16,12 +16,11 @@ import torch
 from sim_fleets import CONTEXT, SIM, check, check_serves, children, impatient, in_flight
 
 from penstock import Fleet, SamplingParams
-from penstock.engine.data import DataClient
-from penstock.engine.process import EngineProcess
-from penstock.engine.transport import HttpTransport
+from penstock.engine.client import DataClient
+from penstock.engine.launch import EngineProcess
 from penstock.errors import EngineDeadError, UpdateError
-from penstock.fleet.lifecycle import State
-from penstock.fleet.member import Member
+from penstock.fleet.member import Member, State
+from penstock.http import HttpTransport
 from penstock.sim.tokens import verify
 
 PARAMS = SamplingParams(max_tokens=300, detokenize=False)

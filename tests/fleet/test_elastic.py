@@ -13,7 +13,7 @@ from sim_fleets import SIM, check, check_serves, engine_process, in_flight, rout
 
 from penstock import Fleet, GenerateOutput, SamplingParams
 from penstock.errors import EngineStartError, StateError, UserError
-from penstock.fleet.lifecycle import State
+from penstock.fleet.member import State
 
 PARAMS = SamplingParams(max_tokens=400, detokenize=False)
 QUICK = SamplingParams(max_tokens=120, detokenize=False)

@@ -17,9 +17,8 @@ from penstock.config import EngineConfig
 from penstock.engine.vanilla.control import VanillaControl
 from penstock.errors import DeadlineError, EngineError, EngineStartError, PenstockError, StateError, UserError
 from penstock.fleet import attach
-from penstock.fleet.launched_engines import LaunchedEngines
-from penstock.fleet.lifecycle import Lifecycle, State
-from penstock.fleet.member import Member
+from penstock.fleet.engines import LaunchedEngines
+from penstock.fleet.member import Lifecycle, Member, State
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import PauseMode

@@ -10,7 +10,7 @@ import torch
 from sim_fleets import CONTEXT, check, in_flight, made, samples_of
 
 from penstock import Fleet, GenerateBatch, SamplingParams
-from penstock.engine.http import HTTPEngine
+from penstock.engine.single import HTTPEngine
 from penstock.errors import EngineHTTPError, RequestError, UserError
 from penstock.sim.tokens import verify
 

@@ -18,10 +18,10 @@ from sim_fleets import SIM, check, check_serves, children, engine_process, in_fl
 
 from penstock import Fleet, SamplingParams
 from penstock.config import EngineConfig, FleetConfig, RouterConfig
-from penstock.engine.data import DataClient
-from penstock.engine.transport import HttpTransport
+from penstock.engine.client import DataClient
 from penstock.errors import ConfigError, EngineDeadError, EngineHTTPError, EngineStartError, StateError
-from penstock.fleet.lifecycle import State
+from penstock.fleet.member import State
+from penstock.http import HttpTransport
 from penstock.router.admin_client import RouterAdmin
 
 LAUNCHER = """

@@ -10,7 +10,7 @@ from sim_fleets import check, check_serves, in_flight, made
 
 from penstock import Fleet, PauseMode, SamplingParams
 from penstock.errors import DeadlineError, StateError, UserError, WeightsError
-from penstock.fleet.lifecycle import State
+from penstock.fleet.member import State
 
 PROMPTS = [[1 + i, 2, 3] for i in range(24)]
 LONG = SamplingParams(max_tokens=300, detokenize=False)

@@ -12,10 +12,10 @@ from fleet_fakes import Bench, FakeProcess, FakeRouter, until
 
 from penstock import Fleet
 from penstock.config import FleetConfig
-from penstock.engine.concurrent import cancelled
+from penstock.engine.client import cancelled
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError
-from penstock.fleet.lifecycle import State
-from penstock.fleet.router_guard import RouterGuard, settle
+from penstock.fleet.member import State
+from penstock.fleet.router_process import RouterGuard, settle
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import EngineEntry
 from penstock.router.server import Router

@@ -10,7 +10,7 @@ from fleet_fakes import Bench
 from sim_fleets import SIM, generated, in_flight
 
 from penstock import Fleet, SamplingParams
-from penstock.engine.http import HTTPEngine
+from penstock.engine.single import HTTPEngine
 from penstock.errors import RequestError, UserError
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer

@@ -10,10 +10,9 @@ from launched_rig import CONFIG, Launcher
 from supervise_rig import begins_to_return, dies_and_returns, restarting, until_serves
 
 from penstock.errors import PenstockError, StateError
-from penstock.fleet.control import fan_out
-from penstock.fleet.launched_engines import LaunchedEngines
-from penstock.fleet.lifecycle import Lifecycle, State
-from penstock.fleet.member import EngineControl, Member
+from penstock.fleet.engines import LaunchedEngines
+from penstock.fleet.fan_out import fan_out
+from penstock.fleet.member import EngineControl, Lifecycle, Member, State
 
 
 async def asked(bench: Bench) -> None:

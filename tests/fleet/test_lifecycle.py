@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from penstock.errors import StateError
-from penstock.fleet.lifecycle import TRANSITIONS, Lifecycle, State
+from penstock.fleet.member import TRANSITIONS, Lifecycle, State
 
 EDGES = {
     "launching": {"syncing", "dead"},
@@ -67,7 +67,7 @@ def test_a_dead_engine_comes_back_only_through_syncing() -> None:
 
 def test_changes_are_stamped_by_the_injected_clock_and_logged_with_their_reason(caplog) -> None:
     ticks = itertools.count(10.0, 5.0)
-    with caplog.at_level(logging.INFO, "penstock.fleet.lifecycle"):
+    with caplog.at_level(logging.INFO, "penstock.fleet.member"):
         life = engine_in("serving", clock=lambda: next(ticks))
         life.to(State.DEAD, "its process exited with status -9")
     assert [change.at for change in life.history] == [10.0, 15.0, 20.0]

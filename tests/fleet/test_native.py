@@ -11,9 +11,9 @@ from sim_fleets import SIM, check_serves
 
 from penstock import Fleet
 from penstock.engine.capabilities import PENSTOCK, Capabilities
-from penstock.engine.http import HTTPEngine
+from penstock.engine.single import HTTPEngine
 from penstock.errors import EngineHTTPError, MissingCapabilityError, UserError
-from penstock.fleet.lifecycle import State
+from penstock.fleet.member import State
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import PauseMode

@@ -23,8 +23,8 @@ from penstock.errors import (
     UpdateError,
     UserError,
 )
-from penstock.fleet.control import fan_out
-from penstock.fleet.lifecycle import State
+from penstock.fleet.fan_out import fan_out
+from penstock.fleet.member import State
 from penstock.types import PauseMode
 
 KINDS = ["refuse", "hang", "die", "garbage"]

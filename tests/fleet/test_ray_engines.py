@@ -19,7 +19,7 @@ from sim_fleets import SIM, check, check_serves, in_flight
 from penstock import Fleet, SamplingParams
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, EngineError, EngineStartError
-from penstock.fleet.lifecycle import State
+from penstock.fleet.member import State
 from penstock.fleet.ray_actor import ActorPlan, EngineActor
 from penstock.fleet.ray_engines import bundle_of, capacity
 from penstock.fleet.ray_link import RayLink

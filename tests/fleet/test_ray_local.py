@@ -14,7 +14,7 @@ from ray_nodes import ignore_present, processes
 from sim_fleets import SIM, check_serves
 
 from penstock import Fleet
-from penstock.engine.process import reserved_port
+from penstock.engine.launch import reserved_port
 from penstock.errors import ConfigError
 
 WITHOUT_RAY = """

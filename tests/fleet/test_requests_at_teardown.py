@@ -13,7 +13,7 @@ from fleet_fakes import until
 from sim_fleets import in_flight
 
 from penstock import Fleet
-from penstock.engine.data import DataClient
+from penstock.engine.client import DataClient
 from penstock.errors import StateError
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import EngineEntry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.fleet.restart import MAX_BACKOFF_S, RestartBudget
+from penstock.fleet.supervise import MAX_BACKOFF_S, RestartBudget
 
 
 class Hand:

@@ -14,9 +14,7 @@ from fleet_fakes import FakeProcess, FakeRouter, until
 from penstock.config import FleetConfig, RouterConfig
 from penstock.errors import DeadlineError, EngineDeadError, EngineStartError
 from penstock.fleet.roster import Roster
-from penstock.fleet.router_guard import RouterGuard
-from penstock.fleet.router_process import RouterProcess
-from penstock.fleet.routers import open_router
+from penstock.fleet.router_process import RouterGuard, RouterProcess, open_router
 from penstock.router.admin_client import RouterAdmin
 
 HANG = FleetConfig(health_interval_s=0.02, hang_timeout_s=0.6)
@@ -153,7 +151,7 @@ async def test_a_router_that_does_not_start_is_tried_again_without_end(
 
     guard = RouterGuard(made[0], relaunch)
     guard.watch(Roster(Answers([])), FleetConfig(health_interval_s=0.05, max_restarts=max_restarts))
-    monkeypatch.setattr("penstock.fleet.router_guard.asyncio.sleep", sleep)
+    monkeypatch.setattr("penstock.fleet.router_process.asyncio.sleep", sleep)
     made[0].kill()
     await until(lambda: len(made) == 2)
     assert waits == [min(0.1 * 2.0**i, 120.0) for i in range(tries)]

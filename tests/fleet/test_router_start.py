@@ -12,8 +12,7 @@ import pytest
 
 from penstock.config import RouterConfig
 from penstock.errors import ConfigError, EngineStartError
-from penstock.fleet.router_process import RouterProcess
-from penstock.fleet.routers import open_router
+from penstock.fleet.router_process import RouterProcess, open_router
 from penstock.router.admin_client import RouterAdmin
 
 

@@ -10,9 +10,8 @@ from sim_fleets import SIM, check_serves
 
 from penstock import Fleet
 from penstock.errors import UserError
-from penstock.fleet.control_wire import Keys, keys_of
-from penstock.fleet.link import Link
-from penstock.fleet.sockets import folder, refuse_second, socket_of
+from penstock.fleet.remote import Link
+from penstock.fleet.service import Keys, folder, keys_of, refuse_second, socket_of
 from penstock.router.admin_client import RouterAdmin
 
 

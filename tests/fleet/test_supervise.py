@@ -16,7 +16,7 @@ from supervise_rig import (
 
 from penstock.config import FleetConfig
 from penstock.engine.control import CoreState
-from penstock.fleet.lifecycle import State
+from penstock.fleet.member import State
 from penstock.fleet.operations import Operations
 from penstock.types import PauseMode
 

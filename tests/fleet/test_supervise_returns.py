@@ -17,7 +17,7 @@ from supervise_rig import (
 
 from penstock.config import FleetConfig
 from penstock.errors import EngineDeadError, StateError, UpdateError
-from penstock.fleet.lifecycle import State
+from penstock.fleet.member import State
 from penstock.types import PauseMode
 
 # --- what returns ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from fleet_fakes import DEADLINE_S, Bench, FakeEngine, until
 
 from penstock.errors import EngineDeadError, EngineError, StateError, UpdateError, UserError, WeightsError
-from penstock.fleet.lifecycle import State
+from penstock.fleet.member import State
 from penstock.fleet.sync import bring_to_version
 from penstock.fleet.update import Updater, odd_ones_out
 from penstock.types import EngineUpdate, PauseMode

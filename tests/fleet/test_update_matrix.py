@@ -14,11 +14,10 @@ import torch
 from sim_fleets import SIM, check, check_serves, children, impatient, in_flight
 
 from penstock import Fleet, SamplingParams
-from penstock.engine.process import EngineProcess
-from penstock.engine.transport import HttpTransport
+from penstock.engine.launch import EngineProcess
 from penstock.errors import EngineHTTPError, UpdateError, WeightsError
-from penstock.fleet.lifecycle import State
-from penstock.fleet.member import Member
+from penstock.fleet.member import Member, State
+from penstock.http import HttpTransport
 
 PARAMS = SamplingParams(max_tokens=300, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(9)]

@@ -13,7 +13,7 @@ from sim_fleets import SIM, check, check_serves, engine_process, in_flight, made
 
 from penstock import Fleet, SamplingParams
 from penstock.errors import ConfigError, EngineDeadError, EngineHTTPError, StateError, UserError
-from penstock.fleet.lifecycle import State
+from penstock.fleet.member import State
 from penstock.fleet.vllm_router import VllmRouterAdmin
 from penstock.router.membership import EngineEntry
 from penstock.router.server import Router

@@ -17,7 +17,7 @@ from penstock import Fleet
 from penstock.errors import TransferError, UpdateError, WeightsError
 from penstock.fleet import delivery
 from penstock.fleet.delivery import Delivery
-from penstock.fleet.lifecycle import State
+from penstock.fleet.member import State
 from penstock.types import PauseMode
 
 WEIGHTS = [("w", torch.ones(500_000)), ("norm", torch.ones(7))]

@@ -20,19 +20,18 @@ from virtual_http import Call, Exchange, Session, refused
 
 from penstock import Fleet
 from penstock.config import EngineConfig, FleetConfig, RouterConfig
-from penstock.engine.transport import HttpTransport
 from penstock.errors import EngineHTTPError, EngineStartError
 from penstock.fleet.assemble import assemble, join
-from penstock.fleet.lifecycle import Lifecycle, State
-from penstock.fleet.member import Member
-from penstock.fleet.routers import OpenRouter
+from penstock.fleet.member import Lifecycle, Member, State
+from penstock.fleet.router_process import OpenRouter
+from penstock.http import HttpTransport
 from penstock.router.admin_client import EngineLoad, RouterState
 from penstock.router.dispatcher import Dispatcher
+from penstock.router.gate import Lane
 from penstock.router.head import RequestHead
-from penstock.router.lane import Lane
+from penstock.router.http import RefusalError
 from penstock.router.membership import EngineEntry
 from penstock.router.metrics import Metrics
-from penstock.router.refusal import RefusalError
 from penstock.sim import Fault, FaultKind, Phase, SimConfig, SimEngine
 from penstock.sim.clock import VirtualClock, VirtualLoop
 from penstock.sim.server import CORE_DEATH_EXIT_S, _app

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 from nano_models import History, changed, save_biased, save_dense, save_moe, save_routed
 from penstock import Fleet
 from penstock.config import EngineConfig
-from penstock.engine.http import HTTPEngine
-from penstock.engine.process import EngineProcess
+from penstock.engine.launch import EngineProcess
+from penstock.engine.single import HTTPEngine
 from penstock.types import Sample, SamplingParams
 from penstock.weights.checkpoint_names import checkpoint_tensors
 

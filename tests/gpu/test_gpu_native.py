@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from nano_models import History, changed, save_dense
 from penstock import Fleet, SamplingParams
-from penstock.engine.process import reserved_port
+from penstock.engine.launch import reserved_port
 from penstock.errors import MissingCapabilityError
 from penstock.types import Sample
 from plain_server import plain_server

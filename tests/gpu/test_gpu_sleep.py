@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from nano_models import MAX_LEN, History, changed, save_adapter, save_dense
 from penstock.config import EngineConfig
-from penstock.engine.http import HTTPEngine
-from penstock.engine.process import EngineProcess
+from penstock.engine.launch import EngineProcess
+from penstock.engine.single import HTTPEngine
 from penstock.rollout.char_tokenizer import save_char_tokenizer
 from penstock.types import SamplingParams
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.plugin.ipc_source import IpcSource
 from penstock.errors import WeightsError
+from penstock.plugin.ipc import IpcSource
 from penstock.weights.cuda_ipc import CudaIpcStore
 from penstock.weights.device_sum import device_sums
 from penstock.weights.manifest import WeightManifest

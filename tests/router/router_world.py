@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from router_rig import Backend, RawClient, Seen, eventually, read_body, reply, request
 
 from penstock.config import RouterConfig
-from penstock.router.engine import Engine
+from penstock.router.backend import Engine
 from penstock.router.exchange import Exchange
 from penstock.router.membership import EngineEntry
 from penstock.router.server import Router

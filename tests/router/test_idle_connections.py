@@ -6,7 +6,7 @@ import asyncio
 
 from router_rig import Backend, Seen, reply, rig
 
-from penstock.engine.transport import HttpTransport
+from penstock.http import HttpTransport
 from penstock.router.admin_client import RouterAdmin
 from penstock.sim.server import KEEP_ALIVE_S
 

@@ -11,12 +11,12 @@ import pytest
 
 from penstock.config import RouterConfig
 from penstock.errors import StateError
-from penstock.router.hints import Hints
+from penstock.router.http import Hints
 from penstock.router.membership import EngineEntry
 from penstock.router.placement import Placement, PlacementOptions
 from penstock.router.policies.base import Defer
 from penstock.router.policies.registry import POLICIES
-from penstock.router.prefix_hash import prefix_hashes
+from penstock.wire import prefix_hashes
 
 
 def entries(count: int, **more: object) -> list[EngineEntry]:

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.router.hints import Hints
+from penstock.router.http import Hints
 from penstock.router.membership import EngineEntry
 from penstock.router.placement import Placement, PlacementOptions
 from penstock.router.policies.base import Defer

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.router.memory import Prefixes
 from penstock.router.policies.base import PrefixHolder
-from penstock.router.prefix_hash import BLOCK, MOST, parse_prefix_hashes, prefix_hashes, stride_of
-from penstock.router.prefixes import Prefixes
+from penstock.wire import BLOCK, MOST, parse_prefix_hashes, prefix_hashes, stride_of
 
 
 def boundaries(token_ids: list[int]) -> list[tuple[int, bytes]]:

@@ -13,7 +13,7 @@ from penstock.config import refuse_open_host
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineHTTPError, StateError, UserError
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import EngineEntry, Membership
-from penstock.router.prometheus import Family, Histogram, Sample, render
+from penstock.router.metrics import Family, Histogram, Sample, render
 from penstock.router.server import Router
 from penstock.router.shared_port import SharedPort
 

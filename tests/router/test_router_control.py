@@ -12,9 +12,9 @@ from router_rig import Backend, RawClient, Rig, Seen, answer_name, eventually, r
 
 from penstock.errors import UserError
 from penstock.router.admin_client import EngineLoad
-from penstock.router.engine import OWN_SHORTAGES
-from penstock.router.engine_watch import KVFigures, parse_figures
+from penstock.router.backend import OWN_SHORTAGES
 from penstock.router.membership import EngineEntry
+from penstock.router.watch import KVFigures, parse_figures
 from penstock.sim import SimConfig, SimServer
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
@@ -284,14 +284,14 @@ async def test_a_shortage_of_the_routers_own_says_nothing_of_an_engine(
         asked += 1
         raise OSError(number, "none left")
 
-    monkeypatch.setattr("penstock.router.engine_watch.read", fail)
+    monkeypatch.setattr("penstock.router.watch.read", fail)
     async with rig(answer_name, engine_metrics_interval_s=0.01) as r:
         await eventually(lambda: asked > 3)
         assert [engine.breaker_openings for engine in (await r.admin.engines()).engines] == [0]
 
 
 async def test_an_engine_whose_metrics_fail_is_not_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.router.engine_watch._DEADLINE_S", 0.1)
+    monkeypatch.setattr("penstock.router.watch._DEADLINE_S", 0.1)
     taken = asyncio.Event()
 
     async def hang(reader: Reader, writer: Writer) -> None:

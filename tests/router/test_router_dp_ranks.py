@@ -6,8 +6,8 @@ import pytest
 from router_rig import Backend, Rig, answer_name, eventually, request, rig
 
 from penstock.errors import UserError
-from penstock.router.engine_watch import KVFigures, parse_figures
 from penstock.router.membership import EngineEntry, Membership
+from penstock.router.watch import KVFigures, parse_figures
 
 RANK = "x-data-parallel-rank"
 

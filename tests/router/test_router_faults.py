@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from router_rig import Backend, RawClient, Seen, answer_name, eventually, reply, request, rig
 
-from penstock.router.engine import Engine
-from penstock.router.engine_connection import EngineConnection
+from penstock.router.backend import Engine
+from penstock.router.backend_connection import EngineConnection
 from penstock.router.membership import EngineEntry
 
 both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])
@@ -313,7 +313,7 @@ class Wanting:
 async def test_a_request_that_comes_when_the_last_connecting_has_just_ended_gets_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("penstock.router.engine.MAX_CONNECTING", 1)
+    monkeypatch.setattr("penstock.router.backend.MAX_CONNECTING", 1)
     backend = await Backend().start()
     engine = Engine(backend.entry())
     second = Wanting()

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.router.framing import ChunkedReader, FramingError, LengthReader
+from penstock.router.http import ChunkedReader, FramingError, LengthReader
 
 BAD_BODIES = {
     "no digits": b"\r\nabc\r\n0\r\n\r\n",

@@ -19,10 +19,17 @@ import router_rig
 from starlette.routing import Match, Route
 from test_router_splits import Pair, Wire, cut, read
 
-from penstock.router.framing import ChunkedReader, FramingError
-from penstock.router.head import CHUNKED, UNTIL_CLOSE, RequestHead, parse_request, parse_response
-from penstock.router.paths import CONTROL_PATHS, DATA_PATHS, PRIVATE_PATHS
-from penstock.router.refusal import RefusalError
+from penstock.router.head import (
+    CHUNKED,
+    CONTROL_PATHS,
+    DATA_PATHS,
+    PRIVATE_PATHS,
+    UNTIL_CLOSE,
+    RequestHead,
+    parse_request,
+    parse_response,
+)
+from penstock.router.http import ChunkedReader, FramingError, RefusalError
 
 CASES, MANY = 10_000, 1_000_000
 SEED = 20_261_123

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from router_rig import Backend, RawClient, Seen, answer_name, eventually, reply, request, rig
 
-from penstock.router.engine_connection import EngineConnection
+from penstock.router.backend_connection import EngineConnection
 from penstock.router.exchange import Exchange
-from penstock.router.gate import Gate
-from penstock.router.lane import NOWHERE, Lane
-from penstock.router.refusal import RefusalError
+from penstock.router.gate import NOWHERE, Gate, Lane
+from penstock.router.http import RefusalError
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])

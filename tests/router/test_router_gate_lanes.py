@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 from router_rig import eventually
 
-from penstock.router.gate import Gate
-from penstock.router.lane import ANY_ENGINE, NOWHERE, Kind, Lane
-from penstock.router.refusal import RefusalError
+from penstock.router.gate import ANY_ENGINE, NOWHERE, Gate, Kind, Lane
+from penstock.router.http import RefusalError
 
 ROOM = Lane(Kind.ROOM, (0, None))
 CODE = Lane(Kind.ADAPTER, "code")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.router import head as heads
 from penstock.router.head import CHUNKED, UNTIL_CLOSE, parse_request, parse_response
-from penstock.router.refusal import RefusalError
+from penstock.router.http import RefusalError
 
 BAD_HEADS = {
     "length and chunked": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",

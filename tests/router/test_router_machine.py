@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 from router_rig import eventually
 from router_world import NAMES, World
 
-from penstock.router.engine import Engine
+from penstock.router.backend import Engine
 from penstock.router.exchange import Exchange
 
 NAMES_OF_SESSIONS = ("s0", "s1", "s2", "s3", "s4", "s5")

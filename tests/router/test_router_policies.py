@@ -20,8 +20,10 @@ from penstock.router.policies.base import (
     PrefixHolder,
     RequestView,
     Snapshot,
+    draw,
+    mix64,
+    rendezvous,
 )
-from penstock.router.policies.hashing import draw, mix64, rendezvous
 from penstock.router.policies.registry import POLICIES, make_policy
 
 
@@ -192,7 +194,7 @@ def test_one_engine_less_moves_its_own_sessions_only_and_spreads_them() -> None:
 
 def test_rendezvous_is_the_same_in_every_process() -> None:
     code = (
-        "from penstock.router.policies.hashing import *; es = tuple(EngineView(f'e{i}') for i in range(8));"
+        "from penstock.router.policies.base import *; es = tuple(EngineView(f'e{i}') for i in range(8));"
         "print(*[rendezvous(f's{i}'.encode(), es).name for i in range(50)])"
     )
     runs = {

@@ -11,7 +11,7 @@ from router_rig import Rig, answer_name, eventually, rig
 
 from penstock.errors import UserError
 from penstock.router.admin_client import RouterAdmin
-from penstock.router.prefix_hash import prefix_hashes
+from penstock.wire import prefix_hashes
 
 
 def hints(ids: list[int]) -> str:

@@ -21,8 +21,8 @@ from router_rig import DATA_PATHS
 from test_router_head import LINES
 
 from penstock.config import RouterConfig
+from penstock.router.backend_connection import EngineConnection
 from penstock.router.client_connection import ClientConnection
-from penstock.router.engine_connection import EngineConnection
 from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.groups import Groups
-from penstock.router.loads import LoadTable
-from penstock.router.sessions import SessionTable
+from penstock.router.memory import Groups, LoadTable, SessionTable
 
 
 def table(*homes: tuple[str, str], capacity: int = 100) -> SessionTable:

@@ -14,8 +14,8 @@ from router_rig import RawClient, request
 
 from penstock.config import RouterConfig
 from penstock.errors import PenstockError
+from penstock.router.head import CONTROL_PATHS, DATA_PATHS, PRIVATE_PATHS, check_data_path
 from penstock.router.membership import EngineEntry
-from penstock.router.paths import CONTROL_PATHS, DATA_PATHS, PRIVATE_PATHS, check_data_path
 from penstock.router.server import Router
 
 pytestmark = pytest.mark.vllm
@@ -55,7 +55,7 @@ def test_every_route_of_vllm_is_a_data_path_or_refused(monkeypatch: pytest.Monke
     assert {"/v1/completions", "/pause", "/weight_checker", "/classify", "/fault_tolerance/apply"} <= routes
     known = {path.decode() for path in DATA_PATHS | CONTROL_PATHS | PRIVATE_PATHS} | BY_PREFIX
     unknown = routes - known
-    assert not unknown, f"add each to DATA_PATHS, CONTROL_PATHS or PRIVATE_PATHS of router/paths.py: {sorted(unknown)}"
+    assert not unknown, f"add each to DATA_PATHS, CONTROL_PATHS or PRIVATE_PATHS of router/head.py: {sorted(unknown)}"
     for path in routes - {path.decode() for path in DATA_PATHS}:
         with pytest.raises(PenstockError):
             check_data_path(re.sub(r"\{\w+\}", "x", path).encode())

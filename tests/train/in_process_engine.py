@@ -6,7 +6,7 @@ from abc import ABCMeta
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from penstock.engine.base import Engine
+from penstock.engine.interface import Engine
 from penstock.types import EngineUpdate, Sample, SamplingParams, SessionId, UpdateReport, VersionSpan
 
 NextToken = Callable[[Sequence[int], SamplingParams], tuple[int, float]]

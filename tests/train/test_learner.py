@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nano_models import save_moe, save_routed
 from penstock.config import TrainConfig
-from penstock.plugin.spec import expected_weights
 from penstock.errors import CheckpointError, ConfigError, UserError, WeightsError
+from penstock.plugin.spec import expected_weights
 from penstock.train import checkpoint
 from penstock.train.batching import collate, plan
 from penstock.train.checkpoint import Snapshot

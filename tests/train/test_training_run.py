@@ -17,8 +17,8 @@ from training_setup import Letters, Recorder, config_of, save_nano_model
 
 from penstock.config import RunConfig, load_config
 from penstock.errors import ConfigError, EngineStartError, StateError, UserError
-from penstock.fleet.link import Link
-from penstock.fleet.sockets import present
+from penstock.fleet.remote import Link
+from penstock.fleet.service import present
 from penstock.observe.run_folder import RunFolder
 from penstock.rollout.char_tokenizer import save_char_tokenizer
 from penstock.rollout.environment import Task

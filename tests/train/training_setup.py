@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import RunConfig
-from penstock.engine.http import HTTPEngine
+from penstock.engine.single import HTTPEngine
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
 from penstock.rollout.environment import Environment, Task

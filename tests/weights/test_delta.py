@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.plugin.checksum import weights_checksum
-from penstock.plugin.delta_source import DeltaSource
-from penstock.plugin.host_bytes import HostBytes
 from penstock.errors import WeightsError
+from penstock.plugin.checksum import weights_checksum
+from penstock.plugin.delta import DeltaSource
+from penstock.plugin.worker import HostBytes
 from penstock.weights import delta_format
-from penstock.weights.compression import zstd
 from penstock.weights.delta import DeltaFiles, DeltaStore
+from penstock.weights.delta_format import zstd
 from penstock.weights.manifest import WeightManifest
 
 DTYPES = ["float32", "bfloat16", "int64", "uint8", "float8_e4m3fn"]

@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from penstock.plugin.disk_source import DiskSource
-from penstock.plugin.host_bytes import HostBytes
 from penstock.errors import StateError, WeightsError
-from penstock.weights.disk import DiskStore, open_version
+from penstock.plugin.sources import DiskSource
+from penstock.plugin.worker import HostBytes
+from penstock.weights.disk import DiskStore, VersionFile, open_version
 from penstock.weights.manifest import WeightManifest
-from penstock.weights.version_folder import VersionFile
 
 TENSORS = {
     "bytes": torch.arange(5, dtype=torch.uint8),

@@ -9,7 +9,7 @@ import torch
 
 from penstock.errors import WeightsError
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.lifecycle import State
+from penstock.fleet.member import State
 
 
 @pytest.fixture(params=["disk", "delta"])

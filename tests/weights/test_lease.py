@@ -12,16 +12,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from penstock.plugin.ipc_source import IpcSource
 from penstock.errors import StateError, WeightsError
-from penstock.weights.cuda_ipc import CudaIpcStore, merge
-from penstock.weights.lease import Lease, borrow
+from penstock.plugin.ipc import IpcSource
+from penstock.weights.cuda_ipc import CudaIpcStore, Lease, borrow, merge
 from penstock.weights.manifest import TensorEntry, WeightManifest
 
-CHILD = "from penstock.weights.lease import Lease; print(Lease().path, flush=True); input()"
+CHILD = "from penstock.weights.cuda_ipc import Lease; print(Lease().path, flush=True); input()"
 FORKING = """
 import os, sys
-from penstock.weights.lease import Lease
+from penstock.weights.cuda_ipc import Lease
 lease = Lease()
 print(lease.path, Lease().path, flush=True)  # nobody refers to the second one
 if os.fork() == 0:

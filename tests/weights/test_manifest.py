@@ -11,8 +11,8 @@ import pytest
 
 from penstock.errors import WeightsError
 from penstock.parsing import parse_json
+from penstock.weights.disk import VersionFolder
 from penstock.weights.manifest import WeightManifest, differ
-from penstock.weights.version_folder import VersionFolder
 
 GOOD = {"version": 1, "transport": "disk", "location": {}, "tensors": [["w", "float32", [2, 3], 0, 5]]}
 MALFORMED = [

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from penstock.errors import WeightsError
-from penstock.weights.ranks import rank_offsets, world_size
+from penstock.weights.broadcast import rank_offsets, world_size
 
 
 def test_engines_of_one_size() -> None:

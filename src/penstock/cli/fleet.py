@@ -11,8 +11,8 @@ from penstock.cli.common import Interrupted, run_until_signal, waiting
 from penstock.errors import UserError
 
 if TYPE_CHECKING:
-    from penstock.fleet.control_wire import FleetState
-    from penstock.fleet.link import Link
+    from penstock.fleet.remote import Link
+    from penstock.fleet.service import FleetState
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ def list_engines(
     if as_json:
         import json  # noqa: PLC0415
 
-        from penstock.fleet.control_wire import state_to_json  # noqa: PLC0415
+        from penstock.fleet.service import state_to_json  # noqa: PLC0415
 
         typer.echo(json.dumps(state_to_json(state), indent=2))
     else:
@@ -158,8 +158,8 @@ def _run(url: str | None, call: Callable[[Link], Awaitable[T]], what: str = ASKI
     """What the fleet answers; `what`: is under way meanwhile, as a terminal shows it."""
     from rich.console import Console  # noqa: PLC0415
 
-    from penstock.fleet.link import Link  # noqa: PLC0415
-    from penstock.fleet.sockets import router_address  # noqa: PLC0415
+    from penstock.fleet.remote import Link  # noqa: PLC0415
+    from penstock.fleet.service import router_address  # noqa: PLC0415
 
     async def run() -> T:
         async with Link.to(router_address(url) if url else _only()) as link:
@@ -180,7 +180,7 @@ def _only() -> str:
     Raises:
         UserError: there is none, or several: which one is meant is not guessed, since `stop` ends it.
     """
-    from penstock.fleet.sockets import FOLDER_ENV, present  # noqa: PLC0415
+    from penstock.fleet.service import FOLDER_ENV, present  # noqa: PLC0415
 
     urls = [f"http://127.0.0.1:{port}" for port in sorted(present())]
     if not urls:

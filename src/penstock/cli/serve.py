@@ -127,13 +127,13 @@ async def _serve(config: RunConfig, api_key: str | None, *, detach: bool) -> Non
     from rich.console import Console  # noqa: PLC0415
 
     from penstock.fleet.fleet import Fleet  # noqa: PLC0415
-    from penstock.fleet.sockets import socket_of  # noqa: PLC0415
+    from penstock.fleet.service import socket_of  # noqa: PLC0415
 
     console = Console(stderr=True)
     log = logging.getLogger("penstock")
     log.addHandler(_ConsoleHandler(console))
     log.setLevel(logging.INFO)
-    logging.getLogger("penstock.fleet.endpoint").setLevel(logging.WARNING)  # no control socket: that is said below
+    logging.getLogger("penstock.fleet.service").setLevel(logging.WARNING)  # no control socket: that is said below
     count = config.fleet.engines + len(config.fleet.attach)
     what = f"{count} engine{'' if count == 1 else 's'} of {config.engine.model}"
     opening = Fleet.launch(config.engine, fleet=config.fleet, router=config.router, api_key=api_key, detach=detach)

@@ -11,7 +11,7 @@ from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, Missi
 
 if TYPE_CHECKING:
     from penstock.engine.control import ControlClient
-    from penstock.fleet.control_wire import Keys
+    from penstock.fleet.service import Keys
     from penstock.router.admin_client import EngineLoad, RouterState
 
 UNAUTHORIZED, NOT_FOUND = 401, 404
@@ -36,7 +36,7 @@ def status(
     - `penstock status`
     - `penstock status http://127.0.0.1:9000 --json`
     """
-    from penstock.fleet.sockets import router_address  # noqa: PLC0415
+    from penstock.fleet.service import router_address  # noqa: PLC0415
 
     report = asyncio.run(_collect(router_address(url), api_key or None))
     if as_json:
@@ -73,7 +73,7 @@ async def _collect(url: str, api_key: str | None) -> dict[str, Any]:
 
 async def _held_keys(url: str) -> Keys | None:
     """The keys of a fleet of this user that a process of this machine holds; None where there is none."""
-    from penstock.fleet.link import Link  # noqa: PLC0415
+    from penstock.fleet.remote import Link  # noqa: PLC0415
 
     try:
         async with Link.to(url) as link:
@@ -88,7 +88,7 @@ async def _engine(
     """What an engine says of itself, or the router of one that is not to be asked from here."""
     from dataclasses import asdict  # noqa: PLC0415
 
-    from penstock.fleet.sockets import beyond_reach  # noqa: PLC0415
+    from penstock.fleet.service import beyond_reach  # noqa: PLC0415
 
     if held is None and (load.other_key or beyond_reach(url, load.url)):
         return {**asdict(load), "state": _state(load, router, paused=False), "asked": False}
@@ -148,7 +148,7 @@ def _print_table(report: dict[str, Any]) -> None:
         if "error" in engine:
             console.print(engine["error"], style="red", markup=False, highlight=False)
     if names := [engine["name"] for engine in report["engines"] if "asked" in engine]:
-        from penstock.fleet.sockets import ASK_THERE  # noqa: PLC0415
+        from penstock.fleet.service import ASK_THERE  # noqa: PLC0415
 
         seen = f"{', '.join(names)}: as the router sees it, requests under way as running; for more, run this"
         console.print(f"{seen} {ASK_THERE}", style="yellow", markup=False, highlight=False, soft_wrap=True)

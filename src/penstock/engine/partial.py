@@ -10,9 +10,9 @@ from typing import Any, TypeGuard, cast
 
 import orjson
 
-from penstock.engine.wire import RESUME_ARG, UNKNOWN_VERSION, finish_of
 from penstock.errors import EngineError, RequestError
 from penstock.types import Sample, SamplingParams, VersionSpan
+from penstock.wire import RESUME_ARG, UNKNOWN_VERSION, finish_of
 
 
 @dataclass(slots=True)

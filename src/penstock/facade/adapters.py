@@ -8,7 +8,7 @@ from typing import Any
 from penstock.errors import RequestError
 from penstock.fleet.adapters import Adapter
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.lifecycle import State
+from penstock.fleet.member import State
 
 LOAD_S = 120.0
 """Deadline of loading one adapter on one engine: a file of a few hundred megabytes from a slow disk."""

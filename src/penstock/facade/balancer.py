@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import RequestError, StateError
 from penstock.fleet.member import RANK
-from penstock.router.prefix_hash import prefix_hashes
+from penstock.wire import prefix_hashes
 
 if TYPE_CHECKING:
     from penstock.facade.vllm_like import AsyncVLLM

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, cast
 
-from penstock.engine.concurrent import all_or_first_error
-from penstock.engine.data import DataClient
+from penstock.engine.client import DataClient, all_or_first_error
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineHTTPError, RequestError, UserError
 from penstock.facade.adapters import Adapters
 from penstock.fleet.fleet import Fleet

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from penstock.config import EngineConfig, FleetConfig, RouterConfig
-from penstock.engine.command import resolve_profile
+from penstock.engine.launch import resolve_profile
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:

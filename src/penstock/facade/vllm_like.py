@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from penstock.config import EngineConfig
-from penstock.engine.command import resolve_profile
+from penstock.engine.launch import resolve_profile
 from penstock.errors import ConfigError, EngineError, RequestError, UserError
 from penstock.facade.balancer import LoadBalancer
 from penstock.facade.calls import Call, Prompt, Requests
@@ -23,7 +23,7 @@ from penstock.facade.engine_args import changed_fields, launch_options, model_me
 from penstock.facade.loop_thread import LoopThread
 from penstock.facade.outputs import request_output
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.lifecycle import State
+from penstock.fleet.member import State
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.router.admin_client import RouterAdmin
 from penstock.types import UpdateReport

@@ -11,7 +11,7 @@ from typing import Self
 
 from penstock.engine.control import AdapterTakenError
 from penstock.errors import UserError
-from penstock.fleet.control import FanOut, fan_out
+from penstock.fleet.fan_out import FanOut, fan_out
 from penstock.fleet.member import Member
 from penstock.fleet.roster import Roster
 

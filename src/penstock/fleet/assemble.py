@@ -8,19 +8,16 @@ from contextlib import AsyncExitStack
 
 from penstock.config import FleetConfig
 from penstock.engine.capabilities import smallest_vocabulary
-from penstock.engine.concurrent import cancelled
+from penstock.engine.client import DataClient, cancelled
 from penstock.engine.control import ControlClient
-from penstock.engine.data import DataClient
 from penstock.errors import DeadlineError, StateError, UserError
 from penstock.fleet.elastic import Elastic
-from penstock.fleet.endpoint import Endpoint
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.lifecycle import Lifecycle, State
-from penstock.fleet.member import EngineHandle, Engines, Member, updatable
+from penstock.fleet.member import EngineHandle, Engines, Lifecycle, Member, State, updatable
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
-from penstock.fleet.router_guard import settle
-from penstock.fleet.routers import OpenRouter
+from penstock.fleet.router_process import OpenRouter, settle
+from penstock.fleet.service import Endpoint
 from penstock.fleet.stores import Stores
 from penstock.fleet.supervise import Attached, Supervisor
 from penstock.fleet.vllm_router import VllmRouterAdmin

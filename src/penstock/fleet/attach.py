@@ -9,16 +9,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 from penstock.config import ServerSpec
-from penstock.engine.concurrent import all_or_first_error
-from penstock.engine.continuation import ClientState
-from penstock.engine.transport import HttpTransport
+from penstock.engine.client import all_or_first_error
+from penstock.engine.request import ClientState
 from penstock.engine.vanilla.control import VanillaControl, VersionHistory
 from penstock.engine.vanilla.replies import VanillaReplies
 from penstock.errors import EngineError, EngineHTTPError, PenstockError, UserError
 from penstock.fleet.assemble import JOIN_S, join
-from penstock.fleet.lifecycle import Lifecycle, State
-from penstock.fleet.member import Member
+from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.roster import Roster
+from penstock.http import HttpTransport
 from penstock.parsing import reading
 
 logger = logging.getLogger(__name__)

@@ -8,14 +8,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from penstock.engine.concurrent import cancelled, in_thread
+from penstock.engine.client import cancelled, in_thread
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, TransferError, WeightsError
-from penstock.fleet.control import Call, FanOut, OnFailure, fan_out
+from penstock.fleet.fan_out import Call, FanOut, OnFailure, fan_out
 from penstock.fleet.member import EngineControl, Member, updatable
 from penstock.fleet.roster import Roster
 from penstock.types import EngineUpdate
+from penstock.weights.broadcast import Layout
 from penstock.weights.manifest import WeightManifest
-from penstock.weights.ranks import Layout
 
 T = TypeVar("T")
 

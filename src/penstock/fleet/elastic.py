@@ -12,11 +12,10 @@ from typing import Any, TypeVar
 
 from penstock.config import MOST_ENGINES, ServerSpec
 from penstock.errors import DeadlineError, EngineDeadError, EngineStartError, PenstockError, StateError, UserError
-from penstock.fleet.lifecycle import Lifecycle, State
-from penstock.fleet.member import SERVABLE, Engines, Member
+from penstock.fleet.member import SERVABLE, Engines, Lifecycle, Member, State
 from penstock.fleet.operations import Operations
+from penstock.fleet.options import place_of, seconds
 from penstock.fleet.roster import Roster
-from penstock.fleet.settings import place_of, seconds
 from penstock.fleet.supervise import Attached, Supervisor
 from penstock.parsing import whole_number
 

@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.config import EngineConfig, FleetConfig, RouterConfig, ServerSpec
-from penstock.engine.base import Engine
-from penstock.engine.continuation import Counters
-from penstock.engine.data import DataClient
+from penstock.engine.client import DataClient
+from penstock.engine.interface import Engine
+from penstock.engine.request import Counters
 from penstock.errors import StateError
-from penstock.fleet.endpoint import STOPPED, Endpoint
-from penstock.fleet.figures import loads, statuses
 from penstock.fleet.hope import each_while_hope, while_hope
-from penstock.fleet.lifecycle import State
-from penstock.fleet.member import EngineStatus
+from penstock.fleet.member import EngineStatus, State
+from penstock.fleet.options import specs_of
 from penstock.fleet.plane import Crew, Orders
-from penstock.fleet.roster import Admin, Roster
-from penstock.fleet.settings import specs_of
+from penstock.fleet.roster import Admin, Roster, loads, statuses
+from penstock.fleet.service import STOPPED, Endpoint
 from penstock.types import (
     KV,
     GenerateBatch,
@@ -35,7 +33,7 @@ from penstock.types import (
 if TYPE_CHECKING:
     import torch
 
-    from penstock.fleet.opening import Opening
+    from penstock.fleet.launch import Opening
 
 
 class Fleet(Engine):
@@ -145,7 +143,7 @@ class Fleet(Engine):
             EngineDeadError: when entered, if nobody answers there; `UserError`: it is not a router; `StateError`:
                 the engines serve different weight versions.
         """
-        from penstock.fleet.connect import connect  # noqa: PLC0415 - connect builds a Fleet
+        from penstock.fleet.launch import connect  # noqa: PLC0415 - connect builds a Fleet
 
         return connect(
             target, options, api_key=api_key, control_timeout_s=control_timeout_s, request_timeout_s=request_timeout_s

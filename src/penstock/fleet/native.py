@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from penstock.engine.capabilities import PENSTOCK, require
-from penstock.engine.transport import as_json
 from penstock.errors import EngineHTTPError, MissingCapabilityError
 from penstock.fleet.member import EngineControl, Member
+from penstock.http import as_json
 
 OURS = PENSTOCK.weight_transfer
 """The backend that engines have which Penstock launches, unless their `extra_args` name another."""

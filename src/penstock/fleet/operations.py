@@ -11,9 +11,8 @@ from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import CoreState
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError, UserError
 from penstock.fleet.adapters import FleetAdapters
-from penstock.fleet.control import Call, FanOut, fan_out
-from penstock.fleet.lifecycle import State
-from penstock.fleet.member import SERVABLE, EngineControl, Member, why
+from penstock.fleet.fan_out import Call, FanOut, fan_out
+from penstock.fleet.member import SERVABLE, EngineControl, Member, State, why
 from penstock.fleet.native import NativeCalls
 from penstock.fleet.roster import Roster
 from penstock.fleet.sync import MEMORY_TAGS, bring_in

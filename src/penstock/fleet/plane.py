@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.config import ServerSpec
-from penstock.fleet.control import FanOut
+from penstock.fleet.fan_out import FanOut
 from penstock.types import KV, PauseMode, UpdateReport
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from penstock.engine.control import CoreState
-from penstock.engine.transport import UnreachableError
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError
 from penstock.fleet.member import EngineControl
+from penstock.http import UnreachableError
 
 YOUNG = 10
 """An engine that has made no token yet may be silent for so many times as long."""

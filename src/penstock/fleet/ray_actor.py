@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import EngineConfig, Section
-from penstock.engine.process import EngineProcess
+from penstock.engine.launch import EngineProcess
 from penstock.errors import ConfigError, PenstockError
-from penstock.fleet.control_wire import error_to_json
-from penstock.fleet.gpus import visible_gpus
+from penstock.fleet.options import visible_gpus
+from penstock.fleet.service import error_to_json
 
 
 class ActorPlan(Section):

@@ -20,9 +20,9 @@ from typing import Any
 import orjson
 
 from penstock.errors import ConfigError, EngineError, EngineStartError, PenstockError
-from penstock.fleet.control_wire import error_of, error_to_json
 from penstock.fleet.ray_actor import EngineActor
 from penstock.fleet.ray_link import MAX_LINE
+from penstock.fleet.service import error_of, error_to_json
 from penstock.process import watch_lifeline
 
 OBJECT_STORE_BYTES = 80 * 2**20

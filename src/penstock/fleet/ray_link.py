@@ -17,9 +17,9 @@ from typing import Any, Self
 
 import orjson
 
-from penstock.engine.concurrent import cancelled
+from penstock.engine.client import cancelled
 from penstock.errors import DeadlineError, EngineDeadError
-from penstock.fleet.control_wire import error_of
+from penstock.fleet.service import error_of
 from penstock.process import ChildProcess
 
 MAX_LINE = 1 << 20

@@ -6,13 +6,21 @@ import asyncio
 import logging
 import os
 import sys
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
-from penstock.config import RouterConfig
-from penstock.engine.process import telling_lines
-from penstock.errors import ConfigError, EngineStartError
+from penstock.config import FleetConfig, RouterConfig, refuse_open_host
+from penstock.engine.client import cancelled
+from penstock.engine.launch import telling_lines
+from penstock.errors import ConfigError, DeadlineError, EngineStartError, PenstockError
+from penstock.fleet.roster import Admin, Roster
+from penstock.fleet.vllm_router import VllmRouterAdmin
 from penstock.process import ChildProcess, read_report
+from penstock.router.admin_client import RouterAdmin
 
 logger = logging.getLogger(__name__)
 
@@ -121,3 +129,203 @@ async def _ready(child: ChildProcess, pipe: int) -> str:
     except OSError as error:  # its folder may be gone
         said = f"nothing, since it cannot be read: {error.strerror}"
     raise EngineStartError(f"the router {what}; its log ({child.log}) says:\n{said}")
+
+
+BACKOFF_S = 0.1
+"""Before the first restart: nobody is served without a router, and it starts in a fraction of a second."""
+MAX_BACKOFF_S = 120.0
+"""The wait doubles up to this, without an end: what keeps a router from starting, such as a full disk, may pass."""
+STEADY_S = 60.0
+"""A router that has served for so long is well: should it end, the wait before its restart is short again."""
+HUNG_CHECKS = 3
+
+
+async def settle(roster: Roster, interval_s: float) -> None:
+    """Say again to a router that someone else keeps up what it may not have taken. Runs until it is cancelled."""
+    while True:
+        await roster.until(lambda: roster.in_doubt)
+        sure = False
+        while not sure or roster.in_doubt:  # once more after the doubt: what failed may have come into force late
+            await asyncio.sleep(interval_s)
+            sure = not roster.in_doubt
+            try:
+                await roster.check_router()
+            except PenstockError:  # it is asked again
+                sure = False
+
+
+class RouterGuard:
+    """Holds a router's process, and starts the next one when it ends.
+
+    Args:
+        router: it runs.
+        relaunch: starts another one on the same address, with the policy that the old one said last it had.
+    """
+
+    def __init__(
+        self, router: RouterProcess, relaunch: Callable[[Mapping[str, Any]], Awaitable[RouterProcess]]
+    ) -> None:
+        self._router = router
+        self._policy: Mapping[str, Any] = {}
+        self._relaunch = relaunch
+        self._watch: asyncio.Task[None] | None = None
+        self._restarts = 0
+        """Since a router was steady."""
+
+    def watch(self, roster: Roster, fleet: FleetConfig) -> None:
+        """From now on a new router gets the roster's gate and engines before anyone waits for it in vain."""
+        roster.router_returns = True
+        self._watch = asyncio.create_task(self._guard(roster, fleet), name="guard-router")
+
+    async def stop(self) -> None:
+        """End the router. Raises what broke the watch, if something did."""
+        try:
+            if self._watch is not None:
+                await cancelled(self._watch)
+        finally:
+            await self._router.stop()
+
+    async def _guard(self, roster: Roster, fleet: FleetConfig) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            began = clock()
+            hung = asyncio.create_task(self._until_hung(roster, fleet), name="health-router")
+            try:
+                status = await self._router.wait()
+            finally:
+                await cancelled(hung)
+            logger.warning("the router ended with status %d", status)
+            if clock() - began >= STEADY_S:
+                self._restarts = 0
+            await self._start_anew(roster)
+
+    async def _until_hung(self, roster: Roster, fleet: FleetConfig) -> None:
+        clock = asyncio.get_running_loop().time
+        answered, missed, late = clock(), 0, False
+        # By number, since a sleep of ours is no silence of the router's, and by time, since a call has a deadline too.
+        while missed < HUNG_CHECKS or clock() - answered < fleet.hang_timeout_s:
+            if not late:
+                await asyncio.sleep(fleet.health_interval_s)
+            late = False
+            try:
+                self._policy = (await roster.check_router(fleet.hang_timeout_s / HUNG_CHECKS)).policy
+                answered, missed = clock(), 0
+            except (DeadlineError, TimeoutError):
+                missed, late = missed + 1, True
+            except PenstockError:
+                # Refused or broken: if it is gone, its process says so; it may also be busy with its end.
+                answered, missed = clock(), 0
+        logger.warning("the router has not answered for %g s: it is ended", fleet.hang_timeout_s)
+        self._router.kill()  # a stopped process would take no other signal
+
+    async def _start_anew(self, roster: Roster) -> None:
+        while True:
+            wait_s = min(BACKOFF_S * 2.0 ** min(self._restarts, 20), MAX_BACKOFF_S)  # bounded, or it overflows a float
+            self._restarts += 1
+            await asyncio.sleep(wait_s)
+            try:
+                self._router = await self._relaunch(self._policy)
+                break
+            except PenstockError as error:
+                logger.warning("the router did not start, after a wait of %g s: %s", wait_s, error)
+        try:
+            await roster.restore()
+        except PenstockError as error:
+            logger.warning("the new router did not take the fleet's engines: %s", error)
+            await self._router.stop()
+        else:
+            logger.info("the router is back")
+
+
+_ADDRESS = {"kind", "url", "host", "port"}
+
+
+def check_router(config: RouterConfig, api_key: str | None) -> None:
+    """Refuse what can be known to be wrong before anything starts.
+
+    Raises:
+        ConfigError: the router would be open to other machines without a key, vllm-router has no URL, or an option
+            would have no effect.
+    """
+    if config.url is None:
+        if config.kind == "vllm-router":
+            raise ConfigError(
+                "router.kind=vllm-router needs router.url: a fleet starts no vllm-router of its own; start one "
+                "(`vllm-router --host 127.0.0.1 --port 30000 --policy consistent_hash`) and give its URL"
+            )
+        refuse_open_host(config.host, api_key)
+        return
+    for name, default in RouterConfig().model_dump(exclude=_ADDRESS).items():
+        value = getattr(config, name)
+        if value != default:
+            raise ConfigError(
+                f"router.{name}={value} would have no effect: the router at {config.url} runs already, with options "
+                "of its own; leave it out"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRouter:
+    """A router that a fleet runs behind.
+
+    Attributes:
+        url: where it listens.
+        admin: its control side.
+        guard: keeps its process up; None where someone else started it.
+        key: what its admin calls need; None: nothing.
+    """
+
+    url: str
+    admin: Admin
+    guard: RouterGuard | None = None
+    key: str | None = field(default=None, repr=False)
+
+
+async def open_router(
+    config: RouterConfig,
+    *,
+    log_dir: Path,
+    api_key: str | None,
+    owned: AsyncExitStack,
+    admin_key: str | None = None,
+) -> OpenRouter:
+    """A router that ends with `owned`, or the one that runs at `config.url`.
+
+    A router that is started here takes `api_key` from clients and `admin_key` from its fleet. One that runs on loses
+    its engines at the end, since they are gone by then or not ours to route to.
+
+    Raises:
+        EngineStartError: it did not start.
+        EngineDeadError: nobody answers at `config.url`; `UserError` or `EngineHTTPError`: it is another program.
+    """
+    url, guard, key = config.url, None, api_key
+    if url is None:
+        key = admin_key or api_key
+        router = await _launch(config, log_dir, api_key, key)
+        url = router.url
+        again = config.model_copy(update={"port": urlsplit(url).port})
+        guard = RouterGuard(router, lambda policy: _launch(again.model_copy(update=policy), log_dir, api_key, key))
+    admin = VllmRouterAdmin(url) if config.kind == "vllm-router" else RouterAdmin(url, key)
+    owned.push_async_callback(admin.close)
+    if guard is not None:
+        owned.push_async_callback(guard.stop)  # before: it asks the router until it ends, and would open it again
+    else:
+        await admin.engines()
+        owned.push_async_callback(_withdraw, admin)
+    return OpenRouter(url, admin, guard, key)
+
+
+async def _launch(config: RouterConfig, log_dir: Path, api_key: str | None, admin_key: str | None) -> RouterProcess:
+    try:
+        return await RouterProcess.launch(config, log_dir=log_dir, api_key=api_key, admin_key=admin_key)
+    except OSError as error:  # no memory, descriptor or room on a disk is left, or its log's folder is gone
+        what = f"open the router's log {error.filename}" if error.filename else "start a process for the router"
+        raise EngineStartError(f"this system cannot {what}: {error.strerror or error}") from error
+
+
+async def _withdraw(admin: Admin) -> None:
+    try:
+        await admin.set_engines((await admin.engines()).epoch + 1, ())
+    except PenstockError as error:
+        # The fleet ends all the same; whoever owns the router sees from this what it was not told.
+        logger.warning("the router was not told that this fleet's engines are gone: %s", error)

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from penstock.config import FleetConfig, Transport
 from penstock.errors import ConfigError, WeightsError
-from penstock.fleet.gpus import visible_gpus
 from penstock.fleet.member import Member
+from penstock.fleet.options import visible_gpus
 from penstock.weights.broadcast import BroadcastStore
 from penstock.weights.manifest import WeightManifest
 from penstock.weights.shared_memory import SharedMemoryStore
@@ -59,7 +59,7 @@ class Stores:
                 "engines see under the same path"
             )
         if settings.weight_transport == "delta":
-            importlib.import_module("penstock.weights.compression")  # refused here if it must be: before engines start
+            importlib.import_module("penstock.weights.delta_format")  # refused here if it must be: before engines start
         self._settings = settings
         self._members = members
         self._timeout_s = timeout_s

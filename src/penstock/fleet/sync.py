@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from penstock.engine.capabilities import Capability, require
 from penstock.errors import EngineError, StateError
-from penstock.fleet.control import Call, fan_out
-from penstock.fleet.lifecycle import State
-from penstock.fleet.member import EngineControl, Member
+from penstock.fleet.fan_out import Call, fan_out
+from penstock.fleet.member import EngineControl, Member, State
 from penstock.fleet.roster import Roster
 from penstock.types import EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest, differ

@@ -9,12 +9,11 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
-from penstock.engine.concurrent import in_thread
+from penstock.engine.client import in_thread
 from penstock.errors import PenstockError, TransferError, UpdateError, UserError, WeightsError
-from penstock.fleet.control import Call, fan_out
 from penstock.fleet.delivery import Delivery, Sender
-from penstock.fleet.lifecycle import Clock, State
-from penstock.fleet.member import SERVABLE, EngineControl, Member, updatable, why
+from penstock.fleet.fan_out import Call, fan_out
+from penstock.fleet.member import SERVABLE, Clock, EngineControl, Member, State, updatable, why
 from penstock.fleet.roster import Roster
 from penstock.fleet.stores import Store, Stores
 from penstock.fleet.sync import put, source

@@ -12,9 +12,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from penstock.engine.concurrent import all_or_first_error
-from penstock.engine.transport import HttpTransport
+from penstock.engine.client import all_or_first_error
 from penstock.errors import UserError
+from penstock.http import HttpTransport
 from penstock.router.admin_client import EngineLoad, RouterState
 from penstock.router.membership import EngineEntry, Membership
 

@@ -24,11 +24,11 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
         WeightTransferEngineFactory.register_engine(
-            BACKEND, "penstock.plugin.shm_backend", "SharedMemoryWeightTransferEngine"
+            BACKEND, "penstock.plugin.native", "SharedMemoryWeightTransferEngine"
         )
-    from penstock.plugin import core_round, patches  # noqa: PLC0415 - only inside vLLM
+    from penstock.plugin import core, patches  # noqa: PLC0415 - only inside vLLM
     from penstock.plugin.pause import extend_core  # noqa: PLC0415 - only inside vLLM
 
     extend_core()
-    core_round.install()
+    core.install()
     patches.install()

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.plugin.preparing import version_of
-from penstock.engine.wire import INITIAL_VERSION, version_of_tokens
+from penstock.wire import INITIAL_VERSION, version_of_tokens
 
 VERSION_MARK = "penstock-weight-version:"
 """Begins the id of an output that belongs to no request: outputs after it are of the version that the id ends in."""

@@ -21,7 +21,7 @@ from penstock.plugin import resume
 from penstock.plugin.compat import TokenVersions
 from penstock.plugin.pause import ROUTES, PauseControl
 from penstock.plugin.progress import CURRENT, RequestProgress, SampleProgress, serve
-from penstock.engine.wire import GENERATE, PROGRESS_HEADER
+from penstock.wire import GENERATE, PROGRESS_HEADER
 
 GENERATION = frozenset({GENERATE, "/v1/completions", "/v1/chat/completions"})
 ABORTS = frozenset({"/abort_requests", "/inference/v1/abort_requests"})

@@ -1,6 +1,6 @@
 """Our routes on vLLM's API server, as an ASGI middleware (`--middleware`): info, prepare, apply.
 
-An engine with one core does all but info and label itself (`core_round.py`), where it is reached past this server.
+An engine with one core does all but info and label itself (`core.py`), where it is reached past this server.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -17,16 +17,16 @@ from typing import Any
 
 import orjson
 
+from penstock.errors import EngineError, StateError, TransferError, WeightsError
+from penstock.guard import DATA_PATHS, OPEN_PATHS, cross_site, has_key
 from penstock.plugin.checksum import check_replicas
-from penstock.plugin.core_round import raise_failure
-from penstock.plugin.core_server import MAX_BODY, refusal
+from penstock.plugin.core import raise_failure
+from penstock.plugin.core_http import MAX_BODY, refusal
 from penstock.plugin.hooks import RequestHooks
 from penstock.plugin.patches import on_every_rank
 from penstock.plugin.preparing import Preparing, field, group_of, raise_refusal
 from penstock.plugin.sources import SOURCES
 from penstock.plugin.spec import expected_weights
-from penstock.errors import EngineError, StateError, TransferError, WeightsError
-from penstock.guard import DATA_PATHS, OPEN_PATHS, cross_site, has_key
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class PenstockMiddleware:
         return not isinstance(spec, str)
 
     async def _apply(self, engine: Any, body: Any) -> dict[str, Any]:
-        """A round over several cores, paused and resumed together; of one core, `core_round.py` does it there."""
+        """A round over several cores, paused and resumed together; of one core, `core.py` does it there."""
         version, clear_cache = int(field(body, "version")), bool(field(body, "clear_cache"))
         async with self._spans.pausing.changing:
             if asleep := await engine.engine_core.call_utility_async("penstock_check_awake"):

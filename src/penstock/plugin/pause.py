@@ -25,9 +25,9 @@ from contextvars import ContextVar
 from typing import Any
 from urllib.parse import parse_qs
 
+from penstock.errors import EngineError
 from penstock.plugin import compat
 from penstock.plugin.patches import collect_all_dp_replies
-from penstock.errors import EngineError
 
 ROUTES = frozenset({"/pause", "/resume", "/sleep", "/wake_up", "/finish_weight_update", "/collective_rpc"})
 MEMORY_TAGS = frozenset({"weights", "kv_cache"})

@@ -1,6 +1,6 @@
 """What is checked of a version before workers see it: in the process of an engine's one core, or of its API server.
 
-One core does it itself (`core_round.py`), asked past the API server. Of several cores, which have to be asked together,
+One core does it itself (`core.py`), asked past the API server. Of several cores, which have to be asked together,
 and of one that cannot be reached past the API server, that one does it (`middleware.py`).
 
 The spec is found out by the API server in either case: to build a model without weights, transformers changes torch's
@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from penstock.plugin.host_bytes import HostBytes
-from penstock.plugin.spec import WeightSpec
-from penstock.engine.wire import version_number
 from penstock.errors import EngineError, StateError, WeightsError
+from penstock.plugin.spec import WeightSpec
+from penstock.plugin.worker import HostBytes
 from penstock.weights import delta
 from penstock.weights.manifest import WeightManifest
+from penstock.wire import version_number
 
 SPEC_S = 600.0
 """Who asks has a deadline of its own; this one ends the thread of one that went away."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import orjson
 
-from penstock.engine.wire import COMMENT, LINES_TYPE, PROGRESS_HEADER, SPANS_HEADER, STREAM_PROGRESS
+from penstock.wire import COMMENT, LINES_TYPE, PROGRESS_HEADER, SPANS_HEADER, STREAM_PROGRESS
 
 MAX_HEADER = 8000
 """Clients refuse longer header lines (aiohttp: 8190). A body of hundreds of prompts has none; send them one by one."""

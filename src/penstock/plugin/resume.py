@@ -12,9 +12,9 @@ import copy
 from typing import Any
 
 from penstock.engine.partial import check_part, parts_of
-from penstock.plugin.compat import seed_versions
-from penstock.engine.wire import RESUME_ARG
 from penstock.errors import RequestError
+from penstock.plugin.compat import seed_versions
+from penstock.wire import RESUME_ARG
 
 
 def part_of(request: Any, index: int, samples: int, config: Any) -> dict[str, Any] | None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from penstock.errors import WeightsError
+from penstock.weights.disk import open_version
 from penstock.weights.manifest import TensorEntry, WeightManifest
-from penstock.weights.pack import read
+from penstock.weights.pack import read, view
 from penstock.weights.shared_memory import open_mapping
 
 Place = Callable[[TensorEntry], torch.Tensor | None]
@@ -66,11 +68,11 @@ class SharedMemorySource:
 
 
 SOURCES = {
-    "broadcast": "penstock.plugin.broadcast_source:BroadcastSource",
+    "broadcast": "penstock.plugin.broadcast:BroadcastSource",
     "shared_memory": "penstock.plugin.sources:SharedMemorySource",
-    "cuda_ipc": "penstock.plugin.ipc_source:IpcSource",
-    "disk": "penstock.plugin.disk_source:DiskSource",
-    "delta": "penstock.plugin.delta_source:DeltaSource",
+    "cuda_ipc": "penstock.plugin.ipc:IpcSource",
+    "disk": "penstock.plugin.sources:DiskSource",
+    "delta": "penstock.plugin.delta:DeltaSource",
 }
 """Transport to the class of its source, made with vLLM's Worker; imported when it is first used."""
 
@@ -81,3 +83,27 @@ def make_source(transport: str, worker: Any) -> Source:
         raise WeightsError(f"this engine has no transport {transport!r}; it has {', '.join(sorted(SOURCES))}")
     module, name = SOURCES[transport].split(":")
     return getattr(importlib.import_module(module), name)(worker)
+
+
+class DiskSource:
+    """Reads the file; its bytes were checked before (`host_bytes.py`)."""
+
+    partial = False
+    compares = False
+
+    def __init__(self, worker: Any) -> None:
+        del worker
+
+    def prepare(self, manifest: WeightManifest) -> None:
+        """See that the file can be opened from here too: a worker may be on another host than who checked it."""
+        open_version(manifest).close()
+
+    def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        """Each in the same memory, as large as the largest."""
+        del place
+        buffer = memoryview(bytearray(max((entry.nbytes for entry in manifest.tensors), default=0)))
+        with open_version(manifest) as file:
+            for entry in manifest.tensors:
+                part = buffer[: entry.nbytes]
+                file.read_into(part, entry.offset)
+                yield entry, view(part, replace(entry, offset=0))

@@ -1,4 +1,9 @@
-"""What the control plane asks of a worker beyond vLLM's own methods; mixed into its Worker by vLLM."""
+"""What is checked of a version's bytes that lie in the host's memory, before workers see it.
+
+It is done in a thread (`preparing.py`), because it takes seconds for large models and the engine generates meanwhile.
+What takes so long, checksums and the search for NaN, lets other threads of the process run.
+"""
+# pyright: basic, reportMissingImports=false
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -10,13 +15,49 @@ from typing import Any
 
 import torch
 
-from penstock.plugin.broadcast_worker import BroadcastWorker
+from penstock.errors import PenstockError
+from penstock.plugin.broadcast import BroadcastWorker
 from penstock.plugin.checksum import checksum_of_sums, weights_checksum
 from penstock.plugin.reload import Loader
 from penstock.plugin.sources import Source, make_source
-from penstock.errors import PenstockError
+from penstock.plugin.spec import check_bytes, check_tensors
+from penstock.weights import delta, disk, shared_memory
 from penstock.weights.device_sum import warm_up
 from penstock.weights.manifest import WeightManifest
+
+
+class HostBytes:
+    """Checks versions; of the transport `delta` it keeps the whole of the last one."""
+
+    def __init__(self) -> None:
+        self._base = None
+
+    def check(self, manifest: WeightManifest, in_force: int) -> WeightManifest:
+        """Read every byte that the host can read. Blocking.
+
+        Args:
+            manifest: of any transport.
+            in_force: the version that the engine has; of the transport `delta` alone it matters.
+
+        Returns:
+            The manifest for the workers.
+
+        Raises:
+            WeightsError: bytes are gone, are not those that were sent, or hold NaN or infinity.
+        """
+        if manifest.transport == shared_memory.TRANSPORT:
+            check_bytes(manifest)
+        elif manifest.transport == disk.TRANSPORT:
+            with disk.open_version(manifest) as file:
+                check_tensors(manifest.tensors, lambda entry: file.read(entry.offset, entry.nbytes))
+        elif manifest.transport == delta.TRANSPORT:
+            if self._base is None:
+                from penstock.plugin.delta import DeltaBase  # noqa: PLC0415 - needs zstd
+
+                self._base = DeltaBase()
+            return self._base.bring(manifest, in_force)
+        return manifest
+
 
 logger = logging.getLogger(__name__)
 

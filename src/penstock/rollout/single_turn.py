@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import SupportsFloat, cast
 
-from penstock.engine.base import Engine
-from penstock.engine.concurrent import all_or_first_error
+from penstock.engine.client import all_or_first_error
+from penstock.engine.interface import Engine
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.rollout.environment import Environment, Task, told
 from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput

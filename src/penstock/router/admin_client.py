@@ -14,7 +14,7 @@ import orjson
 from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, PenstockError, StateError, UserError
 from penstock.parsing import MOST_CONTROL, read_whole
 from penstock.router.membership import EngineEntry
-from penstock.router.merge import merge_metrics, merge_states
+from penstock.router.metrics import merge_metrics, merge_states
 
 T = TypeVar("T")
 _KEEPALIVE_S = 4.0
@@ -82,7 +82,7 @@ class RouterState:
     held_bytes: int = 0
     """Most bytes that are kept of requests that wait or are still coming in."""
     held_by: Mapping[str, int] = field(default_factory=dict[str, int])
-    """How many wait for what: see `penstock.router.lane.Kind`."""
+    """How many wait for what: see `penstock.router.gate.Kind`."""
     gates_closed: tuple[str, ...] = ()
     """Adapters whose gate is closed."""
     moved_sessions: int = 0

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, cast
 
-from penstock.router.loads import LoadTable
 from penstock.router.membership import EngineEntry
+from penstock.router.memory import LoadTable, SessionTable
 from penstock.router.policies.base import EngineView, Snapshot
-from penstock.router.sessions import SessionTable
 
 new_tuple = cast("Any", tuple).__new__
 """Of a named tuple, at half the price of calling its class."""

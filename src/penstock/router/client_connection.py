@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
 
-from penstock.router.access import HEALTH
-from penstock.router.framing import BodyReader, ChunkedReader, FramingError, LengthReader, chunk
+from penstock.router.admin import HEALTH
 from penstock.router.head import CHUNKED, RequestHead, parse_request
-from penstock.router.refusal import RefusalError
+from penstock.router.http import BodyReader, ChunkedReader, FramingError, LengthReader, RefusalError, chunk
 
 if TYPE_CHECKING:
     from penstock.router.server import Router

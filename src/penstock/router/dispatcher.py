@@ -9,17 +9,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import RouterConfig
-from penstock.router.engine import Engine
-from penstock.router.engine_watch import EngineWatch, KVFigures
+from penstock.router.backend import Engine, Probes
 from penstock.router.exchange import Exchange
-from penstock.router.gate import Gate
-from penstock.router.lane import ANY_ENGINE, NOWHERE, Kind, Lane
+from penstock.router.gate import ANY_ENGINE, NOWHERE, Gate, Kind, Lane
+from penstock.router.http import RefusalError
 from penstock.router.membership import EngineEntry, Membership
 from penstock.router.metrics import Metrics
 from penstock.router.placement import Placement, PlacementOptions
 from penstock.router.policies.base import Defer
-from penstock.router.probe import Probes
-from penstock.router.refusal import RefusalError
+from penstock.router.watch import EngineWatch, KVFigures
 
 if TYPE_CHECKING:
     from penstock.router.shared_port import SharedPort

@@ -6,14 +6,14 @@ import time
 from typing import TYPE_CHECKING
 
 from penstock.router.head import CHUNKED, UNTIL_CLOSE, RequestHead, ResponseHead
-from penstock.router.refusal import RefusalError, shown
+from penstock.router.http import RefusalError, shown
 
 if TYPE_CHECKING:
+    from penstock.router.backend import Engine
+    from penstock.router.backend_connection import EngineConnection
     from penstock.router.client_connection import ClientConnection
     from penstock.router.dispatcher import Dispatcher
-    from penstock.router.engine import Engine
-    from penstock.router.engine_connection import EngineConnection
-    from penstock.router.lane import Lane
+    from penstock.router.gate import Lane
 
 REPLAY_LIMIT = 1 << 20
 """Bytes of request body kept for a retry. A request is placed once its body or so much of it has come: a client that

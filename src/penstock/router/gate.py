@@ -1,4 +1,4 @@
-"""Requests that wait: for a gate to open, for an engine that may serve them, or for room on one.
+"""What a request may wait for.
 
 Each waits in a lane, and each lane has the event that ends its wait; nothing is polled, and no event looks at more
 requests than it may let go.
@@ -10,10 +10,42 @@ import asyncio
 import time
 from collections import OrderedDict, deque
 from collections.abc import Collection
-from typing import Protocol
+from enum import Enum
+from typing import NamedTuple, Protocol
 
-from penstock.router.lane import ANY_ENGINE, GATES, NOWHERE, TURN, Kind, Lane
-from penstock.router.refusal import RefusalError
+from penstock.router.http import RefusalError
+
+
+class Kind(Enum):
+    """What a request waits for."""
+
+    TURN = "turn"
+    """The gate for all, and after it has opened those that came before."""
+    ADAPTER = "adapter"
+    """The gate of its adapter."""
+    ENGINE = "engine"
+    """The gate of the engine where its session lives; with an empty key, of every engine that could serve it."""
+    ROOM = "room"
+    """Load must fall: the policy admits no new session now."""
+    NOWHERE = "nowhere"
+    """No engine is up that may serve it."""
+
+
+class Lane(NamedTuple):
+    """Requests that the same event lets go, in order of arrival."""
+
+    kind: Kind
+    key: str | tuple[int, str | None] = ""
+    """Name of the adapter or engine; for ROOM the weight version and the adapter that are asked for."""
+
+
+TURN = Lane(Kind.TURN)
+NOWHERE = Lane(Kind.NOWHERE)
+ANY_ENGINE = Lane(Kind.ENGINE)
+"""Every engine that could serve the request has its gate closed."""
+GATES = frozenset({Kind.TURN, Kind.ADAPTER, Kind.ENGINE})
+"""Kinds of which no request gives up: a gate may stay closed as long as it likes."""
+
 
 _SLICE = 64
 """Requests let go in one turn of the event loop, so that ten thousand of them do not keep it from accepting."""

@@ -13,16 +13,12 @@ from typing import Self
 from penstock.config import RouterConfig
 from penstock.errors import StateError
 from penstock.router.candidates import Candidate, Candidates, new_tuple
-from penstock.router.groups import Groups
-from penstock.router.habits import Habits
-from penstock.router.hints import RequestHints
-from penstock.router.loads import LoadTable
+from penstock.router.http import RequestHints
 from penstock.router.membership import EngineEntry
+from penstock.router.memory import Groups, Habits, LoadTable, Prefixes, SessionRecord, SessionTable
 from penstock.router.policies.base import Defer, EngineView, PolicyOptions, ReadsPrefixes, RequestView
 from penstock.router.policies.registry import make_policy
-from penstock.router.prefix_hash import parse_prefix_hashes
-from penstock.router.prefixes import Prefixes
-from penstock.router.sessions import SessionRecord, SessionTable
+from penstock.wire import parse_prefix_hashes
 
 _SWEEP_S = 1.0
 """Between two looks for sessions that are idle or forgotten."""

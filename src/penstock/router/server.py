@@ -14,14 +14,12 @@ import orjson
 
 from penstock.config import RouterConfig, refuse_open_host
 from penstock.errors import StateError, UserError
-from penstock.router.access import Access
-from penstock.router.admin import AdminCall
+from penstock.router.admin import Access, AdminCall
 from penstock.router.client_connection import Call, ClientConnection
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.exchange import Exchange
-from penstock.router.head import RequestHead
+from penstock.router.head import RequestHead, check_data_path
 from penstock.router.metrics import Metrics
-from penstock.router.paths import check_data_path
 
 _BACKLOG = 4096
 _SWEEP_S = 0.25
@@ -33,7 +31,7 @@ _OWN = {b"/", b"/router", b"/metrics"}
 """The router's own endpoints besides those under `/router/`: any engine's metrics would be one of many."""
 _TRACE_ID = re.compile(rb"[0-9A-Fa-f]{2}-([0-9A-Fa-f]{32})-")
 """W3C Trace Context, section 3.2: version, trace id, parent id, flags."""
-_access = logging.getLogger("penstock.router.access")
+_access = logging.getLogger("penstock.router.admin")
 
 
 class Router:
@@ -41,7 +39,7 @@ class Router:
 
     Args:
         config: limits and the policy. With `access_log`, one JSON line a request goes to the logger
-            `penstock.router.access`.
+            `penstock.router.admin`.
         api_key: asked for on every request but `GET /router/health`; None: nobody is asked.
         admin_key: asked for where a call changes the router; None: `api_key` does.
         process: which of `config.workers` processes this is.
@@ -136,7 +134,7 @@ class Router:
         """What serves a request: the router itself, or an engine.
 
         Raises:
-            RefusalError: 400, 403 or 404 for a path that no engine is asked for (`penstock.router.paths`), 403 for a
+            RefusalError: 400, 403 or 404 for a path that no engine is asked for (`penstock.router.head`), 403 for a
                 call to the router itself that comes from a web page.
         """
         target = request.target

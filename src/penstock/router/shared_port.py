@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from penstock.router.admin_calls import JSON, PROMETHEUS, Answer, execute, finished_session
-from penstock.router.refusal import RefusalError
+from penstock.router.admin import JSON, PROMETHEUS, Answer, execute, finished_session
+from penstock.router.http import RefusalError
 
 if TYPE_CHECKING:
     from penstock.router.dispatcher import Dispatcher

@@ -12,7 +12,6 @@ import orjson
 from aiohttp import web
 
 from penstock.engine.partial import Partial, check_part, parts_of
-from penstock.engine.wire import COMMENT, LINES_TYPE, PROGRESS_HEADER, RESUME_ARG, SPANS_HEADER, STREAM_PROGRESS
 from penstock.errors import EngineDeadError
 from penstock.sim.config import SimConfig
 from penstock.sim.engine import SimEngine
@@ -21,6 +20,7 @@ from penstock.sim.http import error_body, json_answer
 from penstock.sim.scheduler import Delta, SimRequest, SimSequence, merged_deltas
 from penstock.sim.tokens import character_of
 from penstock.types import SamplingParams
+from penstock.wire import COMMENT, LINES_TYPE, PROGRESS_HEADER, RESUME_ARG, SPANS_HEADER, STREAM_PROGRESS
 
 
 class CutError(Exception):

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.engine.partial import Partial, sample_of
-from penstock.engine.wire import INITIAL_VERSION
 from penstock.errors import EngineDeadError
 from penstock.sim.config import SimConfig
 from penstock.sim.tokens import (
@@ -25,6 +24,7 @@ from penstock.sim.tokens import (
     expected_token,
 )
 from penstock.types import FinishReason, Sample, SamplingParams, VersionSpan
+from penstock.wire import INITIAL_VERSION
 
 Key = tuple[str, int, int]
 """Names the tokens up to the end of a block: adapter, number of tokens, their CRC-32."""

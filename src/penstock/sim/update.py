@@ -20,7 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine.wire import INITIAL_VERSION
 from penstock.errors import StateError, TransferError, WeightsError
 from penstock.sim.faults import FaultKind, Phase
 from penstock.sim.scheduler import version_of
@@ -29,6 +28,7 @@ from penstock.weights import delta, disk
 from penstock.weights.broadcast import TRANSPORT as BROADCAST
 from penstock.weights.group import GroupSpec
 from penstock.weights.manifest import DTYPE_BYTES, TensorEntry, WeightManifest
+from penstock.wire import INITIAL_VERSION
 
 if TYPE_CHECKING:
     from penstock.sim.engine import SimEngine

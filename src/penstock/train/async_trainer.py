@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from penstock.config import RunConfig
-from penstock.engine.base import Engine
+from penstock.engine.interface import Engine
 from penstock.errors import PenstockError, StateError
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary

@@ -1,4 +1,4 @@
-"""The store of the broadcast transport: the trainer's tensors go to every engine at once, from where they lie.
+"""Ranks of one group of the trainer and the workers of every engine, where engines may differ in size.
 
 The trainer and every worker of every engine are one group, formed while the engines generate, kept while the same
 engines are there, and formed anew with those that are left. Nothing is kept of a version that was sent, unless a copy
@@ -7,9 +7,11 @@ in host memory is asked for: engines that join or return take that one.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import StateError, TransferError, WeightsError
@@ -18,13 +20,41 @@ from penstock.weights.buckets import BUCKET_BYTES
 from penstock.weights.group import GroupSpec
 from penstock.weights.manifest import TensorEntry, WeightManifest
 from penstock.weights.meeting import Meeting
-from penstock.weights.ranks import TRAINER_RANK, Layout, rank_offsets, world_size
 from penstock.weights.shared_memory import SharedMemoryStore, open_mapping
 
 if TYPE_CHECKING:
     import torch
 
     from penstock.weights.collective import Group
+
+Layout = tuple[int, int, int]
+"""TP, PP and DP ranks of one engine."""
+
+TRAINER_RANK = 0
+
+
+def rank_offsets(layouts: Sequence[Layout]) -> list[int]:
+    """Rank of each engine's first worker, shape `[len(layouts)]`: the trainer is rank 0, the engines follow in order.
+
+    Within an engine a worker's rank is the offset + `dp_rank * tp * pp + its rank among the tp * pp of its replica`.
+
+    Raises:
+        WeightsError: an engine with no worker.
+    """
+    return _ends(layouts)[:-1]
+
+
+def world_size(layouts: Sequence[Layout]) -> int:
+    """Ranks of the whole group: the trainer and every worker. Raises as `rank_offsets` does."""
+    return _ends(layouts)[-1]
+
+
+def _ends(layouts: Sequence[Layout]) -> list[int]:
+    for place, layout in enumerate(layouts):
+        if min(layout) < 1:
+            raise WeightsError(f"engine {place} of {len(layouts)} has {layout} TP, PP and DP ranks; each is at least 1")
+    return list(accumulate((math.prod(layout) for layout in layouts), initial=TRAINER_RANK + 1))
+
 
 TRANSPORT = "broadcast"
 

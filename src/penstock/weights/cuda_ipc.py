@@ -1,4 +1,15 @@
-"""The trainer's own CUDA tensors, mapped by engines on the same GPUs: no byte is copied before the engine loads.
+"""Device memory that another process maps: the CUDA driver's own calls.
+
+torch has the same in `UntypedStorage._share_cuda_`, made for exactly one receiver of each handle: every receiver counts
+down a counter that starts at one, so memory shown to two engines, or to none, is never freed by its owner. Bare handles
+have no counter; who lends says when it ends (`lease.py`).
+
+Every call needs the device's context on the calling thread: `with torch.cuda.device(d): torch.cuda.synchronize()`.
+Calls as in the CUDA Driver API, "Memory Management".
+
+The lender holds both ends of a pipe; who borrows opens the pipe through `/proc/PID/fd/N` and reads. Nothing is ever
+written: the read ends when the lender closes the pipe, or when its process ends, by any signal. What the lender forks,
+such as the workers of a data loader, would hold the pipe open after it: a forked child closes its copies at once.
 
 A manifest has, for each GPU (by its UUID), the IPC handles of the allocations in which the tensors lie and where in
 them each one begins: numbers and base64, nothing pickled. A trainer that updates its parameters in place shows the same
@@ -13,19 +24,159 @@ nowhere. So there is no `current` version; an engine that joins waits for the ne
 from __future__ import annotations
 
 import base64
+import ctypes
 import json
-from collections.abc import Iterable, Sequence
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 
 from penstock.errors import StateError, WeightsError
-from penstock.weights import cuda_driver
 from penstock.weights.device_sum import DeviceSums
-from penstock.weights.lease import Lease
 from penstock.weights.manifest import TensorEntry, WeightManifest
 from penstock.weights.pack import checked, dtype_name, layout
+
+HANDLE_BYTES = 64
+_LAZY_ENABLE_PEER_ACCESS = 1
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
+
+
+def block_of(pointer: int) -> tuple[int, int]:
+    """Start and bytes of the allocation in which a device pointer lies."""
+    start, size = ctypes.c_uint64(), ctypes.c_size_t()
+    status = _driver().cuMemGetAddressRange_v2(ctypes.byref(start), ctypes.byref(size), ctypes.c_uint64(pointer))
+    if status:
+        raise _not_shareable(status)
+    return start.value, size.value
+
+
+def handle_of(start: int) -> bytes:
+    """The handle by which another process maps an allocation, 64 bytes."""
+    handle = _Handle()
+    status = _driver().cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(start))
+    if status:
+        raise _not_shareable(status)
+    return bytes(handle)
+
+
+def open_handle(handle: bytes) -> int:
+    """Map another process's allocation on the current device: where it starts here."""
+    if len(handle) != HANDLE_BYTES:
+        raise WeightsError(f"a CUDA IPC handle has {HANDLE_BYTES} bytes, this one {len(handle)}")
+    start = ctypes.c_uint64()
+    status = _driver().cuIpcOpenMemHandle_v2(
+        ctypes.byref(start), _Handle.from_buffer_copy(handle), ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS)
+    )
+    if status:
+        raise WeightsError(
+            f"cannot map the trainer's device memory: {_why(status)}; trainer and engine must be two processes of one "
+            "host that see the same GPU, and the trainer must still have the memory"
+        )
+    return start.value
+
+
+def close_handle(start: int) -> None:
+    """Unmap what `open_handle` mapped. Nothing on the device may still read it."""
+    status = _driver().cuIpcCloseMemHandle(ctypes.c_uint64(start))
+    if status:
+        raise WeightsError(f"cannot unmap device memory at {start:#x}: {_why(status)}")
+
+
+def _not_shareable(status: int) -> WeightsError:
+    return WeightsError(
+        f"the trainer's device memory cannot be shared ({_why(status)}): memory of expandable segments and of "
+        "cudaMallocAsync has no IPC handles; start the trainer without them in PYTORCH_CUDA_ALLOC_CONF, or use another "
+        "transport"
+    )
+
+
+def _why(status: int) -> str:
+    text = ctypes.c_char_p()
+    _driver().cuGetErrorString(ctypes.c_int(status), ctypes.byref(text))
+    return f"CUDA error {status}, {text.value.decode() if text.value else 'unknown to the driver'}"
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise WeightsError(f"no CUDA driver on this machine ({error}); use another transport") from error
+    driver.cuIpcOpenMemHandle_v2.argtypes = (ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint)
+    return driver
+
+
+_no_fork = threading.RLock()
+"""Held through every fork, so that no other thread is opening or closing a pipe meanwhile."""
+
+
+class Lease:
+    """The lender's side; it lasts until `close`, or until the process ends. In a forked child it is closed."""
+
+    def __init__(self) -> None:
+        with _no_fork:
+            self._ends = os.pipe()
+            _open.add(self)
+        self.path = f"/proc/{os.getpid()}/fd/{self._ends[0]}"
+        """Where a process of the same user borrows."""
+
+    def close(self) -> None:
+        """Tell all who borrowed; closing twice is harmless."""
+        with _no_fork:
+            if self in _open:
+                _open.remove(self)
+                # The read end first: a pipe that can be found has a writer, so that nobody waits for one.
+                for fd in self._ends:
+                    os.close(fd)
+
+
+_open: set[Lease] = set()
+"""All that are not closed, also those that nobody refers to any more: their pipes are open."""
+
+
+def _forked() -> None:
+    for lease in tuple(_open):
+        lease.close()
+    _no_fork.release()
+
+
+os.register_at_fork(before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_forked)
+
+
+def borrow(path: str, ended: Callable[[], None]) -> None:
+    """Have `ended` called, in a thread of its own, when the lease is over.
+
+    Raises:
+        WeightsError: it is over already, or this is no lease.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise WeightsError(
+            f"cannot reach the process that lends its weights at {path}: {error.strerror}; it must be alive, on this "
+            "host, and of the same user"
+        ) from error
+    if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise WeightsError(f"{path} is not the lease of a store of weights")
+    os.set_blocking(fd, True)
+
+    def wait() -> None:
+        while os.read(fd, 1):
+            pass
+        os.close(fd)
+        ended()
+
+    threading.Thread(target=wait, name="penstock-lease", daemon=True).start()
+
 
 TRANSPORT = "cuda_ipc"
 
@@ -179,10 +330,10 @@ def _part(device: torch.device, tensors: Sequence[torch.Tensor]) -> dict[str, An
             if tensor.numel() == 0:
                 places.append([0, 0])
                 continue
-            start, size = cuda_driver.block_of(tensor.data_ptr())
+            start, size = block_of(tensor.data_ptr())
             if start not in numbers:
                 numbers[start] = len(blocks)
-                blocks.append([base64.b64encode(cuda_driver.handle_of(start)).decode(), size])
+                blocks.append([base64.b64encode(handle_of(start)).decode(), size])
             places.append([numbers[start], tensor.data_ptr() - start])
     return {"blocks": blocks, "places": places}
 

@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING, Self
 from penstock.errors import WeightsError
 from penstock.parsing import reading
 from penstock.types import TensorSpec
-from penstock.weights.disk import in_order
+from penstock.weights.disk import VersionFile, VersionFolder, header, in_order
 from penstock.weights.manifest import WeightManifest
-from penstock.weights.safetensors_header import header
-from penstock.weights.version_folder import VersionFile, VersionFolder
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""A file with what differs between two versions of the same tensors, bit for bit.
+"""The zstd that compresses deltas: Python's own from 3.14 on, before that the same as a package.
 
 Tensors are cut into chunks. Of each that differs the file has the exclusive or of its elements, old with new: of all of
 them, or, where few changed, of those, and before them the gaps between their positions. Exclusive or makes unchanged
@@ -12,6 +12,7 @@ bits zero, and its bytes are sorted by significance, so that zstd finds them: a 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
@@ -22,9 +23,19 @@ import torch
 
 from penstock.errors import WeightsError
 from penstock.parsing import parse_json, reading, whole_number
-from penstock.weights.compression import zstd
 from penstock.weights.manifest import TensorEntry
 from penstock.weights.pack import view
+
+try:
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+    else:
+        from backports import zstd
+except ImportError as error:
+    raise WeightsError("the transport delta needs zstd: pip install 'penstock[delta]', or use disk") from error
+
+__all__ = ["zstd"]
+
 
 CHUNK = 4 * 2**20
 """Elements of a chunk: what is worked on at once, and compressed as one."""

@@ -1,4 +1,10 @@
-"""The weights of the current version in a file of a folder that engines see too, on this host or on others.
+"""The head of a safetensors file: where in it each tensor lies.
+
+The format: eight bytes with the length of a JSON object, the object, and then the tensors without gaps
+(https://github.com/huggingface/safetensors, "Format"). Spaces may follow the object.
+
+A file has its name only once it is whole and on the disk; names are never used again. Who writes holds a lock, so that
+two trainers given one folder do not remove each other's versions.
 
 Each version is one safetensors file, which engines map as they map shared memory and any other program can read. Two
 are kept: the current one, and the one before it, which a reader may still be at.
@@ -6,20 +12,239 @@ are kept: the current one, and the one before it, which a reader may still be at
 
 from __future__ import annotations
 
+import fcntl
+import json
 import logging
 import mmap
-from collections.abc import Iterable
+import os
+import re
+import secrets
+import stat
+from collections.abc import Collection, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
-from penstock.errors import WeightsError
+from penstock.errors import StateError, WeightsError
+from penstock.parsing import parse_json
 from penstock.types import TensorSpec
-from penstock.weights.manifest import WeightManifest
-from penstock.weights.safetensors_header import header
-from penstock.weights.version_folder import VersionFile, VersionFolder
+from penstock.weights.manifest import TensorEntry, WeightManifest
 
 if TYPE_CHECKING:
     import torch
+
+NAMES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
+    "bool": "BOOL",
+}  # fmt: skip
+"""Dtypes by torch's name, as the format has them."""
+
+_ALIGNMENT = 256
+
+
+def header(specs: Sequence[TensorSpec]) -> tuple[bytes, list[int]]:
+    """The bytes before the first tensor, and each tensor's offset from the start of the file.
+
+    Args:
+        specs: in the order they lie; of descending element size, so that each is aligned to its own.
+    """
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets: list[int] = []
+    end = 0
+    for spec in specs:
+        begin, end = end, end + TensorEntry(spec.name, spec.dtype, spec.shape, 0, 0).nbytes
+        fields[spec.name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
+        offsets.append(begin)
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    start = len(text) + 8
+    return len(text).to_bytes(8, "little") + text, [start + offset for offset in offsets]
+
+
+_FILE = re.compile(r"v\d+-[0-9a-f]{8}\.(safetensors|delta)")
+_PART = re.compile(rf"({_FILE.pattern}|current\.json)(\.[0-9a-f]{{8}})?\.part")
+_INDEX = "current.json"
+_LOCK = "lock"
+
+
+class VersionFolder:
+    """The writer's side."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Open the folder, which is made where it is not there. Nothing is locked or changed before `own`."""
+        self.path = Path(path).absolute()
+        self._lock: int | None = None
+        self._closed = False
+
+    @property
+    def owned(self) -> bool:
+        """Whether this object holds the lock."""
+        return self._lock is not None
+
+    def own(self) -> None:
+        """Take the lock, until `close`.
+
+        Raises:
+            StateError: another store has it, or this one is closed.
+            WeightsError: the folder cannot be written to.
+        """
+        if self._closed:
+            raise StateError("the store of weights is closed: its fleet or engine was torn down")
+        if self._lock is not None:
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            raise WeightsError(f"cannot keep weights in {self.path}: {error.strerror}; give another folder") from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            raise StateError(
+                f"another store keeps its weights in {self.path}; end it, or give another folder"
+            ) from error
+        self._lock = fd
+
+    @contextmanager
+    def new_file(self, version: int, suffix: str, nbytes: int) -> Generator[tuple[str, BinaryIO]]:
+        """A file to be written: its name, and the file itself, open for reading and writing.
+
+        It has the name at the end of the block, durably; after an error nothing is left of it.
+
+        Args:
+            version: for the name.
+            suffix: `safetensors` or `delta`.
+            nbytes: are reserved.
+
+        Raises:
+            WeightsError: there is not so much space, or the disk fails.
+        """
+        name = f"v{version}-{secrets.token_hex(4)}.{suffix}"
+        free = os.statvfs(self.path)
+        if (space := free.f_bavail * free.f_frsize) < nbytes:
+            raise WeightsError(
+                f"weight version {version} needs {nbytes} bytes in {self.path}, {space} are free: free space, or give "
+                "another folder"
+            )
+        try:
+            with self._atomically(name) as file:
+                if nbytes:
+                    os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk would end a process that maps the file
+                yield name, file
+        except OSError as error:
+            raise WeightsError(f"cannot write weight version {version} to {self.path}: {error.strerror}") from error
+
+    def keep(self, names: Collection[str]) -> None:
+        """Remove every version's file but these, and what a process left that died while it wrote.
+
+        Raises:
+            WeightsError: the folder is gone, or nothing can be removed from it.
+        """
+        try:
+            for file in self.path.iterdir():
+                if _PART.fullmatch(file.name) or (_FILE.fullmatch(file.name) and file.name not in names):
+                    file.unlink(missing_ok=True)
+        except OSError as error:
+            raise WeightsError(
+                f"cannot keep weights in {self.path} any more: {error.strerror}; bring the folder back, or give another"
+            ) from error
+
+    def remember(self, manifest: WeightManifest) -> None:
+        """Note which version is the current one."""
+        with self._atomically(_INDEX) as file:
+            file.write(json.dumps(manifest.to_json()).encode())
+
+    def remembered(self) -> WeightManifest | None:
+        """The version noted last, by whatever process; None where there is none, or where the note is no manifest."""
+        try:
+            data = (self.path / _INDEX).read_bytes()
+            manifest = WeightManifest.from_json(parse_json(data, _INDEX, WeightsError))
+        except (OSError, WeightsError):
+            return None
+        return replace(manifest, location={**manifest.location, "folder": str(self.path)})  # it may have been moved
+
+    def close(self) -> None:
+        """Give the lock back; the files stay. Closing twice is harmless."""
+        self._closed = True
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @contextmanager
+    def _atomically(self, name: str) -> Generator[BinaryIO]:
+        # A name that nobody can guess, and not through a link: another user of the folder may have put one there.
+        part = self.path / f"{name}.{secrets.token_hex(4)}.part"
+        try:
+            with part.open("x+b") as file:  # O_EXCL: not through a link
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            part.rename(self.path / name)
+        finally:
+            part.unlink(missing_ok=True)
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+class VersionFile:
+    """A version's file, open for reading on any host that has the folder; close it, or use it in a `with`.
+
+    It is read and not mapped: the reader of a mapping whose file shrinks is killed by SIGBUS.
+    """
+
+    def __init__(self, folder: str, name: str, nbytes: int) -> None:
+        """Open it. WeightsError: it is not there, or shorter than `nbytes`."""
+        self._path = Path(folder) / name
+        if not folder or not _FILE.fullmatch(name):
+            raise WeightsError(f"malformed weight manifest: {str(self._path)!r} is no file of a store of weights")
+        try:
+            self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise WeightsError(
+                f"cannot open the weights at {self._path}: {error.strerror}; trainer and engines must see the folder "
+                "under the same path"
+            ) from error
+        found = os.fstat(self._fd)
+        self.size = found.st_size
+        if not stat.S_ISREG(found.st_mode) or self.size < max(nbytes, 1):
+            self.close()
+            raise WeightsError(f"the weights at {self._path} are {self.size} bytes, the manifest needs {nbytes}")
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fill `target` with what lies from `offset` on. WeightsError: the file has shrunk, or its disk fails."""
+        while len(target):
+            try:
+                count = os.preadv(self._fd, [target], offset)
+            except OSError as error:
+                raise WeightsError(f"cannot read the weights at {self._path}: {error.strerror}") from error
+            if not count:
+                raise WeightsError(
+                    f"the weights at {self._path} end at {offset}: the file has shrunk since it was opened"
+                )
+            target, offset = target[count:], offset + count
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """So many bytes in memory of their own; see `read_into`."""
+        data = memoryview(bytearray(nbytes))
+        self.read_into(data, offset)
+        return data
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 TRANSPORT = "disk"
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ import asyncio
 from typing import Any, cast
 
 from penstock.engine.capabilities import SAMPLED_FROM, Capabilities, EngineInfo
-from penstock.engine.transport import HttpTransport
-from penstock.engine.wire import GENERATE, version_number
 from penstock.errors import EngineError, EngineHTTPError
+from penstock.http import HttpTransport
+from penstock.wire import GENERATE, version_number
 
 NOT_FOUND, NOT_ALLOWED, BAD_REQUEST, VALIDATION, FAILED = 404, 405, 400, 422, 500
 _CALLS = {

@@ -13,13 +13,13 @@ from typing import Any
 
 import orjson
 
-from penstock.engine import wire
+from penstock import wire
 from penstock.engine.capabilities import Capabilities, require
-from penstock.engine.concurrent import all_or_first_error
-from penstock.engine.continuation import Answer, Continuation, UnreportedReplies
-from penstock.engine.transport import Reply
+from penstock.engine.client import all_or_first_error
+from penstock.engine.request import Answer, Continuation, UnreportedReplies
 from penstock.engine.vanilla.control import VersionHistory
 from penstock.errors import EngineError
+from penstock.http import Reply
 from penstock.types import SamplingParams
 
 NO_VERSIONS = (

@@ -4,13 +4,19 @@ The values are named tuples and not dataclasses: they are made for every request
 keeps nothing between calls and does no I/O. What has to be remembered (where a session lives, which engine holds a
 prefix, where the other samples of a group went) is kept by `penstock.router.placement.Placement`, and comes with the
 request. So the same policies run in the router and in the discrete-event fleet of `benchmarks/fleet_sim`.
+
+Python's own hash of a string is salted anew in every process; TorchRL's balancer uses it, and two of its processes
+send one prompt to two replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from functools import lru_cache
+from hashlib import blake2b
+from operator import attrgetter
 from typing import NamedTuple, Protocol, Self
 
 
@@ -137,3 +143,53 @@ class PolicyOptions:
     """Of random choices, and where rotation begins."""
     processes: int = 1
     """So many processes place requests on the same engines, each with about such a part of the load."""
+
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mix64(value: int) -> int:
+    """A 64-bit integer to another that looks unrelated: the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def draw(seed: int, counter: int, below: int) -> int:
+    """The random number `counter` of the stream `seed`, in `[0, below)`: SplitMix64, which needs no state."""
+    return mix64((seed * 0xD1B54A32D192ED03 + (counter + 1) * _GOLDEN) & _MASK) % below
+
+
+@lru_cache(maxsize=4096)
+def _hash64(name: bytes) -> int:
+    return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
+
+
+def rendezvous(key: bytes, engines: Sequence[EngineView]) -> EngineView:
+    """Highest random weight hashing (Thaler and Ravishankar 1998): losing an engine moves only its own keys."""
+    of_key = int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
+    return max(engines, key=lambda engine: mix64(of_key ^ _hash64(engine.name.encode())))
+
+
+def breaking_tie(engines: Sequence[EngineView], session_id: str | None, placed: int) -> EngineView:
+    """One of equals: by rendezvous for a session, so that a restarted router finds it again; else in rotation."""
+    if len(engines) == 1:
+        return engines[0]
+    if session_id is not None:
+        return rendezvous(session_id.encode(), engines)
+    return engines[placed % len(engines)]
+
+
+Figure = Callable[[EngineView], int]
+OUTSTANDING: Figure = attrgetter("outstanding")
+RESIDENT_TOKENS: Figure = attrgetter("resident_tokens")
+
+
+def lowest(engines: Sequence[EngineView], figure: Figure) -> Sequence[EngineView]:
+    """Those of the engines, at least one, with the lowest figure."""
+    figures = list(map(figure, engines))
+    least = min(figures)
+    if figures.count(least) == 1:
+        return (engines[figures.index(least)],)
+    return [engine for engine, value in zip(engines, figures, strict=True) if value == least]

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.router.policies.base import Defer, EngineView, PolicyOptions, ReadsPrefixes, RequestView, Snapshot
-from penstock.router.policies.hashing import breaking_tie, rendezvous
-from penstock.router.policies.lowest import OUTSTANDING, RESIDENT_TOKENS, lowest
+from penstock.router.policies.base import (
+    OUTSTANDING,
+    RESIDENT_TOKENS,
+    Defer,
+    EngineView,
+    PolicyOptions,
+    ReadsPrefixes,
+    RequestView,
+    Snapshot,
+    breaking_tie,
+    lowest,
+    rendezvous,
+)
 
 _MOVE_COST = 2.0
 """What computing one token of context anew weighs against one token less of resident context around the session."""

@@ -6,12 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 from penstock.errors import ConfigError
 from penstock.router.policies.base import Defer, EngineView, Policy, PolicyOptions, RequestView, Snapshot
-from penstock.router.policies.blind import Random, RoundRobin
 from penstock.router.policies.bounded_sticky import BoundedSticky
-from penstock.router.policies.consistent_hash import ConsistentHash
-from penstock.router.policies.kv_cache import KVCache
-from penstock.router.policies.least_outstanding import PowerOfTwo, Requests, StickyLeastLoaded
-from penstock.router.policies.prefix_aware import PrefixAware
+from penstock.router.policies.simple import (
+    ConsistentHash,
+    KVCache,
+    PowerOfTwo,
+    PrefixAware,
+    Random,
+    Requests,
+    RoundRobin,
+    StickyLeastLoaded,
+)
 
 POLICIES: Mapping[str, Callable[[PolicyOptions], Policy]] = {
     "random": Random,

@@ -1,0 +1,338 @@
+"""An `EngineConfig` to the command line and environment of a server process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self, cast
+
+import orjson
+
+from penstock.config import EngineConfig
+from penstock.engine.layouts import OURS, check_extra_args, check_layout, read_shape
+from penstock.errors import ConfigError, EngineStartError, PenstockError
+from penstock.http import HttpTransport
+from penstock.plugin import BACKEND
+from penstock.process import ChildProcess, full_disk, remove_leftovers
+
+CPU_KV_CACHE_BYTES = 64 * 2**20
+CPU_BLOCK_SIZE = 32
+"""vLLM's default on CPU is 128, with which short prompts never hit the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """What to execute: `argv`, and variables added to our environment."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str] = field(repr=False)
+    """The key is in it."""
+
+
+def resolve_profile(config: EngineConfig) -> Literal["cpu", "gpu", "sim"]:
+    """`auto` is `gpu` where an NVIDIA device is, else `cpu`."""
+    if config.profile != "auto":
+        return config.profile
+    return "gpu" if Path("/proc/driver/nvidia").exists() or Path("/dev/nvidiactl").exists() else "cpu"
+
+
+def server_command(
+    config: EngineConfig, *, port: int, api_key: str | None, host: str = "127.0.0.1", gpus: Sequence[str] = ()
+) -> ServerCommand:
+    """The command of one engine server; `gpus` are those it sees, as in CUDA_VISIBLE_DEVICES (none: all).
+
+    Raises:
+        ConfigError: the model path does not exist, or vLLM cannot run this layout of it (`layouts.check_layout`).
+    """
+    profile = resolve_profile(config)
+    if profile == "sim":
+        check_extra_args(config, OURS)
+        return _sim_command(config, port=port, api_key=api_key, host=host)
+    _check_model(config.model)
+    check_layout(config, profile, read_shape(config.model))
+    options = _options(config, port, host)
+    # The key is not on the command line, which every user of the machine can read. Without one the variable is empty:
+    # a key of our own environment would be asked for by an engine, and nobody here would know of it. Nor is a clients'
+    # key of our environment the engines' business.
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_API_KEY": api_key or ""}
+    env["PENSTOCK_API_KEY"] = ""
+    env["PENSTOCK_CONTROL_HOST"] = host  # of `plugin/core_http.py`
+    if config.enable_lora:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    if profile == "cpu":
+        env.update(_cpu_env(config))
+        options.update(_cpu_options(config))
+    options.update({name.removeprefix("--").replace("_", "-"): value for name, value in config.extra_args.items()})
+    options["hf-overrides"] = _hf_overrides(config, options.get("hf-overrides"))
+    argv = [sys.executable, "-m", "penstock.plugin.server", *_arguments(options)]
+    return ServerCommand(tuple(argv), env)
+
+
+Option = str | int | float | bool | None
+
+
+def _options(config: EngineConfig, port: int, host: str) -> dict[str, Option]:
+    """VLLM's long option names to values; None and False are left out, True is a bare flag."""
+    return {
+        "model": config.model,
+        "tokenizer": config.tokenizer,
+        "served-model-name": config.served_model_name,
+        "host": host,
+        "port": port,
+        "dtype": config.dtype,
+        "tensor-parallel-size": config.tensor_parallel_size,
+        "pipeline-parallel-size": config.pipeline_parallel_size,
+        "data-parallel-size": config.data_parallel_size,
+        "enable-expert-parallel": config.enable_expert_parallel,
+        "max-model-len": config.max_model_len,
+        "max-num-seqs": config.max_num_seqs,
+        "enable-prefix-caching": config.enable_prefix_caching,
+        "no-enable-prefix-caching": not config.enable_prefix_caching,
+        "enforce-eager": config.enforce_eager,
+        "enable-lora": config.enable_lora,
+        "max-loras": config.max_loras if config.enable_lora else None,
+        "max-lora-rank": config.max_lora_rank if config.enable_lora else None,
+        "enable-sleep-mode": config.enable_sleep_mode,
+        "quantization": config.quantization,
+        "load-format": config.load_format,
+        "gpu-memory-utilization": config.gpu_memory_utilization,
+        "kv-cache-memory-bytes": config.kv_cache_memory_bytes,
+        "seed": config.seed,
+        # An RL loss needs log-softmax(logits / T); vLLM's default ignores the temperature.
+        "logprobs-mode": "processed_logprobs",
+        "weight-transfer-config": orjson.dumps({"backend": BACKEND}).decode(),
+        "worker-extension-cls": "penstock.plugin.worker.WorkerExtension",
+        "middleware": "penstock.plugin.middleware.PenstockMiddleware",
+        "disable-uvicorn-access-log": True,
+    }
+
+
+def _hf_overrides(config: EngineConfig, given: Option) -> Option:
+    """The caller's own overrides of the model's config (JSON), with what `fp32_lm_head` adds to them."""
+    if not config.fp32_lm_head:
+        return given
+    try:
+        overrides: Any = orjson.loads(str(given)) if given is not None else {}
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"extra_args: hf-overrides {given!r} is not valid JSON: {error}") from None
+    if not isinstance(overrides, dict):
+        raise ConfigError(f"extra_args: hf-overrides {given!r} must be a JSON object")
+    return orjson.dumps({**cast("dict[str, Any]", overrides), "head_dtype": "float32"}).decode()
+
+
+def _cpu_options(config: EngineConfig) -> dict[str, Option]:
+    options: dict[str, Option] = {
+        "enforce-eager": True,
+        "block-size": CPU_BLOCK_SIZE,
+        "gpu-memory-utilization": None,
+        # A seeded request whose prefill is cut in chunks ends a CPU engine ("CPU Generator does not use offset", vLLM
+        # 0.32), and after an update many requests are prefilled at once.
+        "no-enable-chunked-prefill": True,
+    }
+    if config.dtype == "auto":
+        options["dtype"] = "float32"
+    if config.kv_cache_memory_bytes is None:
+        options["kv-cache-memory-bytes"] = CPU_KV_CACHE_BYTES
+    return options
+
+
+def _cpu_env(config: EngineConfig) -> dict[str, str]:
+    # One process for engine core and worker, no kernel compilation: starts in half the time and memory of the default.
+    env = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "CUDA_VISIBLE_DEVICES": ""}
+    ranks = config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size
+    if ranks == 1:
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # Unset, OpenMP threads of several engines fight over the cores: about ten times slower.
+    env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    return env
+
+
+def _sim_command(config: EngineConfig, *, port: int, api_key: str | None, host: str) -> ServerCommand:
+    shape = read_shape(config.model)
+    options: dict[str, Option] = {
+        "host": host,
+        "port": port,
+        # A trainer that has the model looks up the embeddings of the tokens that are made up for it.
+        "vocab-size": shape.vocabulary if shape is not None else None,
+        "max-model-len": config.max_model_len,
+        "max-num-seqs": config.max_num_seqs,
+        "served-model-name": config.served_model_name or config.model,
+        "seed": config.seed,
+        **config.extra_args,
+    }
+    env = {"PENSTOCK_API_KEY": api_key or ""}
+    return ServerCommand((sys.executable, "-m", "penstock.sim", *_arguments(options)), env)
+
+
+def _arguments(options: dict[str, Option]) -> Sequence[str]:
+    arguments: list[str] = []
+    for name, value in options.items():
+        if value is True:
+            arguments.append(f"--{name}")
+        elif value is not None and value is not False:
+            arguments += [f"--{name}", str(value)]
+    return arguments
+
+
+def _check_model(model: str) -> None:
+    if not model.strip():
+        raise ConfigError(f"the model is {model!r}; give a checkpoint folder or a hub name such as Qwen/Qwen3-0.6B")
+    if "://" in model:  # a bucket, of which vLLM knows more
+        return
+    path = Path(model).expanduser()
+    looks_like_path = model.startswith(("/", ".", "~")) or path.exists() or model.count("/") > 1
+    if looks_like_path and not (path / "config.json").is_file():
+        what = "has no config.json" if path.is_dir() else "does not exist"
+        raise ConfigError(f"model path {model} {what}; give a checkpoint folder or a hub name such as Qwen/Qwen3-0.6B")
+
+
+PROBE_S = 0.2
+"""Between two readiness probes. vLLM announces readiness only on its port, so this one wait has no event to use."""
+
+TELLING = re.compile(r"(^[\w.]*(Error|Exception)\b: .)|\berror: |^Value error, |out of memory|No space left|Killed")
+"""An error's own line, not the traceback above it; of a config that vLLM's pydantic refuses, the line that says why."""
+
+LOG_PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?(ERROR|WARNING|INFO) \S+ \S+ \[[^]]*\] ")
+"""What vLLM puts before each line of a traceback that it logs."""
+
+
+class EngineProcess:
+    """A launched engine server."""
+
+    def __init__(self, name: str, url: str, child: ChildProcess) -> None:
+        self.name = name
+        self.url = url
+        self._child = child
+
+    @classmethod
+    async def launch(
+        cls,
+        config: EngineConfig,
+        *,
+        name: str,
+        log_dir: Path,
+        api_key: str | None = None,
+        gpus: Sequence[str] = (),
+        host: str = "127.0.0.1",
+    ) -> Self:
+        """Start a server on a free port of `host` and return when it is ready; it sees `gpus`, or all if none.
+
+        Raises:
+            ConfigError: the model path is wrong; nothing was started.
+            EngineStartError: it ended, or was not ready within `config.start_timeout_s` seconds; it is gone, and the
+                message holds the telling lines of its log.
+        """
+        with reserved_port(host) as port:  # vLLM listens on it seconds after it was chosen
+            command = server_command(config, port=port, api_key=api_key, host=host, gpus=gpus)
+            # For the sockets between its processes. Not in TMPDIR: the name of a socket has at most 107 bytes.
+            scratch = Path(tempfile.mkdtemp(prefix="penstock-e-", dir="/tmp"))
+            env = {**command.env, "VLLM_RPC_BASE_PATH": str(scratch)}
+            log = log_dir / f"{name}.log"
+            try:
+                child = await ChildProcess.start(command.argv, name=name, log=log, env=env, scratch=scratch)
+            except BaseException:
+                remove_leftovers((), scratch)
+                raise
+            engine = cls(name, f"http://{f'[{host}]' if ':' in host else host}:{port}", child)
+            try:
+                await engine._ready(config, api_key)
+            except BaseException:
+                child.kill()
+                await child.wait()
+                raise
+            child.remember()
+            return engine
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server, and of its process group."""
+        return self._child.pid
+
+    @property
+    def log(self) -> Path:
+        """Its log file."""
+        return self._child.log
+
+    async def wait(self) -> int:
+        """Wait until it has ended, for whatever reason; returns its exit status."""
+        return await self._child.wait()
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """End it and its whole process group: SIGTERM, then SIGKILL after `timeout_s` seconds."""
+        await self._child.stop(timeout_s)
+
+    def kill(self) -> None:
+        """SIGKILL to its whole process group."""
+        self._child.kill()
+
+    async def _ready(self, config: EngineConfig, api_key: str | None) -> None:
+        begin = time.monotonic()
+        probe = asyncio.create_task(self._probe(api_key))
+        exit_status = asyncio.create_task(self.wait())
+        try:
+            done, _ = await asyncio.wait(
+                (probe, exit_status), timeout=config.start_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            for task in (probe, exit_status):
+                task.cancel()
+        if probe in done and exit_status not in done:
+            probe.result()
+            return
+        seconds = time.monotonic() - begin
+        what = (
+            f"ended with status {exit_status.result()} after {seconds:.0f} s"
+            if exit_status in done
+            else f"was not ready within {seconds:.0f} s (engine.start_timeout_s)"
+        )
+        profile = resolve_profile(config)
+        raise EngineStartError(
+            f"the {profile} server for model {config.model} {what}; its log ({self.log}) says:\n"
+            + full_disk(self.log)
+            + telling_lines(self._child.said()),
+            engine=self.name,
+        )
+
+    async def _probe(self, api_key: str | None) -> None:
+        http = HttpTransport(self.url, api_key=api_key, name=self.name)
+        try:
+            while True:
+                try:
+                    await http.get_text("/health", timeout_s=5.0)
+                except PenstockError:
+                    await asyncio.sleep(PROBE_S)
+                else:
+                    return
+        finally:
+            await http.close()
+
+
+@contextmanager
+def reserved_port(host: str = "127.0.0.1", port: int = 0) -> Generator[int]:
+    """A free TCP port of `host`, an IP address, that the kernel gives to nobody else meanwhile.
+
+    A server that sets SO_REUSEADDR, as servers do, can listen on it all the same, because here nobody listens.
+    OSError where somebody listens at the `port` that was asked for.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((host, port))
+        yield int(holder.getsockname()[1])
+
+
+def telling_lines(log: str, most: int = 6) -> str:
+    """The lines of a server's log that say what went wrong: the last ones naming an error, else the last ones."""
+    lines = [LOG_PREFIX.sub("", line).strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if TELLING.search(line)]
+    return "\n".join(dict.fromkeys((errors or lines)[-most:]))

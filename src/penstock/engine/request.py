@@ -1,0 +1,316 @@
+"""One generation request that ends when its answer is whole, also where engines die under it.
+
+The engine reports what each sample has so far: token ids, logprobs, versions (`wire.PROGRESS_HEADER`). If it dies or
+releases the request, the client sends the request again with that (`wire.RESUME_ARG`). The next engine goes on where
+the other stopped (`plugin/resume.py`). Its detokenizer, stop strings, logprobs and usage have the state that they
+would have had if it had made those tokens itself. So the answer is whole; a pause or a sleep does not even cut it.
+
+A cut does change three things:
+
+- With a seed, the random numbers begin anew behind the cut.
+- `presence_penalty` and `frequency_penalty` count tokens from the cut on.
+- Grammar-constrained output (`response_format`, structured outputs, a tool choice that is `required` or named) and
+  answers with prompt logprobs cannot be resumed, since the engine's grammar begins at its beginning. Their samples are
+  made again from the start; `Counters.wasted_tokens` counts the tokens that are lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self, cast
+
+import orjson
+
+from penstock import wire
+from penstock.engine.partial import Partials, StreamDeduplicator
+from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError
+from penstock.http import HttpTransport, Reply, UnreachableError
+from penstock.types import SamplingParams
+
+DEAD_STATUS = frozenset({500, 502, 504})
+"""What vLLM answers when its engine core has died under a request, and proxies when vLLM itself has."""
+DONE = b"data: [DONE]"
+RETRY_S = (0.0, 0.25, 0.5, 1.0)
+"""Seconds before the request is sent again after its first, second, ... death without a new token. A dying vLLM answers
+500 for up to a second, and it takes a fleet as long to notice. After so many and one more the request is given up: what
+ends an engine ends the next one at the same token."""
+MAX_DEATHS = 20
+"""Of one request in all."""
+IDLE_ABORT_S = 0.1
+"""Wait before a request is sent again that an engine has aborted twice without a token."""
+NO_REPORTS = (
+    "answered without progress reports, so it runs without Penstock's plugin; attach it to a fleet (docs/fleet.md) or "
+    "connect to it by HTTPEngine"
+)
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a client had to do so that nothing was lost, since it was made."""
+
+    continued: int = 0
+    """Requests sent again after an engine had released or aborted them."""
+    deaths: int = 0
+    """Requests sent again because their engine died under them."""
+    requeued_tokens: int = 0
+    """Tokens that were made and went back to an engine as part of the prompt."""
+    wasted_tokens: int = 0
+    """Tokens that had arrived and were thrown away. Those made after an engine's last report before its death, at most
+    `stream_chunk_tokens` a sample, cannot be counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An engine's whole answer.
+
+    Attributes:
+        body: as its endpoint has it; of the token endpoint without the tokens, which are in the request's `partials`.
+        spans: for each of its choices `[[version, start, end], ...]`; None where the engine does not say.
+    """
+
+    body: Any
+    spans: list[Any] | None
+
+
+class UnreportedReplies:
+    """Reads the replies of engines that report no progress, since they run without our plugin.
+
+    This one refuses them. `engine/vanilla/` has the one that reads them, and `ClientState.unreported` is where it plugs
+    in.
+    """
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise MissingCapabilityError if an engine cannot do what a token request asks for."""
+
+    async def answer(self, request: Continuation, reply: Reply) -> Answer:
+        """The whole answer in one piece; to have the request sent again, it leaves a sample of it cut."""
+        request.client.http.decode(await reply.read())  # what is not JSON, such as a proxy's page, is shown
+        raise EngineError(NO_REPORTS, engine=request.client.http.name)
+
+    def events(self, request: Continuation, reply: Reply) -> AsyncGenerator[dict[str, Any]]:  # noqa: ARG002
+        """The events of a stream."""
+        raise EngineError(NO_REPORTS, engine=request.client.http.name)
+
+
+@dataclass(slots=True)
+class ClientState:
+    """What all requests of one client share.
+
+    Attributes:
+        http: to an engine, or to the router in front of many.
+        chunk_tokens: an engine reports what a sample has each time it has so many tokens more; 0: at the end only.
+        counters: of the client.
+        unreported: reads the replies of engines without our plugin.
+        aborted_at: when the caller last asked to end all requests, by the loop's clock.
+    """
+
+    http: HttpTransport
+    chunk_tokens: int
+    counters: Counters = field(default_factory=Counters)
+    unreported: UnreportedReplies = field(default_factory=UnreportedReplies)
+    aborted_at: float = float("-inf")
+
+
+class Continuation:
+    """One generation request with one prompt.
+
+    Args:
+        client: whose request it is.
+        path: of the endpoint.
+        body: for it.
+        headers: to be sent with it.
+        timeout_s: seconds for the whole answer, all waiting included.
+
+    Attributes:
+        partials: what its samples have so far.
+        sent_at: when it was last sent, by the loop's clock.
+    """
+
+    def __init__(
+        self, client: ClientState, path: str, body: Mapping[str, Any], *, headers: Mapping[str, str], timeout_s: float
+    ) -> None:
+        self.client = client
+        self.path = path
+        self.body = body
+        self.headers = headers
+        self.partials = Partials()
+        self.sent_at = 0.0
+        self._timeout_s = timeout_s
+        self._end = asyncio.get_running_loop().time() + timeout_s
+        self._new = StreamDeduplicator()
+        self._deaths = self._deaths_in_all = self._idle_aborts = 0
+        self._reported = 0
+        """Tokens that were reported since it was last sent."""
+
+    @property
+    def passed_on(self) -> bool:
+        """The caller has seen a part of its stream."""
+        return self._new.passed_on
+
+    def part(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Self:
+        """Another request of the same client to the same endpoint, with the time that is left of this one's."""
+        return type(self)(self.client, self.path, body, headers=headers, timeout_s=self._left_s())
+
+    async def answer(self) -> Answer:
+        """The whole answer.
+
+        Raises:
+            DeadlineError, EngineDeadError, EngineHTTPError: as of one call; the deaths of several engines in a row
+                under this request are an error too.
+        """
+        headers = {**self.headers, wire.PROGRESS_HEADER: str(self.client.chunk_tokens)}
+        while True:
+            try:
+                async with self._sent(headers) as reply:
+                    answer = await self._read(reply)
+            except EngineError as error:
+                await self._after_death(error)
+                continue
+            if not self.partials.cut:
+                return answer
+            await self._after_abort()
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
+        """The events of a stream, of an OpenAI body with `stream`; raises as `answer` does.
+
+        Each choice's last event has its `weight_versions`, in the form of vLLM's token endpoint.
+        """
+        headers = {**self.headers, wire.PROGRESS_HEADER: wire.STREAM_PROGRESS}
+        while True:
+            try:
+                async with self._sent(headers) as reply:
+                    async for event in self._events(reply):
+                        if not self._ends_cut(event) and (new := self._new.of(event)) is not None:
+                            yield new
+            except EngineError as error:
+                await self._after_death(error)
+            else:
+                if not self.partials.cut:
+                    return
+                await self._after_abort()
+            self._new.begin_again()
+
+    async def events_of(self, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
+        """Each event of a stream as the engine sends it; what comments report goes to `partials`.
+
+        Raises:
+            EngineDeadError: the stream broke off.
+            EngineHTTPError: one of its events is an error.
+        """
+        async for line in reply.lines():
+            if line.startswith(wire.COMMENT):
+                report: dict[str, Any] = orjson.loads(line[len(wire.COMMENT) :])
+                self._reported += self.partials.add(report.get("samples", ()))
+            elif line.startswith(DONE):
+                return
+            elif line.startswith(b"data: "):
+                event: dict[str, Any] = self.client.http.decode(line[6:])
+                if "error" in event:  # [DONE] follows: without this it would look like an end
+                    raise self.client.http.http_error(int(event["error"].get("code") or 500), line[6:])
+                yield event
+        raise EngineDeadError("its stream broke off", engine=self.client.http.name)
+
+    def _left_s(self) -> float:
+        left = self._end - asyncio.get_running_loop().time()
+        if left <= 0:
+            raise DeadlineError(f"no answer within {self._timeout_s:g} s", seconds=self._timeout_s)
+        return left
+
+    def _sent(self, headers: Mapping[str, str]) -> Any:
+        left = self._left_s()
+        self._reported = 0
+        self.sent_at = asyncio.get_running_loop().time()
+        return self.client.http.stream("POST", self.path, self._data(), timeout_s=left, headers=headers)
+
+    def _data(self) -> bytes:
+        resume = self.partials.resume()
+        if resume is None:
+            return orjson.dumps(self.body)
+        body = dict(self.body)
+        if "sampling_params" in body:
+            params: dict[str, Any] = body["sampling_params"]
+            body["sampling_params"] = {**params, "extra_args": {wire.RESUME_ARG: resume}}
+        else:
+            given: Any = body.get("vllm_xargs")
+            extra = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+            body["vllm_xargs"] = {**extra, wire.RESUME_ARG: resume}
+        return orjson.dumps(body)
+
+    async def _read(self, reply: Reply) -> Answer:
+        if reply.content_type != wire.LINES_TYPE:
+            return await self.client.unreported.answer(self, reply)
+        async for line in reply.lines():
+            report: dict[str, Any] = self.client.http.decode(line)
+            self._reported += self.partials.add(report["samples"])
+            if "answer" in report:
+                if report["status"] >= 300:  # noqa: PLR2004 - HTTP's own boundary
+                    raise self.client.http.http_error(report["status"], orjson.dumps(report["answer"]))
+                return Answer(report["answer"], report["versions"])
+        raise EngineDeadError("its answer broke off", engine=self.client.http.name)
+
+    async def _events(self, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
+        """Each event of a stream, with the versions of each choice that ends in it."""
+        if wire.PROGRESS_HEADER not in reply.headers:
+            async for event in self.client.unreported.events(self, reply):
+                yield event
+            return
+        async for event in self.events_of(reply):
+            for choice in event.get("choices") or ():
+                if choice.get("finish_reason") is not None:
+                    choice["weight_versions"] = wire.as_weight_versions(self.partials.get(choice["index"]).versions)
+            yield event
+
+    def _ends_cut(self, event: Mapping[str, Any]) -> bool:
+        """Whether it ends what is to go on: its text may be the beginning of a stop string, so it comes again."""
+        choices: list[dict[str, Any]] = event.get("choices") or []
+        if not choices:
+            return self.partials.cut  # usage
+        return all(self.partials.get(choice["index"]).cut for choice in choices)
+
+    async def _after_death(self, error: EngineError) -> None:
+        """Return when the request may be sent again; raise where that is of no use."""
+        http = isinstance(error, EngineHTTPError)
+        if isinstance(error, UnreachableError) or not (http or isinstance(error, EngineDeadError)):
+            raise error
+        if isinstance(error, EngineHTTPError) and error.status not in DEAD_STATUS:
+            raise error
+        self._deaths = 0 if self._reported else self._deaths
+        self._deaths_in_all += 1
+        if self._deaths == len(RETRY_S) or self._deaths_in_all == MAX_DEATHS:
+            if http:
+                raise error
+            raise EngineDeadError(
+                f"given up: {self._deaths_in_all} times an engine died under this request, the last: {error}"
+            ) from error
+        delay = RETRY_S[self._deaths]
+        self._deaths += 1
+        self.client.counters.deaths += 1
+        self._requeue()
+        if self.client.http.suspect is not None:
+            await self.client.http.suspect()
+        await asyncio.sleep(delay)
+
+    async def _after_abort(self) -> None:
+        """Send it again at once: the engine or the router's gate holds it until generation is resumed."""
+        self.client.counters.continued += 1
+        self._idle_aborts = 0 if self._reported else self._idle_aborts + 1
+        self._requeue()
+        if self._idle_aborts > 1:
+            await asyncio.sleep(IDLE_ABORT_S)
+
+    def _requeue(self) -> None:
+        """Make what the samples have ready to be sent; raise where a stream that has begun would begin again."""
+        for sample in self.partials:
+            if sample.ended:
+                continue
+            sample.finish = None
+            if sample.whole_only:
+                if self.passed_on:
+                    raise EngineError(
+                        "a stream was cut that cannot be taken up in the middle (grammar-constrained output, prompt "
+                        "logprobs, or an engine without Penstock's plugin); ask for it without stream"
+                    )
+                self.client.counters.wasted_tokens += sample.forget()
+            self.client.counters.requeued_tokens += len(sample.ids)

@@ -1,0 +1,308 @@
+"""Where each session lives, and how much of its context is there."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from penstock.router.policies.base import PrefixHolder
+
+
+class SessionRecord:
+    """What is known of one session."""
+
+    __slots__ = ("engine", "tokens", "used")
+
+    def __init__(self, engine: str | None, tokens: int, used: float) -> None:
+        self.engine = engine
+        """Where it lives; None: that engine has left, and its context with it."""
+        self.tokens = tokens
+        """Of its context, as its last request said."""
+        self.used = used
+        """When a turn of it last began or ended, in seconds by the caller's clock."""
+
+
+class SessionTable:
+    """Sessions and their homes. Where it is full, the least recently used session is forgotten.
+
+    A session that was not used for a while keeps its home but counts no more: see `expire`.
+
+    Args:
+        capacity: most sessions remembered; one that is forgotten is placed anew at its next turn.
+    """
+
+    def __init__(self, capacity: int = 262_144) -> None:
+        self._capacity = capacity
+        self._counted: OrderedDict[str, SessionRecord] = OrderedDict()
+        self._idle: OrderedDict[str, SessionRecord] = OrderedDict()
+        """Those that count no more. In both the least recently used comes first."""
+        self._counts: dict[str, list[int]] = {}
+        """Sessions and counted tokens of each engine."""
+
+    def __len__(self) -> int:
+        return len(self._counted) + len(self._idle)
+
+    def get(self, session_id: str) -> SessionRecord | None:
+        """What is known of it; None: nothing. Not to be changed by the caller."""
+        return self._counted.get(session_id) or self._idle.get(session_id)
+
+    def settle(self, session_id: str, engine: str, tokens: int, now: float) -> None:
+        """Note that it lives on `engine` with a context of `tokens`; `now` in seconds."""
+        record = self._counted.get(session_id)
+        if record is not None and record.engine == engine:  # a later turn that stays
+            self._counts[engine][1] += tokens - record.tokens
+            record.tokens = tokens
+            record.used = now
+            self._counted.move_to_end(session_id)
+            return
+        self.drop(session_id)
+        if len(self) >= self._capacity:
+            self.drop(next(iter(self._idle or self._counted)))
+        counts = self._counts.setdefault(engine, [0, 0])
+        counts[0] += 1
+        counts[1] += tokens
+        self._counted[session_id] = SessionRecord(engine, tokens, now)
+
+    def touch(self, session_id: str, now: float) -> None:
+        """It is in use."""
+        record = self._counted.get(session_id)
+        if record is not None:
+            record.used = now
+            self._counted.move_to_end(session_id)
+
+    def drop(self, session_id: str) -> bool:
+        """Forget it; False: it was not known."""
+        record = self._counted.pop(session_id, None)
+        if record is not None:
+            self._discount(record)
+        else:
+            record = self._idle.pop(session_id, None)
+            if record is None:
+                return False
+        if record.engine is not None:
+            self._counts[record.engine][0] -= 1
+        return True
+
+    def forget_engine(self, engine: str) -> None:
+        """An engine has left: its sessions have no home, but are known. Takes time with the number of all sessions."""
+        for sessions in (self._counted, self._idle):
+            for record in sessions.values():
+                if record.engine == engine:
+                    record.engine, record.tokens = None, 0
+        self._counts.pop(engine, None)
+
+    def expire(self, *, idle_before: float, gone_before: float) -> int:
+        """Time passes.
+
+        Args:
+            idle_before: sessions not used since count as resident no longer.
+            gone_before: sessions not used since are forgotten.
+
+        Returns:
+            How many ceased to count.
+        """
+        ceased = 0
+        while self._counted:
+            session_id, record = next(iter(self._counted.items()))
+            if record.used >= idle_before:
+                break
+            del self._counted[session_id]
+            self._discount(record)
+            self._idle[session_id] = record
+            ceased += 1
+        while self._idle:
+            session_id, record = next(iter(self._idle.items()))
+            if record.used >= gone_before:
+                break
+            self.drop(session_id)
+        return ceased
+
+    def counts(self, engine: str) -> tuple[int, int]:
+        """Sessions that live there, and tokens of those that count."""
+        counts = self._counts.get(engine)
+        return (0, 0) if counts is None else (counts[0], counts[1])
+
+    def _discount(self, record: SessionRecord) -> None:
+        if record.engine is not None:
+            self._counts[record.engine][1] -= record.tokens
+
+
+class Load(NamedTuple):
+    """What is in flight on one engine."""
+
+    requests: int = 0
+    """Sent and not answered in full."""
+    tokens: int = 0
+    """Prompts of those requests and what they may add."""
+    resident: int = 0
+    """Of `tokens`, what no session's context has yet: all of a request without a session, else what it may add."""
+
+
+class LoadTable:
+    """The load of each engine, added up as requests come and go."""
+
+    def __init__(self) -> None:
+        self._loads: dict[str, tuple[int, int, int]] = {}
+
+    def add(self, engine: str, requests: int, tokens: int, resident: int) -> None:
+        """Change the figures of one engine by so much; what was added is taken back in the end."""
+        r, t, c = self._loads.get(engine, _NOTHING)
+        if r + requests:
+            self._loads[engine] = (r + requests, t + tokens, c + resident)
+        else:  # nothing in flight: engines that left leave nothing behind
+            self._loads.pop(engine, None)
+
+    def of(self, engine: str) -> tuple[int, int, int]:
+        """The `Load` of one engine; zeros for one never heard of."""
+        return self._loads.get(engine, _NOTHING)
+
+
+_NOTHING = Load()
+
+
+class Groups:
+    """Group id to engines with the number of its samples; where it is full, the least recently used is forgotten."""
+
+    def __init__(self, capacity: int = 16_384) -> None:
+        self._capacity = capacity
+        self._placed: OrderedDict[str, dict[str, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._placed)
+
+    def placed(self, group_id: str) -> tuple[tuple[str, int], ...]:
+        """Engines and how many of the group's samples each got."""
+        return tuple(self._placed.get(group_id, {}).items())
+
+    def note(self, group_id: str, engine: str) -> None:
+        """One more of its samples goes to `engine`."""
+        engines = self._placed.get(group_id)
+        if engines is None:
+            if len(self._placed) >= self._capacity:
+                self._placed.popitem(last=False)
+            engines = self._placed[group_id] = {}
+        else:
+            self._placed.move_to_end(group_id)
+        engines[engine] = engines.get(engine, 0) + 1
+
+
+class Prefixes:
+    """Hashes of beginnings to engines; where it is full, the least recently used hash is forgotten.
+
+    What an engine has seen, it may have evicted since: this is a guess at its cache, on the side of too much.
+
+    Args:
+        capacity: most hashes remembered; a prompt has up to 32.
+    """
+
+    def __init__(self, capacity: int = 131_072) -> None:
+        self._capacity = capacity
+        self._holders: OrderedDict[bytes, dict[int, None]] = OrderedDict()
+        self._lives: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+        """A cache's life to its engine: a new number when it is emptied, so that its old entries count no more."""
+        self._born = 0
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def note(self, engine: str, boundaries: Sequence[tuple[int, bytes]]) -> None:
+        """`engine` gets a prompt with these boundaries."""
+        life = self._lives.get(engine)
+        if life is None:
+            self._born = life = self._born + 1
+            self._lives[engine] = life
+            self._names[life] = engine
+        holders = self._holders
+        for _, digest in boundaries:
+            lives = holders.get(digest)
+            if lives is None:
+                holders[digest] = {life: None}
+            else:
+                if life not in lives:
+                    if len(lives) > len(self._names):  # most of them are of emptied caches
+                        lives = holders[digest] = {one: None for one in lives if one in self._names}
+                    lives[life] = None
+                holders.move_to_end(digest)
+        while len(holders) > self._capacity:
+            holders.popitem(last=False)
+
+    def holders(self, boundaries: Sequence[tuple[int, bytes]]) -> tuple[PrefixHolder, ...]:
+        """Engines that have seen one of these boundaries, each with its longest; the longest first."""
+        found: dict[str, PrefixHolder] = {}
+        for tokens, digest in reversed(boundaries):
+            for life in self._holders.get(digest, ()):
+                name = self._names.get(life)
+                if name is not None and name not in found:
+                    found[name] = PrefixHolder(name, tokens)
+            if len(found) == len(self._names):
+                break
+        return tuple(found.values())
+
+    def forget_engine(self, engine: str) -> None:
+        """Its cache was emptied, or it has left."""
+        life = self._lives.pop(engine, None)
+        if life is not None:
+            del self._names[life]
+
+
+_RECENT = 1024
+"""So many turns at least make a mean; those before them count half and less."""
+_FIRST_TURNS = 64
+"""After so many turns without a second one of any session, sessions are taken to have one turn."""
+_IDLE_PAUSES = 3.0
+_LEAST_IDLE_S = 3.0
+
+
+class Habits:
+    """How long sessions pause between two turns, and how much of what a turn may add it does add.
+
+    Clients say the most that an answer may add, which is often ten times what it adds; and nobody says when a
+    conversation is over. Both are needed to know how much of a KV cache is taken.
+    """
+
+    __slots__ = ("_added", "_expected", "_paused_s", "_returns", "ended")
+
+    def __init__(self) -> None:
+        self.ended = 0
+        """Turns that have ended."""
+        self._returns = 0
+        self._paused_s = 0.0
+        self._added = 0
+        self._expected = 0
+
+    def came_back(self, paused_s: float, added: int, expected: int) -> None:
+        """A session begins another turn.
+
+        Args:
+            paused_s: seconds since its last one.
+            added: tokens that its context is longer; tool output counts too, which the next turn brings along.
+            expected: most that an answer of it may add.
+        """
+        self._returns += 1
+        self._paused_s += paused_s
+        if expected:
+            self._expected += expected
+            self._added += added if 0 < added < expected else expected if added > 0 else 0
+        if self._returns >= 2 * _RECENT:
+            self._returns //= 2
+            self._paused_s /= 2
+            self._expected //= 2
+            self._added //= 2
+
+    @property
+    def added_share(self) -> float:
+        """Part of the expected tokens that a turn adds, 0 to 1.
+
+        All, as long as that is not known. Nothing, where sessions do not come back: none of them then loses by it if
+        engines are fuller than they can hold, and each engine's own queue serves.
+        """
+        if self._expected:
+            return self._added / self._expected
+        return 1.0 if self._returns or self.ended < _FIRST_TURNS else 0.0
+
+    @property
+    def idle_s(self) -> float:
+        """A session that has paused for so long will rather not come back."""
+        return max(_LEAST_IDLE_S, _IDLE_PAUSES * self._paused_s / self._returns) if self._returns else _LEAST_IDLE_S
