@@ -195,7 +195,7 @@ class RouterConfig(Section):
     """The data plane in front of a fleet."""
 
     kind: Literal["penstock", "vllm-router"] = "penstock"
-    """`vllm-router`: one that runs at `url`, in the place of ours, as far as it goes (docs/routing.md)."""
+    """`vllm-router`: one that runs at `url`, in the place of ours, as far as it goes (docs/how-to/other-servers.md)."""
     url: Annotated[str, Field(pattern=r"^http://[^/\s]+$")] | None = None
     """Of a router of this kind that runs already: it is used, and gets this fleet's engines, instead of a new one."""
     host: str = "127.0.0.1"
@@ -312,7 +312,7 @@ class FleetConfig(Section):
     """How long an engine that is to leave may go on with what it has."""
     stop_timeout_s: Seconds = 10.0
     weight_transport: Literal["auto", Transport] = "auto"
-    """`auto`: by where the trainer's tensors and the engines are (docs/weights.md)."""
+    """`auto`: by where the trainer's tensors and the engines are (docs/how-to/weights.md)."""
     weight_folder: Annotated[Path | None, Field(validate_default=True)] = None
     """Of the transports `disk` and `delta`: trainer and engines see it under the same path."""
     weight_address: str = "127.0.0.1"

@@ -79,7 +79,7 @@ def request_headers(
     adapter: str | None = None,
     prefix_hashes: str | None = None,
 ) -> dict[str, str]:
-    """What a router can place a request by without parsing its body (docs/routing.md).
+    """What a router can place a request by without parsing its body (docs/protocol.md).
 
     Args:
         prompt_tokens: length of the prompt, where known.

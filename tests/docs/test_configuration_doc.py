@@ -1,4 +1,4 @@
-"""docs/configuration.md says of every key of the config tree what is true, and of no other."""
+"""docs/reference/configuration.md says of every key of the config tree what is true, and of no other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 
 from penstock.config import EngineConfig, RunConfig, Section
 
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
 
 
 def documented() -> dict[str, tuple[str, str]]:

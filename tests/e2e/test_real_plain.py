@@ -30,7 +30,7 @@ PROMPTS = [[5 + i, 6, 7] for i in range(12)]
 
 
 def plain_vllm(model: Path, log: Path, ranks: int) -> AbstractAsyncContextManager[str]:
-    """The address of plain vLLM, started as docs/fleet.md says (but for what its CPU build needs)."""
+    """The address of plain vLLM, started as docs/how-to/other-servers.md says (but for what its CPU build needs)."""
     env = {
         "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "",

@@ -81,7 +81,7 @@ def serve(
     - `penstock serve Qwen/Qwen3-8B --engines 4 --detach` (it outlives the shell)
     - `penstock serve Qwen/Qwen3-8B --engines 4 --launcher ray fleet.ray_address=auto` (on the nodes of a Ray cluster)
 
-    Keys and their meaning: docs/configuration.md; `extra_args.NAME=VALUE` passes any other option on to vLLM.
+    Keys and their meaning: docs/reference/configuration.md; `extra_args.NAME=VALUE` passes any other option on to vLLM.
     """
     from penstock.config import refuse_open_host  # noqa: PLC0415
 

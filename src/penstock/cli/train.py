@@ -34,7 +34,7 @@ def train(
     - `penstock train examples/DEMO.yaml --fresh` (once more from the start, under the same name)
 
     The run folder, `run_dir`/`name`, holds the resolved config, metrics.jsonl, summary.json, plots, and sample
-    trajectories. What each key means: docs/configuration.md.
+    trajectories. What each key means: docs/reference/configuration.md.
     """
     from penstock.config import load_config  # noqa: PLC0415
     from penstock.errors import UserError  # noqa: PLC0415

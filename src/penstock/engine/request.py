@@ -41,8 +41,8 @@ MAX_DEATHS = 20
 IDLE_ABORT_S = 0.1
 """Wait before a request is sent again that an engine has aborted twice without a token."""
 NO_REPORTS = (
-    "answered without progress reports, so it runs without Penstock's plugin; attach it to a fleet (docs/fleet.md) or "
-    "connect to it by HTTPEngine"
+    "answered without progress reports, so it runs without Penstock's plugin; attach it to a fleet "
+    "(docs/how-to/other-servers.md) or connect to it by HTTPEngine"
 )
 
 

@@ -25,7 +25,7 @@ _OURS_TAKES = (
 )
 _ALIKE = (
     "Start all of them with one --weight-transfer-config; or those of others with Penstock's plugin, and call "
-    "update_weights (docs/fleet.md). Nothing was changed"
+    "update_weights (docs/how-to/other-servers.md). Nothing was changed"
 )
 
 

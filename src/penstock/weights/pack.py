@@ -40,7 +40,7 @@ def checked(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple
         if hasattr(tensor, "full_tensor"):
             raise WeightsError(
                 f"tensor {name!r} is a {type(tensor).__name__}, of which this process has one shard; gather it first, "
-                "with full_tensor() on every rank (docs/weights.md)"
+                "with full_tensor() on every rank (docs/how-to/weights.md)"
             )
         if tensor.is_meta or tensor.layout is not torch.strided:
             what = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
