@@ -1,9 +1,12 @@
 # `make demo` and `make test` set themselves up; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: setup demo test test-slow bench lint check-vllm clean help
+.PHONY: setup demo test test-slow bench lint check-vllm docs dist clean help
 
 BIN := .venv/bin
 READY := .venv/.ready
+DOCS := .venv-docs/bin
+DOCS_READY := .venv-docs/.ready
+PYTHON ?= python3
 
 $(READY): requirements/cpu.lock pyproject.toml scripts/setup.sh
 	@scripts/setup.sh
@@ -31,9 +34,21 @@ lint: $(READY) ## ruff check, ruff format, pyright (strict)
 check-vllm: $(READY) ## which names of vLLM's that the plugin uses 0.26, 0.32, 0.33 and the newest lack (downloads 0.6 GB)
 	@$(BIN)/python scripts/check_vllm.py
 
+$(DOCS_READY): requirements/docs.lock
+	@$(PYTHON) -m venv .venv-docs
+	@$(DOCS)/python -m pip --disable-pip-version-check -qq install --no-deps --requirement requirements/docs.lock
+	@touch $@
+
+docs: $(DOCS_READY) ## build the documentation's site in site/; a broken link is an error (no GPU, no vLLM, no torch)
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/mkdocs build --quiet --clean && echo "site/index.html"
+
+dist: $(DOCS_READY) ## build wheel and sdist in dist/
+	@rm -rf build dist
+	@$(DOCS)/python -m build --no-isolation --outdir dist . >/dev/null && ls dist
+
 clean: ## remove caches and build folders (.venv and runs/ stay)
-	@rm -rf .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info
-	@find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	@rm -rf .pytest_cache .ruff_cache .hypothesis build dist site src/*.egg-info
+	@find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
