@@ -11,7 +11,7 @@ import ipaddress
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, cast, get_args
 
 import yaml
 from pydantic import (
@@ -389,8 +389,16 @@ class TrainConfig(Section):
     loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dapo"
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28
+    correction: Literal["tis", "mis", "icepop", "dppo", "sequence_mask", "none"] = "tis"
+    """Of tokens that older weights made; see `penstock.train.losses`. `none` needs `max_staleness: 0`."""
     importance_cap: Annotated[float, Field(gt=0)] = 2.0
-    """Truncation of the trainer/engine importance weight (TIS)."""
+    """`tis`: truncation of the trainer/engine importance weight."""
+    ratio_band: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(ge=1)]] = (0.5, 5.0)
+    """`mis` and `icepop`: least and largest importance weight kept."""
+    probability_gap: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """`dppo`: difference of probabilities from which a token is dropped."""
+    sequence_gap: Annotated[float, Field(gt=0)] = 0.2
+    """`sequence_mask`: mean logprob gap, in nats, from which a sequence of negative advantage is dropped."""
     advantage: Literal["group_norm", "group_mean", "leave_one_out"] = "group_norm"
     max_staleness: Annotated[int, Field(ge=0)] = 2
     """Largest trainer version minus the version that made a token, at the time of training on it."""
@@ -398,6 +406,18 @@ class TrainConfig(Section):
     checkpoint_every: Positive = 20
     threads: Positive | None = None
     """Torch threads of the learner; default: torch's."""
+
+    logprob_alarm: Annotated[float, Field(gt=0)] = 0.1
+    """Mean |trainer logprob - engine logprob| over tokens of equal weights, in nats, from which a step warns."""
+
+    @model_validator(mode="after")
+    def _corrected(self) -> Self:
+        if self.max_staleness and self.correction == "none":
+            raise ValueError(
+                f"correction: none with max_staleness: {self.max_staleness} trains on older tokens as if they were "
+                "new; choose tis, mis, icepop, dppo or sequence_mask, or max_staleness: 0"
+            )
+        return self
 
 
 class EvalConfig(Section):

@@ -17,13 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nano_models import save_moe, save_routed
 from penstock.config import TrainConfig
-from penstock.errors import CheckpointError, ConfigError, UserError, WeightsError
+from penstock.errors import CheckpointError, ConfigError, StateError, UserError, WeightsError
 from penstock.plugin.spec import expected_weights
 from penstock.train import checkpoint
 from penstock.train.batching import collate, plan
 from penstock.train.checkpoint import Snapshot
 from penstock.train.learner import Learner, ServedDtype
-from penstock.train.losses import LOSSES, Limits, LossTerms, Totals
+from penstock.train.losses import LOSSES, Limits, LossTerms
 from penstock.weights.shared_memory import SharedMemoryStore
 
 
@@ -54,7 +54,7 @@ def test_the_plan_holds_every_sequence_once_within_the_bound(lengths: list[int],
     batches = plan(lengths, max_tokens)
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     for batch in batches:
-        assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= max_tokens
+        assert len(batch) == 1 or sum(lengths[i] for i in batch) <= max_tokens
     longest = [max(lengths[i] for i in batch) for batch in batches]
     assert longest == sorted(longest, reverse=True)
 
@@ -63,9 +63,11 @@ def test_collate_aligns_targets_with_the_positions_that_predict_them():
     first = trajectory([1, 2, 3], [4, 5, 6], mask=[1, 0, 1], logprobs=[-0.1, 0.0, -0.3], versions=[7, 7, 8])
     second = trajectory([9], [8], logprobs=[-0.5], versions=[6])
     batch = collate([first, second], torch.tensor([1.0, -1.0]))
-    assert batch.input_ids_B_L.tolist() == [[1, 2, 3, 4, 5], [9, 0, 0, 0, 0]]
+    assert batch.input_ids_1_L.tolist() == [[1, 2, 3, 4, 5, 9]]
+    assert batch.position_ids_1_L.tolist() == [[0, 1, 2, 3, 4, 0]]
+    assert (batch.bounds.tolist(), batch.longest) == ([0, 5, 6], 5)
     assert batch.targets_K.tolist() == [4, 6, 8]
-    assert [batch.input_ids_B_L.flatten()[p].item() for p in batch.positions_K] == [3, 5, 9]
+    assert [batch.input_ids_1_L.flatten()[p].item() for p in batch.positions_K] == [3, 5, 9]
     assert batch.mask_B_T.tolist() == [[True, False, True], [True, False, False]]
     assert batch.versions_K.tolist() == [7, 8, 6]
     torch.testing.assert_close(batch.behaviour_B_T, torch.tensor([[-0.1, 0.0, -0.3], [-0.5, 0.0, 0.0]]))
@@ -104,10 +106,10 @@ def test_the_gradient_is_that_of_a_plain_forward_pass_over_one_padded_batch(micr
     std = rewards.std(-1, keepdim=True, correction=0)
     advantages = torch.where(std > 0, (rewards - rewards.mean(-1, keepdim=True)) / std, 0.0).flatten()
     terms = LossTerms(logprobs, behaviour[:, 1:], advantages, mask[:, 1:])
-    output = LOSSES[loss](terms, Limits(), Totals(12, int(mask.sum()), 16))
-    output.loss.backward()
+    output = LOSSES[loss](terms, Limits(max_tokens=16))
+    (output.loss / output.denominator).backward()
 
-    assert metrics["loss"] == pytest.approx(output.loss.item(), rel=1e-6)
+    assert metrics["loss"] == pytest.approx((output.loss / output.denominator).item(), rel=1e-6)
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(gradients(learner)[name], parameter.grad, rtol=1e-4, atol=1e-7)
 
@@ -198,6 +200,16 @@ def test_groups_without_a_preference_change_nothing_but_are_measured(micro_model
     assert metrics["grad_norm"] == 0
     assert metrics["logprob_diff_equal_tokens"] == 8
     assert metrics["logprob_diff_mean"] > 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in learner.named_tensors())
+
+
+def test_a_gradient_that_is_no_number_changes_nothing(micro_model: str):
+    learner = learner_of(micro_model)
+    before = {name: tensor.clone() for name, tensor in learner.named_tensors()}
+    bad = [trajectory([1], [2, 3], logprobs=[float("nan"), -1.0], reward=r) for r in (0.0, 1.0)]
+    with pytest.raises(StateError, match=r"step 1 has loss nan and a gradient of norm .*: nothing was changed"):
+        learner.step(bad)
+    assert learner.version == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in learner.named_tensors())
 
 

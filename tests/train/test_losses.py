@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.config import TrainConfig
-from penstock.train.losses import LOSSES, Limits, LossTerms, Totals
+from penstock.train.losses import CORRECTIONS, LOSSES, Limits, LossOutput, LossTerms
 
-LIMITS = Limits(low=0.2, high=0.28, importance_cap=2.0)
+LIMITS = Limits(low=0.2, high=0.28, importance_cap=2.0, max_tokens=9)
 
 
 def terms_of(seed: int, rows: int = 5, width: int = 7, spread: float = 0.8) -> LossTerms:
@@ -26,8 +26,8 @@ def terms_of(seed: int, rows: int = 5, width: int = 7, spread: float = 0.8) -> L
     return LossTerms(logprobs_B_T, behaviour_B_T.masked_fill(~mask_B_T, -77.0), advantages_B, mask_B_T)
 
 
-def totals_of(terms: LossTerms, max_tokens: int = 9) -> Totals:
-    return Totals(len(terms.advantages_B), int(terms.mask_B_T.sum()), max_tokens)
+def divided(output: LossOutput) -> Tensor:
+    return output.loss / output.denominator
 
 
 # --- loops over single numbers, written from the papers' formulas -----------------------------------------------------
@@ -53,18 +53,19 @@ def tokens_of(terms: LossTerms, row: int) -> list[tuple[int, float, float]]:
     ]
 
 
-def by_loops(name: str, terms: LossTerms, totals: Totals) -> tuple[float, Tensor]:
+def by_loops(name: str, terms: LossTerms) -> tuple[float, Tensor]:
     """The loss, and its gradient by `logprobs_B_T`."""
     loss = 0.0
     gradient_B_T = torch.zeros_like(terms.logprobs_B_T)
+    rows, all_tokens = len(terms.advantages_B), int(terms.mask_B_T.sum())
     for row, advantage in enumerate(terms.advantages_B.tolist()):
         tokens = tokens_of(terms, row)
         size = len(tokens)
         scale = {
-            "grpo": 1 / (size * totals.sequences),
-            "dr_grpo": 1 / (totals.max_tokens * totals.sequences),
-            "gspo": 1 / totals.sequences,
-        }.get(name, 1 / totals.tokens)
+            "grpo": 1 / (size * rows),
+            "dr_grpo": 1 / (LIMITS.max_tokens * rows),
+            "gspo": 1 / rows,
+        }.get(name, 1 / all_tokens)
         if name == "gspo":
             sequence_ratio = math.exp(sum(new - old for _, new, old in tokens) / size)
             value, slope = surrogate(sequence_ratio, advantage)
@@ -92,11 +93,10 @@ def test_every_loss_of_the_config_is_here():
 @pytest.mark.parametrize("seed", range(8))
 def test_value_and_gradient_are_those_of_the_loops(name: str, seed: int):
     terms = terms_of(seed)
-    totals = totals_of(terms)
-    output = LOSSES[name](terms, LIMITS, totals)
-    output.loss.backward()
-    want, gradient_B_T = by_loops(name, terms, totals)
-    assert output.loss.item() == pytest.approx(want, rel=1e-12, abs=1e-14)
+    loss = divided(LOSSES[name](terms, LIMITS))
+    loss.backward()
+    want, gradient_B_T = by_loops(name, terms)
+    assert loss.item() == pytest.approx(want, rel=1e-12, abs=1e-14)
     torch.testing.assert_close(terms.logprobs_B_T.grad, gradient_B_T, rtol=1e-11, atol=1e-14)
 
 
@@ -104,32 +104,32 @@ def test_value_and_gradient_are_those_of_the_loops(name: str, seed: int):
 def test_on_policy_every_loss_is_the_policy_gradient(name: str):
     """At ratio 1 the gradient by log pi is -A times the loss's weight of the token, whatever the limits."""
     terms = terms_of(3, spread=0.0)
-    totals = totals_of(terms)
-    LOSSES[name](terms, Limits(low=1e-3, high=1e-3, importance_cap=1.0), totals).loss.backward()
+    divided(LOSSES[name](terms, Limits(low=1e-3, high=1e-3, importance_cap=1.0, max_tokens=9))).backward()
+    rows = len(terms.advantages_B)
     length_B_1 = terms.mask_B_T.sum(-1, keepdim=True)
     weight = {
-        "grpo": 1 / (length_B_1 * totals.sequences),
-        "gspo": 1 / (length_B_1 * totals.sequences),
-        "dr_grpo": torch.tensor(1 / (totals.max_tokens * totals.sequences)),
-    }.get(name, torch.tensor(1 / totals.tokens))
+        "grpo": 1 / (length_B_1 * rows),
+        "gspo": 1 / (length_B_1 * rows),
+        "dr_grpo": torch.tensor(1 / (9 * rows)),
+    }.get(name, 1 / terms.mask_B_T.sum())
     want_B_T = -terms.advantages_B.unsqueeze(-1) * weight * terms.mask_B_T
     torch.testing.assert_close(terms.logprobs_B_T.grad, want_B_T.double(), rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_parts_of_a_batch_add_up_to_the_whole(name: str):
-    """Loss, gradient and metrics of micro-batches sum to those of the batch, whose totals they divide by."""
+    """Loss, gradient, denominator and metrics of micro-batches sum to those of the batch."""
     whole = terms_of(11, rows=6)
-    totals = totals_of(whole)
-    output = LOSSES[name](whole, LIMITS, totals)
+    output = LOSSES[name](whole, LIMITS)
     output.loss.backward()
     leaf_B_T = whole.logprobs_B_T.detach().clone().requires_grad_()
     parts = []
     for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
         part = LossTerms(leaf_B_T[rows], whole.behaviour_B_T[rows], whole.advantages_B[rows], whole.mask_B_T[rows])
-        parts.append(LOSSES[name](part, LIMITS, totals))
+        parts.append(LOSSES[name](part, LIMITS))
         parts[-1].loss.backward()
     assert sum(p.loss.item() for p in parts) == pytest.approx(output.loss.item(), rel=1e-12)
+    assert sum(p.denominator.item() for p in parts) == output.denominator.item()
     torch.testing.assert_close(leaf_B_T.grad, whole.logprobs_B_T.grad)
     for key, value in output.metrics.items():
         assert sum(p.metrics[key].item() for p in parts) == pytest.approx(
@@ -159,7 +159,7 @@ def one_token(ratio: float, advantage: float) -> LossTerms:
 )
 def test_where_the_clip_and_the_cap_act(ratio: float, advantage: float, slope: float, clipped: int, truncated: int):
     terms = one_token(ratio, advantage)
-    output = LOSSES["dapo"](terms, LIMITS, Totals(1, 1))
+    output = LOSSES["dapo"](terms, LIMITS)
     output.loss.backward()
     assert terms.logprobs_B_T.grad.item() == pytest.approx(slope, abs=1e-12)
     assert output.metrics["clip_fraction"].item() == clipped
@@ -176,7 +176,7 @@ def test_k3_is_an_unbiased_estimate_of_the_divergence():
     for mu, pi in zip(mu_V.tolist(), pi_V.tolist(), strict=True):
         ones = torch.ones(1, 1, dtype=torch.bool)
         terms = LossTerms(torch.tensor([[pi]]).log(), torch.tensor([[mu]]).log(), torch.ones(1), ones)
-        k3 += mu * LOSSES["grpo"](terms, LIMITS, Totals(1, 1)).metrics["kl"].item()
+        k3 += mu * LOSSES["grpo"](terms, LIMITS).metrics["kl"].item()
     assert k3 == pytest.approx((mu_V * (mu_V / pi_V).log()).sum().item(), rel=1e-6)
 
 
@@ -189,7 +189,7 @@ def test_a_ratio_beyond_floats_stays_finite(name: str):
             torch.tensor([-1.0]),
             torch.ones(1, 2, dtype=torch.bool),
         )
-        output = LOSSES[name](terms, LIMITS, Totals(1, 2))
+        output = LOSSES[name](terms, LIMITS)
         output.loss.backward()
         assert output.loss.isfinite()
         assert terms.logprobs_B_T.grad.isfinite().all()
@@ -199,7 +199,7 @@ def test_a_ratio_beyond_floats_stays_finite(name: str):
 def test_a_sequence_without_tokens_of_the_policy_adds_nothing(name: str):
     logprobs_B_T = torch.full((1, 3), -1.0, requires_grad=True)
     empty = LossTerms(logprobs_B_T, torch.zeros(1, 3), torch.ones(1), torch.zeros(1, 3, dtype=torch.bool))
-    output = LOSSES[name](empty, LIMITS, Totals(4, 10))
+    output = LOSSES[name](empty, LIMITS)
     output.loss.backward()
     assert output.loss.item() == 0
     assert logprobs_B_T.grad.abs().max() == 0
@@ -209,11 +209,57 @@ def test_a_sequence_without_tokens_of_the_policy_adds_nothing(name: str):
 @given(name=st.sampled_from(sorted(LOSSES)), seed=st.integers(0, 10_000), factor=st.floats(0.1, 10))
 def test_the_gradient_is_linear_in_the_advantage_and_blind_outside_the_mask(name: str, seed: int, factor: float):
     terms = terms_of(seed, rows=3, width=4)
-    totals = totals_of(terms)
-    (gradient_B_T,) = torch.autograd.grad(LOSSES[name](terms, LIMITS, totals).loss, terms.logprobs_B_T)
+    (gradient_B_T,) = torch.autograd.grad(LOSSES[name](terms, LIMITS).loss, terms.logprobs_B_T)
     scaled = LossTerms(terms.logprobs_B_T, terms.behaviour_B_T, factor * terms.advantages_B, terms.mask_B_T)
-    (scaled_B_T,) = torch.autograd.grad(LOSSES[name](scaled, LIMITS, totals).loss, terms.logprobs_B_T)
+    (scaled_B_T,) = torch.autograd.grad(LOSSES[name](scaled, LIMITS).loss, terms.logprobs_B_T)
     torch.testing.assert_close(scaled_B_T, factor * gradient_B_T)
     assert (gradient_B_T[~terms.mask_B_T] == 0).all()
     # What is good is never made less likely, and the reverse.
     assert (gradient_B_T * terms.advantages_B.unsqueeze(-1) <= 0).all()
+
+
+# --- corrections -----------------------------------------------------------------------------------------------------
+
+
+def test_every_correction_of_the_config_is_here():
+    assert set(CORRECTIONS) == set(TrainConfig.model_fields["correction"].annotation.__args__)
+
+
+def sequences(ratios: list[list[float]], advantages: list[float]) -> LossTerms:
+    """Of tokens with probability 0.5 under mu."""
+    behaviour_B_T = torch.full((len(ratios), len(ratios[0])), math.log(0.5), dtype=torch.float64)
+    logprobs_B_T = (behaviour_B_T + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
+    mask_B_T = torch.ones(behaviour_B_T.shape, dtype=torch.bool)
+    return LossTerms(logprobs_B_T, behaviour_B_T, torch.tensor(advantages, dtype=torch.float64), mask_B_T)
+
+
+@pytest.mark.parametrize(
+    ("correction", "kept"),
+    [
+        # Ratios: near 1; one far below; all low. Advantages: +1, -1, -1.
+        ("none", [[1, 1], [1, 1], [1, 1]]),
+        ("tis", [[1, 1], [1, 1], [1, 1]]),
+        ("icepop", [[1, 1], [1, 0], [1, 1]]),  # a token of ratio 0.1
+        ("mis", [[1, 1], [0, 0], [1, 1]]),  # geometric means 1.18, 0.32, 0.6
+        ("dppo", [[0, 1], [1, 0], [1, 1]]),  # probabilities 0.5 to 0.7 for good ones, 0.5 to 0.05 for bad ones
+        ("sequence_mask", [[1, 1], [0, 0], [0, 0]]),  # means of log mu - log pi: -0.17, 1.15, 0.51
+    ],
+)
+def test_what_a_correction_keeps(correction: str, kept: list[list[int]]):
+    terms = sequences([[1.41, 1.0], [1.0, 0.1], [0.61, 0.61]], [1.0, -1.0, -1.0])
+    limits = Limits(correction=correction, low=0.99, high=9.0)
+    assert CORRECTIONS[correction](terms, limits).keep_B_T.long().tolist() == kept
+    output = LOSSES["dapo"](terms, limits)
+    output.loss.backward()
+    assert output.denominator.item() == sum(map(sum, kept))  # what was dropped thins nothing out
+    assert output.metrics["masked_fraction"].item() == 6 - sum(map(sum, kept))
+    assert (terms.logprobs_B_T.grad != 0).long().tolist() == kept
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_batch_of_which_nothing_is_kept_has_no_gradient(name: str):
+    terms = sequences([[0.1, 0.1]], [-1.0])
+    output = LOSSES[name](terms, Limits(correction="mis"))
+    output.loss.backward()
+    assert output.denominator.item() == output.loss.item() == 0
+    assert terms.logprobs_B_T.grad.abs().max() == 0

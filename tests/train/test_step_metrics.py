@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.errors import StateError
-from penstock.train.step_metrics import token_ages
+from penstock.config import TrainConfig, load_config
+from penstock.errors import ConfigError, StateError
+from penstock.train.step_metrics import logprob_alarm, token_ages
 from penstock.types import Trajectory
 
 
@@ -22,3 +23,17 @@ def test_a_token_without_a_version_is_refused_however_stale_tokens_may_be() -> N
     """Trainer version 1 less the mark of an unknown one would be 2, as of a token that is only old."""
     with pytest.raises(StateError, match="2 tokens have no weight version"):
         token_ages([trajectory((-1, -1, 1), (1, 1, 1))], 1)
+
+
+def test_an_alarm_is_raised_where_trainer_and_engine_disagree_at_equal_weights() -> None:
+    assert logprob_alarm({"logprob_diff_staleness/0": 0.02, "logprob_diff_staleness/1": 3.0}, 0.1) is None
+    assert logprob_alarm({"logprob_diff_staleness/1": 3.0}, 0.1) is None
+    assert "disagree by 0.5 nats" in (logprob_alarm({"logprob_diff_staleness/0": 0.5}, 0.1) or "")
+
+
+def test_an_asynchronous_run_without_a_correction_does_not_start() -> None:
+    """miles #1829."""
+    with pytest.raises(ConfigError, match="correction: none with max_staleness: 2 trains on older tokens as if"):
+        load_config(None, ["engine.model=m", "train.correction=none"])
+    config = load_config(None, ["engine.model=m", "train.correction=none", "train.max_staleness=0"])
+    assert config.train == TrainConfig(correction="none", max_staleness=0)

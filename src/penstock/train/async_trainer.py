@@ -32,6 +32,7 @@ from penstock.train.step_metrics import (
     batch_metrics,
     check_ages,
     learner_metrics,
+    logprob_alarm,
     policy_tokens,
     token_ages,
     update_metrics,
@@ -205,6 +206,8 @@ class _Run:
             self.pacer.busy_s = time.monotonic() - began
         self.window.commit(self.learner.version)
         self._submit(rollouts)
+        if (warning := logprob_alarm(learned, self.config.train.logprob_alarm)) is not None:
+            log.warning("step %d: %s", self.progress.step + 1, warning)
         self._record(batch, {**batch_metrics(batch, ages), **learner_metrics(learned)}, report)
         await self._checkpoint_if_due()
         await self.evaluate_if_due()

@@ -1,12 +1,13 @@
-"""Trajectories to padded micro-batches, by length, so that little of a batch is padding.
+"""Trajectories to packed micro-batches: sequences end to end in one row, nothing padded.
 
-Axes: B sequences, L input positions (prompt and response without the last token), T response positions.
+Axes: B sequences, L tokens of the row (of each sequence all but its last), T response positions, K policy tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,19 +17,25 @@ from penstock.types import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Right-padded tensors of a few sequences.
+    """Tensors of a few sequences.
 
     Attributes:
-        input_ids_B_L: what the model reads; padding comes last, so that causal attention never sees it.
+        input_ids_1_L: what the model reads.
+        position_ids_1_L: from 0 in each sequence.
+        bounds: int32 `[B + 1]`: where each sequence begins in L, and L.
+        longest: tokens of the longest sequence.
         targets_K: the K tokens that the policy made, row by row.
-        positions_K: where in the flattened `[B * L]` each of them is predicted.
+        positions_K: where in L each of them is predicted.
         mask_B_T: true for those K tokens; false where the environment spoke, and on padding.
         behaviour_B_T: logprobs that the engine reported, 0 outside the mask.
         versions_K: weight version that made each token.
         advantages_B: one for each sequence.
     """
 
-    input_ids_B_L: Tensor
+    input_ids_1_L: Tensor
+    position_ids_1_L: Tensor
+    bounds: Tensor
+    longest: int
     targets_K: Tensor
     positions_K: Tensor
     mask_B_T: Tensor
@@ -43,26 +50,30 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
-        return MicroBatch(*(getattr(self, name).to(device) for name in self.__slots__))
+        values: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
+        tensors = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
 
 
 def plan(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Split sequences into micro-batches of at most `max_tokens` padded tokens each; a longer one goes alone.
+    """Split sequences into micro-batches of at most `max_tokens` tokens each; a longer one goes alone.
 
     Args:
         lengths: tokens of each sequence.
-        max_tokens: bound on sequences times the longest of them.
+        max_tokens: bound on the sum over a micro-batch.
 
     Returns:
-        Indices into `lengths`, longest first.
+        Indices into `lengths`, longest first: neighbours are of about one length.
     """
     batches: list[list[int]] = []
+    filled = 0
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True):
-        # The first of a batch is its longest, so its length is the padded one.
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_tokens:
+        filled += lengths[index]
+        if batches and filled <= max_tokens:
             batches[-1].append(index)
         else:
             batches.append([index])
+            filled = lengths[index]
     return batches
 
 
@@ -79,30 +90,35 @@ def micro_batches(trajectories: Sequence[Trajectory], advantages_N: Tensor, max_
 
 
 def collate(trajectories: Sequence[Trajectory], advantages_B: Tensor) -> MicroBatch:
-    """Pad to the longest; the prompts must not be empty."""
-    rows = len(trajectories)
-    width = max(len(t.prompt_ids) + len(t.response_ids) for t in trajectories) - 1
-    response_width = max(len(t.response_ids) for t in trajectories)
-    input_ids_B_L = torch.zeros(rows, width, dtype=torch.long)
-    mask_B_T = torch.zeros(rows, response_width, dtype=torch.bool)
-    behaviour_B_T = torch.zeros(rows, response_width)
+    """Lay sequences end to end; the prompts must not be empty."""
+    shape = (len(trajectories), max(len(t.response_ids) for t in trajectories))
+    mask_B_T = torch.zeros(shape, dtype=torch.bool)
+    behaviour_B_T = torch.zeros(shape)
+    inputs: list[int] = []
+    places: list[int] = []
+    bounds = [0]
     targets: list[int] = []
     positions: list[int] = []
     versions: list[int] = []
     for row, t in enumerate(trajectories):
-        ids = t.prompt_ids + t.response_ids
-        input_ids_B_L[row, : len(ids) - 1] = torch.tensor(ids[:-1])
+        inputs += (t.prompt_ids + t.response_ids)[:-1]
+        places += range(len(inputs) - bounds[-1])
         size = len(t.response_ids)
         mask_B_T[row, :size] = torch.tensor(t.loss_mask, dtype=torch.bool)
         behaviour_B_T[row, :size] = torch.tensor(t.logprobs)
         # The token at position p of the response is predicted by the input one before it.
-        first = row * width + len(t.prompt_ids) - 1
+        first = bounds[-1] + len(t.prompt_ids) - 1
         made = [p for p, by_policy in enumerate(t.loss_mask) if by_policy]
         targets += [t.response_ids[p] for p in made]
         positions += [first + p for p in made]
         versions += [t.versions[p] for p in made]
+        bounds.append(len(inputs))
+    boundaries = torch.tensor(bounds, dtype=torch.int32)
     return MicroBatch(
-        input_ids_B_L=input_ids_B_L,
+        input_ids_1_L=torch.tensor([inputs], dtype=torch.long),
+        position_ids_1_L=torch.tensor([places], dtype=torch.long),
+        bounds=boundaries,
+        longest=int(boundaries.diff().max()),
         targets_K=torch.tensor(targets, dtype=torch.long),
         positions_K=torch.tensor(positions, dtype=torch.long),
         mask_B_T=mask_B_T,

@@ -5,24 +5,27 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
 from penstock.config import TrainConfig
-from penstock.errors import CheckpointError, ConfigError, UserError
+from penstock.errors import CheckpointError, ConfigError, StateError, UserError
 from penstock.train.advantages import ADVANTAGES, group_indices
 from penstock.train.batching import MicroBatch, collate, micro_batches
 from penstock.train.checkpoint import Snapshot
-from penstock.train.losses import LOSSES, Limits, LossTerms, Totals
+from penstock.train.logprobs import TokenLogprobs, token_logprobs
+from penstock.train.losses import LOG_RATIO_LIMIT, LOSSES, Limits, LossTerms
+from penstock.train.packed_attention import use_packed_attention
 from penstock.types import Trajectory
 from penstock.weights.checkpoint_names import checkpoint_tensors
 
@@ -85,42 +88,50 @@ class Learner:
     def step(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """One optimiser step on the batch; `version` goes up by one.
 
-        The batch is cut into micro-batches of at most `micro_batch_tokens` padded tokens, whose gradients add up to
-        that of the whole. The engine's logprobs are the behaviour policy: there is no second forward pass for them.
+        The batch is cut into packed micro-batches of at most `micro_batch_tokens` tokens. Their gradients add up, and
+        are divided by what the loss and its correction kept. The engine's logprobs are the behaviour policy: there is
+        no second forward pass for them.
 
         Returns:
             `loss`, `grad_norm` (before clipping), `reward_mean`, `tokens` (prompt and response), `seconds`,
-            `tokens_per_second`, `trajectories_without_advantage` (fraction); the means of `LossOutput.metrics`; and of
+            `tokens_per_second`, `trajectories_without_advantage` (fraction); over the policy's tokens the means of
+            `LossOutput.metrics` and `entropy` (nats), `ratio_p1`, `ratio_p50`, `ratio_p99`, `ratio_max` and
+            `effective_sample_share`; and of
             |trainer logprob - engine logprob| over the policy's tokens: `logprob_diff_mean`, for each staleness s
             `logprob_diff_staleness/s` (mean), and for tokens of the version held before the step
             `logprob_diff_equal_tokens` (count) and `logprob_diff_max_equal`, the latter absent where the count is 0.
 
         Raises:
             UserError: no trajectories, an empty prompt, or no token that the policy made.
+            StateError: the gradient is NaN or infinite; weights and optimiser are as before.
         """
         started = time.perf_counter()
         self._use_threads()
-        totals = self._totals(trajectories)
+        policy_tokens = _count_policy_tokens(trajectories)
         rewards_N = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
         groups_N = group_indices([t.group_id for t in trajectories])
         advantages_N = ADVANTAGES[self.config.advantage](rewards_N, groups_N).float()
 
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        sums: dict[str, Tensor] = {}
-        differences: list[Tensor] = []
-        versions: list[Tensor] = []
-        for batch in micro_batches(trajectories, advantages_N, self.config.micro_batch_tokens):
-            metrics, difference_K = self._accumulate(batch.to(self.device), totals)
-            for name, value in metrics.items():
-                sums[name] = sums[name] + value if name in sums else value
-            differences.append(difference_K)
-            versions.append(batch.versions_K)
+        batches = micro_batches(trajectories, advantages_N, self.config.micro_batch_tokens)
+        measured = [self._accumulate(batch.to(self.device)) for batch in batches]
+        denominator = sum(float(part.denominator) for part in measured)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(max(denominator, 1.0))
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip_norm)
+        result = _summed(measured, denominator, policy_tokens)
+        if not (math.isfinite(grad_norm) and math.isfinite(result["loss"])):
+            raise StateError(
+                f"step {self.version + 1} has loss {result['loss']} and a gradient of norm {float(grad_norm)}: nothing "
+                "was changed; lower train.learning_rate, and look at the ratios in metrics.jsonl"
+            )
         self.optimizer.step()
 
-        result = {name: float(value) for name, value in sums.items()}
-        result |= _difference_metrics(torch.cat(differences).cpu(), self.version - torch.cat(versions))
+        log_ratio_K = torch.cat([part.log_ratio_K for part in measured]).cpu()
+        versions_K = torch.cat([part.versions_K for part in measured]).cpu()
+        result |= _gap_metrics(log_ratio_K) | _difference_metrics(log_ratio_K.abs(), self.version - versions_K)
         tokens = sum(len(t.prompt_ids) + len(t.response_ids) for t in trajectories)
         seconds = time.perf_counter() - started
         self.version += 1
@@ -173,7 +184,7 @@ class Learner:
             group_id="",
         )
         self.model.eval()
-        return self._logprobs(collate([trajectory], torch.zeros(1)).to(self.device)).tolist()
+        return self._logprobs(collate([trajectory], torch.zeros(1)).to(self.device)).logprobs.tolist()
 
     def state(self) -> Snapshot:
         """Everything a resumed run needs, copied to the CPU: weights, optimiser, random state, version."""
@@ -216,43 +227,72 @@ class Learner:
             torch.cuda.set_rng_state(state.tensors["rng/cuda"], self.device)
         self.version = int(state.values["version"])
 
-    def _totals(self, trajectories: Sequence[Trajectory]) -> Totals:
-        if not trajectories:
-            raise UserError("a training step needs at least one trajectory, got none")
-        if any(not t.prompt_ids for t in trajectories):
-            raise UserError("a trajectory has an empty prompt; its first token would have nothing to be predicted from")
-        tokens = sum(sum(t.loss_mask) for t in trajectories)
-        if not tokens:
-            raise UserError(f"none of the {len(trajectories)} trajectories has a token that the policy made")
-        return Totals(sequences=len(trajectories), tokens=tokens, max_tokens=self.max_tokens)
-
-    def _accumulate(self, batch: MicroBatch, totals: Totals) -> tuple[dict[str, Tensor], Tensor]:
-        """Add the micro-batch's gradient; its share of the metrics, and |trainer - engine logprob| `[K]`."""
+    def _accumulate(self, batch: MicroBatch) -> _Measured:
+        """Add the micro-batch's gradient, not yet divided."""
         config = self.config
         with torch.set_grad_enabled(batch.needs_gradient):
-            logprobs_K = self._logprobs(batch)
-            logprobs_B_T = logprobs_K.new_zeros(batch.mask_B_T.shape).masked_scatter(batch.mask_B_T, logprobs_K)
+            found = self._logprobs(batch)
+            logprobs_B_T = found.logprobs.new_zeros(batch.mask_B_T.shape).masked_scatter(batch.mask_B_T, found.logprobs)
             terms = LossTerms(logprobs_B_T, batch.behaviour_B_T, batch.advantages_B, batch.mask_B_T)
-            output = LOSSES[config.loss](
-                terms, Limits(config.clip_low, config.clip_high, config.importance_cap), totals
-            )
+            output = LOSSES[config.loss](terms, _limits(config, self.max_tokens))
             if batch.needs_gradient:
                 output.loss.backward()
-        difference_K = (logprobs_K.detach() - batch.behaviour_B_T[batch.mask_B_T]).abs()
-        return {"loss": output.loss.detach(), **output.metrics}, difference_K
+        log_ratio_K = found.logprobs.detach() - batch.behaviour_B_T[batch.mask_B_T]
+        sums = {"loss": output.loss.detach(), "entropy": found.entropy.sum(), **output.metrics}
+        return _Measured(output.denominator, sums, log_ratio_K, batch.versions_K)
 
-    def _logprobs(self, batch: MicroBatch) -> Tensor:
-        """Logprob of each token the policy made, `[K]`; the output matrix sees only the positions that predict one."""
-        # No attention mask: padding is on the right, where causal attention does not look from a real position.
-        hidden_B_L_H = self.model.base_model(input_ids=batch.input_ids_B_L, use_cache=False).last_hidden_state
-        hidden_K_H = hidden_B_L_H.flatten(0, 1)[batch.positions_K]
-        logits_K_V = self.model.get_output_embeddings()(hidden_K_H) / self.temperature
-        return -functional.cross_entropy(logits_K_V, batch.targets_K, reduction="none")
+    def _logprobs(self, batch: MicroBatch) -> TokenLogprobs:
+        """Of each token the policy made, `[K]`; the output matrix sees only the positions that predict one."""
+        hidden_1_L_H = self.model.base_model(
+            input_ids=batch.input_ids_1_L,
+            position_ids=batch.position_ids_1_L,
+            use_cache=False,
+            cu_seq_lens_q=batch.bounds,
+            max_length_q=batch.longest,
+        ).last_hidden_state
+        hidden_K_H = hidden_1_L_H[0, batch.positions_K]
+        head = self.model.get_output_embeddings()
+        return token_logprobs(hidden_K_H, head.weight, batch.targets_K, self.temperature)
 
     def _use_threads(self) -> None:
         # Set again in each step: the number belongs to the calling thread.
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Of one micro-batch: the loss's denominator, sums over its policy tokens, and what is known of each of them."""
+
+    denominator: Tensor
+    sums: Mapping[str, Tensor]
+    log_ratio_K: Tensor
+    """log pi - log mu."""
+    versions_K: Tensor
+
+
+def _count_policy_tokens(trajectories: Sequence[Trajectory]) -> int:
+    if not trajectories:
+        raise UserError("a training step needs at least one trajectory, got none")
+    if any(not t.prompt_ids for t in trajectories):
+        raise UserError("a trajectory has an empty prompt; its first token would have nothing to be predicted from")
+    tokens = sum(sum(t.loss_mask) for t in trajectories)
+    if not tokens:
+        raise UserError(f"none of the {len(trajectories)} trajectories has a token that the policy made")
+    return tokens
+
+
+def _limits(config: TrainConfig, max_tokens: int) -> Limits:
+    return Limits(
+        low=config.clip_low,
+        high=config.clip_high,
+        correction=config.correction,
+        importance_cap=config.importance_cap,
+        ratio_band=config.ratio_band,
+        probability_gap=config.probability_gap,
+        sequence_gap=config.sequence_gap,
+        max_tokens=max_tokens,
+    )
 
 
 def _load_model(model_path: str) -> Any:
@@ -264,6 +304,9 @@ def _load_model(model_path: str) -> Any:
     for name in _HEAD_TRANSFORMS:
         if getattr(model.config, name, None) not in (None, 1.0):
             raise ConfigError(f"model {model_path!r} sets {name}, which the learner does not support")
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise ConfigError(f"model {model_path!r} has a bias in its output layer, which the learner does not support")
+    use_packed_attention(model, model_path)
     return model
 
 
@@ -284,6 +327,26 @@ def _config_dtype(model_path: str) -> torch.dtype:
     """What the checkpoint's config says; an engine goes by it where it has no headers, as under a hub name."""
     config: Any = AutoConfig.from_pretrained(model_path)
     return config.dtype or config.get_text_config().dtype or torch.float32
+
+
+def _summed(measured: Sequence[_Measured], denominator: float, policy_tokens: int) -> dict[str, float]:
+    """The batch's loss, and means of the other sums over the policy's tokens."""
+    sums = {name: sum(float(part.sums[name]) for part in measured) for name in measured[0].sums}
+    loss = sums.pop("loss") / max(denominator, 1.0)
+    return {"loss": loss, **{name: total / policy_tokens for name, total in sums.items()}}
+
+
+def _gap_metrics(log_ratio_K: Tensor) -> dict[str, float]:
+    """Quantiles of the ratio pi / mu, and the share of tokens that importance weighting leaves effective.
+
+    The effective sample size of weights w is (sum w)^2 / sum w^2 (Kish 1965), here as a share of the tokens.
+    """
+    ratio_K = log_ratio_K.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ordered_K = ratio_K.sort().values
+    last = len(ordered_K) - 1
+    quantiles = {f"ratio_p{q}": float(ordered_K[round(last * q / 100)]) for q in (1, 50, 99)}
+    share = float(ratio_K.sum() ** 2 / (ratio_K.square().sum() * len(ratio_K)))
+    return {**quantiles, "ratio_max": float(ordered_K[-1]), "effective_sample_share": share}
 
 
 def _difference_metrics(difference_K: Tensor, staleness_K: Tensor) -> dict[str, float]:

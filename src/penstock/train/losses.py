@@ -1,13 +1,11 @@
-"""Policy losses as pure functions of logprobs, advantages and a mask.
+"""Policy losses as pure functions of logprobs, advantages and a mask, and corrections of off-policy data.
 
-Axes: B sequences, T response positions (right-padded). Each loss is a sum over the sequences it is given, divided by
-totals of the whole batch, so that the losses and gradients of micro-batches add up to those of the batch.
+Axes: B sequences, T response positions (right-padded). A loss is a sum over what it is given, beside the denominator
+that the sum is divided by in the end: both of micro-batches, and of ranks, add up to those of the batch.
 
 The policy that made the tokens (behaviour policy, mu) is the engine, with the logprobs it reported; the ratio is
-r_t = pi(t) / mu(t). Importance weights are truncated at `importance_cap`: where the gradient carries the weight r, it
-carries min(r, cap) instead (truncated importance sampling: Espeholt et al., IMPALA, arXiv:1802.01561; Yao et al. 2025,
-"Your efficient RL framework secretly brings you off-policy RL training"). With clipping this acts where clipping does
-not: on tokens of negative advantage that have become likelier.
+r_t = pi(t) / mu(t). A correction says which tokens are trained on, and with which weight. Denominators count the tokens
+and sequences that are kept.
 """
 
 from __future__ import annotations
@@ -24,22 +22,27 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Clip range [1 - low, 1 + high] of the ratio, and where importance weights are truncated."""
+    """Bounds of losses and corrections; see `TrainConfig`.
+
+    Attributes:
+        low: the clip range of the ratio is [1 - low, 1 + high].
+        high: see `low`.
+        correction: key of `CORRECTIONS`.
+        importance_cap: `tis` truncates importance weights there.
+        ratio_band: least and largest ratio that `mis` and `icepop` keep.
+        probability_gap: |pi - mu| from which `dppo` drops tokens that move on in that direction.
+        sequence_gap: mean of log mu - log pi from which `sequence_mask` drops sequences of negative advantage, nats.
+        max_tokens: generation budget, the constant that `dr_grpo` divides by.
+    """
 
     low: float = 0.2
     high: float = 0.28
+    correction: str = "tis"
     importance_cap: float = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Of the whole batch: what sums over micro-batches are divided by."""
-
-    sequences: int
-    tokens: int
-    """Response tokens under the loss mask."""
+    ratio_band: tuple[float, float] = (0.5, 5.0)
+    probability_gap: float = 0.2
+    sequence_gap: float = 0.2
     max_tokens: int = 1
-    """Dr. GRPO's constant: the generation budget in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,75 +73,158 @@ class LossTerms:
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """A loss, and its metrics as detached scalars; like the loss, those of micro-batches add up to the batch's.
+    """Sums over what a loss was given; those of micro-batches add up to the batch's.
 
-    Metrics, as means over the response tokens of the batch: `clip_fraction` (tokens whose gradient the clip removed),
-    `truncated_fraction` (tokens whose importance weight was cut), `ratio_mean`, `kl` (k3 estimate of KL(mu || pi),
-    r - 1 - log r, http://joschu.net/blog/kl-approx.html), `entropy` (-log pi of the sampled tokens: an estimate of the
-    policy's entropy where the tokens are its own).
+    Attributes:
+        loss: with gradient, before division.
+        denominator: what the batch's loss is divided by: kept tokens, kept sequences, or their token budgets.
+        metrics: detached sums over the tokens under the mask: `clip_fraction` (tokens whose gradient the clip removed),
+            `truncated_fraction` (whose importance weight was cut), `masked_fraction` (which the correction dropped),
+            `ratio_mean`, `logprob_gap_k1` (log mu - log pi), `kl` (k3 estimate of KL(mu || pi), r - 1 - log r,
+            http://joschu.net/blog/kl-approx.html).
     """
 
     loss: Tensor
+    denominator: Tensor
     metrics: Mapping[str, Tensor]
 
 
-Loss = Callable[[LossTerms, Limits, Totals], LossOutput]
+Loss = Callable[[LossTerms, Limits], LossOutput]
+
+# --- corrections -----------------------------------------------------------------------------------------------------
 
 
-def grpo(terms: LossTerms, limits: Limits, totals: Totals) -> LossOutput:
+@dataclass(frozen=True, slots=True)
+class Corrected:
+    """What a correction leaves: tokens trained on (bool `[B, T]`), and the most that an importance weight may be."""
+
+    keep_B_T: Tensor
+    cap: float = float("inf")
+
+
+def tis(terms: LossTerms, limits: Limits) -> Corrected:
+    """Truncated importance sampling: the gradient carries min(r, cap) where it would carry r.
+
+    Espeholt et al., IMPALA, arXiv:1802.01561; Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training". With clipping this acts where clipping does not: on tokens of negative advantage that have
+    become likelier.
+    """
+    return Corrected(terms.mask_B_T, limits.importance_cap)
+
+
+def mis(terms: LossTerms, limits: Limits) -> Corrected:
+    """Masked importance sampling: drop sequences whose geometric mean of r is outside `ratio_band`."""
+    mean_B_1 = (terms.log_ratio().sum(-1) / terms.lengths()).exp().unsqueeze(-1)
+    return Corrected(terms.mask_B_T & _inside(mean_B_1, limits))
+
+
+def icepop(terms: LossTerms, limits: Limits) -> Corrected:
+    """IcePop (Ling Team 2025, "Small leak can sink a great ship"): drop tokens whose r is outside `ratio_band`."""
+    return Corrected(terms.mask_B_T & _inside(terms.log_ratio().exp(), limits))
+
+
+def dppo(terms: LossTerms, limits: Limits) -> Corrected:
+    """DPPO (arXiv:2602.04879), total variation: drop tokens that have moved far, and that A would move farther.
+
+    That is |pi - mu| > `probability_gap` with pi > mu and A > 0, or pi < mu and A < 0.
+    """
+    logprobs_B_T = terms.logprobs_B_T.detach().masked_fill(~terms.mask_B_T, 0.0)
+    gap_B_T = logprobs_B_T.exp() - terms.behaviour_B_T.masked_fill(~terms.mask_B_T, 0.0).exp()
+    farther_B_T = gap_B_T * terms.advantages_B.sign().unsqueeze(-1) > limits.probability_gap
+    return Corrected(terms.mask_B_T & ~farther_B_T)
+
+
+def sequence_mask(terms: LossTerms, limits: Limits) -> Corrected:
+    """DeepSeek-V3.2's off-policy sequence mask (arXiv:2512.02556, eq. 9).
+
+    Sequences of negative advantage are dropped where the mean of log mu - log pi is above `sequence_gap`.
+    """
+    gap_B = -terms.log_ratio().sum(-1) / terms.lengths()
+    dropped_B = (terms.advantages_B < 0) & (gap_B > limits.sequence_gap)
+    return Corrected(terms.mask_B_T & ~dropped_B.unsqueeze(-1))
+
+
+def no_correction(terms: LossTerms, limits: Limits) -> Corrected:
+    """Train on every token as if the current policy had made it: right for synchronous runs only."""
+    del limits
+    return Corrected(terms.mask_B_T)
+
+
+CORRECTIONS: Mapping[str, Callable[[LossTerms, Limits], Corrected]] = {
+    "tis": tis,
+    "mis": mis,
+    "icepop": icepop,
+    "dppo": dppo,
+    "sequence_mask": sequence_mask,
+    "none": no_correction,
+}
+"""By the name that `train.correction` has in the config."""
+
+
+def _inside(ratio: Tensor, limits: Limits) -> Tensor:
+    ratio = ratio.detach()
+    return (ratio >= limits.ratio_band[0]) & (ratio <= limits.ratio_band[1])
+
+
+# --- losses ----------------------------------------------------------------------------------------------------------
+
+
+def grpo(terms: LossTerms, limits: Limits) -> LossOutput:
     """GRPO (Shao et al., DeepSeekMath, arXiv:2402.03300, eq. 3), without the KL term.
 
     1/G sum_i 1/|o_i| sum_t -min(r A_i, clip(r, 1 - low, 1 + high) A_i): mean over a sequence, then over sequences.
     """
     surrogate = _clipped(terms.log_ratio(), terms, limits)
-    loss_B = (surrogate.loss_B_T * terms.mask_B_T).sum(-1) / terms.lengths()
-    return _output(loss_B.sum() / totals.sequences, terms, surrogate, totals)
+    kept_B = surrogate.keep_B_T.sum(-1)
+    loss_B = surrogate.kept().sum(-1) / kept_B.clamp(min=1)
+    return _output(loss_B.sum(), _sequences(surrogate), terms, surrogate)
 
 
-def dr_grpo(terms: LossTerms, limits: Limits, totals: Totals) -> LossOutput:
+def dr_grpo(terms: LossTerms, limits: Limits) -> LossOutput:
     """Dr. GRPO (Liu et al., arXiv:2503.20783): a constant in place of |o_i|, so that length carries no bias.
 
     1/(G max_tokens) sum_i sum_t -min(r A_i, clip(r) A_i). Its advantages are `group_mean`, without division by std.
     """
     surrogate = _clipped(terms.log_ratio(), terms, limits)
-    total = (surrogate.loss_B_T * terms.mask_B_T).sum()
-    return _output(total / (totals.sequences * totals.max_tokens), terms, surrogate, totals)
+    return _output(surrogate.kept().sum(), _sequences(surrogate) * limits.max_tokens, terms, surrogate)
 
 
-def dapo(terms: LossTerms, limits: Limits, totals: Totals) -> LossOutput:
+def dapo(terms: LossTerms, limits: Limits) -> LossOutput:
     """DAPO (Yu et al., arXiv:2503.14476, eq. 8): every token weighs the same, and the clip is wider above than below.
 
     1/(sum_i |o_i|) sum_i sum_t -min(r A_i, clip(r, 1 - low, 1 + high) A_i).
     """
     surrogate = _clipped(terms.log_ratio(), terms, limits)
-    total = (surrogate.loss_B_T * terms.mask_B_T).sum()
-    return _output(total / totals.tokens, terms, surrogate, totals)
+    return _output(surrogate.kept().sum(), surrogate.keep_B_T.sum(), terms, surrogate)
 
 
-def gspo(terms: LossTerms, limits: Limits, totals: Totals) -> LossOutput:
+def gspo(terms: LossTerms, limits: Limits) -> LossOutput:
     """GSPO (Zheng et al., arXiv:2507.18071, eq. 5): one ratio a sequence, s_i = (pi(o_i) / mu(o_i))^(1/|o_i|).
 
     1/G sum_i -min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i). Its clip range is of the order of 3e-4.
     """
-    log_ratio_B_1 = (terms.log_ratio().sum(-1) / terms.lengths()).unsqueeze(-1)
+    kept_B_T = CORRECTIONS[limits.correction](terms, limits).keep_B_T
+    length_B = kept_B_T.sum(-1).clamp(min=1)
+    log_ratio_B_1 = ((terms.log_ratio() * kept_B_T).sum(-1) / length_B).unsqueeze(-1)
     surrogate = _clipped(log_ratio_B_1, terms, limits)
-    total = (surrogate.loss_B_T * terms.mask_B_T.any(-1, keepdim=True)).sum()
-    return _output(total / totals.sequences, terms, surrogate, totals)
+    total = (surrogate.loss_B_T * kept_B_T.any(-1, keepdim=True)).sum()
+    return _output(total, _sequences(surrogate), terms, surrogate)
 
 
-def cispo(terms: LossTerms, limits: Limits, totals: Totals) -> LossOutput:
+def cispo(terms: LossTerms, limits: Limits) -> LossOutput:
     """CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4): the importance weight is clipped, no token loses its gradient.
 
     1/(sum_i |o_i|) sum_i sum_t -sg(min(r, 1 + high)) A_i log pi. As in the paper, there is no lower bound; the upper
-    one is `importance_cap` where that is less.
+    one is the correction's cap where that is less.
     """
-    log_ratio_B_T = terms.log_ratio()
-    bound = min(1 + limits.high, limits.importance_cap)
-    ratio_B_T = log_ratio_B_T.detach().exp()
+    corrected = CORRECTIONS[limits.correction](terms, limits)
+    bound = min(1 + limits.high, corrected.cap)
+    ratio_B_T = terms.log_ratio().detach().exp()
     weight_B_T = ratio_B_T.clamp(max=bound)
     loss_B_T = -weight_B_T * terms.advantages_B.unsqueeze(-1) * terms.logprobs_B_T.masked_fill(~terms.mask_B_T, 0.0)
-    surrogate = _Surrogate(loss_B_T, clipped=torch.zeros_like(terms.mask_B_T), truncated=ratio_B_T > bound)
-    return _output((loss_B_T * terms.mask_B_T).sum() / totals.tokens, terms, surrogate, totals)
+    clipped = torch.zeros_like(terms.mask_B_T)
+    surrogate = _Surrogate(loss_B_T, clipped, ratio_B_T > bound, corrected.keep_B_T)
+    return _output(surrogate.kept().sum(), surrogate.keep_B_T.sum(), terms, surrogate)
 
 
 LOSSES: Mapping[str, Loss] = {"grpo": grpo, "dr_grpo": dr_grpo, "dapo": dapo, "gspo": gspo, "cispo": cispo}
@@ -152,32 +238,43 @@ class _Surrogate:
     loss_B_T: Tensor
     clipped: Tensor
     truncated: Tensor
+    keep_B_T: Tensor
+
+    def kept(self) -> Tensor:
+        """The loss of each token, 0 where it is not trained on."""
+        return self.loss_B_T.masked_fill(~self.keep_B_T, 0.0)
 
 
 def _clipped(log_ratio_B_T: Tensor, terms: LossTerms, limits: Limits) -> _Surrogate:
-    """PPO's pessimistic clipped surrogate (arXiv:1707.06347, eq. 7) with truncated importance weights."""
+    """PPO's pessimistic clipped surrogate (arXiv:1707.06347, eq. 7), corrected."""
+    corrected = CORRECTIONS[limits.correction](terms, limits)
     advantages_B_1 = terms.advantages_B.unsqueeze(-1)
     ratio_B_T = log_ratio_B_T.exp()
     free_B_T = ratio_B_T * advantages_B_1
     bound_B_T = ratio_B_T.clamp(1 - limits.low, 1 + limits.high) * advantages_B_1
     clipped = free_B_T > bound_B_T
     # A detached factor scales value and gradient alike: min(r, cap) is the weight of grad log pi.
-    cut_B_T = (limits.importance_cap / ratio_B_T.detach()).clamp(max=1.0)
+    cut_B_T = (corrected.cap / ratio_B_T.detach()).clamp(max=1.0)
     loss_B_T = -torch.where(clipped, bound_B_T, cut_B_T * free_B_T)
     truncated = (cut_B_T < 1) & ~clipped & (advantages_B_1 != 0)
-    return _Surrogate(loss_B_T, clipped, truncated)
+    return _Surrogate(loss_B_T, clipped, truncated, corrected.keep_B_T)
 
 
-def _output(loss: Tensor, terms: LossTerms, surrogate: _Surrogate, totals: Totals) -> LossOutput:
+def _sequences(surrogate: _Surrogate) -> Tensor:
+    return surrogate.keep_B_T.any(-1).sum()
+
+
+def _output(loss: Tensor, denominator: Tensor, terms: LossTerms, surrogate: _Surrogate) -> LossOutput:
     with torch.no_grad():
         mask_B_T = terms.mask_B_T
         log_ratio_B_T = terms.log_ratio()
         ratio_B_T = log_ratio_B_T.exp()
         sums = {
-            "clip_fraction": (surrogate.clipped & mask_B_T).sum(),
-            "truncated_fraction": (surrogate.truncated & mask_B_T).sum(),
+            "clip_fraction": (surrogate.clipped & surrogate.keep_B_T).sum(),
+            "truncated_fraction": (surrogate.truncated & surrogate.keep_B_T).sum(),
+            "masked_fraction": (mask_B_T & ~surrogate.keep_B_T).sum(),
             "ratio_mean": (ratio_B_T * mask_B_T).sum(),
+            "logprob_gap_k1": -log_ratio_B_T.sum(),
             "kl": ((ratio_B_T - 1 - log_ratio_B_T) * mask_B_T).sum(),
-            "entropy": -terms.logprobs_B_T.masked_fill(~mask_B_T, 0.0).sum(),
         }
-        return LossOutput(loss, {name: total / totals.tokens for name, total in sums.items()})
+        return LossOutput(loss, denominator, sums)

@@ -81,6 +81,22 @@ def learner_metrics(learned: Mapping[str, float]) -> dict[str, float]:
     return metrics
 
 
+def logprob_alarm(learned: Mapping[str, float], limit: float) -> str | None:
+    """Say so where trainer and engine disagree about tokens of equal weights: then one of them computes another model.
+
+    Args:
+        learned: what the learner returned of a step.
+        limit: mean |trainer logprob - engine logprob| that is let pass, in nats.
+    """
+    gap = learned.get("logprob_diff_staleness/0", 0.0)
+    if gap <= limit:
+        return None
+    return (
+        f"trainer and engine disagree by {gap:.3g} nats a token at equal weights (train.logprob_alarm: {limit:g}); "
+        "compare their dtypes and quantisation, the temperature, and the model's config on both sides"
+    )
+
+
 def update_metrics(report: UpdateReport) -> dict[str, float]:
     """Figures of one weight update."""
     return {

@@ -1,0 +1,135 @@
+"""Causal attention over sequences packed into one row, for any transformers model that lets its attention be chosen.
+
+All other layers work on each token alone, so that a packed row has no padding. `cu_seq_lens_q` (bounds of the sequences
+in the row, as FlashAttention names them) and `max_length_q` travel through the model's keyword arguments.
+"""
+
+# transformers and torch's varlen attention ship partial types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from penstock.errors import ConfigError
+
+NAME = "penstock_packed"
+_UNSUPPORTED = ("attn_logit_softcapping",)
+"""Config entries of models whose attention is more than softmax(QK) V."""
+
+
+def use_packed_attention(model: Any, name: str) -> None:
+    """Have `model` attend within the sequences of a packed row.
+
+    Args:
+        model: a transformers model.
+        name: how an error calls it.
+
+    Raises:
+        ConfigError: the model's attention cannot be replaced by ours.
+    """
+    config = model.config.get_text_config()
+    for entry in _UNSUPPORTED:
+        if getattr(config, entry, None):
+            raise ConfigError(f"model {name!r} sets {entry}, which the learner's packed attention does not compute")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ConfigError(
+            f"model {name!r} ({type(model).__name__}) does not let its attention be chosen, as packing needs"
+        )
+    AttentionInterface.register(NAME, packed_attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
+    model.set_attn_implementation(NAME)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend causally within each sequence of one packed row.
+
+    Args:
+        module: the attention layer.
+        query: `[1, heads, tokens, width]`; key and value may have fewer heads, each for a group of the query's.
+        key: see `query`.
+        value: see `query`.
+        attention_mask: none.
+        cu_seq_lens_q: int32 `[sequences + 1]`, where each sequence begins, and where the last one ends.
+        max_length_q: tokens of the longest.
+        scaling: of the products; default: 1 / sqrt(width).
+        dropout: of attention's weights.
+        sliding_window: tokens that a token sees, itself included; None: all before it.
+        others: what else the model passes on.
+
+    Returns:
+        `[1, tokens, heads, width]`, and no weights.
+    """
+    del module, attention_mask
+    if others.get("s_aux") is not None:
+        raise ConfigError("the learner's packed attention knows no attention sinks; train another model")
+    window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
+    single = len(cu_seq_lens_q) == 2  # noqa: PLR2004 - one sequence has two bounds
+    if query.is_cuda and not single and window is None and query.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
+    if single:
+        return _padded(query, key, value, scaling, dropout, window).transpose(1, 2), None
+    # Sequences of a micro-batch are of about one length: what is padded here, in attention alone, is little.
+    bounds = cu_seq_lens_q.to(torch.int64)
+    lengths_B = bounds.diff()
+    place_B_T = torch.arange(max_length_q, device=query.device)
+    inside_B_T = place_B_T < lengths_B.unsqueeze(-1)
+    rows_B_T = (bounds[:-1].unsqueeze(-1) + place_B_T).clamp_(max=query.shape[2] - 1)
+    query, key, value = (part[0][:, rows_B_T].transpose(0, 1) for part in (query, key, value))
+    out_B_A_T_D = _padded(query, key, value, scaling, dropout, window)
+    return out_B_A_T_D.transpose(1, 2)[inside_B_T].unsqueeze(0), None
+
+
+def _padded(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, window: int | None
+) -> Tensor:
+    """Attend causally in rows padded on their right, where no real token looks: `[sequences, heads, tokens, width]`."""
+    mask = None
+    if window is not None:
+        age = torch.arange(query.shape[2], device=query.device)
+        age = age.unsqueeze(-1) - age
+        mask = (age >= 0) & (age < window)
+    gqa = query.shape[1] != key.shape[1]
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=gqa
+    )
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scaling: float | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - only GPUs have it
+
+    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+    options: dict[str, Any] = {} if scaling is None else {"scale": scaling}
+    # torch 2.11 has `is_causal`, 2.13 a window.
+    causal = "is_causal" in inspect.signature(varlen_attn).parameters
+    options |= {"is_causal": True} if causal else {"window_size": (-1, 0), "enable_gqa": True}
+    if causal:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
+    attend: Any = varlen_attn
+    return attend(query, key, value, bounds, bounds, longest, longest, **options).unsqueeze(0)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Stand in for a mask: the bounds of the sequences are all that our attention needs."""

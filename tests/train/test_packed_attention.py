@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from random_trajectories import trajectory
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
+
+from penstock.errors import ConfigError
+from penstock.train.batching import collate
+from penstock.train.packed_attention import use_packed_attention
+
+SMALL = {
+    "vocab_size": 24,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+CONFIGS = [
+    Qwen3Config(**SMALL),
+    LlamaConfig(**SMALL),
+    MistralConfig(**SMALL, sliding_window=4),
+    Qwen3Config(**SMALL, use_sliding_window=True, sliding_window=3, max_window_layers=1),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["qwen3", "llama", "sliding", "half-sliding"])
+@pytest.mark.parametrize("lengths", [(6,), (9, 2, 5), (1, 1, 1, 12)])
+def test_a_packed_row_equals_each_sequence_alone(config: PretrainedConfig, lengths: tuple[int, ...]):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config)).double().eval()
+    sequences = [torch.randint(24, (size + 1,)).tolist() for size in lengths]
+    alone = [model.base_model(torch.tensor([ids[:-1]])).last_hidden_state for ids in sequences]
+    use_packed_attention(model, "a model")
+    batch = collate([trajectory(ids[:1], ids[1:]) for ids in sequences], torch.zeros(len(lengths)))
+    packed = model.base_model(
+        batch.input_ids_1_L, position_ids=batch.position_ids_1_L, cu_seq_lens_q=batch.bounds, max_length_q=batch.longest
+    ).last_hidden_state
+    torch.testing.assert_close(packed, torch.cat(alone, 1))
+
+
+def test_attention_that_does_more_is_refused():
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**SMALL))
+    model.config.attn_logit_softcapping = 30.0
+    with pytest.raises(ConfigError, match="sets attn_logit_softcapping"):
+        use_packed_attention(model, "gemma")
