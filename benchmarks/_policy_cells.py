@@ -11,7 +11,7 @@ from fleet_sim.run import FleetFigures, FleetRun, FleetSetup, Incident
 from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, GroupShape, Lengths, Trajectory, agents, groups
 from penstock.router.placement import Placement, PlacementOptions
-from penstock.router.policies.registry import POLICIES
+from penstock.router.policies import POLICIES
 
 OURS = "bounded-sticky"
 

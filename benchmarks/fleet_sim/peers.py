@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 from fleet_sim.router import FleetRequest, FleetRouter
 from penstock.router.membership import EngineEntry
-from penstock.router.policies.base import Defer
+from penstock.router.policies import Defer
 
 
 def hash64(text: str) -> int:
@@ -47,7 +47,7 @@ class PeerRouter:
         """See `FleetRouter`."""
         (self.down.add if down else self.down.discard)(name)
 
-    def figures(self, name: str, *, kv_usage: float, kv_capacity: int) -> None:
+    def report_kv(self, name: str, *, kv_usage: float, kv_capacity: int) -> None:
         """See `FleetRouter`; none of these routers asks."""
 
     def place(self, request: FleetRequest, now: float, tried: Collection[str] = ()) -> str | Defer | None:

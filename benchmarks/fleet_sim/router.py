@@ -12,7 +12,7 @@ from typing import Protocol
 
 from fleet_sim.cache import Segment
 from penstock.router.membership import EngineEntry
-from penstock.router.policies.base import Defer
+from penstock.router.policies import Defer
 
 BLOCK = 64
 """Tokens of one block of `X-Prefix-Hashes`."""
@@ -83,7 +83,7 @@ class FleetRouter(Protocol):
         """An engine refuses connections, or is back."""
         ...
 
-    def figures(self, name: str, *, kv_usage: float, kv_capacity: int) -> None:
+    def report_kv(self, name: str, *, kv_usage: float, kv_capacity: int) -> None:
         """What an engine says of its KV."""
         ...
 

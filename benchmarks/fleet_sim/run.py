@@ -20,7 +20,7 @@ from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import Trajectory
 from penstock.errors import StateError
 from penstock.router.membership import EngineEntry
-from penstock.router.policies.base import Defer
+from penstock.router.policies import Defer
 
 START_SPACING_S = 0.005
 """Between the first trajectories: a worker starts them one after another."""
@@ -310,7 +310,7 @@ class FleetRun:
         for name in self._announced:
             if name in self.engines:
                 engine = self.engines[name]
-                self.router.figures(name, kv_usage=engine.kv_usage, kv_capacity=engine.cache.capacity)
+                self.router.report_kv(name, kv_usage=engine.kv_usage, kv_capacity=engine.cache.capacity)
         self.router.expire(self.now)
         self._release_held()
         self._stalled_s = 0.0 if self._events else self._stalled_s + self.setup.figures_interval_s

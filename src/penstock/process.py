@@ -164,6 +164,11 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def backoff_s(failures: int, base_s: float = 0.05, cap_s: float = 120.0) -> float:
+    """Seconds to wait before another try after `failures` in a row: doubles from `base_s` up to `cap_s`."""
+    return min(base_s * 2.0 ** min(failures, 64), cap_s)
+
+
 _SHORTAGES = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from fleet_sim.router import FleetRequest
 from penstock.router.membership import EngineEntry
-from penstock.router.policies.base import Defer
+from penstock.router.policies import Defer
 
 
 class RoundRobin:
@@ -27,7 +27,7 @@ class RoundRobin:
     def mark(self, name: str, *, down: bool) -> None:
         (self.down.add if down else self.down.discard)(name)
 
-    def figures(self, name: str, *, kv_usage: float, kv_capacity: int) -> None:
+    def report_kv(self, name: str, *, kv_usage: float, kv_capacity: int) -> None:
         assert name in self.names
         assert 0 <= kv_usage <= 1
         assert kv_capacity > 0

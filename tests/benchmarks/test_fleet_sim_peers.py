@@ -20,7 +20,7 @@ from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, Lengths, agents
 from penstock.router.membership import EngineEntry
 from penstock.router.placement import Placement, PlacementOptions
-from penstock.router.policies.registry import POLICIES
+from penstock.router.policies import POLICIES
 
 
 def entries(count: int) -> list[EngineEntry]:

@@ -13,7 +13,7 @@ from fleet_sim.run import FleetRun, FleetSetup, Incident, quantile
 from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, GroupShape, Lengths, agents, groups
 from penstock.errors import StateError
-from penstock.router.policies.base import Defer
+from penstock.router.policies import Defer
 
 SPEED = EngineSpeed(step_s=0.01, sequence_s=1e-5, context_s=5e-8, prefill_s=3e-5)
 SETUP = FleetSetup(4, 24, SPEED, EngineLimits(kv_tokens=60_000))

@@ -7,7 +7,7 @@ import pytest
 from yarl import URL
 
 from penstock.guard import DATA_PATHS, OPEN_PATHS
-from penstock.router.head import CONTROL_PATHS
+from penstock.router.access import CONTROL_PATHS
 
 pytestmark = pytest.mark.vllm
 

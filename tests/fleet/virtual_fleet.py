@@ -27,7 +27,7 @@ from penstock.fleet.router_process import OpenRouter
 from penstock.http import HttpTransport
 from penstock.router.admin_client import EngineLoad, RouterState
 from penstock.router.dispatcher import Dispatcher
-from penstock.router.gate import Lane
+from penstock.router.gate import Lane, Waiter
 from penstock.router.head import RequestHead
 from penstock.router.http import RefusalError
 from penstock.router.membership import EngineEntry
@@ -182,7 +182,7 @@ class VirtualRouter:
                 *(e.down, e.outstanding, e.requests),
                 sessions=sessions(e.name),
             )
-            for e in self.dispatcher.engines.values()
+            for e in self.dispatcher.backends.values()
         )
         return RouterState(self.dispatcher.membership.epoch, self.dispatcher.gate.closed, 0, 0, 0, loads)
 
@@ -203,20 +203,20 @@ class VirtualRouter:
                 exchange = self._network.exchange(node, call)
                 await exchange.begun()
             except aiohttp.ClientConnectorError:
-                self.dispatcher.left(waiting, engine, 0.0, ok=False)
+                self.dispatcher.left(waiting.request, engine, 0.0, ok=False)
                 engine.mark(down=True)
                 self.dispatcher.placement.mark(engine.name, down=True)
-                self.dispatcher.replace(waiting, "refused")
+                self.dispatcher.retry(waiting, waiting.tried, "refused")
             except aiohttp.ServerDisconnectedError:
-                self.dispatcher.left(waiting, engine, 0.0, ok=False)
+                self.dispatcher.left(waiting.request, engine, 0.0, ok=False)
                 waiting.tried.append(engine)
-                self.dispatcher.replace(waiting, "hung_up")
+                self.dispatcher.retry(waiting, waiting.tried, "hung_up")
             except BaseException:
-                self.dispatcher.left(waiting, engine, 0.0, ok=False)
+                self.dispatcher.left(waiting.request, engine, 0.0, ok=False)
                 exchange.sever()
                 raise
             else:
-                over = partial(self.dispatcher.left, waiting, engine, 0.0, ok=True)
+                over = partial(self.dispatcher.left, waiting.request, engine, 0.0, ok=True)
                 exchange.ended.add_done_callback(lambda _, over=over: over())
                 return exchange
 
@@ -229,7 +229,7 @@ class VirtualRouter:
             )
 
 
-class _Waiting:
+class _Waiting(Waiter):
     """A request in the dispatcher's hands; `router.exchange.Exchange` is the real one."""
 
     def __init__(self, dispatcher: Dispatcher, call: Call) -> None:
@@ -239,21 +239,25 @@ class _Waiting:
         self.request.prompt_tokens = int(call.headers.get("X-Prompt-Tokens", 0))
         self.request.expected_tokens = int(call.headers.get("X-Expected-Tokens", 0))
         self.tried: list[Any] = []
-        self.hold_seconds = self.gate_seconds = self.patience_used = 0.0
         self.placed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._dispatcher = dispatcher
 
     def try_place(self) -> Lane | None:
-        return self._dispatcher.try_place(self)  # type: ignore[arg-type]
-
-    def held(self) -> int:
-        return 0
-
-    def place(self, engine: Any) -> None:
+        try:
+            found = self._dispatcher.find(self.request, self.tried)
+        except RefusalError as refusal:
+            self.refuse(refusal)
+            return None
+        if isinstance(found, Lane):
+            return found
         if self.placed.cancelled():
-            self._dispatcher.left(self, engine, 0.0, ok=False)  # type: ignore[arg-type]
+            self._dispatcher.left(self.request, found, 0.0, ok=False)
         else:
-            self.placed.set_result(engine)
+            self.placed.set_result(found)
+        return None
+
+    def kept_bytes(self) -> int:
+        return 0
 
     def needs(self) -> str:
         return ""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from router_rig import Backend, RawClient, Seen, eventually, read_body, reply, request
 
 from penstock.config import RouterConfig
-from penstock.router.backend import Engine
-from penstock.router.exchange import Exchange
+from penstock.router.backend import Backend as RouterBackend
+from penstock.router.head import RequestHead
 from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
 
@@ -116,9 +117,9 @@ class World:
             case _:
                 writer.close()
 
-    def judge(self, exchange: Exchange, engine: Engine) -> None:
+    def judge(self, request: RequestHead, tried: Sequence[RouterBackend], engine: RouterBackend) -> None:
         """Note what is wrong with a placement, by what the router has been told."""
-        asked = self.asked[int(exchange.request.target.partition(b"r=")[2])]
+        asked = self.asked[int(request.target.partition(b"r=")[2])]
         entry = self.entries.get(engine.name)
         session = asked.session
         wrong = [
@@ -129,7 +130,7 @@ class World:
                 "gate closed": self.closed,
                 "gate of its adapter closed": asked.adapter is not None and self.closed_adapter,
                 "gate of the engine closed": engine.name in self.closed_engines,
-                "tried before": engine in exchange.tried,
+                "tried before": engine in tried,
             }.items()
             if so
         ]

@@ -21,7 +21,7 @@ async def test_a_line_names_trace_session_group_and_engine(caplog: pytest.LogCap
     try:
         router.dispatcher.set_engines(1, [backend.entry()])
         client = await RawClient.connect(router.url)
-        with caplog.at_level(logging.INFO, "penstock.router.admin"):
+        with caplog.at_level(logging.INFO, "penstock.router.access"):
             context = f"Traceparent: 00-{TRACE.upper()}-00f067aa0ba902b7-01\r\ntracestate: a=1,b=2\r\n"
             await client.ask("/v1/x?y", b"body", f"X-Session-ID: s\r\nX-Group-ID: g\r\n{context}")
             router.dispatcher.set_gate(closed=True)

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from router_rig import Answer, Backend, Rig, Seen, answer_name, eventually, read_chunks, reply, request, rig
 
-from penstock.router import backend_connection
+from penstock.router import answer as answers_of
 from penstock.router.exchange import REPLAY_LIMIT
 from penstock.router.head import parse_response
 from penstock.router.http import ChunkedReader
@@ -164,9 +164,9 @@ def test_the_bytes_of_a_suspect_are_read_once(monkeypatch: pytest.MonkeyPatch) -
             fed += len(data) - start
             return super().feed(data, start)
 
-    monkeypatch.setattr(backend_connection, "ChunkedReader", Counting)
+    monkeypatch.setattr(answers_of, "ChunkedReader", Counting)
     body = chunk(b": " + b"x" * 500) * 20
-    suspect = backend_connection.Suspect(parse_response(STREAM, b"POST"))
+    suspect = answers_of.Suspect(parse_response(STREAM, b"POST"))
     assert {suspect.judge(body[i : i + 50]) for i in range(0, len(body), 50)} == {(False, "")}
     assert fed == len(body)
 
@@ -208,6 +208,6 @@ async def test_simulated_engines_that_die_under_load_lose_nothing_unbegun() -> N
 
 def test_a_head_is_enough_only_for_what_is_no_suspect() -> None:
     plain = parse_response(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", b"POST")
-    assert not backend_connection.is_suspect(plain)
-    assert not backend_connection.is_suspect(parse_response(DEAD[: DEAD.index(b"{")], b"HEAD"))
-    assert backend_connection.is_suspect(parse_response(DEAD[: DEAD.index(b"{")], b"POST"))
+    assert not answers_of.is_suspect(plain)
+    assert not answers_of.is_suspect(parse_response(DEAD[: DEAD.index(b"{")], b"HEAD"))
+    assert answers_of.is_suspect(parse_response(DEAD[: DEAD.index(b"{")], b"POST"))

@@ -76,7 +76,7 @@ def test_the_longest_context_of_any_engine_bounds_a_claim() -> None:
     assert placement.most_tokens == MOST_TOKENS
     placement.set_engines([EngineEntry(f"e{i}", f"http://h:{i + 1}", max_model_len=64 << i) for i in range(3)])
     assert placement.most_tokens == 256
-    placement.figures("e2", kv_usage=0.0, kv_capacity=100)
+    placement.report_kv("e2", kv_usage=0.0, kv_capacity=100)
     assert placement.most_tokens == 128
     placement.set_engines([])
     assert placement.most_tokens == MOST_TOKENS

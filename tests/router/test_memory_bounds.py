@@ -12,7 +12,6 @@ from router_rig import Backend, RawClient, Rig, Seen, answer_name, eventually, r
 from test_backpressure import narrow, resident
 
 from penstock.router import server
-from penstock.router.client_connection import ClientConnection
 
 MB = 1 << 20
 FLOOD = 64 * MB
@@ -163,7 +162,7 @@ async def test_a_body_in_tiny_pieces_takes_no_more_than_its_bytes() -> None:
     async with rig(answer_name) as r:
         assert r.router is not None
         pieces = 100_000
-        client = ClientConnection(r.router)
+        client = r.router.accept()
         client.transport = SilentTransport()
         client.connection_made(client.transport)
         tracemalloc.start()

@@ -14,8 +14,7 @@ from penstock.errors import StateError
 from penstock.router.http import Hints
 from penstock.router.membership import EngineEntry
 from penstock.router.placement import Placement, PlacementOptions
-from penstock.router.policies.base import Defer
-from penstock.router.policies.registry import POLICIES
+from penstock.router.policies import POLICIES, Defer
 from penstock.wire import prefix_hashes
 
 
@@ -29,7 +28,7 @@ def placement(engines: Iterable[EngineEntry], *policies: str, capacity: int = 0,
     made.set_engines(announced)
     if capacity:
         for entry in announced:
-            made.figures(entry.name, kv_usage=0.0, kv_capacity=capacity)
+            made.report_kv(entry.name, kv_usage=0.0, kv_capacity=capacity)
     return made
 
 
@@ -359,12 +358,12 @@ def test_new_weights_empty_the_caches() -> None:
 
 def test_kv_usage_is_what_the_engine_said_and_what_came_since() -> None:
     p = placement(entries(2), "kv-cache", capacity=1000)
-    p.figures("e0", kv_usage=0.30, kv_capacity=1000)
-    p.figures("e1", kv_usage=0.25, kv_capacity=1000)
+    p.report_kv("e0", kv_usage=0.30, kv_capacity=1000)
+    p.report_kv("e1", kv_usage=0.25, kv_capacity=1000)
     request = Hints(prompt_tokens=100)
     assert [p.place(request, 0.0) for _ in range(4)] == ["e1", "e0", "e1", "e0"]
     assert p.views()["e0"].kv_usage == pytest.approx(0.5)
-    p.figures("e0", kv_usage=0.5, kv_capacity=1000)
+    p.report_kv("e0", kv_usage=0.5, kv_capacity=1000)
     assert p.views()["e0"].kv_usage == pytest.approx(0.5)
 
 

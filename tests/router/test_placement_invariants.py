@@ -14,8 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from penstock.router.http import Hints
 from penstock.router.membership import EngineEntry
 from penstock.router.placement import Placement, PlacementOptions
-from penstock.router.policies.base import Defer
-from penstock.router.policies.registry import POLICIES
+from penstock.router.policies import POLICIES, Defer
 
 LISTS = [(name,) for name in POLICIES] + [("prefix-aware", "kv-cache"), ("kv-cache", "bounded-sticky")]
 NAMES = [f"e{i}" for i in range(5)]
@@ -67,7 +66,7 @@ class Fleet(RuleBasedStateMachine):
             state.down = False
             state.gated = self.engines[name].gated if name in self.engines else False
             if name not in self.engines and self.capacity:
-                self.p.figures(name, kv_usage=0.1, kv_capacity=self.capacity)
+                self.p.report_kv(name, kv_usage=0.1, kv_capacity=self.capacity)
         self.engines = engines
 
     @rule(

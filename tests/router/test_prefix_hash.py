@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.router.memory import Prefixes
-from penstock.router.policies.base import PrefixHolder
+from penstock.router.policies import PrefixHolder
 from penstock.wire import BLOCK, MOST, parse_prefix_hashes, prefix_hashes, stride_of
 
 

@@ -15,7 +15,7 @@ from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import EngineEntry, Membership
 from penstock.router.metrics import Family, Histogram, Sample, render
 from penstock.router.server import Router
-from penstock.router.shared_port import SharedPort
+from penstock.router.workers import share_port
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])
@@ -201,7 +201,7 @@ async def test_load_goes_to_the_idlest() -> None:
 
 
 BAD_CALLS = [
-    ("PUT", "/router/engines", b"{", 400, "not JSON"),
+    ("PUT", "/router/engines", b"{", 400, "Invalid JSON"),
     ("PUT", "/router/engines", b"[]", 400, "does not fit"),
     ("PUT", "/router/engines", b'{"engines": []}', 400, "epoch"),
     ("PUT", "/router/engines", b'{"epoch": "1", "engines": []}', 400, "epoch"),
@@ -432,7 +432,7 @@ async def test_a_call_that_another_process_does_not_answer_is_answered() -> None
         async with rig(answer_name) as r:
             assert r.router is not None
             port = nobody.getsockname()[1]
-            r.router.dispatcher.shared_port = SharedPort("127.0.0.1", port, (port, port), None)
+            share_port(r.router, "127.0.0.1", port, (port, port), None)
             answer = await (await r.client()).ask("/router/engines", method="GET")
             error = answer.header("x-penstock-error")
             assert (answer.status, error, answer.header("retry-after")) == (503, "no_worker", "5")

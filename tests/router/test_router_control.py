@@ -14,7 +14,7 @@ from penstock.errors import UserError
 from penstock.router.admin_client import EngineLoad
 from penstock.router.backend import OWN_SHORTAGES
 from penstock.router.membership import EngineEntry
-from penstock.router.watch import KVFigures, parse_figures
+from penstock.router.watch import KVStats, parse_kv_stats
 from penstock.sim import SimConfig, SimServer
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
@@ -331,22 +331,22 @@ async def test_figures_of_a_real_engine(live: Any) -> None:
 TEXTS = [
     (b"", None),
     (b"# vllm:kv_cache_usage_perc 1\nx 2\n", None),
-    (b"vllm:kv_cache_usage_perc 0.25\n", KVFigures(0.25, 0)),
-    (kv(0.5, 100), KVFigures(0.5, 1600)),
-    (kv(1.0, 10).replace(b"\n", b"\r\n"), KVFigures(1.0, 160)),
+    (b"vllm:kv_cache_usage_perc 0.25\n", KVStats(0.25, 0)),
+    (kv(0.5, 100), KVStats(0.5, 1600)),
+    (kv(1.0, 10).replace(b"\n", b"\r\n"), KVStats(1.0, 160)),
     (
         (
             b'vllm:kv_cache_usage_perc{engine="0"} 0.5\nvllm:kv_cache_usage_perc{engine="1"} 0\n'
             b'vllm:cache_config_info{block_size="16",kv_cache_size_tokens="100",num_gpu_blocks="9"} 1\n'
         ),
-        KVFigures(0.25, 200),
+        KVStats(0.25, 200),
     ),
     (
         (
             b"vllm:kv_cache_usage_perc 1e-05\n"
             b'vllm:cache_config_info{block_size="16",kv_cache_size_tokens="None",num_gpu_blocks="10"} 1\n'
         ),
-        KVFigures(1e-05, 160),
+        KVStats(1e-05, 160),
     ),
     *[
         (b"vllm:kv_cache_usage_perc " + usage, None)
@@ -358,14 +358,14 @@ TEXTS = [
             b"vllm:kv_cache_usage_perc 0.5\n"
             b'vllm:cache_config_info{num_gpu_blocks="999999999999999",block_size="999999999999999"} 1\n'
         ),
-        KVFigures(0.5, 0),
+        KVStats(0.5, 0),
     ),
 ]
 
 
 @pytest.mark.parametrize(("text", "figures"), TEXTS)
-def test_figures_in_vllms_text(text: bytes, figures: KVFigures | None) -> None:
-    assert parse_figures(text) == figures
+def test_figures_in_vllms_text(text: bytes, figures: KVStats | None) -> None:
+    assert parse_kv_stats(text) == figures
 
 
 SESSION_BODIES = [(b"{}", "session_id"), (b'{"session_id": 7}', "session_id"), (b'{"session_id": ""}', "session_id")]

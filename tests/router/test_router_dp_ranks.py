@@ -7,7 +7,7 @@ from router_rig import Backend, Rig, answer_name, eventually, request, rig
 
 from penstock.errors import UserError
 from penstock.router.membership import EngineEntry, Membership
-from penstock.router.watch import KVFigures, parse_figures
+from penstock.router.watch import KVStats, parse_kv_stats
 
 RANK = "x-data-parallel-rank"
 
@@ -112,6 +112,6 @@ def test_what_cannot_be_a_set() -> None:
 
 def test_figures_of_a_rank_that_is_not_there() -> None:
     text = b'vllm:kv_cache_usage_perc{engine="1"} 0.5\n'
-    assert parse_figures(text, 1) == KVFigures(0.5, 0)
-    assert parse_figures(text, 0) is None
-    assert parse_figures(text, 11) is None
+    assert parse_kv_stats(text, 1) == KVStats(0.5, 0)
+    assert parse_kv_stats(text, 0) is None
+    assert parse_kv_stats(text, 11) is None

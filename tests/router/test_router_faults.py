@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from router_rig import Backend, RawClient, Seen, answer_name, eventually, reply, request, rig
 
-from penstock.router.backend import Engine
-from penstock.router.backend_connection import EngineConnection
+from penstock.router.backend import Backend as RouterBackend
+from penstock.router.backend import BackendConnection, Waiting
 from penstock.router.membership import EngineEntry
 
 both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])
@@ -291,23 +290,9 @@ async def test_a_connection_that_closes_as_soon_as_it_is_open_is_a_refusal(monke
         await r.announce([EngineEntry("bad", f"http://127.0.0.1:{closing}")])
         client = await r.client()
         await client.send(request())
-        await eventually(lambda: r.router is not None and r.router.dispatcher.engines["bad"].down)
+        await eventually(lambda: r.router is not None and r.router.dispatcher.backends["bad"].down)
         await r.announce([r.backends[0].entry()])
         assert (await client.receive()).body == b"e0"
-
-
-class Wanting:
-    """An exchange that wants a connection, and keeps it."""
-
-    gone = False
-
-    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
-        self.connection: EngineConnection | None = None
-        self.then = then
-
-    def connected(self, connection: EngineConnection) -> None:
-        self.connection = connection
-        self.then()
 
 
 async def test_a_request_that_comes_when_the_last_connecting_has_just_ended_gets_its_connection(
@@ -315,14 +300,21 @@ async def test_a_request_that_comes_when_the_last_connecting_has_just_ended_gets
 ) -> None:
     monkeypatch.setattr("penstock.router.backend.MAX_CONNECTING", 1)
     backend = await Backend().start()
-    engine = Engine(backend.entry())
-    second = Wanting()
-    loop = asyncio.get_running_loop()
-    # In the turn of the loop between the end of the task that connects and the callbacks of its end.
-    first = Wanting(lambda: loop.call_soon(engine.connect, second) and None)
-    engine.connect(first)  # type: ignore[arg-type]
-    await eventually(lambda: second.connection is not None, 60)
-    assert first.connection is not second.connection
+    engine = RouterBackend(backend.entry())
+    given: list[BackendConnection] = []
+
+    def keep(connection: BackendConnection) -> bool:
+        given.append(connection)
+        return True
+
+    def keep_and_ask_again(connection: BackendConnection) -> bool:
+        # In the turn of the loop between the end of the task that connects and the callbacks of its end.
+        asyncio.get_running_loop().call_soon(engine.connect, Waiting(keep, pytest.fail))
+        return keep(connection)
+
+    engine.connect(Waiting(keep_and_ask_again, pytest.fail))
+    await eventually(lambda: len(given) == 2, 60)
+    assert given[0] is not given[1]
     await engine.close()
     await backend.stop()
 

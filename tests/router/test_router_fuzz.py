@@ -19,16 +19,8 @@ import router_rig
 from starlette.routing import Match, Route
 from test_router_splits import Pair, Wire, cut, read
 
-from penstock.router.head import (
-    CHUNKED,
-    CONTROL_PATHS,
-    DATA_PATHS,
-    PRIVATE_PATHS,
-    UNTIL_CLOSE,
-    RequestHead,
-    parse_request,
-    parse_response,
-)
+from penstock.router.access import CONTROL_PATHS, DATA_PATHS, PRIVATE_PATHS
+from penstock.router.head import CHUNKED, UNTIL_CLOSE, RequestHead, parse_request, parse_response
 from penstock.router.http import ChunkedReader, FramingError, RefusalError
 
 CASES, MANY = 10_000, 1_000_000
@@ -221,7 +213,7 @@ def exchange(pieces: list[bytes]) -> tuple[bytes, bytes]:
 
     def answer_one() -> bool:
         messages = by_llhttp(sent)[0]
-        busy = [connection for connection, _ in pair.engines if connection.exchange is not None]
+        busy = [connection for connection, _ in pair.engines if connection.user is not None]
         if not busy or len(messages) <= pair.answered:
             return False
         pair.answered = len(messages)
@@ -318,9 +310,9 @@ def pass_answer(pieces: list[bytes]) -> tuple[Wire, Wire]:
     pair.client.data_received(b"POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\nx")
     connection, wire = pair.engines[0]
     for piece in pieces:
-        if not wire.closing and connection.exchange is not None:
+        if not wire.closing and connection.user is not None:
             read(connection, piece)
-    if connection.exchange is not None:
+    if connection.user is not None:
         connection.connection_lost(None)
     pair.client.connection_lost(None)
     return pair.wire, wire

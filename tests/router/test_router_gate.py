@@ -5,30 +5,27 @@ from __future__ import annotations
 import asyncio
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from router_rig import Backend, RawClient, Seen, answer_name, eventually, reply, request, rig
 
-from penstock.router.backend_connection import EngineConnection
+from penstock.router.backend import BackendConnection
 from penstock.router.exchange import Exchange
-from penstock.router.gate import NOWHERE, Gate, Lane
+from penstock.router.gate import NOWHERE, Gate, Lane, Waiter
 from penstock.router.http import RefusalError
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])
 
 
-class Item:
+class Item(Waiter):
     """A request that only records what happens to it."""
-
-    patience_used = hold_seconds = gate_seconds = 0.0
 
     def __init__(self, name: int, log: list[int], *, placeable: bool = True) -> None:
         self.name = name
         self.log = log
         self.placeable = placeable
-        self.lane = NOWHERE
+        self.waits_for = NOWHERE
         """Where it waits when it is not placeable."""
         self.size = 0
         self.refusal = ""
@@ -36,9 +33,9 @@ class Item:
     def try_place(self) -> Lane | None:
         if self.placeable:
             self.log.append(self.name)
-        return None if self.placeable else self.lane
+        return None if self.placeable else self.waits_for
 
-    def held(self) -> int:
+    def kept_bytes(self) -> int:
         return self.size
 
     def needs(self) -> str:
@@ -173,13 +170,13 @@ async def test_two_thousand_wait_and_go_on_in_order_while_new_clients_are_accept
 ) -> None:
     count = 2000
     sent: list[int] = []
-    send = EngineConnection.send
+    send = Exchange._send
 
-    def spy(self: EngineConnection, exchange: Exchange, *parts: Any) -> None:
+    def spy(exchange: Exchange, connection: BackendConnection) -> bool:
         sent.append(int(exchange.request.target.partition(b"?")[2]))
-        send(self, exchange, *parts)
+        return send(exchange, connection)
 
-    monkeypatch.setattr(EngineConnection, "send", spy)  # sees the router of this process only
+    monkeypatch.setattr(Exchange, "_send", spy)  # sees the router of this process only
     async with rig(answer_name, process=process) as r:
         await r.admin.gate(closed=True)
         clients: list[RawClient] = []

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from router_rig import eventually
 
-from penstock.router.gate import ANY_ENGINE, NOWHERE, Gate, Kind, Lane
+from penstock.router.gate import ANY_ENGINE, NOWHERE, Gate, Kind, Lane, Waiter
 from penstock.router.http import RefusalError
 
 ROOM = Lane(Kind.ROOM, (0, None))
@@ -18,11 +18,10 @@ CODE = Lane(Kind.ADAPTER, "code")
 E0 = Lane(Kind.ENGINE, "e0")
 
 
-class Request:
+class Request(Waiter):
     """Waits where `where` says; counts how often it is tried."""
 
     def __init__(self, name: object, log: list[object], where: Callable[[], Lane | None], size: int = 0) -> None:
-        self.hold_seconds = self.gate_seconds = self.patience_used = 0.0
         self.name, self.log, self.where, self.size = name, log, where, size
         self.tries = 0
         self.refusal = ""
@@ -34,7 +33,7 @@ class Request:
             self.log.append(self.name)
         return lane
 
-    def held(self) -> int:
+    def kept_bytes(self) -> int:
         return self.size
 
     def needs(self) -> str:

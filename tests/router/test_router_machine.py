@@ -7,6 +7,7 @@ placement at the moment it is made; in the end every request must have its one a
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,8 +24,10 @@ from hypothesis.stateful import (
 from router_rig import eventually
 from router_world import NAMES, World
 
-from penstock.router.backend import Engine
-from penstock.router.exchange import Exchange
+from penstock.router.backend import Backend
+from penstock.router.dispatcher import Dispatcher
+from penstock.router.gate import Lane
+from penstock.router.head import RequestHead
 
 NAMES_OF_SESSIONS = ("s0", "s1", "s2", "s3", "s4", "s5")
 SESSIONS = st.sampled_from([None, *NAMES_OF_SESSIONS])
@@ -52,14 +55,16 @@ class RouterMachine(RuleBasedStateMachine):
         super().__init__()
         self.runner = asyncio.Runner()
         self.world = World()
-        world, place = self.world, Exchange.place
+        world, find = self.world, Dispatcher.find
 
-        def judged(exchange: Exchange, engine: Engine) -> None:
-            world.judge(exchange, engine)
-            place(exchange, engine)
+        def judged(dispatcher: Dispatcher, request: RequestHead, tried: Sequence[Backend]) -> Backend | Lane:
+            found = find(dispatcher, request, tried)
+            if isinstance(found, Backend):
+                world.judge(request, tried, found)
+            return found
 
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(Exchange, "place", judged)
+        self.patch.setattr(Dispatcher, "find", judged)
 
     def run(self, act: Any) -> None:
         async def acting() -> None:
@@ -145,7 +150,7 @@ class RouterMachine(RuleBasedStateMachine):
         async def act() -> None:
             dispatcher = self.world.dispatcher
             name = list(self.world.entries)[pick % len(self.world.entries)]
-            dispatcher.placement.figures(name, kv_usage=0.5, kv_capacity=capacity)
+            dispatcher.placement.report_kv(name, kv_usage=0.5, kv_capacity=capacity)
             dispatcher.gate.room()
 
         self.run(act())

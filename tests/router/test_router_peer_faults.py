@@ -70,7 +70,7 @@ async def test_a_retry_leaves_the_sessions_engine() -> None:
         client = await r.client()
         await client.ask(headers=session("s"))
         assert r.router is not None
-        for engine in r.router.dispatcher.engines.values():  # one that closes when it is reused is taken for stale
+        for engine in r.router.dispatcher.backends.values():  # one that closes when it is reused is taken for stale
             engine.close_idle(float("inf"))
         answer = await client.ask(body=b"poison", headers=session("s"))
         assert (answer.status, answer.header("x-penstock-error")) == (502, "engines_failed")
@@ -202,7 +202,7 @@ async def test_a_fleet_that_is_all_dead_serves_again_once_one_is_back() -> None:
             await backend.stop()
         await client.send(request(headers=session("s")))
         await r.until_held(1)
-        await eventually(lambda: all(e.down for e in r.router.dispatcher.engines.values()))  # type: ignore[union-attr]
+        await eventually(lambda: all(e.down for e in r.router.dispatcher.backends.values()))  # type: ignore[union-attr]
         await r.backends[1].start()
         assert (await client.receive()).body == b"e1"
 

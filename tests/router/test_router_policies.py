@@ -12,7 +12,8 @@ import pytest
 
 from penstock.config import PolicyName, RouterConfig, load_config, validate
 from penstock.errors import ConfigError
-from penstock.router.policies.base import (
+from penstock.router.policies import (
+    POLICIES,
     Defer,
     EngineView,
     Policy,
@@ -21,10 +22,10 @@ from penstock.router.policies.base import (
     RequestView,
     Snapshot,
     draw,
+    make_policy,
     mix64,
     rendezvous,
 )
-from penstock.router.policies.registry import POLICIES, make_policy
 
 
 def fleet(*outstanding: int, **columns: Sequence[float]) -> tuple[EngineView, ...]:
@@ -194,7 +195,7 @@ def test_one_engine_less_moves_its_own_sessions_only_and_spreads_them() -> None:
 
 def test_rendezvous_is_the_same_in_every_process() -> None:
     code = (
-        "from penstock.router.policies.base import *; es = tuple(EngineView(f'e{i}') for i in range(8));"
+        "from penstock.router.policies import *; es = tuple(EngineView(f'e{i}') for i in range(8));"
         "print(*[rendezvous(f's{i}'.encode(), es).name for i in range(50)])"
     )
     runs = {

@@ -21,8 +21,7 @@ from router_rig import DATA_PATHS
 from test_router_head import LINES
 
 from penstock.config import RouterConfig
-from penstock.router.backend_connection import EngineConnection
-from penstock.router.client_connection import ClientConnection
+from penstock.router.backend import BackendConnection
 from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
 
@@ -78,15 +77,15 @@ class Pair:
             RouterConfig(engine_metrics_interval_s=0, data_paths=DATA_PATHS)
         )  # nobody else opens connections
         self.router.dispatcher.set_engines(1, [EngineEntry("e0", "http://127.0.0.1:9")])
-        engine = self.router.dispatcher.engines["e0"]
-        self.engines: list[tuple[EngineConnection, Wire]] = []
+        engine = self.router.dispatcher.backends["e0"]
+        self.engines: list[tuple[BackendConnection, Wire]] = []
         self.answered = 0
         for _ in range(connections):
-            connection, wire = EngineConnection(engine), Wire()
+            connection, wire = BackendConnection(engine), Wire()
             connection.connection_made(wire)
             engine.release(connection, reusable=True)
             self.engines.append((connection, wire))
-        self.client, self.wire = ClientConnection(self.router), Wire()
+        self.client, self.wire = self.router.accept(), Wire()
         self.client.connection_made(self.wire)
 
     async def close(self) -> None:
@@ -94,7 +93,7 @@ class Pair:
         await self.router.close()
 
 
-def read(connection: EngineConnection, data: bytes) -> None:
+def read(connection: BackendConnection, data: bytes) -> None:
     """Let it read, as the loop does."""
     connection.get_buffer(-1)[: len(data)] = data
     connection.buffer_updated(len(data))
@@ -169,7 +168,7 @@ async def through(pieces: Sequence[bytes]) -> tuple[bytes, bytes]:
         for _ in range(12):  # as many turns as a few pipelined requests may take
             await asyncio.sleep(0)
             for i, (connection, wire) in enumerate(pair.engines):
-                if connection.exchange is not None and len(by_h11(wire.written)[0]) > answered[i]:
+                if connection.user is not None and len(by_h11(wire.written)[0]) > answered[i]:
                     answered[i] += 1
                     read(connection, ANSWER)
 
@@ -332,10 +331,10 @@ async def test_a_payload_that_looks_like_chunks_is_a_payload() -> None:
     for _ in range(2):
         pair.client.data_received(REQUESTS[1])
         connection, wire = pair.engines[0]
-        assert connection.exchange is not None
+        assert connection.user is not None
         for piece in pieces:
             read(connection, piece)
-        assert connection.exchange is None  # it knows where the answer ended
+        assert connection.user is None  # it knows where the answer ended
         assert not wire.closing
     assert pair.wire.written == 2 * b"".join(pieces)
     await pair.close()

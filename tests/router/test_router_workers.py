@@ -19,8 +19,7 @@ from penstock.errors import EngineStartError, StateError, UserError
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import RouterProcess
 from penstock.router.admin_client import RouterAdmin, RouterState
-from penstock.router.shared_port import SharedPort
-from penstock.router.workers import Workers, listen
+from penstock.router.workers import Workers, listen, share_port
 
 OPTIONS: dict[str, Any] = {"process": True, "workers": 2, "engine_metrics_interval_s": 0}
 
@@ -177,7 +176,7 @@ async def test_a_control_port_that_answers_otherwise_is_a_named_refusal(monkeypa
             return {"one": {"epoch": 1}, "two": {"epoch": 1}}
 
         monkeypatch.setattr(RouterAdmin, "_states", states)
-        r.router.dispatcher.shared_port = SharedPort("127.0.0.1", 1, (1, 2), None)
+        share_port(r.router, "127.0.0.1", 1, (1, 2), None)
         async with asyncio.timeout(20):
             answer = await (await r.client()).ask("/router/engines", method="GET")
         assert (answer.status, answer.header("x-penstock-error")) == (503, "no_worker")

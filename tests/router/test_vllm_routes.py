@@ -14,7 +14,7 @@ from router_rig import RawClient, request
 
 from penstock.config import RouterConfig
 from penstock.errors import PenstockError
-from penstock.router.head import CONTROL_PATHS, DATA_PATHS, PRIVATE_PATHS, check_data_path
+from penstock.router.access import CONTROL_PATHS, DATA_PATHS, PRIVATE_PATHS, check_data_path
 from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
 
@@ -92,7 +92,7 @@ async def test_no_control_call_reaches_a_real_engine(live, router, target):
     assert answer.status in {400, 403}
     assert answer.header("x-penstock-error") in {"bad_path", "control_call"}
     assert (await asked(live, "/is_paused"))["is_paused"] is False
-    assert router.dispatcher.engines["live"].requests == 0
+    assert router.dispatcher.backends["live"].requests == 0
 
 
 @pytest.mark.parametrize("connection", ["", "keep-alive,", ", close", ",,", " , x-y ,"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sim_http import PROMPT, sim_client
 
-from penstock.router.watch import parse_figures
+from penstock.router.watch import parse_kv_stats
 from penstock.sim.config import SimConfig
 
 BODY = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "logprobs": 0}}
@@ -23,8 +23,8 @@ async def test_the_header_chooses_a_rank_and_nothing_else_does() -> None:
         await client.post("/inference/v1/generate", BODY, headers={"X-data-parallel-rank": "first"})
         assert sum(rank.stats.generation_tokens for rank in client.server.ranks) == 20
         text = await client.get("/metrics")
-        assert parse_figures(text, 1) is not None
-        assert parse_figures(text, 2) is None
+        assert parse_kv_stats(text, 1) is not None
+        assert parse_kv_stats(text, 2) is None
 
 
 async def test_control_calls_reach_every_rank() -> None:

@@ -9,10 +9,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import orjson
 import uvloop
@@ -21,7 +20,6 @@ from penstock.config import RouterConfig, validate
 from penstock.errors import PenstockError, UserError
 from penstock.process import raise_file_limit, watch_lifeline
 from penstock.router.server import Router
-from penstock.router.workers import WorkerPlace, Workers, start_worker
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,16 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
         raise_file_limit()
         _keep_freed_memory()
-        if place is not None:
-            router = Router(config, api_key=keys[0], admin_key=keys[1], process=place.index)
-            start = partial(start_worker, router, place, keys[0])
-        elif config.workers > 1:
-            router = Workers(config, keys[0], arguments)
-            start = router.start
+        if config.workers > 1:
+            from penstock.router import workers  # noqa: PLC0415 - with aiohttp, for those who want several processes
+
+            served: _Served = workers.of_arguments(config, keys, arguments, place)
         else:
-            router = Router(config, api_key=keys[0], admin_key=keys[1])
-            start = router.start
-        uvloop.run(_serve(router, start, pipe))
+            served = Router(config, api_key=keys[0], admin_key=keys[1])
+        uvloop.run(_serve(served, pipe))
     except PenstockError as error:
         _report(pipe, {"error": str(error), "usage": isinstance(error, UserError)})
         _print(2, f"penstock router: {error}\n")
@@ -72,19 +67,27 @@ def _report(pipe: BinaryIO | None, message: Mapping[str, Any]) -> None:
             pipe.write(orjson.dumps(message) + b"\n")
 
 
-async def _serve(router: Router | Workers, start: Callable[[], Awaitable[object]], pipe: BinaryIO | None) -> None:
+class _Served(Protocol):
+    """A `Router`, or the router of several processes."""
+
+    @property
+    def url(self) -> str: ...
+    async def start(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+async def _serve(served: _Served, pipe: BinaryIO | None) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     try:
-        started = await start()
-        log_error = _print(1, f"penstock router ready on {router.url}\n")
-        _report(pipe, {"url": router.url, "log_error": log_error})
+        await served.start()
+        log_error = _print(1, f"penstock router ready on {served.url}\n")
+        _report(pipe, {"url": served.url, "log_error": log_error})
         await stop.wait()
-        del started
     finally:
-        await router.close()
+        await served.close()
 
 
 def _key(option: str, env: str | None) -> str | None:
@@ -111,51 +114,47 @@ def _keep_freed_memory() -> None:
             mallopt(option, value)
 
 
-_PLACEMENT: Sequence[tuple[str, type, str]] = (
-    ("prefix_length", int, "tokens of a shared prefix for which an engine is preferred"),
-    ("overload_threshold", float, "times the mean of requests at which prefix-aware passes over an engine"),
-    ("balance_factor", float, "times the mean of resident tokens up to which bounded-sticky places"),
-    ("slack_tokens", int, "resident tokens above that"),
-    ("kv_admission", float, "share of every KV cache from which on new sessions wait"),
-    ("session_ttl_s", float, "seconds after which an unused session is forgotten"),
-    ("engine_metrics_interval_s", float, "seconds between two looks at engines' health and KV caches; 0: none"),
-    ("workers", int, "processes that share the port"),
-)
+_HELP = {
+    "host": "address to listen on",
+    "port": "port to listen on; 0: any free one",
+    "policy": "or several, with commas between them",
+    "prefix_length": "tokens of a shared prefix for which an engine is preferred",
+    "overload_threshold": "times the mean of requests at which prefix-aware passes over an engine",
+    "balance_factor": "times the mean of resident tokens up to which bounded-sticky places",
+    "slack_tokens": "resident tokens above that",
+    "kv_admission": "share of every KV cache from which on new sessions wait",
+    "session_ttl_s": "seconds after which an unused session is forgotten",
+    "engine_metrics_interval_s": "seconds between two readings of engines' health and KV caches; 0: none",
+    "workers": "processes that share the port",
+    "max_hold_s": "seconds a request waits for an engine",
+    "max_held": "requests that may wait",
+    "max_held_bytes": "bytes of theirs that are kept",
+    "data_paths": "further paths that go to engines, with commas between them",
+    "allowed_hosts": "further names that Host may have in calls to /router/*",
+    "access_log": "one JSON line a request on stderr",
+}
+"""Options besides the limits on heads and bodies, which say it by their names."""
 
 
 def _parser() -> argparse.ArgumentParser:
-    defaults = RouterConfig()
     parser = argparse.ArgumentParser(
         prog="python -m penstock.router",
         description="The data plane in front of a fleet of engines. Engines are announced with PUT /router/engines.",
     )
-    parser.add_argument("--host", help=f"address to listen on (default {defaults.host})")
-    parser.add_argument("--port", type=int, help="port to listen on (default: any free one)")
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key to ask for")
-    parser.add_argument("--ready-fd", type=int, metavar="FD", help="pipe to say on, in a line of JSON, that it serves")
     parser.add_argument(
         "--admin-key-env", metavar="NAME", help="the same for a key that calls which change the router need"
     )
-    parser.add_argument("--worker", type=WorkerPlace.parse, help=argparse.SUPPRESS)  # for `workers.py` alone
-    parser.add_argument("--policy", help=f"or several, with commas between them (default {defaults.policy})")
-    for name, kind, what in _PLACEMENT:
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=kind, help=f"{what} (default {getattr(defaults, name):g})"
-        )
-    parser.add_argument(
-        "--max-hold-s", type=float, help=f"seconds a request waits for an engine (default {defaults.max_hold_s:g})"
-    )
-    parser.add_argument("--max-held", type=int, help=f"requests that may wait (default {defaults.max_held})")
-    parser.add_argument(
-        "--max-held-bytes", type=int, help=f"bytes of theirs that are kept (default {defaults.max_held_bytes})"
-    )
-    parser.add_argument("--max-header-bytes", type=int, help=f"(default {defaults.max_header_bytes})")
-    parser.add_argument("--max-body-bytes", type=int, help=f"(default {defaults.max_body_bytes})")
-    parser.add_argument("--header-timeout-s", type=float, help=f"(default {defaults.header_timeout_s:g})")
-    parser.add_argument("--body-timeout-s", type=float, help=f"(default {defaults.body_timeout_s:g})")
-    parser.add_argument("--data-paths", help="further paths that go to engines, with commas between them")
-    parser.add_argument("--allowed-hosts", help="further names that Host may have in calls to /router/*")
-    parser.add_argument("--access-log", action=argparse.BooleanOptionalAction, help="one JSON line a request on stderr")
+    parser.add_argument("--ready-fd", type=int, metavar="FD", help="pipe for a line of JSON once it serves")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # for `workers.py` alone
+    for name, default in RouterConfig().model_dump(exclude={"kind", "url"}).items():
+        option = f"--{name.replace('_', '-')}"
+        kind = default.__class__
+        said = _HELP.get(name, "") + (f" (default {default})" if str(default) else "")
+        if kind is bool:
+            parser.add_argument(option, action=argparse.BooleanOptionalAction, help=_HELP[name])
+        else:
+            parser.add_argument(option, type=kind, help=said)
     return parser
 
 

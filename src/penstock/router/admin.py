@@ -1,74 +1,29 @@
-"""Who may call the router: keys for all of it, and for its own endpoints no web pages and no foreign host names."""
+"""The router's own endpoints: its membership, gates, policy and figures."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.errors import ConfigError, PenstockError, StateError, UserError
-from penstock.guard import cross_site, has_key
-from penstock.router.head import DATA_PATHS, RequestHead
-from penstock.router.http import Hints, RefusalError, response, shown
-from penstock.router.membership import EngineEntry, Membership
+from penstock.router.access import DATA_PATHS
+from penstock.router.backend import Backend
+from penstock.router.client_connection import ClientConnection
+from penstock.router.dispatcher import Dispatcher
+from penstock.router.head import RequestHead
+from penstock.router.http import Hints, RefusalError, response
+from penstock.router.membership import EngineEntry
 from penstock.router.metrics import PREFIX, Family, Sample, render
-
-if TYPE_CHECKING:
-    from penstock.router.backend import Engine
-    from penstock.router.client_connection import ClientConnection
-    from penstock.router.dispatcher import Dispatcher
-    from penstock.router.policies.base import EngineView
-
-HEALTH = b"/router/health"
-"""Needs no key."""
-_CHANGES = {b"/router/engines", b"/router/gate", b"/router/policy"}
-_READS = {b"GET", b"HEAD"}
+from penstock.router.policies import EngineView
 
 
-class Access:
-    """The rules of one router.
-
-    Args:
-        api_key: asked for on every request but the health check; None: nobody is asked.
-        admin_key: asked for where a call changes the router, and accepted everywhere; None: `api_key` does.
-        hosts: names that `Host` may have in calls to the router itself, besides those of `penstock.guard`.
-    """
-
-    def __init__(self, api_key: str | None, admin_key: str | None, hosts: Iterable[str] = ()) -> None:
-        self._api_key = api_key
-        self._admin_key = admin_key
-        self._hosts = {name.lower() for name in hosts}
-        self.asks_for_key = api_key is not None or admin_key is not None
-
-    def check_key(self, request: RequestHead) -> None:
-        """Return if the request has the key that it needs; RefusalError: 401."""
-        path = request.target.partition(b"?")[0]
-        needs_admin = self._admin_key is not None and path in _CHANGES and request.method not in _READS
-        if (self._api_key is None and not needs_admin) or (path == HEALTH and request.method == b"GET"):
-            return
-        accepted = (self._admin_key,) if needs_admin else (self._admin_key, self._api_key)
-        if not has_key(request.authorization, [key for key in accepted if key is not None]):
-            kind = "admin" if needs_admin else "API"
-            what = "is wrong" if request.authorization else "is missing"
-            raise RefusalError(401, "bad_api_key", f"the router's {kind} key {what}: send Authorization: Bearer KEY")
-
-    def check_page(self, request: RequestHead) -> None:
-        """Return if a call to the router's own endpoints comes from no web page; RefusalError: 403."""
-        fields = [(b"host", b"localhost" if request.host is None else request.host)]
-        if request.origin is not None:
-            fields.append((b"origin", request.origin))
-        why = cross_site(fields, self._hosts, setting="router.allowed_hosts")
-        if why is not None:
-            call = f"{request.method.decode()} {shown(request.target)[1:-1]}"
-            raise RefusalError(403, "cross_site", f"{call}: {why}")
-
-
-def state(dispatcher: Dispatcher) -> dict[str, Any]:
+def state(dispatcher: Dispatcher, keys: tuple[str | None, str | None] = (None, None)) -> dict[str, Any]:
     """What `GET /router/engines` answers; `penstock.router.admin_client.RouterState` explains each value."""
     gate, placement = dispatcher.gate, dispatcher.placement
     views = placement.views()
@@ -85,7 +40,7 @@ def state(dispatcher: Dispatcher) -> dict[str, Any]:
         "placements": dict(placement.statistics.rules),
         "policy": policy_in_force(dispatcher),
         "workers": [os.getpid()],
-        "engines": [_engine(dispatcher, engine, views[engine.name]) for engine in dispatcher.engines.values()],
+        "engines": [_engine(dispatcher, b, views[b.name], keys) for b in dispatcher.backends.values()],
     }
 
 
@@ -99,9 +54,11 @@ def policy_in_force(dispatcher: Dispatcher) -> dict[str, Any]:
     }
 
 
-def _engine(dispatcher: Dispatcher, engine: Engine, view: EngineView) -> dict[str, Any]:
-    entry = engine.entry
-    client_key, admin_key = dispatcher.keys
+def _engine(
+    dispatcher: Dispatcher, backend: Backend, view: EngineView, keys: tuple[str | None, str | None]
+) -> dict[str, Any]:
+    entry = backend.entry
+    client_key, admin_key = keys
     sessions = dispatcher.placement.sessions_on(entry.name)
     return {
         "name": entry.name,
@@ -114,10 +71,10 @@ def _engine(dispatcher: Dispatcher, engine: Engine, view: EngineView) -> dict[st
         "dp_rank": entry.dp_rank,
         "other_key": entry.api_key is not None
         and (entry.api_key == admin_key or client_key not in (None, entry.api_key)),
-        "down": engine.down,
-        "breaker_openings": engine.openings,
-        "dead_answers": engine.dead_answers,
-        "failure": engine.failure,
+        "down": backend.down,
+        "breaker_openings": backend.openings,
+        "dead_answers": backend.dead_answers,
+        "failure": backend.failure,
         "gate_closed": entry.name in dispatcher.gate.engines,
         "outstanding": view.outstanding,
         "outstanding_tokens": view.outstanding_tokens,
@@ -125,7 +82,7 @@ def _engine(dispatcher: Dispatcher, engine: Engine, view: EngineView) -> dict[st
         "sessions": sessions,
         "kv_usage": view.kv_usage,
         "kv_capacity": view.kv_capacity,
-        "requests": engine.requests,
+        "requests": backend.requests,
     }
 
 
@@ -198,32 +155,15 @@ Text = Annotated[str, Field(min_length=1, max_length=512)]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 M = TypeVar("M", bound=_Strict)
 
 
-class _EngineBody(_Strict):
-    name: str
-    url: str
-    weight_version: int = 0
-    eligible: bool = True
-    draining: bool = False
-    adapters: list[str] | None = None
-    dp_rank: int | None = None
-    max_model_len: int | None = None
-    api_key: str | None = None
-
-    def entry(self) -> EngineEntry:
-        given: dict[str, Any] = self.model_dump()
-        given["adapters"] = None if self.adapters is None else tuple(self.adapters)
-        return EngineEntry(**given)
-
-
 class _EnginesBody(_Strict):
     epoch: int = Field(ge=0)
-    engines: list[_EngineBody]
+    engines: list[EngineEntry]
     cut: list[str] = []
 
 
@@ -248,44 +188,64 @@ class _SessionBody(_Strict):
     session_id: Text
 
 
-def execute(dispatcher: Dispatcher, method: str, path: str, body: bytes) -> Answer:  # noqa: C901 - a table
-    """Do one admin call on this process; it is in force when this returns.
+class Admin:
+    """The router's own endpoints.
 
-    Raises:
-        RefusalError: 400 for a body that does not fit, 404 for an unknown path, 405 for a method that does
-            not go with the path, 409 for an old epoch.
+    Args:
+        dispatcher: what they show and change.
+        api_key: what clients have to send.
+        admin_key: what has to be sent with calls that change the router.
     """
-    match (method, path):
-        case ("GET", "/"):
-            answer: dict[str, Any] = _SERVED
-        case ("GET", "/router/health"):
-            port = dispatcher.shared_port
-            ports = () if port is None else port.control_ports
-            answer = {"status": "ok", "pid": os.getpid(), "control_ports": ports}
-        case ("GET", "/router/engines"):
-            answer = state(dispatcher)
-        case ("PUT", "/router/engines"):
-            answer = _set_engines(dispatcher, _parse(_EnginesBody, body))
-        case ("POST", "/router/gate"):
-            answer = _set_gate(dispatcher, _parse(_GateBody, body))
-        case ("PUT", "/router/policy"):
-            answer = _set_policy(dispatcher, _parse(_PolicyBody, body))
-        case ("POST", "/router/choose"):
-            asked = _parse(_ChoiceBody, body)
-            hashes = None if asked.prefix_hashes is None else asked.prefix_hashes.encode()
-            hints = Hints(prompt_tokens=asked.prompt_tokens, prefix_hashes=hashes)
-            answer = {"engine": dispatcher.placement.choose(hints, time.monotonic())}
-        case ("POST", "/router/sessions/finish"):
-            answer = {"finished": dispatcher.finish_session(finished_session(body))}
-        case ("GET", "/router/metrics" | "/metrics"):
-            return render(families(dispatcher)).encode(), PROMETHEUS
-        case _ if path in _METHODS:
-            raise RefusalError(
-                405, "method_not_allowed", f"{method} does not go with {path}, which takes {_METHODS[path]}"
-            )
-        case _:
-            raise RefusalError(404, "not_found", f"no such endpoint: {path[:200]}")
-    return orjson.dumps(answer), JSON
+
+    control_ports: tuple[int, ...] = ()
+    """Where each of several processes that serve one port answers for itself; empty: there is one process."""
+    answer_for_all: Callable[[asyncio.Transport, str, str, bytes], Awaitable[Answer] | None] | None = None
+    """The plug for several processes (`penstock.router.workers`): answers a call that came by their common port."""
+
+    def __init__(self, dispatcher: Dispatcher, api_key: str | None = None, admin_key: str | None = None) -> None:
+        self.dispatcher = dispatcher
+        self._keys = api_key, admin_key
+
+    def execute(self, method: str, path: str, body: bytes) -> Answer:
+        """Do one call on this process; it is in force when this returns.
+
+        Raises:
+            RefusalError: 400 for a body that does not fit, 404 for an unknown path, 405 for a method that does
+                not go with the path, 409 for an old epoch.
+        """
+        dispatcher = self.dispatcher
+        match (method, path):
+            case ("GET", "/"):
+                answer: dict[str, Any] = _SERVED
+            case ("GET", "/router/health"):
+                answer = {"status": "ok", "pid": os.getpid(), "control_ports": self.control_ports}
+            case ("GET", "/router/engines"):
+                answer = state(dispatcher, self._keys)
+            case ("PUT", "/router/engines"):
+                answer = _set_engines(dispatcher, _parse(_EnginesBody, body))
+            case ("POST", "/router/gate"):
+                answer = _set_gate(dispatcher, _parse(_GateBody, body))
+            case ("PUT", "/router/policy"):
+                answer = _set_policy(dispatcher, _parse(_PolicyBody, body))
+            case ("POST", "/router/choose"):
+                asked = _parse(_ChoiceBody, body)
+                hashes = None if asked.prefix_hashes is None else asked.prefix_hashes.encode()
+                hints = Hints(prompt_tokens=asked.prompt_tokens, prefix_hashes=hashes)
+                answer = {"engine": dispatcher.placement.choose(hints, time.monotonic())}
+            case ("POST", "/router/sessions/finish"):
+                answer = {"finished": dispatcher.finish_session(finished_session(body))}
+            case ("GET", "/router/metrics" | "/metrics"):
+                return render(families(dispatcher)).encode(), PROMETHEUS
+            case _:
+                raise _no_such_call(method, path)
+        return orjson.dumps(answer), JSON
+
+
+def _no_such_call(method: str, path: str) -> RefusalError:
+    if path not in _METHODS:
+        return RefusalError(404, "not_found", f"no such endpoint: {path[:200]}")
+    what = f"{method} does not go with {path}, which takes {_METHODS[path]}"
+    return RefusalError(405, "method_not_allowed", what)
 
 
 def finished_session(body: bytes) -> str:
@@ -294,25 +254,20 @@ def finished_session(body: bytes) -> str:
 
 
 def _set_engines(dispatcher: Dispatcher, body: _EnginesBody) -> dict[str, Any]:
-    membership = _replaced(dispatcher.membership, body)
-    dispatcher.set_engines(membership.epoch, membership.engines, body.cut)
-    return {"epoch": membership.epoch, "engines": len(membership.engines)}
-
-
-def _replaced(present: Membership, body: _EnginesBody) -> Membership:
     try:
-        return present.replaced_by(body.epoch, [engine.entry() for engine in body.engines])
+        dispatcher.set_engines(body.epoch, body.engines, body.cut)
     except UserError as error:
         raise RefusalError(400, "bad_engines", str(error)) from error
     except StateError as error:
         raise RefusalError(409, "old_epoch", str(error)) from error
+    return {"epoch": dispatcher.membership.epoch, "engines": len(dispatcher.backends)}
 
 
 def _set_gate(dispatcher: Dispatcher, body: _GateBody) -> dict[str, Any]:
     if body.adapter is not None and body.engine is not None:
         raise RefusalError(400, "bad_gate", "name an adapter or an engine, not both; neither is the gate for all")
-    if body.closed and body.engine is not None and body.engine not in dispatcher.engines:
-        known = ", ".join(dispatcher.engines) or "none"
+    if body.closed and body.engine is not None and body.engine not in dispatcher.backends:
+        known = ", ".join(dispatcher.backends) or "none"
         raise RefusalError(400, "bad_gate", f"no engine {body.engine!r} in the set; known: {known}")
     dispatcher.set_gate(closed=body.closed, adapter=body.adapter, engine=body.engine)
     return body.model_dump(exclude_none=True)
@@ -329,10 +284,11 @@ def _set_policy(dispatcher: Dispatcher, body: _PolicyBody) -> dict[str, Any]:
 
 def _parse(model: type[M], body: bytes) -> M:
     try:
-        return model.model_validate(orjson.loads(body))
-    except orjson.JSONDecodeError as error:
-        raise RefusalError(400, "bad_json", f"the body is not JSON: {error}") from None
+        return model.model_validate_json(body)
     except ValidationError as error:
+        for e in error.errors():
+            if isinstance(cause := e.get("ctx", {}).get("error"), UserError):  # of `EngineEntry`
+                raise RefusalError(400, "bad_engines", str(cause)) from None
         what = "; ".join(f"{'.'.join(str(part) for part in e['loc']) or 'body'}: {e['msg']}" for e in error.errors())
         raise RefusalError(400, "bad_json", f"the body does not fit: {what}") from None
 
@@ -341,16 +297,16 @@ _MAX_BODY = 4 << 20
 
 
 class AdminCall:
-    """One admin request."""
+    """One request to the router itself."""
 
-    def __init__(self, client: ClientConnection, request: RequestHead, dispatcher: Dispatcher) -> None:
+    _done = _started = False
+    _waiting: asyncio.Task[None] | None = None
+
+    def __init__(self, client: ClientConnection, request: RequestHead, admin: Admin) -> None:
         self._client = client
         self._request = request
-        self._dispatcher = dispatcher
+        self._admin = admin
         self._body = bytearray()
-        self._done = False
-        self._started = False
-        self._waiting: asyncio.Task[None] | None = None
 
     def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:
         """See `Call`."""
@@ -372,7 +328,7 @@ class AdminCall:
 
     def refuse(self, refusal: RefusalError) -> None:
         """See `Call`."""
-        self._dispatcher.metrics.rejected[refusal.code] += 1
+        self._admin.dispatcher.metrics.rejected[refusal.code] += 1
         self._client.answer_refusal(refusal)
 
     def cancel(self) -> None:
@@ -384,14 +340,14 @@ class AdminCall:
     def _execute(self) -> None:
         method = "GET" if self._request.method == b"HEAD" else self._request.method.decode()
         path = self._request.target.partition(b"?")[0].decode()
-        port = self._dispatcher.shared_port
-        body = bytes(self._body)
+        admin, body = self._admin, bytes(self._body)
         try:
-            if port is None or not port.answers(self._client.transport):
-                self._answer(execute(self._dispatcher, method, path, body))
+            plug = admin.answer_for_all
+            answer = None if plug is None else plug(self._client.transport, method, path, body)
+            if answer is None:
+                self._answer(admin.execute(method, path, body))
             else:
-                answer = port.call(self._dispatcher, method, path, body)
-                self._waiting = asyncio.get_running_loop().create_task(self._wait(answer))
+                self._waiting = asyncio.ensure_future(self._wait(answer))
         except RefusalError as refusal:
             self.refuse(refusal)
 

@@ -8,16 +8,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-import aiohttp
 import orjson
 
-from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, PenstockError, StateError, UserError
-from penstock.parsing import MOST_CONTROL, read_whole
+from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, StateError, UserError
+from penstock.http import HttpTransport
 from penstock.router.membership import EngineEntry
-from penstock.router.metrics import merge_metrics, merge_states
+from penstock.router.metrics import PREFIX
 
 T = TypeVar("T")
-_KEEPALIVE_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +105,8 @@ class RouterAdmin:
     def __init__(self, url: str, api_key: str | None = None, *, timeout_s: float = 10.0) -> None:
         self._url = url.rstrip("/")
         self._timeout_s = timeout_s
-        self._headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self._session: aiohttp.ClientSession | None = None
+        self._api_key = api_key
+        self._transports: dict[str, HttpTransport] = {}
         self._processes: list[str] | None = None
         """URLs at which each process answers for itself; None: not known yet."""
         self._closed = False
@@ -202,9 +198,8 @@ class RouterAdmin:
 
     async def close(self) -> None:
         """Close connections; the object can be used again."""
-        if self._session is not None:
-            session, self._session = self._session, None
-            await session.close()
+        for transport in self._transports.values():
+            await transport.close()
 
     async def _urls(self) -> list[str]:
         """Where each process of the router answers for itself."""
@@ -279,30 +274,25 @@ class RouterAdmin:
         return answer  # pyright: ignore[reportUnknownVariableType] - a JSON object
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, url: str) -> bytes:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(keepalive_timeout=_KEEPALIVE_S),
-                timeout=aiohttp.ClientTimeout(total=self._timeout_s),
-                headers=self._headers,
-            )
+        transport = self._transports.get(url)
+        if transport is None:
+            transport = self._transports[url] = HttpTransport(url, api_key=self._api_key)
+        call = f"{method} {url}{path}"
         data = None if body is None else orjson.dumps(body)
         try:
-            async with self._session.request(method, url + path, data=data, allow_redirects=False) as response:
-                content = await read_whole(response.content.iter_any(), MOST_CONTROL, f"behind {url}")
-                status, location = response.status, response.headers.get("Location", "")
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"router {url} did not answer {method} {path} within {self._timeout_s:g} s",
-                seconds=self._timeout_s,
-            ) from error
-        except (aiohttp.ClientError, OSError) as error:
+            return (await transport.call(method, path, data, timeout_s=self._timeout_s))[0]
+        except DeadlineError as error:
+            what = f"router {url} did not answer {method} {path} within {self._timeout_s:g} s"
+            raise DeadlineError(what, seconds=self._timeout_s) from error
+        except EngineDeadError as error:
             raise EngineDeadError(f"router {url} is gone ({method} {path}): {error}") from error
-        if 300 <= status < 400:  # noqa: PLR2004 - HTTP's own
-            why = f"{method} {url}{path} redirects to {location[:200]!r}, which is not followed; give that address"
-            raise EngineHTTPError(why, status=status)
-        if status != 200:  # noqa: PLR2004 - the HTTP status
-            raise _error(status, content, f"{method} {url}{path}")
-        return content
+        except EngineHTTPError as error:
+            message = f"{call} answered {error.status}: {str(error).removeprefix(f'engine {url}: ')}"
+            if error.status == 400:  # noqa: PLR2004 - the HTTP status
+                raise UserError(message) from error
+            if error.status == 409:  # noqa: PLR2004 - the HTTP status
+                raise StateError(message) from error
+            raise EngineHTTPError(message, status=error.status, error_type=error.error_type) from error
 
 
 @contextmanager
@@ -325,22 +315,81 @@ def _load(answer: dict[str, Any]) -> EngineLoad:
     return EngineLoad(**answer)
 
 
-def _error(status: int, content: bytes, call: str) -> PenstockError:
-    try:
-        answer: Any = orjson.loads(content)
-    except orjson.JSONDecodeError:
-        answer = None
-    message = f"{call} answered {status}: {content[:500].decode(errors='replace')}"
-    kind = ""
-    match answer:
-        case {"error": {"message": str(text), "type": str(kind)}}:
-            message = f"{call} answered {status}: {text}"
-        case _:
-            pass
-    match status:
-        case 400:
-            return UserError(message)
-        case 409:
-            return StateError(message)
-        case _:
-            return EngineHTTPError(message, status=status, error_type=kind)
+_SUMMED = ("held", "held_bytes", "sessions", "requests", "moved_sessions")
+_SUMMED_BY_KEY = ("held_by", "placements")
+_SAME = ("epoch", "gate_closed", "gates_closed", "policy")
+"""What the owner has told each of them; they differ while one of them has not been told yet."""
+_ENGINE_SUMMED = (
+    "outstanding",
+    "outstanding_tokens",
+    "resident_tokens",
+    "sessions",
+    "requests",
+    "breaker_openings",
+    "dead_answers",
+)
+_ENGINE_GREATEST = ("down", "gate_closed", "kv_usage", "kv_capacity", "failure")
+_GREATEST = {f"{PREFIX}gate_closed"} | {
+    f"{PREFIX}engine_{name}"
+    for name in ("eligible", "draining", "gate_closed", "down", "kv_cache_usage", "kv_cache_capacity_tokens")
+}
+"""Metrics that say the same of every process; all others are counts of its own."""
+
+
+def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Answers of `report.state`, at least one, to one. Engines are those of the process that was told last.
+
+    A session counts in each process that had a turn of it. A gate is closed, and an engine down, if it is for one.
+    """
+    merged = dict(max(states, key=lambda state: state["epoch"]))
+    merged["workers"] = [pid for state in states for pid in state["workers"]]
+    merged["in_step"] = all(state[name] == states[0][name] for state in states for name in _SAME)
+    merged["gate_closed"] = any(state["gate_closed"] for state in states)
+    merged["gates_closed"] = sorted({adapter for state in states for adapter in state["gates_closed"]})
+    for name in _SUMMED:
+        merged[name] = sum(state[name] for state in states)
+    for name in _SUMMED_BY_KEY:
+        keys = dict.fromkeys(key for state in states for key in state[name])
+        merged[name] = {key: sum(state[name].get(key, 0) for state in states) for key in keys}
+    of_engine: dict[str, list[Mapping[str, Any]]] = {}
+    for engine in (engine for state in states for engine in state["engines"]):
+        of_engine.setdefault(engine["name"], []).append(engine)
+    merged["engines"] = [_merge_engine(engine, of_engine[engine["name"]]) for engine in merged["engines"]]
+    return merged
+
+
+def _merge_engine(engine: Mapping[str, Any], of: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    merged = dict(engine)
+    merged["drained"] = all(engine["drained"] for engine in of)
+    for name in _ENGINE_SUMMED:
+        merged[name] = sum(engine[name] for engine in of)
+    for name in _ENGINE_GREATEST:
+        merged[name] = max(engine[name] for engine in of)
+    return merged
+
+
+def merge_metrics(texts: Sequence[str]) -> str:
+    """Prometheus texts of several processes to one: summed, or the greatest of what each knows as a whole."""
+    families: dict[str, dict[str, float]] = {}
+    family: dict[str, float] = {}
+    greatest = False
+    for line in (line for text in texts for line in text.splitlines()):
+        if line.startswith("# TYPE "):
+            continue  # it follows the line of its HELP
+        if line.startswith("# HELP "):
+            family = families.setdefault(line, {})
+            greatest = line.split(" ", 3)[2] in _GREATEST
+            continue
+        sample, _, value = line.rpartition(" ")
+        before = family.get(sample)
+        family[sample] = float(value) if before is None else (max if greatest else _add)(before, float(value))
+    types = {line.split(" ", 3)[2]: line for text in texts for line in text.splitlines() if line.startswith("# TYPE ")}
+    lines: list[str] = []
+    for head, samples in families.items():
+        lines += [head, types[head.split(" ", 3)[2]]]
+        lines += [f"{sample} {value:.12g}" for sample, value in samples.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _add(one: float, other: float) -> float:
+    return one + other

@@ -1,90 +1,16 @@
-"""Asks an engine that is down whether it is back."""
+"""One engine behind the router: what the fleet announced of it, its breaker, and its pool of connections."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import re
 import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import NamedTuple, cast
 
-from penstock.router.backend_connection import EngineConnection
-from penstock.router.http import RefusalError
 from penstock.router.membership import EngineEntry
-
-if TYPE_CHECKING:
-    from penstock.router.exchange import Exchange
-
-_FIRST_DELAY_S = 0.1
-_LONGEST_DELAY_S = 2.0
-_DEADLINE_S = 2.0
-_ALIVE = re.compile(rb"HTTP/1\.[01] [234]\d\d ")
-"""Any answer but a 5xx says that a server is there and can serve; vLLM answers 503 once its engine is dead."""
-
-
-class Probes:
-    """One probe for each engine that is down, with exponential back-off between tries.
-
-    Args:
-        up: called with an engine that answers again.
-    """
-
-    def __init__(self, up: Callable[[Engine], None]) -> None:
-        self._up = up
-        self._tasks: dict[Engine, asyncio.Task[None]] = {}
-
-    def start(self, engine: Engine) -> None:
-        """Probe it until it answers; harmless where that is being done."""
-        if engine not in self._tasks:
-            self._tasks[engine] = asyncio.get_running_loop().create_task(self._watch(engine))
-
-    def stop(self, engine: Engine) -> None:
-        """Leave it alone."""
-        task = self._tasks.pop(engine, None)
-        if task is not None:
-            task.cancel()
-
-    async def close(self) -> None:
-        """Stop all."""
-        tasks = list(self._tasks.values())
-        self._tasks.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _watch(self, engine: Engine) -> None:
-        delay = _FIRST_DELAY_S
-        while True:
-            await asyncio.sleep(delay)  # another process: there is no event to wait for
-            if await answers(*engine.address):
-                del self._tasks[engine]
-                self._up(engine)
-                return
-            delay = min(2 * delay, _LONGEST_DELAY_S)
-
-
-async def answers(host: str, port: int) -> bool:
-    """Whether `GET /health` is answered in time, and not with a server error."""
-    try:
-        async with asyncio.timeout(_DEADLINE_S):
-            reader, writer = await asyncio.open_connection(host, port)
-            try:
-                writer.write(f"GET /health HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
-                line = await reader.readline()
-            finally:
-                writer.transport.abort()
-    except (OSError, ValueError):  # refused, broken, too late, or an endless line
-        return False
-    return is_alive(line)
-
-
-def is_alive(answer: bytes | bytearray) -> bool:
-    """Whether this answer to a health check says that the engine is well."""
-    return _ALIVE.match(answer) is not None
-
 
 RANK_HEADER = b"X-data-parallel-rank"
 """VLLM's: the data-parallel rank that is to have the request."""
@@ -101,46 +27,128 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_
 """A machine that vanished without a word is noticed after 35 s, however long an answer may take."""
 
 
-class Engine:
-    """Live record of one engine. What policies see of it is kept by the placement."""
+class User(NamedTuple):
+    """What a connection calls while a request uses it."""
+
+    received: Callable[[bytes], object]
+    """With each piece of the answer."""
+    lost: Callable[[Exception | None], object]
+    """When the connection is gone; the error, if there was one."""
+    writable: Callable[[], object]
+    """When it takes more bytes again, or takes no more for now."""
+
+
+class BackendConnection(asyncio.BufferedProtocol):
+    """Protocol of one connection in a backend's pool; one request at a time uses it."""
+
+    transport: asyncio.Transport
+    user: User | None = None
+    reused = False
+    """Whether it has served a request before this one: only then may it be stale."""
+    idle_since = 0.0
+    write_paused = False
+    _read_paused = False
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._read_buffer = backend.read_buffer
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio's `BaseProtocol`."""
+        self.transport = cast("asyncio.Transport", transport)
+        self.backend.opened(self)
+
+    def pause_writing(self) -> None:
+        """More is buffered towards the engine than it takes."""
+        self.write_paused = True
+        if self.user is not None:
+            self.user.writable()
+
+    def resume_writing(self) -> None:
+        """The engine has caught up."""
+        self.write_paused = False
+        if self.user is not None:
+            self.user.writable()
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - the loop's signature
+        """Where the next bytes go; its size bounds what is kept here of an answer whose client does not read."""
+        return self._read_buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """They are there."""
+        user = self.user
+        if user is None:
+            self.transport.abort()  # nothing was asked: the connection cannot be trusted any more
+        else:
+            user.received(self._read_buffer[:nbytes].tobytes())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone."""
+        self.backend.forget(self)
+        user, self.user = self.user, None
+        if user is not None:
+            user.lost(exc)
+
+    def set_reading(self, *, reading: bool) -> None:
+        """Read the answer, or leave it with the engine while the client is slow."""
+        if reading == self._read_paused and not self.transport.is_closing():
+            self._read_paused = not reading
+            (self.transport.resume_reading if reading else self.transport.pause_reading)()
+
+    def drop(self) -> None:
+        """Close at once, whatever is under way: the engine sees the disconnect and aborts the request."""
+        self.user = None
+        self.transport.abort()
+
+
+class Waiting(NamedTuple):
+    """A request for which a connection is being opened."""
+
+    connected: Callable[[BackendConnection], bool]
+    """Called with the connection; False: it is not needed any more."""
+    failed: Callable[[OSError | None], object]
+    """Called where there is none; the error is None where the engine has left the set."""
+
+
+class Backend:
+    """Live record of one engine, and its connections. What policies see of it is kept by the placement."""
+
+    down = False
+    """The breaker is open: a connection was refused or a health check failed, and since then neither a probe succeeded
+    nor a membership was announced."""
+    openings = 0
+    """How often the breaker opened."""
+    dead_answers = 0
+    """Answers that said that its core is dead."""
+    failure = ""
+    """Cause that the last of them gave; empty: there was none."""
+    outstanding = 0
+    """Requests of this process that were sent and not answered in full."""
+    requests = 0
+    """Requests sent by this process."""
+    removed = False
+    fields: bytes
+    """Header lines that the router adds to every request for it."""
 
     def __init__(self, entry: EngineEntry) -> None:
-        self.entry = entry
+        self.name = entry.name
         self.address = entry.address()
-        self.fields = _fields(entry)
-        """Header lines that the router adds to every request for it."""
-        self.down = False
-        """The breaker is open: a connection was refused or a health check failed, and since then neither a probe
-        succeeded nor a membership was announced."""
-        self.openings = 0
-        """How often the breaker opened."""
-        self.dead_answers = 0
-        """Answers that said that its core is dead."""
-        self.failure = ""
-        """Cause that the last of them gave; empty: there was none."""
-        self.outstanding = 0
-        """Requests of this process that were sent and not answered in full."""
-        self.requests = 0
-        """Requests sent by this process."""
-        self.removed = False
+        self.announce(entry)
         self.read_buffer = memoryview(bytearray(READ_SIZE))
         """Where its connections read into, one at a time: what came is copied out at once."""
-        self._idle: list[EngineConnection] = []
+        self._idle: list[BackendConnection] = []
         """Oldest first; the youngest is used first, so that a burst's surplus ages and is closed. One that was lost
         stays until it is met."""
-        self._open: set[EngineConnection] = set()
+        self._open: set[BackendConnection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
-        self._waiting: deque[Exchange] = deque()
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-        return self.entry.name
+        self._waiting: deque[Waiting] = deque()
 
     def announce(self, entry: EngineEntry) -> None:
         """Take over what the fleet says of it now; an open breaker closes."""
         self.entry = entry
-        self.fields = _fields(entry)
+        rank = b"" if entry.dp_rank is None else b"%b: %d\r\n" % (RANK_HEADER, entry.dp_rank)
+        key = b"" if entry.api_key is None else b"Authorization: Bearer %b\r\n" % entry.api_key.encode()
+        self.fields = rank + key
         self.down = False
 
     def mark(self, *, down: bool) -> None:
@@ -150,45 +158,44 @@ class Engine:
 
     # --- connections -------------------------------------------------------------------------------------------------
 
-    def connect(self, exchange: Exchange, *, fresh: bool = False) -> None:
-        """Give `exchange` a connection (`exchange.connected`), or say why not (`exchange.not_connected`).
+    def take(self) -> BackendConnection | None:
+        """Return an idle connection, if there is one."""
+        oldest = time.monotonic() - IDLE_S
+        idle = self._idle
+        while idle:
+            connection = idle.pop()
+            if connection.idle_since > oldest and not connection.transport.is_closing():
+                return connection
+            connection.transport.abort()
+        return None
 
-        Args:
-            exchange: the request that wants one.
-            fresh: do not take one from the pool.
-        """
-        if not fresh:
-            oldest = time.monotonic() - IDLE_S
-            idle = self._idle
-            while idle:
-                connection = idle.pop()
-                if connection.idle_since > oldest and not connection.transport.is_closing():
-                    exchange.connected(connection)
-                    return
-                connection.transport.abort()
-        self._waiting.append(exchange)
+    def connect(self, waiting: Waiting) -> None:
+        """Open a connection for `waiting`; it gets that, or one that another request has done with before."""
+        self._waiting.append(waiting)
         self._start_connecting()
 
-    def release(self, connection: EngineConnection, *, reusable: bool) -> None:
-        """An exchange is over: keep its connection for another one, or close it."""
+    def release(self, connection: BackendConnection, *, reusable: bool) -> None:
+        """Keep a connection that a request has done with for another one, or close it."""
         if not reusable or self.removed or connection.write_paused or connection.transport.is_closing():
             connection.transport.abort()
             return
         connection.set_reading(reading=True)
-        if not self._waiting or not self._give(connection):
-            connection.idle_since = time.monotonic()
-            self._idle.append(connection)
+        while self._waiting:
+            if self._waiting.popleft().connected(connection):
+                return
+        connection.idle_since = time.monotonic()
+        self._idle.append(connection)
 
-    def opened(self, connection: EngineConnection) -> None:
-        """A connection is there."""
+    def opened(self, connection: BackendConnection) -> None:
+        """Note a connection that is there."""
         self._open.add(connection)
         sock = connection.transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
-    def forget(self, connection: EngineConnection) -> None:
-        """A connection is gone."""
+    def forget(self, connection: BackendConnection) -> None:
+        """Forget a connection that is gone."""
         self._open.discard(connection)
 
     def close_idle(self, now: float) -> None:
@@ -206,13 +213,13 @@ class Engine:
         """It left the set: requests in flight end as they may, nothing new is begun."""
         self.removed = True
         self.close_idle(float("inf"))
-        while (exchange := self._next_waiting()) is not None:
-            exchange.not_connected(self)
+        self._fail(None)
 
     def cut(self) -> None:
-        """It has left the set, and nothing is to be hoped of it: what is in flight goes on elsewhere, or breaks off."""
+        """Break off what is in flight, as if the engine had closed every connection: it goes on elsewhere, or ends."""
         for connection in list(self._open):
-            connection.cut()
+            connection.transport.abort()
+            connection.connection_lost(ConnectionAbortedError("the fleet has given it up"))
 
     async def close(self) -> None:
         """Close every connection at once."""
@@ -239,44 +246,17 @@ class Engine:
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()
         host, port = self.address
-        while self._next_waiting(peek=True) is not None:
+        while self._waiting:
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    _, connection = await loop.create_connection(lambda: EngineConnection(self), host, port)
+                    _, connection = await loop.create_connection(lambda: BackendConnection(self), host, port)
                 if connection.transport.is_closing():
                     raise ConnectionResetError("closed as soon as it was open")
             except OSError as error:  # TimeoutError is one
-                self._refused(error)
+                self._fail(error)
                 return
             self.release(connection, reusable=True)
 
-    def _refused(self, error: OSError) -> None:
-        ours = error.errno in OWN_SHORTAGES
-        while (exchange := self._next_waiting()) is not None:
-            if ours:
-                exchange.refuse(
-                    RefusalError(503, "no_sockets", f"the router cannot open a connection ({error}); raise ulimit -n")
-                )
-            else:
-                exchange.not_connected(self)
-
-    def _give(self, connection: EngineConnection) -> bool:
-        exchange = self._next_waiting()
-        if exchange is not None:
-            exchange.connected(connection)
-        return exchange is not None
-
-    def _next_waiting(self, *, peek: bool = False) -> Exchange | None:
+    def _fail(self, error: OSError | None) -> None:
         while self._waiting:
-            exchange = self._waiting[0]
-            if exchange.gone:
-                self._waiting.popleft()
-                continue
-            return exchange if peek else self._waiting.popleft()
-        return None
-
-
-def _fields(entry: EngineEntry) -> bytes:
-    rank = b"" if entry.dp_rank is None else b"%b: %d\r\n" % (RANK_HEADER, entry.dp_rank)
-    key = b"" if entry.api_key is None else b"Authorization: Bearer %b\r\n" % entry.api_key.encode()
-    return rank + key
+            self._waiting.popleft().failed(error)

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from penstock.router.membership import EngineEntry
 from penstock.router.memory import LoadTable, SessionTable
-from penstock.router.policies.base import EngineView, Snapshot
+from penstock.router.policies import EngineView, Snapshot
 
 new_tuple = cast("Any", tuple).__new__
 """Of a named tuple, at half the price of calling its class."""
@@ -25,10 +25,10 @@ class Candidate:
         "entry",
         "gated",
         "kv_capacity",
+        "kv_reported_at",
         "kv_usage",
         "name",
         "place",
-        "said_at",
         "view",
         "weight_version",
     )
@@ -39,7 +39,7 @@ class Candidate:
         self.gated = False
         self.kv_usage = -1.0
         self.kv_capacity = 0
-        self.said_at = 0
+        self.kv_reported_at = 0
         """Tokens in flight there when it said its KV usage."""
         self.place = -1
         """Its place among the engines that take new requests; -1: it is none of them."""
@@ -152,8 +152,8 @@ class Candidates:
             requests, tokens, resident = load(name)
             resident += session_counts(name)[1]
             usage, capacity = engine.kv_usage, engine.kv_capacity
-            if tokens > engine.said_at and capacity and usage >= 0:
-                usage += (tokens - engine.said_at) / capacity
+            if tokens > engine.kv_reported_at and capacity and usage >= 0:
+                usage += (tokens - engine.kv_reported_at) / capacity
             place = engine.place
             if place >= 0:
                 self._resident += resident - engine.view.resident_tokens

@@ -8,14 +8,13 @@ import socket
 import struct
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
-from penstock.router.admin import HEALTH
+from penstock.config import RouterConfig
+from penstock.router.access import HEALTH, Access
 from penstock.router.head import CHUNKED, RequestHead, parse_request
 from penstock.router.http import BodyReader, ChunkedReader, FramingError, LengthReader, RefusalError, chunk
-
-if TYPE_CHECKING:
-    from penstock.router.server import Router
+from penstock.router.metrics import Metrics
 
 IDLE_S = 75.0
 """A kept-alive connection without a request is closed after this time."""
@@ -60,52 +59,82 @@ class Call(Protocol):
         ...
 
 
+class Clients:
+    """Every client connection of one router, and what they share.
+
+    Args:
+        config: limits.
+        metrics: where what never becomes a request is counted.
+        access: who may call.
+        open_call: returns what serves a request; RefusalError: nothing does.
+        most: connections that may be open before strangers are closed for newcomers.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        metrics: Metrics,
+        access: Access,
+        open_call: Callable[[ClientConnection, RequestHead], Call],
+        most: int,
+    ) -> None:
+        self.config = config
+        self.metrics = metrics
+        self.access = access
+        self.open_call = open_call
+        self.most = most
+        self.connected: set[ClientConnection] = set()
+        self.strangers: dict[ClientConnection, None] = {}
+        """Those that have sent no head with the key yet, the oldest first."""
+
+    def add(self, client: ClientConnection) -> None:
+        """Note a new connection; where descriptors run short, the oldest of many strangers gives way to it."""
+        self.connected.add(client)
+        self.strangers[client] = None
+        if len(self.connected) > self.most and len(self.strangers) > self.most // 2:
+            oldest = next(iter(self.strangers))
+            self.discard(oldest)
+            oldest.transport.abort()
+
+    def discard(self, client: ClientConnection) -> None:
+        """Forget a connection that is gone."""
+        self.connected.discard(client)
+        self.strangers.pop(client, None)
+
+    def sweep(self, now: float) -> None:
+        """Run what is due; `now` is `time.monotonic()`."""
+        for client in [client for client in self.connected if client.deadline <= now]:
+            client.expire()
+
+
 class ClientConnection(asyncio.Protocol):
     """Protocol of one accepted connection."""
 
-    __slots__ = (
-        "_blocked",
-        "_body",
-        "_body_by",
-        "_call",
-        "_head",
-        "_lingering",
-        "_on_deadline",
-        "_payload",
-        "_pipelined",
-        "_ready",
-        "_request",
-        "_router",
-        "_stranger",
-        "deadline",
-        "transport",
-        "write_paused",
-    )
+    transport: asyncio.Transport
+    write_paused = False
+    deadline = _NEVER
+    """`time.monotonic()` at which `expire` is due; the router looks at it now and then."""
+    _ready = True
+    """The next byte is the first of a request."""
+    _head: bytes = b""
+    """A head that is not complete yet."""
+    _pipelined = b""
+    """What came after the request that is being served."""
+    _request: RequestHead | None = None
+    _body: BodyReader | None = None
+    _body_by = _NEVER
+    """`time.monotonic()` at which all of the body has to be here."""
+    _payload: list[bytes] | None = None
+    """Payload of a chunked body that has not been passed on."""
+    _call: Call | None = None
+    _lingering = False
+    _blocked = 0
+    _stranger = True
+    """It has sent no head with the key yet."""
 
-    def __init__(self, router: Router) -> None:
-        self.transport: asyncio.Transport
-        self.write_paused = False
-        self.deadline = _NEVER
-        """`time.monotonic()` at which `expire` is due; the router looks at it now and then."""
-        self._router = router
+    def __init__(self, clients: Clients) -> None:
+        self._clients = clients
         self._on_deadline: Callable[[], None] = self._cut_off
-        self._ready = True
-        """The next byte is the first of a request."""
-        self._head: bytes = b""
-        """A head that is not complete yet."""
-        self._pipelined = b""
-        """What came after the request that is being served."""
-        self._request: RequestHead | None = None
-        self._body: BodyReader | None = None
-        self._body_by = _NEVER
-        """`time.monotonic()` at which all of the body has to be here."""
-        self._payload: list[bytes] | None = None
-        """Payload of a chunked body that has not been passed on."""
-        self._call: Call | None = None
-        self._lingering = False
-        self._blocked = 0
-        self._stranger = True
-        """It has sent no head with the key yet."""
 
     # --- callbacks of the event loop ---------------------------------------------------------------------------------
 
@@ -113,14 +142,14 @@ class ClientConnection(asyncio.Protocol):
         """The connection is there."""
         self.transport = cast("asyncio.Transport", transport)
         self._arm(IDLE_S, self._close)
-        self._router.accepted(self)
+        self._clients.add(self)
 
     def data_received(self, data: bytes) -> None:
         """Bytes have come."""
         try:
             if self._ready:
                 end = data.find(b"\r\n\r\n") + 4
-                if 4 <= end <= self._router.config.max_header_bytes and data[0] > _CR:  # noqa: PLR2004 - found
+                if 4 <= end <= self._clients.config.max_header_bytes and data[0] > _CR:  # noqa: PLR2004 - found
                     self._begin(parse_request(data[:end]), data, end)
                 else:
                     self._read_head(data)
@@ -130,7 +159,7 @@ class ClientConnection(asyncio.Protocol):
             if self._call is not None:
                 self._call.refuse(refusal)
             else:
-                self._router.metrics.rejected[refusal.code] += 1
+                self._clients.metrics.rejected[refusal.code] += 1
                 self.answer_refusal(refusal)
 
     def _read_more(self, data: bytes) -> None:
@@ -153,8 +182,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the loop's signature
         """The connection is gone."""
-        self._router.clients.discard(self)
-        self._router.strangers.pop(self, None)
+        self._clients.discard(self)
         self.deadline = _NEVER
         call, self._call = self._call, None
         if call is not None:
@@ -258,8 +286,8 @@ class ClientConnection(asyncio.Protocol):
         self.transport.abort()
 
     def _slow_head(self) -> None:
-        limit = self._router.config.header_timeout_s
-        self._router.metrics.rejected["slow_headers"] += 1
+        limit = self._clients.config.header_timeout_s
+        self._clients.metrics.rejected["slow_headers"] += 1
         self.answer_refusal(RefusalError(408, "slow_headers", f"the request's head took more than {limit:g} s"))
 
     def _slow_body(self) -> None:
@@ -269,7 +297,7 @@ class ClientConnection(asyncio.Protocol):
             self._body_by += BODY_STALL_S
             self._await_body()
             return
-        total = self._router.config.body_timeout_s
+        total = self._clients.config.body_timeout_s
         late = time.monotonic() >= self._body_by
         what = f"took more than {total:g} s" if late else f"brought no byte for {BODY_STALL_S:g} s"
         self._call.refuse(RefusalError(408, "slow_body", f"the request's body {what}"))
@@ -286,7 +314,7 @@ class ClientConnection(asyncio.Protocol):
             data = data.lstrip(b"\r\n")  # RFC 9112, 2.2: empty lines before a request line
         end = data.find(b"\r\n\r\n", max(0, len(self._head) - 3)) + 4
         complete = end >= 4  # noqa: PLR2004 - find answers -1
-        limit = self._router.config.max_header_bytes
+        limit = self._clients.config.max_header_bytes
         if (end if complete else len(data)) > limit:
             raise RefusalError(431, "headers_too_large", f"the request's head is longer than {limit} bytes")
         if complete:
@@ -296,7 +324,7 @@ class ClientConnection(asyncio.Protocol):
         if _BARE_LF.search(data):
             raise RefusalError(400, "bad_request", "malformed head: a line ends without CR")
         if data and not self._head:
-            self._arm(self._router.config.header_timeout_s, self._slow_head)
+            self._arm(self._clients.config.header_timeout_s, self._slow_head)
         self._head = data
         self._ready = not data
 
@@ -304,14 +332,14 @@ class ClientConnection(asyncio.Protocol):
         self._ready = False
         self.deadline = _NEVER
         self._request = request
-        router = self._router
+        clients = self._clients
         if request.length == len(data) - start:  # all of it is here, and nothing else, as it mostly is
             self._body = _COMPLETE
-            if router.access.asks_for_key or request.length > router.config.max_body_bytes:
+            if clients.access.asks_for_key or request.length > clients.config.max_body_bytes:
                 self._check(request)
             if self._stranger:
                 self._introduce(request)
-            call = self._call = router.call(self, request)
+            call = self._call = clients.open_call(self, request)
             call.begin(data[start:] if len(data) < _LONG else memoryview(data)[start:], done=True)
             return
         if request.length == CHUNKED:
@@ -323,17 +351,17 @@ class ClientConnection(asyncio.Protocol):
         self._check(request)
         if self._stranger:
             self._introduce(request)
-        call = self._call = router.call(self, request)
+        call = self._call = clients.open_call(self, request)
         if not body.done:
-            self._body_by = time.monotonic() + router.config.body_timeout_s
+            self._body_by = time.monotonic() + clients.config.body_timeout_s
             self._await_body()
             if request.expect and request.http_1_1:
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         call.begin(piece, done=body.done)
 
     def _check(self, request: RequestHead) -> None:
-        self._router.access.check_key(request)
-        limit = self._router.config.max_body_bytes
+        self._clients.access.check_key(request)
+        limit = self._clients.config.max_body_bytes
         if request.length > limit:
             raise RefusalError(413, "body_too_large", f"a body of {request.length} bytes is over the limit of {limit}")
 
@@ -341,7 +369,7 @@ class ClientConnection(asyncio.Protocol):
         """It had the key, unless it called where nobody is asked for one."""
         if not request.target.startswith(HEALTH):
             self._stranger = False
-            self._router.strangers.pop(self, None)
+            self._clients.strangers.pop(self, None)
 
     def _read_body(self, call: Call, body: BodyReader, data: bytes) -> None:
         piece = self._follow(body, data, 0)
@@ -359,7 +387,7 @@ class ClientConnection(asyncio.Protocol):
             end = body.feed(data, start)
         except FramingError as error:
             raise RefusalError(400, "bad_body", f"malformed chunked body: {error}") from None
-        limit = self._router.config.max_body_bytes
+        limit = self._clients.config.max_body_bytes
         if body.size > limit:
             raise RefusalError(413, "body_too_large", f"the body is over the limit of {limit} bytes")
         if end < len(data):

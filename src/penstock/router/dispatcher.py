@@ -1,29 +1,26 @@
-"""Puts requests on engines: membership, placement, breakers and the gate together."""
+"""Find an engine for each request: membership, placement, breakers and the gate together."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.config import RouterConfig
-from penstock.router.backend import Engine, Probes
-from penstock.router.exchange import Exchange
-from penstock.router.gate import ANY_ENGINE, NOWHERE, Gate, Kind, Lane
+from penstock.router.backend import Backend
+from penstock.router.gate import ANY_ENGINE, NOWHERE, Gate, Kind, Lane, Waiter
+from penstock.router.head import RequestHead
 from penstock.router.http import RefusalError
 from penstock.router.membership import EngineEntry, Membership
 from penstock.router.metrics import Metrics
 from penstock.router.placement import Placement, PlacementOptions
-from penstock.router.policies.base import Defer
-from penstock.router.watch import EngineWatch, KVFigures
-
-if TYPE_CHECKING:
-    from penstock.router.shared_port import SharedPort
+from penstock.router.policies import Defer
+from penstock.router.watch import BackendWatch, KVStats
 
 _EXPIRE_S = 0.75
-"""Between two looks for idle sessions: before the placement looks by itself, which knows nobody to tell."""
+"""Between two looks for idle sessions: before the placement looks by itself, which cannot wake waiting requests."""
 _MOST_LOST = 2
 """A request that has lost so many engines gets no other: it may be what ends them."""
 
@@ -39,25 +36,22 @@ class Dispatcher:
 
     def __init__(self, config: RouterConfig, metrics: Metrics, *, process: int = 0) -> None:
         self.metrics = metrics
+        self.access_log = config.access_log
         self.membership = Membership()
-        self.engines: dict[str, Engine] = {}
+        self.backends: dict[str, Backend] = {}
         self.placement = Placement(PlacementOptions.of(config, process))
         self.gate = Gate(max_held=config.max_held, max_held_bytes=config.max_held_bytes, max_hold_s=config.max_hold_s)
-        self._probes = Probes(self._engine_up)
-        self._watch = EngineWatch(
-            config.engine_metrics_interval_s * config.workers,  # an engine is asked as often as by one process
-            lambda: list(self.engines.values()),
-            self._engine_said,
-            self.engine_refused,
+        # An engine is asked as often by several processes together as by one.
+        interval_s = config.engine_metrics_interval_s * config.workers
+        self._watch = BackendWatch(
+            interval_s,
+            self.backends.values,
+            up=self._backend_up,
+            refused=self.backend_refused,
+            kv_reported=self._kv_reported,
         )
-        self._leaving: set[Engine] = set()
+        self._leaving: set[Backend] = set()
         self._expire_at = 0.0
-        self.on_end: Callable[[Exchange], None] | None = None
-        """Called with every exchange when it is over, for the access log."""
-        self.keys: tuple[str | None, str | None] = None, None
-        """What the router asks of clients, and for admin calls."""
-        self.shared_port: SharedPort | None = None
-        """What answers admin calls on a port that several processes serve."""
 
     # --- control -----------------------------------------------------------------------------------------------------
 
@@ -74,7 +68,8 @@ class Dispatcher:
             UserError: a negative epoch, or two engines of one name or URL; nothing was changed.
         """
         self.membership = self.membership.replaced_by(epoch, entries)
-        before, self.engines = self.engines, {}
+        before = dict(self.backends)
+        self.backends.clear()
         stayed: set[str] = set()
         for entry in self.membership.engines:
             known = before.get(entry.name)
@@ -82,20 +77,20 @@ class Dispatcher:
                 del before[entry.name]
                 stayed.add(entry.name)
                 known.announce(entry)
-                self._probes.stop(known)
-                self.engines[entry.name] = known
+                self._watch.stop(known)
+                self.backends[entry.name] = known
             else:
-                self.engines[entry.name] = Engine(entry)
+                self.backends[entry.name] = Backend(entry)
         self.placement.set_engines(self.membership.engines)
         self.gate.keep_engines(stayed)
-        for engine in before.values():
-            self._probes.stop(engine)
-            engine.remove()
-            self._leaving.add(engine)
-        for engine in self._leaving:
-            if engine.name in cut:
-                engine.cut()
-        self._leaving = {engine for engine in self._leaving if engine.outstanding}
+        for backend in before.values():
+            self._watch.stop(backend)
+            backend.remove()
+            self._leaving.add(backend)
+        for backend in self._leaving:
+            if backend.name in cut:
+                backend.cut()
+        self._leaving = {backend for backend in self._leaving if backend.outstanding}
         for name in list(self.gate.engines):  # its sessions may have to leave it now
             self.gate.wake(Lane(Kind.ENGINE, name))
         self.gate.recheck()
@@ -103,7 +98,7 @@ class Dispatcher:
 
     def set_gate(self, *, closed: bool, adapter: str | None = None, engine: str | None = None) -> None:
         """Close or open a gate: of an adapter, of an engine of the set, or for all. In force when this returns."""
-        if engine is not None and engine in self.engines:
+        if engine is not None and engine in self.backends:
             self.placement.gate(engine, closed=closed)
         self.gate.set(closed=closed, adapter=adapter, engine=engine)
 
@@ -120,9 +115,16 @@ class Dispatcher:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def try_place(self, exchange: Exchange) -> Lane | None:
-        """Send the request to an engine, or say what it has to wait for."""
-        request = exchange.request
+    def find(self, request: RequestHead, tried: Sequence[Backend]) -> Backend | Lane:
+        """Return an engine, where the request counts from now on until it has `left`, or what it has to wait for.
+
+        Args:
+            request: its head.
+            tried: engines that had it and broke it.
+
+        Raises:
+            RefusalError: 502, only those that were tried could serve it.
+        """
         most = self.placement.most_tokens
         if request.prompt_tokens > most or request.expected_tokens > most:
             # Headers are hints: a false one must not fill an engine for all others.
@@ -131,68 +133,67 @@ class Dispatcher:
         gate = self.gate
         if gate.adapters and request.adapter in gate.adapters:
             return Lane(Kind.ADAPTER, request.adapter)
-        if gate.crowded and self._joins_queue(exchange):
+        if gate.crowded and self._joins_queue(request):
             return Lane(Kind.ROOM, (request.min_weight_version, request.adapter))
-        name = self.placement.place(request, time.monotonic(), [engine.name for engine in exchange.tried])
-        if name is None and exchange.tried:
+        name = self.placement.place(request, time.monotonic(), [backend.name for backend in tried])
+        if name is None and tried:
             # What has come back under the name of an engine that died has not broken anything.
-            still = [engine.name for engine in exchange.tried if not engine.removed]
+            still = [backend.name for backend in tried if not backend.removed]
             name = self.placement.place(request, time.monotonic(), still)
         if not isinstance(name, str):
-            return self._lane(exchange, name)
-        engine = self.engines[name]
-        engine.outstanding += 1
-        engine.requests += 1
-        exchange.place(engine)
-        return None
+            return self._lane(request, tried, name)
+        backend = self.backends[name]
+        backend.outstanding += 1
+        backend.requests += 1
+        return backend
 
-    def left(self, exchange: Exchange, engine: Engine, now: float, *, ok: bool) -> None:
+    def left(self, request: RequestHead, backend: Backend, now: float, *, ok: bool) -> None:
         """The request is no longer with that engine: it was answered (`ok`), failed, or is taken back."""
-        engine.outstanding -= 1
-        self.placement.done(exchange.request, engine.name, now, ok=ok)
+        backend.outstanding -= 1
+        self.placement.done(request, backend.name, now, ok=ok)
         if self.gate.crowded:
             self.gate.room()
 
-    def replace(self, exchange: Exchange, reason: str) -> None:
+    def retry(self, waiter: Waiter, tried: Sequence[Backend], reason: str) -> None:
         """Place a request that an engine did not take, or broke on; 502 for one that has lost two engines."""
-        if len(exchange.tried) >= _MOST_LOST:
-            self._refuse_tried(exchange)
+        if len(tried) >= _MOST_LOST:
+            waiter.refuse(_engines_failed(tried))
             return
         self.metrics.retries[reason] += 1
-        self.gate.submit(exchange)
+        self.gate.submit(waiter)
 
     # --- breakers ----------------------------------------------------------------------------------------------------
 
-    def engine_refused(self, engine: Engine) -> None:
+    def backend_refused(self, backend: Backend) -> None:
         """It refused a connection or failed a health check: left out until a probe succeeds or it is announced."""
-        if engine.removed or engine.down:
+        if backend.removed or backend.down:
             return
-        engine.mark(down=True)
-        self.placement.mark(engine.name, down=True)
-        self._probes.start(engine)
-        self.gate.wake(Lane(Kind.ENGINE, engine.name))
+        backend.mark(down=True)
+        self.placement.mark(backend.name, down=True)
+        self._watch.probe(backend)
+        self.gate.wake(Lane(Kind.ENGINE, backend.name))
 
-    def engine_died(self, engine: Engine, cause: str) -> None:
+    def backend_died(self, backend: Backend, cause: str) -> None:
         """An answer of it says that its core is dead."""
-        engine.dead_answers += 1
-        engine.failure = cause
-        self.engine_refused(engine)
+        backend.dead_answers += 1
+        backend.failure = cause
+        self.backend_refused(backend)
 
-    def _engine_up(self, engine: Engine) -> None:
-        engine.mark(down=False)
-        self.placement.mark(engine.name, down=False)
+    def _backend_up(self, backend: Backend) -> None:
+        backend.mark(down=False)
+        self.placement.mark(backend.name, down=False)
         self.gate.recheck()
 
-    def _engine_said(self, engine: Engine, figures: KVFigures) -> None:
-        self.placement.figures(engine.name, kv_usage=figures.usage, kv_capacity=figures.capacity)
+    def _kv_reported(self, backend: Backend, stats: KVStats) -> None:
+        self.placement.report_kv(backend.name, kv_usage=stats.usage, kv_capacity=stats.capacity)
         self.gate.room()
 
     # --- time --------------------------------------------------------------------------------------------------------
 
     def sweep(self, now: float) -> None:
-        """Close idle connections, forget idle sessions, refuse who waited too long; `now` is `time.monotonic()`."""
-        for engine in self.engines.values():
-            engine.close_idle(now)
+        """Close idle connections, forget idle sessions, refuse what waited too long; `now` is `time.monotonic()`."""
+        for backend in self.backends.values():
+            backend.close_idle(now)
         if now >= self._expire_at:
             self._expire_at = now + _EXPIRE_S
             if self.placement.expire(now):
@@ -201,34 +202,31 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Close every connection to an engine."""
-        await asyncio.gather(self._watch.close(), self._probes.close())
-        await asyncio.gather(*[engine.close() for engine in (*self.engines.values(), *self._leaving)])
+        await self._watch.close()
+        await asyncio.gather(*[backend.close() for backend in (*self.backends.values(), *self._leaving)])
 
     # --- parts of it -------------------------------------------------------------------------------------------------
 
-    def _joins_queue(self, exchange: Exchange) -> bool:
+    def _joins_queue(self, request: RequestHead) -> bool:
         """Whether it opens a session while others like it wait for room, and it is not its turn."""
-        request = exchange.request
         session_id = request.session_id
         if session_id is None or not self.gate.waits_for_room((request.min_weight_version, request.adapter)):
             return False
         return self.placement.sessions.get(session_id) is None
 
-    def _lane(self, exchange: Exchange, answer: Defer | None) -> Lane | None:
-        """What a request waits for that was not placed; None: it is refused."""
-        request = exchange.request
+    def _lane(self, request: RequestHead, tried: Sequence[Backend], answer: Defer | None) -> Lane:
+        """What a request waits for that was not placed; RefusalError: it need not wait."""
         if answer is Defer.WAIT:
             return Lane(Kind.ROOM, (request.min_weight_version, request.adapter))
         if answer is Defer.GATED:
-            record = None if request.session_id is None else self.placement.sessions.get(request.session_id)
-            home = None if record is None else record.engine
+            session = None if request.session_id is None else self.placement.sessions.get(request.session_id)
+            home = None if session is None else session.engine
             return ANY_ENGINE if home not in self.gate.engines else Lane(Kind.ENGINE, home)
-        if exchange.tried and self.placement.could_serve(request):
-            self._refuse_tried(exchange)
-            return None
+        if tried and self.placement.could_serve(request):
+            raise _engines_failed(tried)
         return NOWHERE
 
-    @staticmethod
-    def _refuse_tried(exchange: Exchange) -> None:
-        names = ", ".join(dict.fromkeys(engine.name for engine in exchange.tried))
-        exchange.refuse(RefusalError(502, "engines_failed", f"every engine tried broke the request: {names}"))
+
+def _engines_failed(tried: Sequence[Backend]) -> RefusalError:
+    names = ", ".join(dict.fromkeys(backend.name for backend in tried))
+    return RefusalError(502, "engines_failed", f"every engine tried broke the request: {names}")

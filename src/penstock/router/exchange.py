@@ -1,19 +1,24 @@
-"""One request and its answer: held, placed, sent, retried before the first byte, passed back, accounted for."""
+"""One request and its answer: held, placed, sent, retried before the first byte, passed back, accounted for.
+
+The dispatcher names an engine; the exchange connects to it and sends. It is driven by its client's connection on one
+side and a backend's on the other.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
 import time
-from typing import TYPE_CHECKING
 
+import orjson
+
+from penstock.router.answer import Answer
+from penstock.router.backend import OWN_SHORTAGES, Backend, BackendConnection, User, Waiting
+from penstock.router.client_connection import ClientConnection
+from penstock.router.dispatcher import Dispatcher
+from penstock.router.gate import Lane, Waiter
 from penstock.router.head import CHUNKED, UNTIL_CLOSE, RequestHead, ResponseHead
-from penstock.router.http import RefusalError, shown
-
-if TYPE_CHECKING:
-    from penstock.router.backend import Engine
-    from penstock.router.backend_connection import EngineConnection
-    from penstock.router.client_connection import ClientConnection
-    from penstock.router.dispatcher import Dispatcher
-    from penstock.router.gate import Lane
+from penstock.router.http import FramingError, RefusalError, shown
 
 REPLAY_LIMIT = 1 << 20
 """Bytes of request body kept for a retry. A request is placed once its body or so much of it has come: a client that
@@ -22,98 +27,71 @@ _CONTINUE = 100
 """A status that is the router's own to send."""
 _INTERIM_LIMIT = 1 << 16
 """Bytes of informational answers that a request may get; its client may not read them, and more may follow."""
+_TRACE_ID = re.compile(rb"[0-9A-Fa-f]{2}-([0-9A-Fa-f]{32})-")
+"""W3C Trace Context, section 3.2: version, trace id, parent id, flags."""
+_access = logging.getLogger("penstock.router.access")
 
 
-class Exchange:
-    """The life of one request, driven by its client's connection on one side and an engine's on the other."""
+class Exchange(Waiter):
+    """The life of one request."""
 
-    __slots__ = (
-        "_announced_close",
-        "_buffered",
-        "_by_close",
-        "_connection",
-        "_head_sent",
-        "_interim_bytes",
-        "_kept",
-        "_replay",
-        "_stale",
-        "_submitted",
-        "_waiting",
-        "body_done",
-        "bytes_in",
-        "bytes_out",
-        "client",
-        "dispatcher",
-        "engine",
-        "first_byte_at",
-        "gate_seconds",
-        "gone",
-        "hold_seconds",
-        "outcome",
-        "patience_used",
-        "request",
-        "started_at",
-        "status",
-        "tried",
-    )
+    backend: Backend | None = None
+    """Where it is placed."""
+    gone = False
+    """Nothing more is to be done: answered, broken, refused, or the client went away."""
+    bytes_in = 0
+    bytes_out = 0
+    status = 0
+    outcome = ""
+    """Empty: answered by an engine; `cancelled`: its client went away; `broken: ...`: an engine did not complete its
+    answer; any other: the code of the error that the router answered."""
+    first_byte_at = 0.0
+    """When an engine's answer began, by `time.monotonic()`; 0: it did not."""
+    _answer: Answer
+    _body_done = False
+    """The whole request has come in, and been sent where a connection is attached."""
+    _connection: BackendConnection | None = None
+    _replay: bytes | bytearray | memoryview | None = b""
+    _buffered = 0
+    _incoming = 0
+    """Bytes that the gate counts while they are still coming in."""
+    _interim_bytes = 0
+    _submitted = False
+    """Enough of its body has come, and the gate got it."""
+    _stale = False
+    """It met a stale connection and had its second go at the same engine."""
+    _head_sent = False
+    """The client has the head of the engine's answer."""
+    _announced_close = False
+    _by_close = False
+    """For this client the answer's end is the end of its connection."""
 
     def __init__(self, client: ClientConnection, request: RequestHead, dispatcher: Dispatcher) -> None:
-        self.client = client
+        self._client = client
         self.request = request
-        self.dispatcher = dispatcher
-        self.body_done = False
-        """The whole request has come in, and been sent where a connection is attached."""
-        self.gone = False
-        """Nothing more is to be done: answered, broken, refused, or the client went away."""
-        self.engine: Engine | None = None
-        self.tried: list[Engine] = []
-        """Engines that took the request and closed the connection without an answer."""
-        self.hold_seconds = 0.0
-        self.gate_seconds = 0.0
-        self.patience_used = 0.0
-        self.bytes_in = 0
-        self.bytes_out = 0
-        self.status = 0
-        self.outcome = ""
+        self._dispatcher = dispatcher
         self.started_at = time.monotonic()
-        self.first_byte_at = 0.0
-        """A byte of an engine's answer has come, at this time."""
-        self._connection: EngineConnection | None = None
-        self._replay: bytes | bytearray | memoryview | None = b""
-        self._buffered = 0
-        self._kept = 0
-        """Bytes that the gate counts while they are still coming in."""
-        self._interim_bytes = 0
-        self._submitted = False
-        """Enough of its body has come, and the gate got it."""
-        self._waiting = False
-        """The gate may have it."""
-        self._stale = False
-        """It met a stale connection and had its second go at the same engine."""
-        self._head_sent = False
-        """The client has the head of the engine's answer."""
-        self._announced_close = False
-        self._by_close = False
-        """For this client the answer's end is the end of its connection."""
+        self.tried: list[Backend] = []
+        """Engines that took the request and closed the connection without an answer."""
 
     # --- from the client ---------------------------------------------------------------------------------------------
 
     def begin(self, piece: bytes | memoryview, *, done: bool) -> None:
         """See `Call`: find an engine."""
-        self.body_done = done
+        self._body_done = done
         self.bytes_in = len(piece)
         self._replay = piece
         self._buffered = len(self.request.fields) + len(piece)
-        self.dispatcher.metrics.requests += 1
+        self._dispatcher.metrics.requests += 1
         if done or self._buffered > REPLAY_LIMIT:
             self._submit()
         else:
             self._replay = bytearray(piece)
-            self._keep(self._buffered)
+            self._count_incoming(self._buffered)
 
     def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:
         """See `Call`."""
-        self.body_done = done
+        self._body_done = done
         self.bytes_in += len(piece)
         connection = self._connection
         if connection is not None:
@@ -127,37 +105,45 @@ class Exchange:
                 if connection is not None:
                     self._replay = None
                 elif not done:
-                    self.adjust_reading()
+                    self._adjust_reading()
         if not self._submitted:
             if done or self._buffered > REPLAY_LIMIT:
                 self._submit()
             else:
-                self._keep(len(piece))
+                self._count_incoming(len(piece))
 
     def cancel(self) -> None:
-        """The client has gone; so must the engine's work for it."""
+        """See `Call`; so must the engine's work for it."""
         if not self.gone:
-            self._leave_gate()
+            self._dispatcher.gate.discard(self)
             self._end("cancelled")
 
     def pause(self, *, paused: bool) -> None:
-        """The client's side is full, or has room again."""
+        """See `Call`."""
         if self._connection is not None and self._head_sent:
             self._connection.set_reading(reading=not paused)
 
-    # --- from the gate and the dispatcher ----------------------------------------------------------------------------
+    # --- from the gate -----------------------------------------------------------------------------------------------
 
     def try_place(self) -> Lane | None:
-        """Send it to an engine, or say what it has to wait for."""
-        return self.dispatcher.try_place(self)
+        """See `Waiter`."""
+        try:
+            found = self._dispatcher.find(self.request, self.tried)
+        except RefusalError as refusal:
+            self.refuse(refusal)
+            return None
+        if isinstance(found, Lane):
+            return found
+        self.backend = found
+        self._connect(found)
+        return None
 
-    def held(self) -> int:
-        """It waits from now on; no more bytes of it are kept than the answer says."""
-        self._waiting = True
+    def kept_bytes(self) -> int:
+        """See `Waiter`."""
         return self._buffered
 
     def needs(self) -> str:
-        """What its headers ask of an engine, for the message that there was none."""
+        """See `Waiter`."""
         version, adapter = self.request.min_weight_version, self.request.adapter
         needs = ([f"weight version {version} or newer"] if version else []) + (
             [f"adapter {shown(adapter)}"] if adapter is not None else []
@@ -168,161 +154,252 @@ class Exchange:
         """Answer it here; where an answer is under way already, break that off."""
         if self.gone:
             return
-        self._leave_gate()
+        self._dispatcher.gate.discard(self)
         if self._head_sent:
-            self.broken(str(refusal))
+            self._break(str(refusal))
             return
         self.status = refusal.status
         self._end(refusal.code)
-        self.client.answer_refusal(refusal)
+        self._client.answer_refusal(refusal)
 
-    def place(self, engine: Engine) -> None:
-        """An engine is chosen, and the request is accounted for there."""
-        self._waiting = False
-        self.engine = engine
-        engine.connect(self)
+    # --- the way to the engine ---------------------------------------------------------------------------------------
 
-    # --- from the engine's pool --------------------------------------------------------------------------------------
+    def _connect(self, backend: Backend, *, fresh: bool = False) -> None:
+        """Send it on a connection of the pool; on a new one if `fresh`, or where none is idle."""
+        connection = None if fresh else backend.take()
+        if connection is not None:
+            self._send(connection)
+        else:
+            backend.connect(Waiting(self._send, self._not_connected))
 
-    def connected(self, connection: EngineConnection) -> None:
-        """Send everything that has come so far."""
+    def _send(self, connection: BackendConnection) -> bool:
+        """Send everything that has come so far; False: the client has gone meanwhile."""
+        if self.gone:
+            return False
         self._connection = connection
-        connection.send(self, self._replay or b"")
+        self._answer = Answer(self.request)
+        connection.user = User(self._received, self._lost, self._adjust_reading)
+        head = self.request.to_engine(connection.backend.fields)
+        connection.transport.write(b"".join((head, self._replay or b"")))
         if self._buffered > REPLAY_LIMIT:
             self._replay = None
-            self.adjust_reading()
+            self._adjust_reading()
+        return True
 
-    def not_connected(self, engine: Engine) -> None:
+    def _not_connected(self, error: OSError | None) -> None:
         """The engine refused, or left the set; nothing was sent, so any engine may have the request."""
-        self._displace()
-        self.dispatcher.engine_refused(engine)
-        self.dispatcher.replace(self, "refused")
+        backend = self.backend
+        if self.gone or backend is None:
+            return
+        if error is not None and error.errno in OWN_SHORTAGES:
+            why = f"the router cannot open a connection ({error}); raise ulimit -n"
+            self.refuse(RefusalError(503, "no_sockets", why))
+            return
+        self._displace(backend)
+        self._dispatcher.backend_refused(backend)
+        self._dispatcher.retry(self, self.tried, "refused")
 
-    # --- from the engine's connection --------------------------------------------------------------------------------
-
-    def adjust_reading(self) -> None:
+    def _adjust_reading(self) -> None:
         """Read from the client only what can be passed on."""
         connection = self._connection
         full = self._buffered > REPLAY_LIMIT if connection is None else connection.write_paused
-        self.client.block_body(blocked=full)
+        self._client.block_body(blocked=full)
 
-    def first_byte(self, now: float) -> None:
-        """An answer begins; `now` is `time.monotonic()`."""
+    # --- the way back ------------------------------------------------------------------------------------------------
+
+    def _received(self, data: bytes) -> None:
+        answer = self._answer
+        if answer.is_whole_chunk(data):
+            self.bytes_out += len(data)
+            self._client.transport.write(data)
+            return
         if not self.first_byte_at:
-            self.first_byte_at = now
+            self.first_byte_at = time.monotonic()
+        try:
+            piece = answer.feed(data)
+            if answer.interim:
+                self._pass_interim(answer)
+        except FramingError as error:
+            self._drop_connection()
+            self._break(f"bad answer: {error}")
+            return
+        except RefusalError as refusal:
+            self._drop_connection()
+            self.refuse(refusal)
+            return
+        if answer.response is not None:
+            self.bytes_out += len(piece)
+            self._client.transport.write(piece if self._head_sent else self._respond(answer.response) + piece)
+            if answer.done:
+                self._answered()
+        elif answer.death:
+            self._died(answer.death)
 
-    def interim(self, response: ResponseHead) -> None:
-        """An informational answer (1xx) before the real one; RefusalError: 502, they are too many."""
-        head = response.to_client()
-        self._interim_bytes += len(head)
-        if self._interim_bytes > _INTERIM_LIMIT:
-            what = f"the engine sent over {_INTERIM_LIMIT} bytes of informational answers (1xx) and no other"
-            raise RefusalError(502, "bad_engine_response", what)
-        if self.request.http_1_1 and response.status != _CONTINUE:
-            self.client.transport.write(head)
+    def _pass_interim(self, answer: Answer) -> None:
+        """Pass on informational answers; RefusalError: 502, they are too many."""
+        for response in answer.interim:
+            head = response.to_client()
+            self._interim_bytes += len(head)
+            if self._interim_bytes > _INTERIM_LIMIT:
+                what = f"the engine sent over {_INTERIM_LIMIT} bytes of informational answers (1xx) and no other"
+                raise RefusalError(502, "bad_engine_response", what)
+            if self.request.http_1_1 and response.status != _CONTINUE:
+                self._client.transport.write(head)
+        answer.interim.clear()
 
-    def respond(self, response: ResponseHead) -> bytes:
-        """The answer is to be passed on, so nothing is retried from here on; returns its head as the client gets it."""
+    def _respond(self, response: ResponseHead) -> bytes:
+        """Nothing is retried from here on; returns the answer's head as the client gets it."""
         self._head_sent = True
         self._replay = None
         self.status = response.status
         request = self.request
         length = response.length
         self._by_close = length == UNTIL_CLOSE or (length == CHUNKED and not request.http_1_1)
-        self._announced_close = self._by_close or not request.keep_alive or not self.body_done
-        if self.client.write_paused:
+        self._announced_close = self._by_close or not request.keep_alive or not self._body_done
+        if self._client.write_paused:
             self.pause(paused=True)
         if self._announced_close:
             return response.to_client(http_1_1=request.http_1_1, connection=b"close")
         return response.to_client() if request.http_1_1 else response.to_client(connection=b"keep-alive")
 
-    def answered(self) -> None:
-        """The answer is complete."""
-        self._connection = None
+    def _answered(self) -> None:
+        """The answer is complete: the connection is free for the next request, and so is the client's."""
+        connection, self._connection = self._connection, None
+        response = self._answer.response
+        if connection is not None and response is not None:
+            connection.user = None
+            connection.reused = True
+            connection.backend.release(connection, reusable=response.keep_alive and self._body_done)
         self._end("")
-        self.client.exchange_over(close=self._announced_close)
+        self._client.exchange_over(close=self._announced_close)
 
-    def failed(self, refusal: RefusalError) -> None:
-        """The engine's answer is no HTTP; its connection is closed already."""
-        self._connection = None
-        self.refuse(refusal)
-
-    def broken(self, reason: str) -> None:
-        """The answer cannot be completed: the client must see that, so its connection ends here."""
-        if not self._head_sent:
-            self.failed(RefusalError(502, "engine_failed", reason))
+    def _lost(self, error: Exception | None) -> None:
+        """The engine's connection is gone."""
+        connection, self._connection = self._connection, None
+        if connection is None:
             return
-        self._end(f"broken: {reason}")
-        self.client.cut(reset=self._by_close)
+        if self._answer.response is None:
+            self._unanswered(connection)
+        elif self._answer.ends_with_connection and error is None:
+            self._answered()
+        else:
+            self._break(f"the engine closed the connection inside its answer{f': {error}' if error else ''}")
 
-    def unanswered(self, connection: EngineConnection) -> None:
+    def _unanswered(self, connection: BackendConnection) -> None:
         """The engine closed the connection before the client had a byte of its answer."""
-        engine = connection.engine
-        if self._replay is None or self._stale or self.first_byte_at or not connection.reused or engine.removed:
-            self._lose(engine, "hung_up", "closed the connection unanswered")
+        backend = connection.backend
+        if self._replay is None or self._stale or self.first_byte_at or not connection.reused or backend.removed:
+            self._lose(backend, "hung_up", "closed the connection unanswered")
         else:  # most likely it had closed the idle connection before our bytes arrived
-            self._connection = None
             self._stale = True
-            self.dispatcher.metrics.retries["stale"] += 1
-            engine.connect(self, fresh=True)
+            self._dispatcher.metrics.retries["stale"] += 1
+            self._connect(backend, fresh=True)
 
-    def engine_died(self, engine: Engine, cause: str) -> None:
-        """The engine's answer says that its core is dead; its connection is closed already."""
-        self.dispatcher.engine_died(engine, cause)
-        self._lose(engine, "dead", f"is dead: {cause}")
+    def _died(self, cause: str) -> None:
+        """The engine's answer says that its core is dead."""
+        self._drop_connection()
+        backend = self.backend
+        if backend is not None:
+            self._dispatcher.backend_died(backend, cause)
+            self._lose(backend, "dead", f"is dead: {cause}")
 
-    def _lose(self, engine: Engine, reason: str, what: str) -> None:
+    def _lose(self, backend: Backend, reason: str, what: str) -> None:
         """The engine broke on this request, or with it: another one gets it, if it can be sent again."""
         again = self._replay is not None
-        self._displace()
-        self.tried.append(engine)
+        self._displace(backend)
+        self.tried.append(backend)
         self.first_byte_at = 0.0
         self._stale = False
         if again:
-            self.dispatcher.replace(self, reason)
+            self._dispatcher.retry(self, self.tried, reason)
         else:
             why = f"{what}, and the request is over {REPLAY_LIMIT} bytes to replay"
-            self.refuse(RefusalError(502, "engine_failed", f"engine {engine.name} {why}"))
+            self.refuse(RefusalError(502, "engine_failed", f"engine {backend.name} {why}"))
+
+    def _break(self, reason: str) -> None:
+        """The answer cannot be completed: the client must see that, so its connection ends here."""
+        if not self._head_sent:
+            self.refuse(RefusalError(502, "engine_failed", reason))
+            return
+        self._end(f"broken: {reason}")
+        self._client.cut(reset=self._by_close)
 
     # --- its end -----------------------------------------------------------------------------------------------------
 
-    def _keep(self, size: int) -> None:
-        self.dispatcher.gate.keep(size)
-        self._kept += size
+    def _count_incoming(self, size: int) -> None:
+        self._dispatcher.gate.keep(size)
+        self._incoming += size
 
     def _release(self) -> None:
-        if self._kept:
-            self.dispatcher.gate.release(self._kept)
-            self._kept = 0
+        if self._incoming:
+            self._dispatcher.gate.release(self._incoming)
+            self._incoming = 0
 
     def _submit(self) -> None:
         self._submitted = True
         self._release()
-        self.dispatcher.gate.submit(self)
+        self._dispatcher.gate.submit(self)
 
-    def _leave_gate(self) -> None:
-        if self._waiting:
-            self._waiting = False
-            self.dispatcher.gate.discard(self)
+    def _drop_connection(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.drop()
 
-    def _displace(self) -> None:
+    def _displace(self, backend: Backend) -> None:
         """It is not with its engine any longer, and may go to another."""
-        self._connection = None
-        if self.engine is not None:
-            self.dispatcher.left(self, self.engine, time.monotonic(), ok=False)
-            self.engine = None
+        self._connection = self.backend = None
+        self._dispatcher.left(self.request, backend, time.monotonic(), ok=False)
 
     def _end(self, outcome: str) -> None:
         now = time.monotonic()
         self.gone = True
         self.outcome = outcome
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.drop()
-        if self.engine is not None:
-            self.dispatcher.left(self, self.engine, now, ok=not outcome)
+        self._drop_connection()
+        if self.backend is not None:
+            self._dispatcher.left(self.request, self.backend, now, ok=not outcome)
         self._replay = None
         self._release()
-        self.dispatcher.metrics.record(self, now)
-        if self.dispatcher.on_end is not None:
-            self.dispatcher.on_end(self)
+        self._record(now)
+        if self._dispatcher.access_log:
+            _access.info(self._access_line(now))
+
+    def _record(self, now: float) -> None:
+        metrics = self._dispatcher.metrics
+        metrics.bytes_in += self.bytes_in
+        metrics.bytes_out += self.bytes_out
+        if self.first_byte_at:
+            metrics.first_byte.observe(self.first_byte_at - self.started_at)
+        if not self.outcome:
+            metrics.answered += 1
+            metrics.duration.observe(now - self.started_at)
+        elif self.outcome == "cancelled":
+            metrics.cancelled += 1
+        elif self.outcome.startswith("broken"):
+            metrics.broken += 1
+        else:
+            metrics.errors[self.outcome] += 1
+        if self.hold_seconds:
+            metrics.hold.observe(self.hold_seconds)
+        if self.gate_seconds:
+            metrics.gate.observe(self.gate_seconds)
+
+    def _access_line(self, now: float) -> str:
+        request = self.request
+        trace = _TRACE_ID.match(request.traceparent)
+        line = {
+            "method": request.method.decode("latin-1"),
+            "target": request.target.decode("latin-1"),
+            "status": self.status,
+            "engine": None if self.backend is None else self.backend.name,
+            "session": request.session_id,
+            "group": request.group_id,
+            "trace": None if trace is None else trace[1].decode().lower(),
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+            "seconds": round(now - self.started_at, 6),
+            "hold_seconds": round(self.hold_seconds, 6),
+            "gate_seconds": round(self.gate_seconds, 6),
+            "tried": [backend.name for backend in self.tried],
+            "outcome": self.outcome or "ok",
+        }
+        return orjson.dumps(line).decode()

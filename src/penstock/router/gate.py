@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Collection
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from penstock.router.http import RefusalError
 
@@ -53,49 +53,40 @@ _NEVER = float("inf")
 _ABSENT = object()
 
 
-class Waiting(Protocol):
-    """A request as the gate sees it. The gate keeps the three times."""
+class Waiter:
+    """A request that may wait at the gate, which keeps all that stands here."""
 
-    hold_seconds: float
+    hold_seconds = 0.0
     """Waited for an engine or for room so far."""
-    gate_seconds: float
+    gate_seconds = 0.0
     """Waited at a closed gate so far."""
-    patience_used: float
+    patience_used = 0.0
     """Part of `hold_seconds` in which no engine was up."""
+    lane = TURN
+    queue: Queue
+    """The requests it waits among: those of its lane, or those of its lane that have been woken."""
+    since = open_since = 0.0
+    """When it began to wait there; the second by the clock that stands still while the gate is closed for all."""
+    held_bytes = 0
 
     def try_place(self) -> Lane | None:
-        """Send it on its way, or say where it has to wait."""
-        ...
+        """Send it on its way, or return the lane where it has to wait."""
+        raise NotImplementedError
 
-    def held(self) -> int:
-        """It starts to wait. Answers the most bytes that are kept of it meanwhile."""
-        ...
+    def kept_bytes(self) -> int:
+        """Most bytes that are kept of it while it waits."""
+        raise NotImplementedError
 
     def needs(self) -> str:
         """What it asks of an engine, to be read behind "no engine"; empty where any will do."""
-        ...
+        raise NotImplementedError
 
     def refuse(self, refusal: RefusalError) -> None:
         """It cannot wait, or not any longer."""
-        ...
+        raise NotImplementedError
 
 
-Queue = OrderedDict[Waiting, None]
-
-
-class _Entry:
-    """Where a request waits, and since when."""
-
-    __slots__ = ("lane", "open_since", "queue", "since", "size")
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.lane = TURN
-        self.queue: Queue = OrderedDict()
-        """The requests it waits among: those of its lane, or those of its lane that have been woken."""
-        self.since = 0.0
-        self.open_since = 0.0
-        """By the clock that stands still while the gate is closed for all."""
+Queue = OrderedDict[Waiter, None]
 
 
 class Gate:
@@ -124,7 +115,7 @@ class Gate:
         """Most bytes that are kept of the requests that wait, and those kept of requests that are still coming in."""
         self._filling = False
         """Requests that have waited for room are tried just now."""
-        self._entries: dict[Waiting, _Entry] = {}
+        self._held: set[Waiter] = set()
         self._turns: Queue = OrderedDict()
         self.crowded: dict[Lane, Queue] = {}
         """Lanes of the kind ROOM: only their first is tried, and the next when that one went."""
@@ -149,7 +140,7 @@ class Gate:
         return self._closed_at is not None
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._held)
 
     def waits_for_room(self, key: tuple[int, str | None]) -> bool:
         """Whether requests of that key wait for room, and it is not their turn: a newcomer joins them."""
@@ -158,13 +149,13 @@ class Gate:
     def held_by(self) -> dict[str, int]:
         """How many wait for what, by the value of `Kind`."""
         counts = {kind.value: 0 for kind in Kind}
-        for entry in self._entries.values():
-            counts[entry.lane.kind.value] += 1
+        for request in self._held:
+            counts[request.lane.kind.value] += 1
         return counts
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Waiting) -> None:
+    def submit(self, request: Waiter) -> None:
         """Let a request through, or hold it."""
         if self._turns or self._woken or self._closed_at is not None:
             lane = TURN
@@ -172,13 +163,14 @@ class Gate:
             lane = request.try_place()
             if lane is None:
                 return
-        size = request.held()
-        if len(self._entries) >= self._max_held or self.held_bytes + size > self._max_held_bytes:
+        size = request.kept_bytes()
+        if len(self._held) >= self._max_held or self.held_bytes + size > self._max_held_bytes:
             request.refuse(self._full())
             return
-        entry = self._entries[request] = _Entry(size)
+        self._held.add(request)
+        request.held_bytes = size
         self.held_bytes += size
-        self._enter(request, entry, lane)
+        self._enter(request, lane)
 
     def keep(self, size: int) -> None:
         """Count bytes of a request that is still coming in; RefusalError: 503, too many are kept already."""
@@ -190,15 +182,15 @@ class Gate:
         """Bytes that `keep` counted are gone, or part of a request that is complete."""
         self.held_bytes -= size
 
-    def discard(self, request: Waiting) -> None:
-        """Forget a request whose client has gone, or that is refused."""
-        entry = self._entries.pop(request, None)
-        if entry is not None:
-            self.held_bytes -= entry.size
-            self._leave(request, entry)
+    def discard(self, request: Waiter) -> None:
+        """Forget a request whose client has gone, or that is refused; harmless for one that does not wait."""
+        if request in self._held:
+            self._held.remove(request)
+            self.held_bytes -= request.held_bytes
+            self._leave(request)
 
     def _full(self) -> RefusalError:
-        what = f"{len(self._entries)} requests wait, and {self.held_bytes} bytes are kept"
+        what = f"{len(self._held)} requests wait, and {self.held_bytes} bytes are kept"
         return RefusalError(503, "queue_full", f"{what}; retry later, or raise max_held or max_held_bytes")
 
     # --- events ------------------------------------------------------------------------------------------------------
@@ -264,43 +256,44 @@ class Gate:
 
     # --- lanes -------------------------------------------------------------------------------------------------------
 
-    def _enter(self, request: Waiting, entry: _Entry, lane: Lane) -> None:
-        entry.lane = lane
-        entry.since = time.monotonic()
-        entry.open_since = self._open_time(entry.since)
+    def _enter(self, request: Waiter, lane: Lane) -> None:
+        request.lane = lane
+        request.since = time.monotonic()
+        request.open_since = self._open_time(request.since)
         if lane is TURN:
-            entry.queue = self._turns
+            request.queue = self._turns
         else:
-            lanes = self.crowded if lane.kind is Kind.ROOM else self._lanes
-            entry.queue = lanes.setdefault(lane, OrderedDict())
-        entry.queue[request] = None
+            request.queue = self._lanes_of(lane).setdefault(lane, OrderedDict())
+        request.queue[request] = None
         if lane is NOWHERE:
             self._first_late = min(self._first_late, self._deadline(request))
 
-    def _leave(self, request: Waiting, entry: _Entry) -> None:
+    def _leave(self, request: Waiter) -> None:
         """Take it out of its lane, and charge the time it spent there."""
-        lane, queue = entry.lane, entry.queue
+        lane, queue = request.lane, request.queue
         if queue.pop(request, _ABSENT) is _ABSENT:
             return  # it is being tried, and was charged before that
-        lanes = self.crowded if lane.kind is Kind.ROOM else self._lanes
+        lanes = self._lanes_of(lane)
         if not queue and lanes.get(lane) is queue:
             del lanes[lane]
         now = time.monotonic()
-        waited, opened = now - entry.since, self._open_time(now) - entry.open_since
+        waited, opened = now - request.since, self._open_time(now) - request.open_since
         at_gates = waited if lane.kind in GATES else waited - opened
         request.gate_seconds += at_gates
         request.hold_seconds += waited - at_gates
         if lane is NOWHERE:
             request.patience_used += opened
 
-    def _try(self, request: Waiting) -> None:
-        entry = self._entries[request]
-        self._leave(request, entry)
+    def _lanes_of(self, lane: Lane) -> dict[Lane, Queue]:
+        return self.crowded if lane.kind is Kind.ROOM else self._lanes
+
+    def _try(self, request: Waiter) -> None:
+        self._leave(request)
         lane = request.try_place()
         if lane is None:
             self.discard(request)
-        elif request in self._entries:
-            self._enter(request, entry, lane)
+        elif request in self._held:
+            self._enter(request, lane)
 
     def _pass(self) -> None:
         if not self._passing and (self._woken or self._turns):
@@ -336,9 +329,8 @@ class Gate:
             lane = self._round[0]
             request = next(iter(self.crowded[lane]))
             self._try(request)
-            entry = self._entries.get(request)
-            if entry is not None and entry.lane == lane:  # no room for it: nor for those behind it
-                entry.queue.move_to_end(request, last=False)
+            if request in self._held and request.lane == lane:  # no room for it: nor for those behind it
+                request.queue.move_to_end(request, last=False)
                 self._round.popleft()
         self._filling = False
         if self._round or self._round_due:
@@ -351,5 +343,5 @@ class Gate:
         """`now` by a clock that stands still while the gate is closed for all."""
         return (now if self._closed_at is None else self._closed_at) - self._closed_s
 
-    def _deadline(self, request: Waiting) -> float:
-        return self._entries[request].open_since + self._max_hold_s - request.patience_used
+    def _deadline(self, request: Waiter) -> float:
+        return request.open_since + self._max_hold_s - request.patience_used

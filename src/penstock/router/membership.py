@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 from urllib.parse import urlsplit
+
+from pydantic import ConfigDict
 
 from penstock.errors import StateError, UserError
 from penstock.parsing import whole_number
@@ -24,6 +27,8 @@ class EngineEntry:
             `http://host:port`, a negative weight version or rank, a key that is no
             single printable word, or adapters that are not 1 to 256 bytes of text each.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
     name: str
     url: str

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from penstock.router.policies.base import PrefixHolder
+from penstock.router.policies import PrefixHolder
 
 
 class SessionRecord:
@@ -47,7 +47,7 @@ class SessionTable:
         """What is known of it; None: nothing. Not to be changed by the caller."""
         return self._counted.get(session_id) or self._idle.get(session_id)
 
-    def settle(self, session_id: str, engine: str, tokens: int, now: float) -> None:
+    def record(self, session_id: str, engine: str, tokens: int, now: float) -> None:
         """Note that it lives on `engine` with a context of `tokens`; `now` in seconds."""
         record = self._counted.get(session_id)
         if record is not None and record.engine == engine:  # a later turn that stays
@@ -255,7 +255,7 @@ _IDLE_PAUSES = 3.0
 _LEAST_IDLE_S = 3.0
 
 
-class Habits:
+class SessionStats:
     """How long sessions pause between two turns, and how much of what a turn may add it does add.
 
     Clients say the most that an answer may add, which is often ten times what it adds; and nobody says when a

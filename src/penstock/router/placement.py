@@ -15,9 +15,8 @@ from penstock.errors import StateError
 from penstock.router.candidates import Candidate, Candidates, new_tuple
 from penstock.router.http import RequestHints
 from penstock.router.membership import EngineEntry
-from penstock.router.memory import Groups, Habits, LoadTable, Prefixes, SessionRecord, SessionTable
-from penstock.router.policies.base import Defer, EngineView, PolicyOptions, ReadsPrefixes, RequestView
-from penstock.router.policies.registry import make_policy
+from penstock.router.memory import Groups, LoadTable, Prefixes, SessionRecord, SessionStats, SessionTable
+from penstock.router.policies import Defer, EngineView, PolicyOptions, ReadsPrefixes, RequestView, make_policy
 from penstock.wire import parse_prefix_hashes
 
 _SWEEP_S = 1.0
@@ -92,8 +91,8 @@ class Placement:
         self._placed = self.options.seed
         self._in_flight: dict[str, dict[str, tuple[int, int]]] = {}
         """Turns in flight of each session on each engine, and what they are expected to add there together."""
-        self._habits = Habits()
-        self._added_share = self._habits.added_share
+        self._session_stats = SessionStats()
+        self._added_share = self._session_stats.added_share
         self._sweep_at = 0.0
 
     def set_policy(self, options: PlacementOptions) -> None:
@@ -123,7 +122,7 @@ class Placement:
         self._engine(name).gated = closed
         self._candidates.arrange()
 
-    def figures(self, name: str, *, kv_usage: float, kv_capacity: int) -> None:
+    def report_kv(self, name: str, *, kv_usage: float, kv_capacity: int) -> None:
         """What an engine says of its KV cache.
 
         Args:
@@ -135,7 +134,7 @@ class Placement:
         known, engine.kv_usage, engine.kv_capacity = engine.kv_capacity, kv_usage, kv_capacity
         if kv_capacity != known:
             self._candidates.arrange()
-        _, engine.said_at, _ = self.loads.of(name)
+        _, engine.kv_reported_at, _ = self.loads.of(name)
         self._candidates.changed(name)
 
     @property
@@ -172,7 +171,7 @@ class Placement:
         record = None if session_id is None else self.sessions.get(session_id)
         home = None if record is None else self._home(record.engine, request, tried)
         if home is not None and home.place < 0:
-            return Defer.GATED if home.gated else self._settle(request, now, tried, record, home, home.name, "draining")
+            return Defer.GATED if home.gated else self._record(request, now, tried, record, home, home.name, "draining")
         version, adapter = request.min_weight_version, request.adapter
         snapshot = self._candidates.snapshot(version, adapter, tried, self._placed)
         if snapshot is None:
@@ -191,7 +190,7 @@ class Placement:
             self._prefixes.note(answer.name, [boundary for boundary in boundaries if boundary[0] >= least])
         if group_id is not None:
             self._groups.note(group_id, answer.name)
-        return self._settle(request, now, tried, record, home, answer.name, rule)
+        return self._record(request, now, tried, record, home, answer.name, rule)
 
     def choose(self, request: RequestHints, now: float) -> str | None:
         """Place a request without a session that is sent past the router; None: it would have to wait.
@@ -231,7 +230,7 @@ class Placement:
                 del self._in_flight[session_id]
             self.loads.add(name, -1, -tokens, -own)
             self.sessions.touch(session_id, now)
-            self._habits.ended += 1
+            self._session_stats.ended += 1
         self._candidates.changed(name)
         if not ok:
             self.statistics.failed += 1
@@ -246,7 +245,7 @@ class Placement:
     def expire(self, now: float) -> int:
         """Forget sessions not used for `session_ttl_s`; those idle for long stay, but count as resident no longer.
 
-        How long is learnt: three times the mean pause between two turns (`Habits`). So contexts of sessions that
+        How long is learnt: three times the mean pause between two turns (`SessionStats`). So contexts of sessions that
         nobody told us are finished do not keep new ones waiting, and a pause for a tool does not make a session look
         gone. `place` calls this too.
 
@@ -257,8 +256,8 @@ class Placement:
         for session_id in self._in_flight:
             self.sessions.touch(session_id, now)
         ttl = self.options.session_ttl_s
-        idle = min(ttl, self._habits.idle_s)
-        self._added_share = self._habits.added_share
+        idle = min(ttl, self._session_stats.idle_s)
+        self._added_share = self._session_stats.added_share
         ceased = self.sessions.expire(idle_before=now - idle, gone_before=now - ttl)
         if ceased:
             self._candidates.all_changed()
@@ -314,7 +313,7 @@ class Placement:
         most = self.options.prefix_length
         return max((b for b in boundaries if b[0] <= most), default=boundaries[0])[1]
 
-    def _settle(
+    def _record(
         self,
         request: RequestHints,
         now: float,
@@ -336,10 +335,10 @@ class Placement:
             if record is not None:
                 context = context or record.tokens
                 if not in_flight and not tried:
-                    self._habits.came_back(now - record.used, context - record.tokens, request.expected_tokens)
+                    self._session_stats.came_back(now - record.used, context - record.tokens, request.expected_tokens)
                 if record.engine is not None and record.engine != name:
                     self._candidates.changed(record.engine)
-            self.sessions.settle(session_id, name, context or 1, now)
+            self.sessions.record(session_id, name, context or 1, now)
             own = int(request.expected_tokens * self._added_share)
             self.loads.add(name, 1, tokens, own)
             turns, expected = (in_flight or {}).get(name, _NO_TURNS)

@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
-import re
 import resource
 import socket
 import time
 
-import orjson
-
 from penstock.config import RouterConfig, refuse_open_host
 from penstock.errors import StateError, UserError
-from penstock.router.admin import Access, AdminCall
-from penstock.router.client_connection import Call, ClientConnection
+from penstock.router.access import Access, check_data_path
+from penstock.router.admin import Admin, AdminCall
+from penstock.router.client_connection import Call, ClientConnection, Clients
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.exchange import Exchange
-from penstock.router.head import RequestHead, check_data_path
+from penstock.router.head import RequestHead
 from penstock.router.metrics import Metrics
 
-_BACKLOG = 4096
+BACKLOG = 4096
 _SWEEP_S = 0.25
-"""How often deadlines are looked at. One timer for all: a timer for each request costs more than the request's head."""
+"""How often deadlines are checked. One timer for all: a timer for each request costs more than the request's head."""
 _OWN_FILES = 64
 """Descriptors that a router needs besides those of its clients and of the connections to engines."""
 _MOST_TARGETS, _LONGEST_TARGET = 256, 512
 _OWN = {b"/", b"/router", b"/metrics"}
 """The router's own endpoints besides those under `/router/`: any engine's metrics would be one of many."""
-_TRACE_ID = re.compile(rb"[0-9A-Fa-f]{2}-([0-9A-Fa-f]{32})-")
-"""W3C Trace Context, section 3.2: version, trace id, parent id, flags."""
-_access = logging.getLogger("penstock.router.admin")
 
 
 class Router:
@@ -39,9 +33,9 @@ class Router:
 
     Args:
         config: limits and the policy. With `access_log`, one JSON line a request goes to the logger
-            `penstock.router.admin`.
-        api_key: asked for on every request but `GET /router/health`; None: nobody is asked.
-        admin_key: asked for where a call changes the router; None: `api_key` does.
+            `penstock.router.access`.
+        api_key: asked for on every request but `GET /router/health`; None: no key is asked for.
+        admin_key: asked for where a call changes the router; None: `api_key` is.
         process: which of `config.workers` processes this is.
 
     Raises:
@@ -58,23 +52,16 @@ class Router:
     ) -> None:
         self.config = config or RouterConfig()
         self._keys = api_key, admin_key
-        self.access = self._access("")
         self.metrics = Metrics()
         self.dispatcher = Dispatcher(self.config, self.metrics, process=process)
-        self.dispatcher.keys = self._keys
+        self.admin = Admin(self.dispatcher, api_key, admin_key)
+        self.clients = Clients(self.config, self.metrics, self._access(""), self._open_call, _most_clients())
         self._added_paths = frozenset(path.encode() for path in self.config.data_paths.split(",") if path)
-        self.clients: set[ClientConnection] = set()
-        self.strangers: dict[ClientConnection, None] = {}
-        """Clients that have sent no head with the key yet, the oldest first."""
-        self._most_clients = _most_clients()
-        """With one connection to an engine for each, they take every descriptor."""
         self._for_engines: set[bytes] = set()
         """Targets that were found to be passed on: nearly every request has one of a few."""
         self._server: asyncio.Server | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._url = ""
-        if self.config.access_log:
-            self.dispatcher.on_end = _log
 
     @property
     def url(self) -> str:
@@ -93,22 +80,25 @@ class Router:
             UserError: the address cannot be used.
         """
         host = self.config.host if host is None else host
-        refuse_open_host(host, self._keys[0])
-        self.access = self._access(host)
         port = self.config.port if port is None else port
-        self._most_clients = _most_clients()
+        refuse_open_host(host, self._keys[0])
+        self.clients.access = self._access(host)
+        self.clients.most = _most_clients()
         loop = asyncio.get_running_loop()
         try:
             if sock is None:
-                self._server = await loop.create_server(lambda: ClientConnection(self), host, port, backlog=_BACKLOG)
+                server = await loop.create_server(self.accept, host, port, backlog=BACKLOG)
             else:
-                self._server = await loop.create_server(lambda: ClientConnection(self), sock=sock, backlog=_BACKLOG)
+                server = await loop.create_server(self.accept, sock=sock, backlog=BACKLOG)
         except OSError as error:
-            hint = "; choose another port, or 0 for any free one" if error.errno == errno.EADDRINUSE else ""
-            raise UserError(f"the router cannot listen on {host}:{port}: {error.strerror or error}{hint}") from error
-        name = f"[{host}]" if ":" in host else host
-        self._url = f"http://{name}:{self._server.sockets[0].getsockname()[1]}"
+            raise cannot_listen(host, port, error) from error
+        self._server = server
+        self._url = base_url(host, server.sockets[0].getsockname()[1])
         self._sweep()
+
+    def accept(self) -> ClientConnection:
+        """Return the protocol of one more connection from a client."""
+        return ClientConnection(self.clients)
 
     async def close(self) -> None:
         """Stop listening and end every connection; answers under way end as broken transfers."""
@@ -116,25 +106,15 @@ class Router:
             self._sweep_timer.cancel()
         if self._server is not None:
             self._server.close()
-        for client in list(self.clients):
+        for client in list(self.clients.connected):
             client.transport.abort()
         await self.dispatcher.close()
 
-    def accepted(self, client: ClientConnection) -> None:
-        """A client has connected; where descriptors run short, the oldest of many strangers gives way to it."""
-        self.clients.add(client)
-        self.strangers[client] = None
-        if len(self.clients) > self._most_clients and len(self.strangers) > self._most_clients // 2:
-            oldest = next(iter(self.strangers))
-            del self.strangers[oldest]
-            self.clients.discard(oldest)
-            oldest.transport.abort()
-
-    def call(self, client: ClientConnection, request: RequestHead) -> Call:
-        """What serves a request: the router itself, or an engine.
+    def _open_call(self, client: ClientConnection, request: RequestHead) -> Call:
+        """Return what serves a request: the router itself, or an engine.
 
         Raises:
-            RefusalError: 400, 403 or 404 for a path that no engine is asked for (`penstock.router.head`), 403 for a
+            RefusalError: 400, 403 or 404 for a path that no engine is asked for (`penstock.router.access`), 403 for a
                 call to the router itself that comes from a web page.
         """
         target = request.target
@@ -142,8 +122,8 @@ class Router:
             return Exchange(client, request, self.dispatcher)
         path = target.partition(b"?")[0]
         if path in _OWN or path.startswith(b"/router/"):
-            self.access.check_page(request)
-            return AdminCall(client, request, self.dispatcher)
+            self.clients.access.check_page(request)
+            return AdminCall(client, request, self.admin)
         check_data_path(path, self._added_paths)
         if len(self._for_engines) < _MOST_TARGETS and len(target) <= _LONGEST_TARGET:
             self._for_engines.add(target)
@@ -153,36 +133,24 @@ class Router:
         return Access(*self._keys, [host, *self.config.allowed_hosts.split(",")])
 
     def _sweep(self) -> None:
-        loop = asyncio.get_running_loop()
         now = time.monotonic()
-        for client in [client for client in self.clients if client.deadline <= now]:
-            client.expire()
+        self.clients.sweep(now)
         self.dispatcher.sweep(now)
-        self._sweep_timer = loop.call_later(_SWEEP_S, self._sweep)
+        self._sweep_timer = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> UserError:
+    """Make the error of an address that cannot be used."""
+    hint = "; choose another port, or 0 for any free one" if error.errno == errno.EADDRINUSE else ""
+    return UserError(f"the router cannot listen on {host}:{port}: {error.strerror or error}{hint}")
+
+
+def base_url(host: str, port: int) -> str:
+    """Write the URL of a host, which may be an IPv6 address, and a port."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _most_clients() -> int:
+    """With one connection to an engine for each, they take every descriptor."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (1 << 20 if limit == resource.RLIM_INFINITY else max(limit - _OWN_FILES, 2)) // 2
-
-
-def _log(exchange: Exchange) -> None:
-    request, engine = exchange.request, exchange.engine
-    trace = _TRACE_ID.match(request.traceparent)
-    line = {
-        "method": request.method.decode("latin-1"),
-        "target": request.target.decode("latin-1"),
-        "status": exchange.status,
-        "engine": None if engine is None else engine.name,
-        "session": request.session_id,
-        "group": request.group_id,
-        "trace": None if trace is None else trace[1].decode().lower(),
-        "bytes_in": exchange.bytes_in,
-        "bytes_out": exchange.bytes_out,
-        "seconds": round(time.monotonic() - exchange.started_at, 6),
-        "hold_seconds": round(exchange.hold_seconds, 6),
-        "gate_seconds": round(exchange.gate_seconds, 6),
-        "tried": [engine.name for engine in exchange.tried],
-        "outcome": exchange.outcome or "ok",
-    }
-    _access.info(orjson.dumps(line).decode())

@@ -1,25 +1,32 @@
-"""Asks each engine now and then whether it is well and how full its KV cache is."""
+"""Ask each engine whether it is well and how full its KV cache is, and one that is down whether it is back."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, NamedTuple
 
-from penstock.router.backend import OWN_SHORTAGES, Engine, is_alive
+from penstock.process import backoff_s
+from penstock.router.backend import OWN_SHORTAGES, Backend
 
 _DEADLINE_S = 2.0
+_PROBE_S, _LONGEST_PROBE_S = 0.1, 2.0
+"""Before the first probe of an engine that is down, and the most that the wait doubles to."""
 _MAX_ANSWER = 8 << 20
 """Bytes."""
+_ALIVE = re.compile(rb"HTTP/1\.[01] [234]\d\d ")
+"""Any answer but a 5xx says that a server is there and can serve; vLLM answers 503 once its engine is dead."""
 _MOST_TOKENS = 1 << 53
 """A capacity beyond is none; integers up to it are exact in JSON too."""
+# Not prometheus_client's parser: this runs once a second for each engine in the event loop that carries the requests,
+# and reads two of some thousand lines.
 _USAGE = re.compile(rb"^vllm:kv_cache_usage_perc(\{[^\n]*\})? ([0-9.eE+-]+)\r?$", re.MULTILINE)
 _CACHE = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\} ", re.MULTILINE)
 _SIZE = re.compile(rb'(?:^|,)(num_gpu_blocks|block_size|kv_cache_size_tokens)="(\d{1,15})"')
 
 
-class KVFigures(NamedTuple):
+class KVStats(NamedTuple):
     """An engine's KV cache."""
 
     usage: float
@@ -29,25 +36,23 @@ class KVFigures(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What an engine answered."""
+    """What an engine answered in time."""
 
-    well: bool
-    figures: KVFigures | None
+    well: bool | None
+    """None: nothing."""
+    stats: KVStats | None
     """None: it has none, as an engine that is no vLLM."""
 
 
-_UNWELL = Reading(well=False, figures=None)
-
-
-def parse_figures(text: bytes | bytearray, dp_rank: int | None = None) -> KVFigures | None:
-    """The figures in vLLM's Prometheus text; None where it has none, or a usage that is no number from 0 to 1.
+def parse_kv_stats(text: bytes | bytearray, dp_rank: int | None = None) -> KVStats | None:
+    """Read vLLM's Prometheus text; None where it has no usage, or one that is no number from 0 to 1.
 
     vLLM 0.32 says how many tokens fit on a rank (exact for models with several kinds of attention); before that, and
     where it does not, it is the blocks of all ranks together times their size.
 
     Args:
         text: of one server.
-        dp_rank: the figures of this data-parallel rank alone; None: of all together.
+        dp_rank: the data-parallel rank to read; None: all together.
     """
     ranks = _USAGE.findall(text)
     cache = _CACHE.search(text)
@@ -60,89 +65,122 @@ def parse_figures(text: bytes | bytearray, dp_rank: int | None = None) -> KVFigu
         return None
     capacity = sizes.get(b"kv_cache_size_tokens", 0) * len(usages)
     capacity = capacity or sizes.get(b"num_gpu_blocks", 0) * sizes.get(b"block_size", 0) * len(usages) // len(ranks)
-    return KVFigures(sum(usages) / len(usages), capacity if capacity <= _MOST_TOKENS else 0)
+    return KVStats(sum(usages) / len(usages), capacity if capacity <= _MOST_TOKENS else 0)
 
 
-async def read(host: str, port: int, dp_rank: int | None = None) -> Reading:
-    """Ask one engine, both questions on one connection; of its cache, that of `dp_rank` where that is one.
+async def read(backend: Backend) -> Reading:
+    """Ask one engine, both questions on one connection.
 
     Raises:
-        OSError: it refused, broke off, or did not answer in time (TimeoutError).
+        OSError: it refused or broke off.
     """
-    async with asyncio.timeout(_DEADLINE_S):
-        reader, writer = await asyncio.open_connection(host, port)
-        try:
-            ask = f"HTTP/1.1\r\nHost: {host}:{port}\r\n"
-            writer.write(f"GET /health {ask}\r\nGET /metrics {ask}Connection: close\r\n\r\n".encode())
-            answer = bytearray()
-            while len(answer) < _MAX_ANSWER and (piece := await reader.read(1 << 18)):
-                answer += piece
-        finally:
-            writer.transport.abort()
-    return Reading(is_alive(answer), parse_figures(answer, dp_rank))
+    host, port = backend.address
+    answer = bytearray()
+    try:
+        async with asyncio.timeout(_DEADLINE_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                ask = f"HTTP/1.1\r\nHost: {host}:{port}\r\n"
+                writer.write(f"GET /health {ask}\r\nGET /metrics {ask}Connection: close\r\n\r\n".encode())
+                while len(answer) < _MAX_ANSWER and (piece := await reader.read(1 << 18)):
+                    answer += piece
+            finally:
+                writer.transport.abort()
+    except TimeoutError:
+        if not answer:
+            return Reading(None, None)
+    return Reading(_ALIVE.match(answer) is not None, parse_kv_stats(answer, backend.entry.dp_rank))
 
 
-class EngineWatch:
-    """Looks after every engine.
+class BackendWatch:
+    """Watches every engine, one task at a time for each.
 
     An engine is unwell if it takes no connection, breaks off or answers its health check with a server error. One
     whose metrics fail, or that takes its time, is not: it may be busy, or no vLLM.
 
     Args:
-        interval_s: seconds between two looks at one engine; 0: never.
-        engines: those to look at.
-        figures: called with what an engine said of its KV cache.
-        unwell: called with an engine that is.
+        interval_s: seconds between two readings of one engine; 0: engines that are down are probed, and no others.
+        backends: returns the engines of the set.
+        up: called with an engine that is down and answers again.
+        refused: called with an engine that is unwell.
+        kv_reported: called with what an engine reports of its KV cache.
     """
 
     def __init__(
         self,
         interval_s: float,
-        engines: Callable[[], Iterable[Engine]],
-        figures: Callable[[Engine, KVFigures], None],
-        unwell: Callable[[Engine], None],
+        backends: Callable[[], Iterable[Backend]],
+        *,
+        up: Callable[[Backend], None],
+        refused: Callable[[Backend], None],
+        kv_reported: Callable[[Backend, KVStats], None],
     ) -> None:
         self._interval_s = interval_s
-        self._engines = engines
-        self._figures = figures
-        self._unwell = unwell
+        self._backends = backends
+        self._up = up
+        self._refused = refused
+        self._kv_reported = kv_reported
         self._clock: asyncio.Task[None] | None = None
-        self._asking: dict[Engine, asyncio.Task[None]] = {}
+        self._tasks: dict[Backend, asyncio.Task[None]] = {}
 
     def start(self) -> None:
         """Begin; harmless where that has been done."""
         if self._interval_s and self._clock is None:
             self._clock = asyncio.get_running_loop().create_task(self._tick())
 
+    def probe(self, backend: Backend) -> None:
+        """Probe an engine that is down until it answers."""
+        self.stop(backend)
+        self._spawn(backend, self._probe(backend))
+
+    def stop(self, backend: Backend) -> None:
+        """Stop what is under way for an engine."""
+        task = self._tasks.pop(backend, None)
+        if task is not None:
+            task.cancel()
+
     async def close(self) -> None:
-        """Stop."""
-        tasks = [*self._asking.values(), *([self._clock] if self._clock else [])]
+        """Stop all."""
+        tasks = [*self._tasks.values(), *([self._clock] if self._clock else [])]
         self._clock = None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _spawn(self, backend: Backend, work: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks[backend] = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(lambda task: self._tasks.get(backend) is task and self._tasks.pop(backend))
+
     async def _tick(self) -> None:
         while True:
-            for engine in list(self._engines()):
-                if not engine.down and engine not in self._asking:
-                    self._asking[engine] = asyncio.get_running_loop().create_task(self._ask(engine))
+            for backend in self._backends():
+                if backend not in self._tasks:
+                    self._spawn(backend, self._ask(backend))
             await asyncio.sleep(self._interval_s)  # another process's state: there is no event to wait for
 
-    async def _ask(self, engine: Engine) -> None:
+    async def _ask(self, backend: Backend) -> None:
         try:
-            reading = await read(*engine.address, engine.entry.dp_rank)
-        except TimeoutError:
-            return
+            reading = await read(backend)
         except OSError as error:
             if error.errno in OWN_SHORTAGES:
                 return
-            reading = _UNWELL
-        finally:
-            del self._asking[engine]
-        if engine.removed:
-            return
-        if not reading.well:
-            self._unwell(engine)
-        elif reading.figures is not None:
-            self._figures(engine, reading.figures)
+            reading = Reading(well=False, stats=None)
+        del self._tasks[backend]
+        if reading.well is False:
+            self._refused(backend)
+        elif reading.stats is not None:
+            self._kv_reported(backend, reading.stats)
+
+    async def _probe(self, backend: Backend) -> None:
+        failures = 0
+        while True:
+            await asyncio.sleep(backoff_s(failures, _PROBE_S, _LONGEST_PROBE_S))  # as in `_tick`
+            failures += 1
+            try:
+                reading = await read(backend)
+            except OSError:
+                continue
+            if reading.well:
+                del self._tasks[backend]
+                self._up(backend)
+                return

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import errno
 import ipaddress
 import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -24,11 +23,12 @@ from typing import Any, Self
 import orjson
 
 from penstock.config import RouterConfig, refuse_open_host
-from penstock.errors import EngineStartError, UserError
-from penstock.process import LIFELINE_ENV, read_report
-from penstock.router.client_connection import ClientConnection
-from penstock.router.server import Router
-from penstock.router.shared_port import SharedPort
+from penstock.errors import EngineStartError
+from penstock.process import LIFELINE_ENV, backoff_s, read_report
+from penstock.router.admin import JSON, PROMETHEUS, Answer, finished_session
+from penstock.router.admin_client import RouterAdmin
+from penstock.router.http import RefusalError
+from penstock.router.server import BACKLOG, Router, base_url, cannot_listen
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +36,13 @@ START_S = 20.0
 """Deadline of a worker's start, which takes a fraction of a second on an idle machine."""
 STOP_S = 3.0
 """Between SIGTERM and SIGKILL."""
-BACKOFF_S, MAX_BACKOFF_S = 0.05, 120.0
-"""Before the first restart of a worker, and the most that the wait doubles to."""
 STEADY_S = 60.0
 """A worker that has served for so long is well: should it end, the wait before its restart is short again."""
-BACKLOG = 4096
+CALL_S = 5.0
+"""Deadline of a call to the other processes; one that is started again answers within a second."""
 _PR_SET_PDEATHSIG = 1
+Keys = tuple[str | None, str | None]
+"""What clients have to send, and what with calls that change the router."""
 
 
 def listen(host: str, port: int, count: int) -> list[socket.socket]:
@@ -77,8 +78,7 @@ def listen(host: str, port: int, count: int) -> list[socket.socket]:
                 one.listen(BACKLOG)
                 one.setblocking(False)  # noqa: FBT003 - the socket's own signature
         except OSError as error:
-            hint = "; choose another port, or 0 for any free one" if error.errno == errno.EADDRINUSE else ""
-            raise UserError(f"the router cannot listen on {host}:{port}: {error.strerror or error}{hint}") from error
+            raise cannot_listen(host, port, error) from error
         opened.pop_all()
         return sockets
 
@@ -106,17 +106,79 @@ class WorkerPlace:
         return orjson.dumps(asdict(self)).decode()
 
 
-async def start_worker(router: Router, place: WorkerPlace, api_key: str | None) -> asyncio.Server:
-    """Serve as one of several processes, which ask for `api_key`; returns the server of its control port."""
-    # Also where it is stopped, and could not follow its lifeline: its socket would keep the port.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    control = socket.socket(fileno=place.control)
-    host, port = control.getsockname()[:2]
-    if ipaddress.ip_address(host).is_unspecified:
-        host = "::1" if ":" in host else "127.0.0.1"
-    router.dispatcher.shared_port = SharedPort(host, port, place.control_ports, api_key)
-    await router.start(sock=socket.socket(fileno=place.listening))
-    return await asyncio.get_running_loop().create_server(lambda: ClientConnection(router), sock=control)
+class Worker:
+    """One of several processes, with a server on its own control port besides the one on their common port."""
+
+    def __init__(self, config: RouterConfig, keys: Keys, place: WorkerPlace) -> None:
+        self._router = Router(config, api_key=keys[0], admin_key=keys[1], process=place.index)
+        self._place = place
+        self._api_key = keys[0]
+        self._control: asyncio.Server | None = None
+
+    @property
+    def url(self) -> str:
+        """The common port's."""
+        return self._router.url
+
+    async def start(self) -> None:
+        """Serve both ports."""
+        # Also where it is stopped, and could not follow its lifeline: its socket would keep the port.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        place, router = self._place, self._router
+        control = socket.socket(fileno=place.control)
+        host, port = control.getsockname()[:2]
+        if ipaddress.ip_address(host).is_unspecified:
+            host = "::1" if ":" in host else "127.0.0.1"
+        share_port(router, host, port, place.control_ports, self._api_key)
+        await router.start(sock=socket.socket(fileno=place.listening))
+        self._control = await asyncio.get_running_loop().create_server(router.accept, sock=control)
+
+    async def close(self) -> None:
+        """End every connection."""
+        await self._router.close()
+
+
+def share_port(router: Router, host: str, port: int, control_ports: tuple[int, ...], api_key: str | None) -> None:
+    """Have admin calls by the common port answered for all processes, or refused with the reason.
+
+    Args:
+        router: this process's.
+        host: address of the control ports.
+        port: this process's control port, where it answers for itself.
+        control_ports: those of all processes.
+        api_key: what each of them asks for.
+    """
+
+    def answer_for_all(transport: asyncio.Transport, method: str, path: str, body: bytes) -> Awaitable[Answer] | None:
+        if transport.get_extra_info("sockname")[1] == port:
+            return None
+        match method, path:
+            case "GET", "/router/engines" | "/router/metrics" | "/metrics":
+                return _ask_all(base_url(host, port), api_key, path, "")
+            case "POST", "/router/sessions/finish":
+                return _ask_all(base_url(host, port), api_key, path, finished_session(body))
+            case ("PUT", "/router/engines" | "/router/policy") | ("POST", "/router/gate"):
+                ports = ", ".join(map(str, control_ports))
+                what = f"{len(control_ports)} processes serve this port, and {method} {path} would reach one"
+                raise RefusalError(421, "several_processes", f"{what}; make the call on each control port: {ports}")
+            case _:
+                return None
+
+    router.admin.control_ports = control_ports
+    router.admin.answer_for_all = answer_for_all
+
+
+async def _ask_all(url: str, api_key: str | None, path: str, session: str) -> Answer:
+    """PenstockError: another process does not answer."""
+    everyone = RouterAdmin(url, api_key, timeout_s=CALL_S)
+    try:
+        if path == "/router/engines":
+            return orjson.dumps(await everyone.state()), JSON
+        if session:
+            return orjson.dumps({"finished": await everyone.finish_session(session)}), JSON
+        return (await everyone.metrics()).encode(), PROMETHEUS
+    finally:
+        await everyone.close()
 
 
 class Workers:
@@ -159,7 +221,7 @@ class Workers:
                 await asyncio.gather(*ready)
         except TimeoutError:
             raise EngineStartError(f"the router's workers have not started within {most_s:g} s") from None
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.url = base_url(host, port)
 
     async def close(self) -> None:
         """End all workers; answers under way end as broken transfers."""
@@ -184,7 +246,7 @@ class Workers:
                 ready.set_exception(EngineStartError(f"router worker {index} {reason}"))
                 return
             failures = 0 if clock() - began >= STEADY_S else failures
-            wait_s = min(BACKOFF_S * 2.0 ** min(failures, 20), MAX_BACKOFF_S)
+            wait_s = backoff_s(failures)
             logger.warning("router worker %d %s; it is started again in %g s", index, reason, wait_s)
             failures += 1
             await asyncio.sleep(wait_s)
@@ -192,13 +254,13 @@ class Workers:
     async def _run(self, index: int, ready: asyncio.Future[None]) -> str:
         """One life of a worker; returns how it ended."""
         read_fd, write_fd = os.pipe()
-        try:
-            process = await self._spawn(index, write_fd)
-        except BaseException:
-            os.close(read_fd)
-            raise
-        finally:
-            os.close(write_fd)
+        with ExitStack() as undo:
+            undo.callback(os.close, read_fd)
+            try:
+                process = await self._spawn(index, write_fd)
+            finally:
+                os.close(write_fd)
+            undo.pop_all()
         try:
             report = await read_report(read_fd, START_S)
             if "url" not in report:
@@ -225,6 +287,11 @@ class Workers:
             pass_fds=(listening, control, ready_fd, self._lifeline[0]),
             start_new_session=True,
         )  # fmt: skip
+
+
+def of_arguments(config: RouterConfig, keys: Keys, arguments: Sequence[str], place: str | None) -> Workers | Worker:
+    """Make the parent of several processes, or the one process that `--worker` names."""
+    return Workers(config, keys[0], arguments) if place is None else Worker(config, keys, WorkerPlace.parse(place))
 
 
 async def _end(process: asyncio.subprocess.Process, patience_s: float = 0.0) -> None:

@@ -1,0 +1,463 @@
+"""Placement policies: what each one sees, and what it answers.
+
+Views are named tuples and not dataclasses: they are made for every request, in a quarter of the time. A policy keeps
+nothing between calls and does no I/O. `penstock.router.placement.Placement` remembers what has to be remembered (where
+a session lives, which engine holds a prefix, where the other samples of a group went) and passes it in with the
+request. So the same policies run in the router and in the discrete-event fleet of `benchmarks/fleet_sim`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from functools import lru_cache
+from hashlib import blake2b
+from operator import attrgetter
+from typing import NamedTuple, Self
+
+from penstock.errors import ConfigError
+
+
+class EngineView(NamedTuple):
+    """What a policy sees of an engine."""
+
+    name: str
+    weight_version: int = 0
+    outstanding: int = 0
+    """Requests sent and not answered in full."""
+    outstanding_tokens: int = 0
+    """Prompt and expected tokens of those requests."""
+    resident_tokens: int = 0
+    """Context that lives there: of every session whose home it is, and of requests in flight without a session."""
+    kv_usage: float = -1.0
+    """Share of its KV cache in use, 0 to 1: as the engine itself said last, with what was placed there since on top;
+    -1: not known."""
+    kv_capacity: int = 0
+    """Tokens that its KV cache holds; 0: not known."""
+
+
+class PrefixHolder(NamedTuple):
+    """An engine that has seen the beginning of this prompt."""
+
+    engine: str
+    tokens: int
+    """Length of that beginning."""
+
+
+class RequestView(NamedTuple):
+    """What a policy sees of a request."""
+
+    session_id: str | None = None
+    """Header text of `X-Session-ID`; an integer id and its decimal text are one session."""
+    home: EngineView | None = None
+    """The engine, one of the snapshot's, where this session lives; None for a new one, or where that engine may not
+    serve this request."""
+    home_tokens: int = 0
+    """Tokens of this session's context that are resident there."""
+    known: bool = False
+    """The session has had a turn before, even if its engine is lost: it is never made to wait."""
+    prompt_tokens: int = 0
+    """`X-Prompt-Tokens`; 0: not said."""
+    expected_tokens: int = 0
+    """What the answer is expected to add, all samples together: `X-Expected-Tokens`, the most it may, times the share
+    of that which answers usually do add; 0: not said."""
+    prefix_holders: tuple[PrefixHolder, ...] = ()
+    """Engines that hold a prefix of this prompt, longest first; those that may not serve it included."""
+    prefix: bytes | None = None
+    """Hash of the prompt's beginning, of `prefix_length` tokens at most; None: not said."""
+    group: tuple[tuple[str, int], ...] = ()
+    """Where the other samples of `X-Group-ID` were placed: (engine, how many)."""
+
+
+class Snapshot(NamedTuple):
+    """The engines that may serve this request, at one moment: at least one. Build it with `of`."""
+
+    engines: tuple[EngineView, ...]
+    placed: int
+    """Requests placed so far, by this process; what rotates, and what seeds a random choice."""
+    resident_tokens: int
+    """Of all `engines` together, so that no policy has to walk over them for a mean."""
+
+    @classmethod
+    def of(cls, engines: Iterable[EngineView], placed: int = 0) -> Self:
+        """A snapshot of these engines."""
+        views = tuple(engines)
+        return cls(views, placed, sum([engine.resident_tokens for engine in views]))
+
+
+class Defer(Enum):
+    """Answers that are no engine."""
+
+    PASS = "pass"  # noqa: S105 - no password
+    """No opinion: ask the next policy of the list."""
+    WAIT = "wait"
+    """Hold the request until an engine has room; only for a request that opens a session."""
+    GATED = "gated"
+    """Hold the request until a gate opens: that of its session's engine, or of every engine that may serve it. No
+    policy says so, only the placement."""
+
+
+class ReadsPrefixes(IntEnum):
+    """Which requests a policy wants `prefix_holders` and `prefix` of; they cost a few microseconds."""
+
+    NEVER = 0
+    OPENING = 1
+    """Of those without a home."""
+    ALWAYS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOptions:
+    """What can be set about policies. `RouterConfig` has the same names and defaults."""
+
+    prefix_length: int = 2048
+    """Shortest shared prefix, in tokens, for which an engine is preferred."""
+    overload_threshold: float = 1.5
+    """`prefix-aware` leaves an engine alone that has more than so many times the mean of outstanding requests."""
+    kv_admission: float = 0.92
+    """New sessions wait while resident and expected context would exceed this share of every KV cache."""
+    balance_factor: float = 1.1
+    """An engine takes more as long as its resident tokens are at most so many times the mean, and `slack_tokens`."""
+    slack_tokens: int = 8192
+    seed: int = 0
+    """Of random choices, and where rotation begins."""
+    processes: int = 1
+    """So many processes place requests on the same engines, each with about such a part of the load."""
+
+
+class Policy:
+    """Picks one of the engines that may serve a request; one object is used for all requests."""
+
+    sticky = False
+    """Whether a session belongs to its engine: it waits for that engine's gate, and stays while it is drained."""
+    reads_prefixes = ReadsPrefixes.NEVER
+    """Which requests it wants prefixes of."""
+
+    def __init__(self, options: PolicyOptions) -> None:
+        self._options = options
+
+    def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:
+        """Return one of `snapshot.engines`, or why none."""
+        raise NotImplementedError
+
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mix64(value: int) -> int:
+    """A 64-bit integer to another that looks unrelated: the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def draw(seed: int, counter: int, below: int) -> int:
+    """The random number `counter` of the stream `seed`, in `[0, below)`: SplitMix64, which needs no state."""
+    return mix64((seed * 0xD1B54A32D192ED03 + (counter + 1) * _GOLDEN) & _MASK) % below
+
+
+@lru_cache(maxsize=4096)
+def _hash64(name: bytes) -> int:
+    return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
+
+
+def rendezvous(key: bytes, engines: Sequence[EngineView]) -> EngineView:
+    """Highest random weight hashing (Thaler and Ravishankar 1998): losing an engine moves only its own keys."""
+    of_key = int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
+    return max(engines, key=lambda engine: mix64(of_key ^ _hash64(engine.name.encode())))
+
+
+def breaking_tie(engines: Sequence[EngineView], session_id: str | None, placed: int) -> EngineView:
+    """One of equals: by rendezvous for a session, so that a restarted router finds it again; else in rotation."""
+    if len(engines) == 1:
+        return engines[0]
+    if session_id is not None:
+        return rendezvous(session_id.encode(), engines)
+    return engines[placed % len(engines)]
+
+
+Measure = Callable[[EngineView], int]
+OUTSTANDING: Measure = attrgetter("outstanding")
+RESIDENT_TOKENS: Measure = attrgetter("resident_tokens")
+
+
+def lowest(engines: Sequence[EngineView], measure: Measure) -> Sequence[EngineView]:
+    """Those of the engines, at least one, with the lowest value of `measure`."""
+    values = list(map(measure, engines))
+    least = min(values)
+    if values.count(least) == 1:
+        return (engines[values.index(least)],)
+    return [engine for engine, value in zip(engines, values, strict=True) if value == least]
+
+
+class Random(Policy):
+    """Any, with equal probability."""
+
+    def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView:  # noqa: ARG002 - the interface
+        """See `Policy`."""
+        return snapshot.engines[draw(self._options.seed, snapshot.placed, len(snapshot.engines))]
+
+
+class RoundRobin(Policy):
+    """One after another, sessions or not."""
+
+    def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView:  # noqa: ARG002 - the interface
+        """See `Policy`."""
+        return snapshot.engines[snapshot.placed % len(snapshot.engines)]
+
+
+class Requests(Policy):
+    """Where the fewest requests are outstanding; ties in rotation. What every list of policies ends with."""
+
+    def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView:  # noqa: ARG002 - the interface
+        """See `Policy`."""
+        return breaking_tie(lowest(snapshot.engines, OUTSTANDING), None, snapshot.placed)
+
+
+class PowerOfTwo(Policy):
+    """The one with fewer outstanding requests of two random ones (Mitzenmacher 2001).
+
+    Where figures are late, as between several routers, it does not send everything to the one engine that looked idle.
+    """
+
+    def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView:  # noqa: ARG002 - the interface
+        """See `Policy`."""
+        engines, count = snapshot.engines, len(snapshot.engines)
+        if count == 1:
+            return engines[0]
+        pair = draw(self._options.seed, snapshot.placed, count * (count - 1))  # which of the ordered pairs of two
+        first, second = divmod(pair, count - 1)
+        one, other = engines[first], engines[second + (second >= first)]
+        return other if other.outstanding < one.outstanding else one
+
+
+class StickyLeastLoaded(Policy):
+    """A session stays where it is; all else goes where the fewest requests are.
+
+    Ties: by rendezvous hash for a session, so that a restarted router finds it again on an idle fleet; by rotation
+    for a request without one.
+    """
+
+    sticky = True
+
+    def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView:
+        """See `Policy`."""
+        if request.home is not None:
+            return request.home
+        return breaking_tie(lowest(snapshot.engines, OUTSTANDING), request.session_id, snapshot.placed)
+
+
+class KVCache(Policy):
+    """Where the smallest share of the KV cache is in use; among equals, where the fewest requests are.
+
+    An engine that has not said is left out; where none has, there is no opinion.
+    """
+
+    def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:  # noqa: ARG002 - the interface
+        """See `Policy`."""
+        known = [engine for engine in snapshot.engines if engine.kv_usage >= 0]
+        if not known:
+            return Defer.PASS
+        start = snapshot.placed % len(known)  # equals take turns
+        return min(known[start:] + known[:start], key=lambda engine: (engine.kv_usage, engine.outstanding))
+
+
+class PrefixAware(Policy):
+    """The engine with the longest resident prefix of at least `prefix_length` tokens, unless it is overloaded.
+
+    Overloaded: more outstanding requests than `overload_threshold` times the mean (the mean taken as one at least, or
+    an idle fleet would call any engine with a request overloaded). Then the next longest is asked, and at last there
+    is no opinion.
+    """
+
+    reads_prefixes = ReadsPrefixes.ALWAYS
+
+    def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:
+        """See `Policy`."""
+        held = {h.engine: h.tokens for h in request.prefix_holders if h.tokens >= self._options.prefix_length}
+        if not held:
+            return Defer.PASS
+        engines = snapshot.engines
+        most = self._options.overload_threshold * max(1.0, sum([e.outstanding for e in engines]) / len(engines))
+        able = [e for e in engines if e.name in held and e.outstanding <= most]
+        return max(able, key=lambda e: (held[e.name], -e.outstanding)) if able else Defer.PASS
+
+
+class ConsistentHash(Policy):
+    """Rendezvous hash of the session; without one, of the prompt's beginning; without either, a random engine.
+
+    Routers agree without talking to each other, and nothing need be remembered. The price is load: 64 sessions on 8
+    engines give the fullest 1.55 times the mean.
+    """
+
+    sticky = True
+    reads_prefixes = ReadsPrefixes.OPENING
+
+    def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView:
+        """See `Policy`."""
+        if request.session_id is not None:
+            return rendezvous(request.session_id.encode(), snapshot.engines)
+        if request.prefix is not None:
+            return rendezvous(request.prefix, snapshot.engines)
+        return snapshot.engines[draw(self._options.seed, snapshot.placed, len(snapshot.engines))]
+
+
+_MOVE_COST = 2.0
+"""What computing one token of context anew weighs against one token less of resident context around the session."""
+_FAR_OVER = 2.0
+"""Times the mean of resident tokens."""
+_SHARED_SHARE = 2
+"""A shared prefix counts where it is at least one part in so many of the prompt."""
+
+
+class BoundedSticky(Policy):
+    """Placement bounded by resident tokens.
+
+    - A new session, or a request without one, goes to the engine with the least resident tokens, then the fewest
+      requests, among those whose resident tokens are at most `balance_factor` times the mean and `slack_tokens`.
+      Of these the samples of one group take the engines with the fewest of their group, as long as that costs no more
+      than `slack_tokens` of balance; and where some hold a prefix of `prefix_length` tokens and half the prompt, only
+      they count.
+    - A later turn stays, unless its engine is over that bound and more, and moving clearly beats staying.
+    - A new session waits while no engine has room for it: while resident and expected tokens would exceed
+      `kv_admission` of the KV cache. An engine where nothing is resident always has room, so nothing waits for ever.
+
+    Where several processes place, each knows its own sessions and load, and has its part of every KV cache and of the
+    slack. A session without a home goes by rendezvous hash to an engine within the bound, so that all processes send it
+    to the same one unless that is overfull.
+
+    Bounded loads are those of Mirrokni, Thorup and Zadimoghaddam (2018), with tokens for balls: contexts of sessions
+    differ by orders of magnitude.
+    """
+
+    sticky = True
+    reads_prefixes = ReadsPrefixes.OPENING
+
+    def __init__(self, options: PolicyOptions) -> None:
+        super().__init__(options)
+        self._slack = options.slack_tokens / options.processes
+
+    def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:
+        """See `Policy`."""
+        bound = self._options.balance_factor * snapshot.resident_tokens / len(snapshot.engines) + self._slack
+        home = request.home
+        if home is not None:
+            return home if home.resident_tokens <= bound else self._stay_or_move(home, snapshot, request)
+        able: Sequence[EngineView] = snapshot.engines
+        if request.session_id is not None and not request.known:
+            able = [engine for engine in able if self._has_room(engine, request)]
+            if not able:
+                return Defer.WAIT
+        if self._options.processes > 1 and request.session_id is not None:
+            within = [engine for engine in able if engine.resident_tokens <= bound]
+            return rendezvous(request.session_id.encode(), within or able)
+        if request.group or request.prefix_holders:
+            able = self._preferred([engine for engine in able if engine.resident_tokens <= bound] or able, request)
+        idlest = lowest(able, RESIDENT_TOKENS)  # it is within the bound if any is
+        if len(idlest) > 1:
+            idlest = lowest(idlest, OUTSTANDING)
+        return breaking_tie(idlest, request.session_id, snapshot.placed)
+
+    def _has_room(self, engine: EngineView, request: RequestView) -> bool:
+        if not engine.kv_capacity or not engine.resident_tokens:
+            return True
+        context = engine.resident_tokens + request.prompt_tokens + request.expected_tokens
+        return context <= self._options.kv_admission * engine.kv_capacity / self._options.processes
+
+    def _preferred(self, engines: Sequence[EngineView], request: RequestView) -> Sequence[EngineView]:
+        """Of the group's samples the fewest, and of these engines those that hold the prompt's beginning."""
+        if request.group:
+            placed = dict(request.group)
+            near = min(map(RESIDENT_TOKENS, engines)) + self._slack
+            engines = [engine for engine in engines if engine.resident_tokens <= near]
+            engines = lowest(engines, lambda engine: placed.get(engine.name, 0))
+        least = max(self._options.prefix_length, request.prompt_tokens / _SHARED_SHARE)
+        holders = {holder.engine for holder in request.prefix_holders if holder.tokens >= least}
+        return [engine for engine in engines if engine.name in holders] or engines
+
+    def _stay_or_move(self, home: EngineView, snapshot: Snapshot, request: RequestView) -> EngineView:
+        """Home, or the least loaded engine where moving there clearly beats staying.
+
+        The gain of moving is that so many resident tokens less share the engine with the session; the cost is that its
+        context is computed anew, which others there wait for too. Where home holds more than its cache can, that
+        context has likely been evicted, and has to be computed wherever the session goes; elsewhere only an engine far
+        over the mean is left, since migration that follows every difference of load costs more than it brings (verl
+        #6533).
+        """
+        context = max(request.home_tokens, request.prompt_tokens)
+        if home.kv_capacity and home.resident_tokens > home.kv_capacity / self._options.processes:
+            able = [engine for engine in snapshot.engines if engine is not home and self._has_room(engine, request)]
+            cost = 0.0
+        elif home.resident_tokens * len(snapshot.engines) > _FAR_OVER * snapshot.resident_tokens:
+            able = [engine for engine in snapshot.engines if engine is not home]
+            cost = _MOVE_COST * context
+        else:
+            return home
+        if not able:
+            return home
+        target = lowest(lowest(able, RESIDENT_TOKENS), OUTSTANDING)[0]
+        gain = home.resident_tokens - (target.resident_tokens + context)
+        return target if gain > max(cost, self._slack) else home
+
+
+POLICIES: Mapping[str, type[Policy]] = {
+    "random": Random,
+    "round-robin": RoundRobin,
+    "requests": Requests,
+    "kv-cache": KVCache,
+    "prefix-aware": PrefixAware,
+    "power-of-two": PowerOfTwo,
+    "consistent-hash": ConsistentHash,
+    "sticky-least-loaded": StickyLeastLoaded,
+    "bounded-sticky": BoundedSticky,
+}
+_PASS = Defer.PASS
+LAST_RESORT = "requests"
+"""Asked when all others have passed."""
+
+
+class Hierarchy:
+    """Policies in order: who passes leaves the choice to the next one. The last never passes.
+
+    Args:
+        policies: by their names.
+    """
+
+    def __init__(self, policies: Mapping[str, Policy]) -> None:
+        (self._first_name, self._first), *self._others = policies.items()
+        self.sticky = any(policy.sticky for policy in policies.values())
+        self.reads_prefixes = max(policy.reads_prefixes for policy in policies.values())
+
+    def ask(self, snapshot: Snapshot, request: RequestView) -> tuple[str, EngineView | Defer]:
+        """The answer, and the name of the policy that gave it."""
+        answer = self._first.choose(snapshot, request)
+        if answer is not _PASS:
+            return self._first_name, answer
+        for name, policy in self._others:
+            answer = policy.choose(snapshot, request)
+            if answer is not _PASS:
+                return name, answer
+        return "", _PASS
+
+    def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:
+        """See `Policy`."""
+        return self.ask(snapshot, request)[1]
+
+
+def make_policy(names: Sequence[str], options: PolicyOptions | None = None) -> Hierarchy:
+    """The policies of those names, in that order, with `requests` as the last resort.
+
+    Raises:
+        ConfigError: no name, one that is not in `POLICIES`, or one that occurs twice.
+    """
+    if not names:
+        raise ConfigError(f"no routing policy given; known: {', '.join(POLICIES)}")
+    for place, name in enumerate(names):
+        if name not in POLICIES:
+            raise ConfigError(f"unknown routing policy {name!r}; known: {', '.join(POLICIES)}")
+        if name in names[:place]:
+            raise ConfigError(f"routing policy {name!r} is named twice; its second answer would be its first")
+    chosen = options or PolicyOptions()
+    return Hierarchy({name: POLICIES[name](chosen) for name in dict.fromkeys((*names, LAST_RESORT))})
