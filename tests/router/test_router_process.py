@@ -10,16 +10,13 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-import openai
 import pytest
-from router_rig import eventually, rig, router_process
+from router_rig import eventually
 
 from penstock.errors import EngineStartError
 from penstock.process import ChildProcess
 from penstock.router import __main__ as main_module
 from penstock.router.admin_client import RouterAdmin
-from penstock.router.membership import EngineEntry
-from penstock.sim import SimConfig, SimServer
 
 
 async def run(*argv: str, env: dict[str, str] | None = None) -> tuple[int | None, str, str]:
@@ -29,73 +26,6 @@ async def run(*argv: str, env: dict[str, str] | None = None) -> tuple[int | None
     async with asyncio.timeout(30):
         out, err = await process.communicate()
     return process.returncode, out.decode(), err.decode()
-
-
-async def test_the_openai_client_through_the_router() -> None:
-    async with (
-        SimServer(SimConfig(api_key="k")) as one,
-        SimServer(SimConfig(api_key="k")) as two,
-        router_process(api_key="k") as (url, _),
-    ):
-        admin = RouterAdmin(url, "k")
-        await admin.set_engines(
-            1, [EngineEntry(name, server.url, api_key="k") for name, server in (("one", one), ("two", two))]
-        )
-        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
-        headers = {"X-Session-ID": "7"}
-        completion = await client.completions.create(
-            model="sim-model", prompt=[1, 2, 3], max_tokens=5, extra_headers=headers
-        )
-        assert completion.usage is not None
-        assert completion.usage.completion_tokens == 5
-        stream = await client.chat.completions.create(
-            model="sim-model",
-            messages=[{"role": "user", "content": "hi"}],
-            max_tokens=6,
-            stream=True,
-            extra_headers=headers,
-        )
-        finished = [chunk.choices[0].finish_reason async for chunk in stream if chunk.choices]
-        assert finished[-1] == "length"
-        assert "sim-model" in [model.id async for model in client.models.list()]
-        state = await admin.engines()
-        assert sorted(e.requests for e in state.engines) in ([0, 3], [1, 2])
-        await client.close()
-        await admin.close()
-
-
-async def test_curl_through_the_router(tmp_path: Path) -> None:
-    async def echo(backend: object, seen: object, reader: object, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
-        body = seen.body  # type: ignore[attr-defined]
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-
-    big = tmp_path / "big"
-    big.write_bytes(os.urandom(1_500_000))
-    async with rig(echo, process=True) as r:
-        for options in ((), ("--http1.0",), ("-H", "Transfer-Encoding: chunked"), ("-H", "Expect: 100-continue")):
-            got = tmp_path / "got"
-            status, out, _ = await run(
-                "curl", "-sS", "--max-time", "10", "-o", str(got), "-w", "%{http_code}", *options,
-                "--data-binary", f"@{big}", f"{r.url}/v1/x",
-            )  # fmt: skip
-            assert (status, out) == (0, "200"), options
-            assert got.read_bytes() == big.read_bytes()
-        status, out, _ = await run(
-            "curl", "-sS", "-i", "--max-time", "5", "-X", "PUT", "-d", "{", f"{r.url}/router/engines"
-        )
-        assert "X-Penstock-Error: bad_json" in out
-        status, _, _ = await run("curl", "-sS", "-I", "--max-time", "5", f"{r.url}/router/health")
-        assert status == 0
-
-
-async def test_curl_sees_a_broken_answer() -> None:
-    async def breaks(backend: object, seen: object, reader: object, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
-        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\npart\r\n")
-        writer.close()
-
-    async with rig(breaks, process=True) as r:
-        status, out, _ = await run("curl", "-sS", "--max-time", "5", f"{r.url}/v1/x")
-        assert (status, out) == (18, "part")  # "transfer closed with outstanding read data remaining"
 
 
 async def test_it_logs_a_line_a_request_when_asked() -> None:

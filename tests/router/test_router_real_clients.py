@@ -301,32 +301,7 @@ async def test_curl_takes_a_broken_answer_for_one(scripted, path):
     assert 0 < len(out) < MB
 
 
-async def test_curl_fails_where_no_engine_is():
-    async with rig(process=True, max_hold_s=0.1) as empty:
-        status, out, _ = await curl("--fail-with-body", f"{empty.url}/v1/models")
-        assert status == 22
-        assert json.loads(out)["error"]["type"]
-
-
 # --- aiohttp ---------------------------------------------------------------------------------------------------------
-
-
-async def test_aiohttp_keeps_one_connection(scripted):
-    made: list[object] = []
-
-    async def connected(*given: object) -> None:
-        made.append(given)
-
-    trace = aiohttp.TraceConfig()
-    trace.on_connection_create_end.append(connected)
-    async with aiohttp.ClientSession(scripted.url, trace_configs=[trace]) as session:
-        for i in range(60):
-            path = ("/text", "/chunked", "/digest", "/stream", "/fail-400")[i % 5]
-            async with session.post(path, data=b"x" * i) as response:
-                assert response.status == (400 if path == "/fail-400" else 200)
-                content = await response.read()
-            assert content == TEXT.encode() or path not in {"/text", "/chunked"}
-    assert len(made) == 1
 
 
 async def test_aiohttp_streams_an_upload(scripted):
@@ -360,11 +335,3 @@ async def test_aiohttp_many_at_once_each_gets_its_own(scripted):
                 assert text == TEXT
 
         await asyncio.gather(*(digest(i) for i in range(200)), *(events() for _ in range(16)))
-
-
-@pytest.mark.parametrize("path", ["/broken", "/broken-stream"])
-async def test_aiohttp_takes_a_broken_answer_for_one(scripted, path):
-    async with aiohttp.ClientSession(scripted.url) as session:
-        with pytest.raises(aiohttp.ClientError):
-            async with session.post(path) as response:
-                await response.read()

@@ -11,7 +11,7 @@ from penstock.router.memory import Groups, LoadTable, SessionTable
 def table(*homes: tuple[str, str], capacity: int = 100) -> SessionTable:
     sessions = SessionTable(capacity)
     for session_id, engine in homes:
-        sessions.settle(session_id, engine, 10, 0.0)
+        sessions.record(session_id, engine, 10, 0.0)
     return sessions
 
 
@@ -22,9 +22,9 @@ def home(sessions: SessionTable, session_id: str) -> str | None:
 
 def test_it_forgets_the_least_recently_used() -> None:
     sessions = table(("a", "e0"), ("b", "e1"), ("c", "e1"), capacity=3)
-    sessions.settle("a", "e0", 10, 1.0)
+    sessions.record("a", "e0", 10, 1.0)
     sessions.touch("b", 2.0)
-    sessions.settle("d", "e1", 10, 3.0)
+    sessions.record("d", "e1", 10, 3.0)
     assert [home(sessions, s) for s in "abcd"] == ["e0", "e1", None, "e1"]
     assert len(sessions) == 3
     assert (sessions.counts("e0"), sessions.counts("e1")) == ((1, 10), (2, 20))
@@ -36,7 +36,7 @@ def test_idle_sessions_keep_their_home_and_count_no_more() -> None:
     assert sessions.expire(idle_before=1.0, gone_before=-1.0) == 1
     assert sessions.counts("e0") == (2, 10)
     assert home(sessions, "a") == "e0"
-    sessions.settle("a", "e0", 30, 6.0)
+    sessions.record("a", "e0", 30, 6.0)
     assert sessions.counts("e0") == (2, 40)
 
 
@@ -55,7 +55,7 @@ def test_a_lost_engine_leaves_its_sessions_known() -> None:
     assert record is not None
     assert (record.engine, record.tokens) == (None, 0)
     assert (sessions.counts("e0"), sessions.counts("e1")) == ((0, 0), (1, 10))
-    sessions.settle("a", "e1", 20, 1.0)
+    sessions.record("a", "e1", 20, 1.0)
     assert sessions.counts("e1") == (2, 30)
 
 
@@ -106,7 +106,7 @@ def test_counts_are_those_of_a_plain_model(steps: list[tuple[str, str, str, int]
     for now, (step, session, engine, tokens) in enumerate(steps):
         match step:
             case "settle":
-                sessions.settle(session, engine, tokens, now)
+                sessions.record(session, engine, tokens, now)
                 model.settle(session, engine, tokens, now)
             case "touch":
                 sessions.touch(session, now)
