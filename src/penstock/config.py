@@ -317,8 +317,9 @@ class FleetConfig(Section):
     """Of the transports `disk` and `delta`: trainer and engines see it under the same path."""
     weight_address: str = "127.0.0.1"
     """Of the transport `broadcast`: where engines reach the trainer, which listens there for them."""
-    weight_host_copy: bool = False
-    """Of the transport `broadcast`: keep a copy in host memory, for engines that join or return between updates."""
+    weight_host_copy: bool | None = None
+    """Of the transports `broadcast` and `cuda_ipc`: keep a copy in host memory, for engines of this host that join or
+    return between updates. Default: while the fleet has one engine."""
     log_dir: Path | None = None
     """Where engine and router logs go; default: a temporary folder, kept when something failed."""
 

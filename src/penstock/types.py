@@ -6,12 +6,15 @@ import dataclasses
 import difflib
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, cast
 
 from penstock.errors import RequestError, UserError
+
+if TYPE_CHECKING:
+    import torch
 
 Message = Mapping[str, Any]
 """One chat message in OpenAI's form: `{"role": ..., "content": ...}`."""
@@ -23,6 +26,11 @@ FinishReason = Literal["stop", "length", "abort"]
 
 KV = Literal["recompute", "keep"]
 """What becomes of the KV cache in a weight update: computed anew under the new weights, or kept as it is."""
+
+NamedTensors: TypeAlias = (
+    "Iterable[tuple[str, torch.Tensor]] | Callable[[], Iterable[tuple[str, torch.Tensor]]] | torch.nn.Module"
+)
+"""What `update_weights` takes: pairs of a checkpoint name and a tensor, or a function or module that gives them."""
 
 
 class PauseMode(StrEnum):

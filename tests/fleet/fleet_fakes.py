@@ -227,6 +227,9 @@ class FakeStore:
     def commit(self, manifest: WeightManifest) -> None:
         self.current = manifest
 
+    def restore(self) -> WeightManifest | None:
+        return None
+
     def close(self) -> None:
         pass
 

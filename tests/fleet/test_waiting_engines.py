@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from fleet_fakes import Bench, FakeEngine, until
-from sim_fleets import SIM, check_serves, engine_process
+from sim_fleets import SIM, check, check_serves, engine_process, in_flight
 
-from penstock import Fleet
-from penstock.errors import TransferError, UpdateError, WeightsError
+from penstock import Fleet, SamplingParams
+from penstock.errors import EngineDeadError, TransferError, UpdateError, WeightsError
 from penstock.fleet import delivery
 from penstock.fleet.delivery import Delivery
 from penstock.fleet.member import State
@@ -67,8 +67,43 @@ async def test_who_died_and_who_was_added_serve_after_the_next_update(tmp_path: 
         await serve_again(fleet, 3)
 
 
+@pytest.mark.parametrize("engines", [1, 2])
+async def test_the_last_engines_that_die_get_the_version_back_and_no_request_is_lost(
+    tmp_path: Any, engines: int
+) -> None:
+    """Of one engine from a copy that is kept by default, of several from the module that gave it."""
+    module = torch.nn.Linear(100, 100)
+    async with Fleet.launch("sim-model", engines=engines, log_dir=tmp_path, **OPTIONS) as fleet:
+        given = module.named_parameters() if engines == 1 else module
+        assert (await updated(fleet, given)).version == 1
+        params = SamplingParams(max_tokens=400, detokenize=False)
+        prompts = [[1 + i, 2] for i in range(4)]
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=params))
+        await in_flight(fleet, lambda requests: requests == len(prompts))
+        for member in fleet._roster.members:
+            engine_process(member.url).kill()
+        check(prompts, await asyncio.wait_for(running, 60.0), params)
+        await serve_again(fleet, engines)
+        assert fleet.weight_version == 1
+        assert [(await member.control.info()).weight_version for member in fleet._roster.members] == [1] * engines
+
+
+async def test_a_trainer_that_has_gone_on_cannot_give_the_version_back(tmp_path: Any) -> None:
+    module = torch.nn.Linear(3, 3)
+    options = {**OPTIONS, "weight_host_copy": False}
+    async with Fleet.launch("sim-model", engines=1, log_dir=tmp_path, **options) as fleet:
+        await updated(fleet, module.named_parameters)
+        module.bias.data += 1
+        await killed(fleet, 0)
+        with pytest.raises(EngineDeadError, match="weight_host_copy"):
+            await fleet.generate(prompt_token_ids=[[1]], sampling_params={"max_tokens": 1})
+        await updated(fleet, module)
+        await serve_again(fleet, 1)
+
+
 async def test_a_fleet_with_none_left_is_updated_and_serves(tmp_path: Any) -> None:
-    async with Fleet.launch("sim-model", engines=1, log_dir=tmp_path, **OPTIONS) as fleet:
+    options = {**OPTIONS, "weight_host_copy": False}
+    async with Fleet.launch("sim-model", engines=1, log_dir=tmp_path, **options) as fleet:
         await updated(fleet)
         await killed(fleet, 0)
         assert [update.engine for update in (await updated(fleet)).engines] == ["e0"]

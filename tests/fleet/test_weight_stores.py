@@ -16,6 +16,7 @@ from penstock.engine.control import EngineInfo
 from penstock.errors import ConfigError, WeightsError
 from penstock.fleet.member import Lifecycle, Member
 from penstock.fleet.stores import Stores, choose
+from penstock.weights.manifest import as_named_tensors
 
 HERE, THERE = "http://127.0.0.1:8000", "http://10.0.0.2:8000"
 CPU, GPU_0, GPU_1 = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
@@ -115,3 +116,55 @@ def test_deltas_without_zstd_are_refused_before_engines_start(tmp_path: Path, mo
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(WeightsError, match=r"pip install 'penstock\[delta\]', or use disk"):
         Stores(FleetConfig(weight_transport="delta", weight_folder=tmp_path), list, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "engines", "kept"), [(None, 1, True), (None, 2, False), (True, 2, True), (False, 1, False)]
+)
+def test_a_copy_is_kept_of_what_the_trainer_alone_has(*, asked: bool | None, engines: int, kept: bool) -> None:
+    settings = FleetConfig(weight_transport="broadcast", weight_host_copy=asked)
+    stores = Stores(settings, lambda: [member(HERE)] * engines, 10.0)
+    stores.commit(stores.publish(5, iter(WEIGHTS)))
+    assert (stores.current is not None) == kept
+    if stores.current is not None:
+        assert (stores.current.version, stores.current.transport) == (5, "shared_memory")
+        assert [(t.name, t.shape) for t in stores.current.tensors] == [("w", (3,))]
+    stores.close()
+
+
+def test_engines_of_other_hosts_cannot_have_a_copy_in_memory() -> None:
+    settings = FleetConfig(weight_transport="broadcast", weight_address="10.0.0.1")
+    stores = Stores(settings, lambda: [member(THERE)], 10.0)
+    stores.commit(stores.publish(5, as_named_tensors(lambda: WEIGHTS)))
+    assert stores.current is stores.restore() is None
+    stores.close()
+
+
+def test_tensors_that_were_changed_meanwhile_are_no_copy_of_what_was_sent() -> None:
+    """Who cancels an update may step its optimizer; the update goes on, and an engine that returns took the copy."""
+    stores = Stores(FleetConfig(weight_transport="broadcast"), lambda: [member(HERE)], 10.0)
+    changed = torch.arange(4.0)
+    manifest = stores.publish(6, [("a", changed), ("b", torch.ones(2, 2))])
+    changed[2] += 1e-3
+    with pytest.raises(WeightsError, match="1 tensors, 'a' the first, are not those of weight version 6"):
+        stores.commit(manifest)
+    assert stores.current is None
+    stores.close()
+
+
+def test_who_gave_a_version_is_asked_for_it_again_and_gives_the_same_or_nothing() -> None:
+    stores = Stores(FleetConfig(weight_transport="broadcast"), lambda: [member(HERE), member(HERE)], 10.0)
+    module = torch.nn.Linear(2, 2)
+    stores.commit(stores.publish(3, as_named_tensors(module)))
+    assert stores.current is None
+    found = stores.restore()
+    assert found is not None
+    assert found == stores.current
+    assert (found.version, found.transport) == (3, "shared_memory")
+    stores.commit(stores.publish(4, as_named_tensors(module.named_parameters)))
+    module.weight.data += 1
+    with pytest.raises(WeightsError, match="'weight' the first, are not those of weight version 4"):
+        stores.restore()
+    stores.commit(stores.publish(5, list(module.named_parameters())))
+    assert stores.restore() is None, "a list may have been changed in place since, and cannot be asked"
+    stores.close()

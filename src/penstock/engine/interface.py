@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import RequestError
@@ -20,7 +20,7 @@ from penstock.types import (
 )
 
 if TYPE_CHECKING:
-    import torch
+    from penstock.types import NamedTensors
 
 
 class Engine(ABC):
@@ -180,7 +180,7 @@ class Engine(ABC):
     @abstractmethod
     async def update_weights(
         self,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        named_tensors: NamedTensors,
         *,
         version: int | None = None,
         kv: KV = "recompute",
@@ -189,7 +189,8 @@ class Engine(ABC):
 
         Args:
             named_tensors: `(checkpoint name, tensor)` for every tensor of the model, as `model.named_parameters()`
-                gives them; tied weights once.
+                gives them; tied weights once. A module, or a function that returns the pairs, is asked again when an
+                engine needs this version and no copy of it was kept (docs/weights.md).
             version: label of the new weights, greater than the present one; default: the present one + 1. A resumed
                 run uses it to take up its count.
             kv: `recompute`: what is in flight attends to nothing of older weights, at the price of its prefill.

@@ -19,12 +19,14 @@ from penstock.types import (
     KV,
     GenerateBatch,
     GenerateOutput,
+    NamedTensors,
     PauseMode,
     Sample,
     SamplingParams,
     SessionId,
     UpdateReport,
 )
+from penstock.weights.manifest import as_named_tensors
 from penstock.weights.shared_memory import SharedMemoryStore
 
 if TYPE_CHECKING:
@@ -206,7 +208,7 @@ class HTTPEngine(Engine):
 
     async def update_weights(
         self,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        named_tensors: NamedTensors,
         *,
         version: int | None = None,
         kv: KV = "recompute",
@@ -220,7 +222,7 @@ class HTTPEngine(Engine):
             raise WeightsError(f"version {target} is not newer than the present version {self._version}")
         if kv not in get_args(KV):
             raise RequestError(f"kv must be one of {', '.join(get_args(KV))}, got {kv!r}")
-        self._update = asyncio.create_task(self._put_in_force(named_tensors, target, kv))
+        self._update = asyncio.create_task(self._put_in_force(as_named_tensors(named_tensors), target, kv))
         return await asyncio.shield(self._update)
 
     async def _put_in_force(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -23,16 +23,16 @@ from penstock.types import (
     KV,
     GenerateBatch,
     GenerateOutput,
+    NamedTensors,
     PauseMode,
     Sample,
     SamplingParams,
     SessionId,
     UpdateReport,
 )
+from penstock.weights.manifest import as_named_tensors
 
 if TYPE_CHECKING:
-    import torch
-
     from penstock.fleet.launch import Opening
 
 
@@ -301,7 +301,7 @@ class Fleet(Engine):
 
     async def update_weights(
         self,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        named_tensors: NamedTensors,
         *,
         version: int | None = None,
         kv: KV = "recompute",
@@ -310,7 +310,7 @@ class Fleet(Engine):
 
         Once begun, it runs to its end even if this call is cancelled.
         """
-        return await self._operations.update(named_tensors, version, kv=kv)
+        return await self._operations.update(as_named_tensors(named_tensors), version, kv=kv)
 
     # --- engines that come and go ------------------------------------------------------------------------------------
 

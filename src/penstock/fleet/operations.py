@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from penstock.engine.capabilities import Capability, require
+from penstock.engine.client import in_thread
 from penstock.engine.control import CoreState
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError, UserError
 from penstock.fleet.adapters import FleetAdapters
@@ -15,9 +17,10 @@ from penstock.fleet.fan_out import Call, FanOut, fan_out
 from penstock.fleet.member import SERVABLE, EngineControl, Member, State, why
 from penstock.fleet.native import NativeCalls
 from penstock.fleet.roster import Roster
-from penstock.fleet.sync import MEMORY_TAGS, bring_in
+from penstock.fleet.stores import Stores
+from penstock.fleet.sync import MEMORY_TAGS, bring_in, source
 from penstock.fleet.turns import Turns
-from penstock.fleet.update import Store, Updater
+from penstock.fleet.update import Updater
 from penstock.types import KV, PauseMode, UpdateReport
 from penstock.weights.manifest import WeightManifest
 
@@ -55,7 +58,7 @@ class Operations:
     def __init__(
         self,
         roster: Roster,
-        store: Store,
+        store: Stores,
         *,
         min_engines: int,
         control_timeout_s: float,
@@ -233,7 +236,7 @@ class Operations:
             returns, member.returns, member.waits = member.returns, False, True
             member.lifecycle.explain(
                 f"waits for the next update_weights: nobody has the fleet's weights of version {version} any more "
-                "(broadcast, cuda_ipc and update_named_weights keep no copy)"
+                "(broadcast, cuda_ipc and update_named_weights keep no copy; see fleet.weight_host_copy)"
                 if member.info.capabilities.plugin
                 else f"waits until its owner gives it weight version {version}"
             )
@@ -308,13 +311,6 @@ class Operations:
 
         Where too few engines are left and some are being started anew, it waits for those first.
         """
-        given: Any = named_tensors
-        if isinstance(given, Mapping) or not isinstance(given, Iterable):
-            kind = type(cast("object", named_tensors)).__name__
-            raise UserError(
-                f"update_weights takes pairs of a name and a tensor, not a {kind}; give model.named_parameters(), or "
-                "state_dict().items()"
-            )
         return await self._update(lambda number: self._store.publish(number, named_tensors), version, kv)
 
     async def update_from(self, manifest: WeightManifest, *, kv: KV = "recompute") -> UpdateReport:
@@ -384,9 +380,27 @@ class Operations:
         One read before the turn may be over already, and the next update would begin before the engine waits for it.
         """
         await self._adapters.give(member, self._control_s)
-        roster, current, paused, asleep = self._roster, self._store.current, self.paused, self._asleep
+        roster, paused, asleep = self._roster, self.paused, self._asleep
+        current = self._store.current
+        if member.weight_version != roster.version and source(roster, current) is None:
+            current = await self._provided()
         serves = await bring_in(member, roster, current, paused=paused, asleep=asleep, deadline_s=self._control_s)
         return None if serves else roster.version
+
+    async def _provided(self) -> WeightManifest | None:
+        """The fleet's version, asked of the trainer that gave it; None: it cannot give it."""
+        asking = asyncio.create_task(in_thread(self._store.restore))
+        try:
+            await asyncio.wait((asking,))
+        finally:  # should this be cancelled: the thread reads the trainer's tensors until it has ended
+            asking.cancel()
+            await asyncio.wait((asking,))
+        if asking.cancelled():
+            return None
+        if (error := asking.exception()) is not None:  # of the caller's own code: anything
+            logger.warning("weight version %d was not given again: %r", self._roster.version, error)
+            return None
+        return asking.result()
 
     def _check_weights_awake(self) -> None:
         if "weights" in self._asleep:

@@ -6,7 +6,7 @@ import importlib
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from penstock.config import FleetConfig, Transport
@@ -14,7 +14,7 @@ from penstock.errors import ConfigError, WeightsError
 from penstock.fleet.member import Member
 from penstock.fleet.options import visible_gpus
 from penstock.weights.broadcast import BroadcastStore
-from penstock.weights.manifest import WeightManifest
+from penstock.weights.manifest import TensorProvider, WeightManifest
 from penstock.weights.shared_memory import SharedMemoryStore
 
 if TYPE_CHECKING:
@@ -43,6 +43,15 @@ class Store(Protocol):
     def close(self) -> None: ...  # noqa: D102
 
 
+@runtime_checkable
+class Lending(Protocol):
+    """A store that copies nothing: after an update the bytes are the trainer's alone."""
+
+    def offered(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """The tensors that were published last."""
+        ...
+
+
 class Stores:
     """One store for each transport that is used, made when it is first used; itself a store.
 
@@ -66,6 +75,10 @@ class Stores:
         self._stores: dict[str, Store] = {}
         self._last: Store | None = None
         self._ipc_devices: list[str] = []
+        self._offered: Iterable[tuple[str, torch.Tensor]] = ()
+        """The tensors that were published last."""
+        self._lent: tuple[WeightManifest, TensorProvider] | None = None
+        """The committed version, and who can give it again, where no copy of it is here."""
 
     @property
     def current(self) -> WeightManifest | None:
@@ -76,6 +89,7 @@ class Stores:
         """Choose the transport and publish by it; raises as that store's `publish` does."""
         from penstock.weights.pack import checked  # noqa: PLC0415 - the core must import without torch
 
+        self._offered = named_tensors
         if self._settings.weight_transport != "auto":
             return self._by(self._settings.weight_transport).publish(version, named_tensors)
         tensors = iter(named_tensors)
@@ -93,9 +107,45 @@ class Stores:
         return self.of(manifest.transport).adopt(manifest)
 
     def commit(self, manifest: WeightManifest) -> None:
-        """The version is in force."""
-        self._last = self.of(manifest.transport)
-        self._last.commit(manifest)
+        """The version is in force; of one whose bytes the trainer has alone, a copy is kept where that is asked for."""
+        store = self._last = self.of(manifest.transport)
+        store.commit(manifest)
+        offered, self._offered, self._lent = self._offered, (), None
+        if isinstance(store, Lending):
+            if isinstance(offered, TensorProvider):
+                self._lent = manifest, offered
+            if self._keeps_copy():
+                self._copy(manifest, store.offered())
+
+    def restore(self) -> WeightManifest | None:
+        """Ask who gave the committed version for its tensors again, and keep a copy; blocking.
+
+        Returns:
+            None where nobody can be asked, or engines are on other hosts.
+
+        Raises:
+            WeightsError: the tensors are not those any more. What else the caller's code raises.
+        """
+        if self._lent is None or not all(map(_is_local, self._members())):
+            return None
+        return self._copy(*self._lent)
+
+    def _keeps_copy(self) -> bool:
+        if (asked := self._settings.weight_host_copy) is not None:
+            return asked
+        members = self._members()
+        return len(members) <= 1 and all(map(_is_local, members))
+
+    def _copy(self, manifest: WeightManifest, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
+        """Keep a version in shared memory. WeightsError: the tensors are not those that were sent."""
+        from penstock.weights.transfer import check_same_bits  # noqa: PLC0415 - the core must import without torch
+
+        copies = self.of("shared_memory")
+        copy = copies.publish(manifest.version, named_tensors)
+        check_same_bits(manifest, copy)
+        copies.commit(copy)
+        self._last = copies
+        return copy
 
     def close(self) -> None:
         """Close every store."""
@@ -129,11 +179,7 @@ class Stores:
         if transport == "shared_memory":
             return SharedMemoryStore()
         if transport == "broadcast":
-            return BroadcastStore(
-                address=settings.weight_address,
-                timeout_s=SEND_SHARE * self._timeout_s,
-                host_copy=settings.weight_host_copy,
-            )
+            return BroadcastStore(address=settings.weight_address, timeout_s=SEND_SHARE * self._timeout_s)
         if transport == "cuda_ipc":
             from penstock.weights.cuda_ipc import CudaIpcStore  # noqa: PLC0415
 

@@ -20,7 +20,6 @@ from penstock.weights.buckets import BUCKET_BYTES
 from penstock.weights.group import GroupSpec
 from penstock.weights.manifest import TensorEntry, WeightManifest
 from penstock.weights.meeting import Meeting
-from penstock.weights.shared_memory import SharedMemoryStore, open_mapping
 
 if TYPE_CHECKING:
     import torch
@@ -65,8 +64,6 @@ class BroadcastStore:
     Args:
         address: where engines find the trainer; it listens there and nowhere else.
         timeout_s: seconds for forming a group, and for sending one version.
-        host_copy: keep a copy of the committed version in shared memory, for engines that join or return. It costs the
-            trainer the time to copy it, after the engines have gone on.
         bucket_bytes: what is under way at once, see `buckets`.
     """
 
@@ -75,22 +72,16 @@ class BroadcastStore:
         *,
         address: str = "127.0.0.1",
         timeout_s: float = 60.0,
-        host_copy: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._address = address
         self._timeout_s = timeout_s
-        self._host_copy = host_copy
         self._bucket_bytes = bucket_bytes
-        self._copies = SharedMemoryStore()
         self._offer: tuple[tuple[TensorEntry, ...], Iterable[tuple[str, torch.Tensor]], torch.device] | None = None
         self._group: Group | None = None
         self._closed = False
-
-    @property
-    def current(self) -> WeightManifest | None:
-        """The committed version, where a copy of it is in host memory."""
-        return self._copies.current
+        self.current: WeightManifest | None = None
+        """Always None: what was sent is the trainer's alone."""
 
     def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
         """Check the tensors and sum them; no byte is copied, so they must not change until `commit` has returned.
@@ -117,44 +108,22 @@ class BroadcastStore:
         return WeightManifest(version=version, transport=TRANSPORT, location=location, tensors=entries)
 
     def adopt(self, manifest: WeightManifest) -> WeightManifest:
-        """A version in shared memory that another process published; see `SharedMemoryStore.adopt`."""
-        return self._copies.adopt(manifest)
+        """Refuse: another process cannot send over this one's group. Raises WeightsError."""
+        raise WeightsError(f"weights of the transport {manifest.transport!r} cannot be adopted by a store that sends")
 
     def commit(self, manifest: WeightManifest) -> None:
-        """The version is in force. The trainer's tensors are its own again when this returns.
+        """Do nothing: the tensors are the trainer's, and no copy is kept."""
 
-        Raises:
-            WeightsError: they are not what was sent any more, so there is no copy of it.
-        """
-        offer, self._offer = self._offer, None
-        if manifest.transport != TRANSPORT:
-            self._copies.commit(manifest)
-        elif offer is not None and self._host_copy:
-            self._copies.commit(self._copied(manifest, offer[1]))
-
-    def _copied(self, manifest: WeightManifest, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
-        """A copy that is what was sent: who gave the update up may have gone on with the tensors."""
-        from penstock.weights.pack import read  # noqa: PLC0415 - the core must import without torch
-        from penstock.weights.transfer import describe  # noqa: PLC0415 - same
-
-        copy = self._copies.publish(manifest.version, named_tensors)
-        with memoryview(open_mapping(copy.location["path"], copy.extent)) as mapped:
-            entries, _ = describe(read(mapped, copy.tensors))
-        sent = {(entry.name, entry.crc32) for entry in manifest.tensors}
-        if changed := [entry.name for entry in entries if (entry.name, entry.crc32) not in sent]:
-            raise WeightsError(
-                f"{len(changed)} tensors, {changed[0]!r} the first, were changed before the copy of them was taken; "
-                "leave them alone until update_weights has returned, also where it is cancelled"
-            )
-        return copy
+    def offered(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """The tensors that were published last; none after `forget`."""
+        return self._offer[1] if self._offer is not None else ()
 
     def close(self) -> None:
-        """End the group and free the copies."""
+        """End the group."""
         self._closed = True
         self._offer = None
         self.interrupt("the trainer has closed the fleet")
         self._group = None
-        self._copies.close()
 
     # --- sending -----------------------------------------------------------------------------------------------------
 

@@ -197,6 +197,7 @@ class CudaIpcStore:
         self._given = tuple(_indexed(torch.device(device)) for device in devices)
         self._copy = copy
         self._copies: dict[tuple[torch.device, str], torch.Tensor] = {}
+        self._names: list[str] = []
         self._shown: dict[torch.device, list[torch.Tensor]] = {}
         """What engines may be reading; kept alive."""
         self._blocks: list[Any] = []
@@ -228,7 +229,7 @@ class CudaIpcStore:
         if self._lease is None or blocks != self._blocks:
             self._end_lease()  # engines unmap what they do not need, so that it can be freed here
             self._lease, self._blocks = Lease(), blocks
-        self._shown = shown
+        self._names, self._shown = names, shown
         location = {_uuid(d): json.dumps({"lease": self._lease.path, **part}) for d, part in parts.items()}
         return WeightManifest(version, TRANSPORT, location, entries)
 
@@ -239,13 +240,17 @@ class CudaIpcStore:
         return manifest
 
     def commit(self, manifest: WeightManifest) -> None:
-        """Nothing is kept: the tensors are the trainer's, and change."""
+        """Do nothing: the tensors are the trainer's, and no copy is kept."""
+
+    def offered(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """The tensors that were published last, as engines read them."""
+        return zip(self._names, next(iter(self._shown.values()), ()), strict=True)
 
     def close(self) -> None:
         """Let go of every tensor; engines that mapped them are told, and unmap them. Closing twice is harmless."""
         self._closed = True
         self._end_lease()
-        self._shown = {}
+        self._names, self._shown = [], {}
         self._copies = {}
 
     def _end_lease(self) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
-from penstock.errors import WeightsError
+from penstock.errors import UserError, WeightsError
 from penstock.parsing import reading, whole_number
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.types import NamedTensors
 
 DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -116,3 +121,32 @@ def _entry(name: Any, dtype: Any, shape: Any, offset: Any, crc: Any) -> TensorEn
     if entry.dtype not in DTYPE_BYTES:
         raise malformed(f"tensor {entry.name!r} has the unknown dtype {entry.dtype!r}")
     return entry
+
+
+class TensorProvider:
+    """Tensors that the caller gives again each time they are iterated."""
+
+    def __init__(self, provide: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
+        self._provide = provide
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._provide())
+
+
+def as_named_tensors(given: NamedTensors) -> Iterable[tuple[str, torch.Tensor]]:
+    """Turn what `update_weights` takes into pairs; of a module or a function, a `TensorProvider`.
+
+    Raises:
+        UserError: it is none of them.
+    """
+    of_module: Any = getattr(given, "named_parameters", None)
+    if callable(of_module):
+        return TensorProvider(cast("Callable[[], Iterable[tuple[str, torch.Tensor]]]", of_module))
+    if isinstance(given, Iterable) and not isinstance(given, Mapping):
+        return given
+    if callable(given):
+        return TensorProvider(cast("Callable[[], Iterable[tuple[str, torch.Tensor]]]", given))
+    raise UserError(
+        f"update_weights takes pairs of a name and a tensor, not a {type(cast('object', given)).__name__}; give "
+        "model.named_parameters(), state_dict().items(), the model, or a function that returns such pairs"
+    )

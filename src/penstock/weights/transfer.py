@@ -16,8 +16,9 @@ import torch
 from penstock.errors import TransferError, WeightsError
 from penstock.weights.buckets import BUCKET_BYTES, Bucket, cut
 from penstock.weights.device_sum import DeviceSums
-from penstock.weights.manifest import DTYPE_BYTES, TensorEntry
-from penstock.weights.pack import checked, dtype_name
+from penstock.weights.manifest import DTYPE_BYTES, TensorEntry, WeightManifest
+from penstock.weights.pack import checked, dtype_name, read
+from penstock.weights.shared_memory import open_mapping
 
 if TYPE_CHECKING:
     from penstock.weights.collective import Group
@@ -65,6 +66,24 @@ def describe(named_tensors: NamedTensors) -> tuple[tuple[TensorEntry, ...], torc
             raise WeightsError(f"tensor {entry.name!r} holds NaN or infinity; the update was not sent")
         summed.append(TensorEntry(entry.name, entry.dtype, entry.shape, 0, number))
     return tuple(summed), device
+
+
+def check_same_bits(sent: WeightManifest, copy: WeightManifest) -> None:
+    """Compare a copy in shared memory with a version that was sent: the trainer may have gone on with the tensors.
+
+    Raises:
+        WeightsError: they differ.
+    """
+    with memoryview(open_mapping(copy.location["path"], copy.extent)) as mapped:
+        entries, _ = describe(read(mapped, copy.tensors))
+    had = {(entry.name, entry.crc32) for entry in sent.tensors}
+    if changed := [entry.name for entry in entries if (entry.name, entry.crc32) not in had]:
+        raise WeightsError(
+            f"{len(changed)} tensors, {changed[0]!r} the first, are not those of weight version {sent.version} any "
+            "more, so no copy of it was kept; change them after update_weights has returned, also where it is cancelled"
+        )
+    if len(entries) != len(sent.tensors):
+        raise WeightsError(f"{len(entries)} tensors were given, weight version {sent.version} has {len(sent.tensors)}")
 
 
 def send(group: Group, entries: Sequence[TensorEntry], named_tensors: NamedTensors, *, bucket_bytes: int) -> None:
