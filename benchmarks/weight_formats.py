@@ -29,7 +29,7 @@ from penstock.weights.manifest import WeightManifest
 
 CHANGED = (0.01, 0.05, 1.0)
 BYTES_BARS = {0.01: 0.03, 0.05: 0.10, 1.0: 0.75}
-"""Of the whole. 1.6 bytes of a changed element are its position and its new bits; where all changed, exponents stay."""
+"""Of the whole. Of a changed element its place and its new bits; where all changed, exponents stay."""
 SECONDS_BARS = {0.01: 3.0, 0.05: 3.5, 1.0: 6.0}
 """Of the whole's. Publishing reads the old version too, and compares; preparing reads a delta and checks the result."""
 ROWS, COLUMNS = 2048, 1024

@@ -16,6 +16,7 @@ from penstock.engine.control import EngineInfo
 from penstock.errors import ConfigError, WeightsError
 from penstock.fleet.member import Lifecycle, Member
 from penstock.fleet.stores import Stores, choose
+from penstock.weights import delta
 from penstock.weights.manifest import as_named_tensors
 
 HERE, THERE = "http://127.0.0.1:8000", "http://10.0.0.2:8000"
@@ -111,7 +112,7 @@ def test_files_need_a_folder() -> None:
 
 
 def test_deltas_without_zstd_are_refused_before_engines_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "penstock.weights.delta_format", raising=False)
+    delta.zstd.cache_clear()
     for package in ("backports", "compression"):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(WeightsError, match=r"pip install 'penstock\[delta\]', or use disk"):

@@ -24,7 +24,7 @@ RECEIVER = """
 import json, os, signal, sys, time
 import torch
 from penstock.weights.collective import Group
-from penstock.weights.device_sum import device_sums
+from penstock.weights.checksum import device_sums
 from penstock.weights.group import GroupSpec
 from penstock.weights.manifest import WeightManifest
 from penstock.weights.transfer import receive
@@ -73,7 +73,7 @@ for line in sys.stdin:
         torch.cuda.synchronize()
         seconds, peak = time.perf_counter() - began, torch.cuda.max_memory_allocated() - before
         kept = got if not in_place else places
-        same = device_sums([kept[e.name] for e in manifest.tensors]) == [e.crc32 for e in manifest.tensors]
+        same = device_sums([kept[e.name] for e in manifest.tensors]) == [e.checksum for e in manifest.tensors]
         tell({"same": same, "seconds": seconds, "peak": peak})
         got.clear()
     except Exception as error:

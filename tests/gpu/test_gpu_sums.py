@@ -8,8 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from penstock.weights import device_sum
-from penstock.weights.device_sum import DeviceSums, device_sums
+from penstock.weights import checksum
+from penstock.weights.checksum import DeviceSums, device_sums
 from sum_samples import samples
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -24,9 +24,9 @@ def found(tensors: list[torch.Tensor]) -> list[tuple[int, bool]]:
 def test_a_gpu_finds_what_a_cpu_finds_with_the_kernel_and_without() -> None:
     on_gpu = [tensor.cuda() for tensor in samples()]
     on_gpu[-1] = torch.stack([on_gpu[-1]] * 2)[1]  # lies between two words
-    assert device_sum._kernel(on_gpu[0].device) is not None
+    assert checksum._kernel(on_gpu[0].device) is not None
     assert found(on_gpu) == found(samples())
-    with patch.object(device_sum, "_kernel", lambda _: None):
+    with patch.object(checksum, "_kernel", lambda _: None):
         assert found(on_gpu) == found(samples())
 
 

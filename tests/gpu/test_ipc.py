@@ -17,8 +17,8 @@ import torch
 
 from penstock.errors import WeightsError
 from penstock.plugin.ipc import IpcSource
+from penstock.weights.checksum import device_sums
 from penstock.weights.cuda_ipc import CudaIpcStore
-from penstock.weights.device_sum import device_sums
 from penstock.weights.manifest import WeightManifest
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -107,7 +107,7 @@ def test_fifty_rounds_in_place_arrive_and_nothing_grows(engine: Engine, store: C
         manifest = store.publish(version, weights.items())
         assert isinstance(engine.ask("prepare", manifest), float)
         seconds, sums = engine.ask("load", manifest)
-        assert sums == [entry.crc32 for entry in manifest.tensors] == [int(n) for n in map(by_cpu, weights.values())]
+        assert sums == [entry.checksum for entry in manifest.tensors] == [int(n) for n in map(by_cpu, weights.values())]
         free.append(torch.cuda.mem_get_info()[0])
         assert seconds < 1
     assert min(free[5:]) >= free[4] - 8 * MIB
@@ -179,7 +179,7 @@ def test_gathered_tensors_are_copied_as_they_come(engine: Engine) -> None:
         gathered = ((f"layer{i}", torch.full((1000, 1000), float(i + version), device="cuda")) for i in range(20))
         manifest = store.publish(version, gathered)
         assert isinstance(engine.ask("prepare", manifest), float)
-        assert engine.ask("load", manifest)[1] == [entry.crc32 for entry in manifest.tensors]
+        assert engine.ask("load", manifest)[1] == [entry.checksum for entry in manifest.tensors]
     store.close()
 
 
@@ -202,7 +202,7 @@ def test_engines_on_two_gpus_each_read_their_own() -> None:
         manifest = store.publish(1, tensors().items())
         for engine in engines:
             assert isinstance(engine.ask("prepare", manifest), float)
-            assert engine.ask("load", manifest)[1] == [entry.crc32 for entry in manifest.tensors]
+            assert engine.ask("load", manifest)[1] == [entry.checksum for entry in manifest.tensors]
     finally:
         store.close()
         for engine in engines:

@@ -7,7 +7,7 @@ import torch
 
 from penstock.errors import WeightsError
 from penstock.sim.update import check_manifest
-from penstock.weights.delta import DeltaFiles, DeltaStore
+from penstock.weights.delta import DeltaStore
 from penstock.weights.disk import DiskStore
 from penstock.weights.shared_memory import SharedMemoryStore
 
@@ -43,10 +43,10 @@ def test_damaged_files_are_refused(store, tmp_path):
         whole = store.current
         tensors["w"][3] += 1
         manifest = store.publish(2, tensors.items())
-        spoil(tmp_path / DeltaFiles.of(manifest).delta, 0)
+        spoil(tmp_path / manifest.location["delta"], 0)
         with pytest.raises(WeightsError, match="damaged"):
             check_manifest(manifest, None)
-        spoil(tmp_path / DeltaFiles.of(whole).full, -9)
+        spoil(tmp_path / whole.location["file"], -9)
     else:
         whole = store.current
         spoil(tmp_path / whole.location["file"], -9)

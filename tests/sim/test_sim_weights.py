@@ -86,7 +86,7 @@ def empty(m):
         (with_a(shape=(4,)), "shape (4,)"),
         (with_a(dtype="float64"), "dtype float64"),
         (with_a(dtype="complex"), "unknown dtype"),
-        (with_a(crc32=1), "checksum"),
+        (with_a(checksum=1), "checksum"),
         (with_a(offset=510), "beyond"),
         (empty, "no tensors"),
     ],

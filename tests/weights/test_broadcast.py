@@ -21,7 +21,7 @@ from penstock.errors import StateError, TransferError, WeightsError
 from penstock.weights import collective
 from penstock.weights.broadcast import BroadcastStore
 from penstock.weights.buckets import ALIGNMENT, PACKED_BELOW, cut
-from penstock.weights.device_sum import device_sums
+from penstock.weights.checksum import device_sums
 from penstock.weights.group import GroupSpec
 from penstock.weights.manifest import TensorEntry, WeightManifest
 from penstock.weights.transfer import describe
@@ -30,7 +30,7 @@ RECEIVER = """
 import json, sys, os, signal
 import torch
 from penstock.weights.collective import Group
-from penstock.weights.device_sum import device_sums
+from penstock.weights.checksum import device_sums
 from penstock.weights.group import GroupSpec
 from penstock.weights.manifest import WeightManifest
 from penstock.weights.transfer import receive
@@ -417,7 +417,7 @@ def test_a_pass_that_gathers_into_one_buffer_is_summed_tensor_by_tensor() -> Non
     entries, _ = describe(Gathering())
     alone = [(f"w{value:g}", torch.full((4, 4), value)) for value in (1.0, 2.0, 3.0)]
     assert entries == describe(alone)[0]
-    assert len({entry.crc32 for entry in entries}) == 3
+    assert len({entry.checksum for entry in entries}) == 3
 
 
 ENDING = """

@@ -15,17 +15,17 @@ import pytest
 pytest.importorskip("triton")
 
 PROGRAM = """
-from penstock.weights import device_sum, sum_kernel
+from penstock.weights import checksum, sum_kernel
 from sum_samples import samples
 
 def found(tensors):
-    sums = device_sum.DeviceSums(finite=True)
+    sums = checksum.DeviceSums(finite=True)
     sums.add(*tensors)
     return sums.found()
 
 by_torch = found(samples())
 assert 0 < sum(finite for _, finite in by_torch) < len(by_torch)
-device_sum._kernel = lambda device: sum_kernel.launch
+checksum._kernel = lambda device: sum_kernel.launch
 sum_kernel.PROGRAMS = 3  # each is interpreted
 by_kernel = found(samples())
 assert by_kernel == by_torch, [pair for pair in zip(samples(), by_kernel, by_torch) if pair[1] != pair[2]]

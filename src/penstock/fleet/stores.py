@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +12,9 @@ from penstock.config import FleetConfig, Transport
 from penstock.errors import ConfigError, WeightsError
 from penstock.fleet.member import Member
 from penstock.fleet.options import visible_gpus
+from penstock.weights import delta
 from penstock.weights.broadcast import BroadcastStore
+from penstock.weights.disk import DiskStore
 from penstock.weights.manifest import TensorProvider, WeightManifest
 from penstock.weights.shared_memory import SharedMemoryStore
 
@@ -68,7 +69,7 @@ class Stores:
                 "engines see under the same path"
             )
         if settings.weight_transport == "delta":
-            importlib.import_module("penstock.weights.delta_format")  # refused here if it must be: before engines start
+            delta.zstd()  # refused here if it must be: before engines start
         self._settings = settings
         self._members = members
         self._timeout_s = timeout_s
@@ -174,24 +175,19 @@ class Stores:
         return self.of(transport)
 
     def _make(self, transport: str) -> Store:
-        # Stores that need torch, or a folder, are imported by whoever uses them.
         settings = self._settings
         if transport == "shared_memory":
             return SharedMemoryStore()
         if transport == "broadcast":
             return BroadcastStore(address=settings.weight_address, timeout_s=SEND_SHARE * self._timeout_s)
         if transport == "cuda_ipc":
-            from penstock.weights.cuda_ipc import CudaIpcStore  # noqa: PLC0415
+            from penstock.weights.cuda_ipc import CudaIpcStore  # noqa: PLC0415 - the core must import without torch
 
             return CudaIpcStore(self._ipc_devices)
         if transport in {"disk", "delta"} and settings.weight_folder is not None:
             if transport == "disk":
-                from penstock.weights.disk import DiskStore  # noqa: PLC0415
-
                 return DiskStore(settings.weight_folder)
-            from penstock.weights.delta import DeltaStore  # noqa: PLC0415
-
-            return DeltaStore(settings.weight_folder)
+            return delta.DeltaStore(settings.weight_folder)
         raise WeightsError(f"this fleet has no transport {transport!r}; set fleet.weight_transport, and its folder")
 
 

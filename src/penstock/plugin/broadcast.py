@@ -12,8 +12,8 @@ import torch
 
 from penstock.errors import TransferError, WeightsError
 from penstock.plugin.sources import Place
+from penstock.weights.checksum import warm_up
 from penstock.weights.collective import Group
-from penstock.weights.device_sum import warm_up
 from penstock.weights.group import GroupSpec
 from penstock.weights.manifest import TensorEntry, WeightManifest
 from penstock.weights.transfer import receive

@@ -10,20 +10,20 @@ from typing import Any
 import torch
 
 from penstock.errors import WeightsError
-from penstock.weights.device_sum import device_sums
+from penstock.weights.checksum import device_sums
 from penstock.weights.manifest import SUMS, WeightManifest, kind_of
 
 
 def checksum_of_sums(manifest: WeightManifest) -> str:
     """Of a version whose every tensor was compared with its sender's sum: equal for engines of any layout."""
-    sums = repr([(entry.name, entry.crc32) for entry in manifest.tensors])
+    sums = repr([(entry.name, entry.checksum) for entry in manifest.tensors])
     return SUMS + hashlib.blake2b(sums.encode(), digest_size=16).hexdigest()
 
 
 def weights_checksum(model: torch.nn.Module) -> str:
     """What the parameters are, a colon, and a digest over them and over what packed CPU kernels compute.
 
-    Of each parameter its sum (`device_sum.py`) enters: only sums leave the device. Packed CPU kernels hide their
+    Of each parameter its sum (`weights/checksum.py`) enters: only sums leave the device. Packed CPU kernels hide their
     weights (`cpu_linear`), so what enters is their output for a fixed input.
     """
     kind, digest = hashlib.blake2b(digest_size=4), hashlib.blake2b(digest_size=16)

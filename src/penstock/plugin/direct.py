@@ -29,7 +29,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.v1.attention.backend import AttentionImplBase
 
 from penstock.errors import PenstockError
-from penstock.weights.device_sum import DeviceSums, device_sums
+from penstock.weights.checksum import DeviceSums, device_sums
 from penstock.weights.manifest import TensorEntry
 
 logger = logging.getLogger("vllm.penstock")

@@ -14,8 +14,8 @@ from penstock.errors import TransferError, WeightsError
 from penstock.parsing import parse_json, reading
 from penstock.plugin.sources import Place
 from penstock.weights import cuda_ipc
+from penstock.weights.checksum import device_sums
 from penstock.weights.cuda_ipc import borrow
-from penstock.weights.device_sum import device_sums
 from penstock.weights.manifest import TensorEntry, WeightManifest, malformed
 
 
@@ -36,10 +36,10 @@ class IpcSource:
         with mapped.lock:
             sums = device_sums(self._views(manifest, mapped, part))
         for entry, found in zip(manifest.tensors, sums, strict=True):
-            if found != entry.crc32:
+            if found != entry.checksum:
                 raise WeightsError(
-                    f"tensor {entry.name!r} has the sum {found:x}, its manifest says {entry.crc32:x}: the trainer must "
-                    "not change its tensors before the update has ended"
+                    f"tensor {entry.name!r} has the sum {found:x}, its manifest says {entry.checksum:x}: the trainer "
+                    "must not change its tensors before the update has ended"
                 )
 
     def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
@@ -52,7 +52,7 @@ class IpcSource:
             yield from zip(manifest.tensors, views, strict=True)
             found = device_sums(views)
         for entry, value in zip(manifest.tensors, found, strict=True):
-            if value != entry.crc32:
+            if value != entry.checksum:
                 raise TransferError(f"tensor {entry.name!r} was changed by the trainer while the engine loaded it")
 
     def _part(self, manifest: WeightManifest) -> dict[str, Any]:

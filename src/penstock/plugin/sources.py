@@ -26,7 +26,7 @@ class Source(Protocol):
     partial: bool
     """Set by who loads: tensors may be left out that are in force as they are."""
     compares: bool
-    """Every tensor is compared with its sender's `device_sum`, where it lies on this device."""
+    """Every tensor is compared with its sender's sum (`weights/checksum.py`), where it lies on this device."""
 
     def prepare(self, manifest: WeightManifest) -> None:
         """Do what can be done while the engine generates (map, open, check); called between two of its steps.
@@ -72,7 +72,7 @@ SOURCES = {
     "shared_memory": "penstock.plugin.sources:SharedMemorySource",
     "cuda_ipc": "penstock.plugin.ipc:IpcSource",
     "disk": "penstock.plugin.sources:DiskSource",
-    "delta": "penstock.plugin.delta:DeltaSource",
+    "delta": "penstock.plugin.sources:SharedMemorySource",  # workers map what `delta.py` makes
 }
 """Transport to the class of its source, made with vLLM's Worker; imported when it is first used."""
 

@@ -71,8 +71,9 @@ def check_tensors(entries: Iterable[TensorEntry], read: Callable[[TensorEntry], 
 
     def check(entry: TensorEntry) -> None:
         data = read(entry)
-        if (crc := zlib.crc32(data)) != entry.crc32:
-            raise WeightsError(f"tensor {entry.name!r} has crc32 {crc:08x}, its manifest says {entry.crc32:08x}")
+        if (found := zlib.crc32(data)) != entry.checksum:
+            message = f"tensor {entry.name!r} has the checksum {found:08x}, its manifest says {entry.checksum:08x}"
+            raise WeightsError(message)
         if not all_finite(view(data, replace(entry, offset=0))):
             raise WeightsError(f"tensor {entry.name!r} holds NaN or infinity")
 

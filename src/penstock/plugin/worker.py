@@ -22,7 +22,7 @@ from penstock.plugin.reload import Loader
 from penstock.plugin.sources import Source, make_source
 from penstock.plugin.spec import check_bytes, check_tensors
 from penstock.weights import delta, disk, shared_memory
-from penstock.weights.device_sum import warm_up
+from penstock.weights.checksum import warm_up
 from penstock.weights.manifest import WeightManifest
 
 

@@ -73,7 +73,7 @@ def checksum_of(tensors: Sequence[TensorEntry]) -> str:
     """BLAKE2b over name and CRC-32 of every tensor, in order of name; 16 hex digits."""
     digest = hashlib.blake2b(digest_size=8)
     for tensor in sorted(tensors, key=lambda t: t.name):
-        digest.update(f"{tensor.name}\0{tensor.crc32}\0".encode())
+        digest.update(f"{tensor.name}\0{tensor.checksum}\0".encode())
     return digest.hexdigest()
 
 
@@ -105,23 +105,17 @@ def _check_bytes(path: Path, tensors: Sequence[TensorEntry]) -> None:
 
 def _check_files(manifest: WeightManifest) -> None:
     """Every tensor of a whole file; a delta as it was sent, since it takes torch to see what it makes."""
-    if manifest.transport == disk.TRANSPORT:
-        whole, delta_name = disk.open_version(manifest), ""
-    else:
-        files = delta.DeltaFiles.of(manifest)
-        whole, delta_name = files.open_full(manifest.extent), files.delta
-        if delta_name:
-            files.read_delta()
-    with whole:
-        for tensor in () if delta_name else manifest.tensors:
+    changed = delta.read_delta(manifest) if manifest.transport == delta.TRANSPORT else None
+    with disk.open_version(manifest) as whole:
+        for tensor in manifest.tensors if changed is None else ():
             _check_tensor(whole.read(tensor.offset, tensor.nbytes), tensor)
 
 
 def _check_tensor(raw: bytes | memoryview, tensor: TensorEntry) -> None:
     if len(raw) != tensor.nbytes:
         raise WeightsError(f"tensor {tensor.name!r} ends beyond the bytes that are there")
-    if (found := zlib.crc32(raw)) != tensor.crc32:
-        raise WeightsError(f"tensor {tensor.name!r} has the checksum {found}, the manifest says {tensor.crc32}")
+    if (found := zlib.crc32(raw)) != tensor.checksum:
+        raise WeightsError(f"tensor {tensor.name!r} has the checksum {found}, the manifest says {tensor.checksum}")
     if _has_nan(bytes(raw), tensor.dtype):
         raise WeightsError(f"tensor {tensor.name!r} holds NaN or infinity")
 
@@ -185,7 +179,7 @@ def _receive(group: Group, manifest: WeightManifest) -> tuple[TensorEntry, ...]:
 
     bucket_bytes = int(manifest.location["bucket_bytes"])
     return tuple(
-        replace(entry, crc32=zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()))
+        replace(entry, checksum=zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()))
         for entry, tensor in receive(group, manifest.tensors, bucket_bytes=bucket_bytes, place=lambda _: None)
     )
 

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from penstock.errors import StateError, WeightsError
-from penstock.weights.device_sum import DeviceSums
+from penstock.weights.checksum import DeviceSums
 from penstock.weights.manifest import TensorEntry, WeightManifest
 from penstock.weights.pack import checked, dtype_name, layout
 

@@ -1,24 +1,33 @@
-"""Versions in a folder that engines see too, most of them as what differs from a whole one.
+"""Versions in a folder as deltas: what differs from the version that was last written whole.
 
-The first version is a whole safetensors file. Each one after it is one delta (`delta_format.py`) against that file, so
-an engine reads at most two files, whatever it has. When a delta has grown to a part of the whole, the next version is
-whole again.
+An engine reads at most two files, whichever version it has. When a delta has grown to a part of the whole, the next
+version is written whole. A delta file has a zstd frame for each chunk of a tensor that differs: one bit for each
+element, whether it does, and then the exclusive or, old with new, of the elements that do. Bytes of equal significance
+lie together, since a training step changes few high bits.
+
+    frame, frame, ..., JSON [[tensor, chunk, bytes of its frame], ...], length of the JSON (8 bytes)
 """
 
 from __future__ import annotations
 
+import importlib
 import mmap
+import os
+import sys
 import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import orjson
 
 from penstock.errors import WeightsError
-from penstock.parsing import reading
+from penstock.parsing import parse_json, reading, whole_number
 from penstock.types import TensorSpec
-from penstock.weights.disk import VersionFile, VersionFolder, header, in_order
-from penstock.weights.manifest import WeightManifest
+from penstock.weights.disk import DiskStore, VersionFile, in_order, open_version
+from penstock.weights.manifest import DTYPE_BYTES, TensorEntry, WeightManifest
 
 if TYPE_CHECKING:
     import torch
@@ -26,184 +35,211 @@ if TYPE_CHECKING:
 TRANSPORT = "delta"
 WHOLE_FROM = 1 / 4
 """A delta with a greater part of the whole's bytes is the last one against it: what changes adds up."""
+CHUNK = 4 * 2**20
+"""Elements that are compared at once and compressed as one frame."""
+LEVEL = 1
+"""Of zstd: higher ones save a few percent, at several times the seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaFiles:
-    """The files of one version. Their names are never used twice: equal names are equal bytes."""
+class DeltaStore(DiskStore):
+    """Keeps a whole version in a folder, and what differs from it of the current one and the one before."""
 
-    folder: str
-    full_version: int
-    full: str
-    """Name of the whole file."""
-    delta: str = ""
-    """Name of the delta that makes this version of the whole one; empty: the version is the whole one."""
-    delta_bytes: int = 0
-    delta_crc32: int = 0
-
-    @property
-    def names(self) -> set[str]:
-        """Every file of it."""
-        return {self.full, self.delta} - {""}
-
-    @classmethod
-    def of(cls, manifest: WeightManifest) -> Self:
-        """Read it from a manifest. WeightsError: the manifest is of another transport, or malformed."""
-        if manifest.transport != TRANSPORT:
-            raise WeightsError(f"weights of the transport {manifest.transport!r} are no deltas")
-        where = manifest.location
-        with reading("weight manifest", WeightsError):
-            numbers = [int(where[key]) for key in ("full_version", "delta_bytes", "delta_crc32")]
-            files = cls(where["folder"], numbers[0], where["full"], where["delta"], *numbers[1:])
-        if not files.delta and files.full_version != manifest.version:
-            raise WeightsError(f"malformed weight manifest: its files do not make version {manifest.version}")
-        return files
-
-    def location(self) -> Mapping[str, str]:
-        """As a manifest has it."""
-        return {
-            "folder": self.folder,
-            "full_version": str(self.full_version),
-            "full": self.full,
-            "delta": self.delta,
-            "delta_bytes": str(self.delta_bytes),
-            "delta_crc32": str(self.delta_crc32),
-        }
-
-    def open_full(self, extent: int) -> VersionFile:
-        """Open the whole file, of at least `extent` bytes. WeightsError: it is gone, or too short."""
-        return VersionFile(self.folder, self.full, extent)
-
-    def read_delta(self) -> memoryview:
-        """The delta as it was sent. WeightsError: it is gone or damaged."""
-        with VersionFile(self.folder, self.delta, self.delta_bytes) as file:
-            data = file.read(0, self.delta_bytes)
-        if (found := zlib.crc32(data)) != self.delta_crc32:
-            raise WeightsError(
-                f"the delta {self.delta} has crc32 {found:08x}, its manifest says {self.delta_crc32:08x}: it was "
-                "damaged"
-            )
-        return data
-
-
-class DeltaStore:
-    """Keeps versions in a folder, and in this process's memory the whole one and the next. One caller at a time."""
-
-    def __init__(self, folder: str | Path) -> None:
-        """Open a folder, which trainer and engines see under one path; what was committed there is `current` again."""
-        self._folder = VersionFolder(folder)
-        self.current: WeightManifest | None = None
-        found = self._folder.remembered()
-        if found is not None and found.transport == TRANSPORT and _is_there(found):
-            self.current = found
-        self._before: WeightManifest | None = None
-        self._base: _Image | None = None
-        """The whole version that deltas are made against."""
-        self._published: _Image | None = None
-        """A whole version that may become the base."""
-        self._spare: mmap.mmap | None = None
-        """Memory for the next one."""
+    transport = TRANSPORT
 
     def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
-        """Write what differs from the whole version, or all, and describe it.
-
-        Args:
-            version: what they will be served under; `current` changes only when `commit` is called.
-            named_tensors: `(checkpoint name, tensor)`; any device, dense.
+        """Write what differs from the whole version, or all, and describe it; see `DiskStore.publish`.
 
         Raises:
-            WeightsError: a name twice, no tensor at all, a dtype no engine loads, NaN or infinity, too little space, or
-                zstd is not installed.
-            StateError: the store is closed, or another one keeps its versions in this folder.
+            WeightsError: zstd is not installed, too.
         """
-        from penstock.weights import delta_format, pack  # noqa: PLC0415 - the core must import without torch
+        from penstock.weights.pack import write  # noqa: PLC0415 - the core must import without torch
 
-        self._folder.own()
+        zstd()
         tensors, specs = in_order(named_tensors)
-        head, offsets = header(specs)
-        size = len(head) + sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
-        self._published = None
-        self._folder.keep(_names(self.current))
-        image = self._spare
-        if image is None or len(image) != size:
-            image = self._spare = mmap.mmap(-1, size)
-        image[: len(head)] = head
-        entries = pack.write(memoryview(image), tensors, offsets)
-        base = self._base_of(specs)
+        base = self._base(specs)
         if base is None:
-            with self._folder.new_file(version, "safetensors", size) as (name, file):
-                file.write(image)
-            files = DeltaFiles(str(self._folder.path), version, name)
-        else:
-            files = DeltaFiles.of(base.manifest)
-            with self._folder.new_file(version, "delta", 0) as (name, file):
-                old, new = memoryview(base.data), memoryview(image)
-                delta_format.write(file, old, new, entries, base=base.manifest.version, to=version)
-            with VersionFile(files.folder, name, 1) as written:
-                data = written.read(0, written.size)
-            files = replace(files, delta=name, delta_bytes=len(data), delta_crc32=zlib.crc32(data))
-        manifest = WeightManifest(version, TRANSPORT, files.location(), entries)
-        if base is None:
-            self._published = _Image(manifest, image)
-        return manifest
+            whole = super().publish(version, tensors)
+            none = {"delta": "", "delta_bytes": "0", "delta_checksum": "0"}
+            return replace(whole, transport=TRANSPORT, location={**whole.location, **none})
+        self._folder.own()
+        self._folder.keep(self._names(base))
+        image = memoryview(mmap.mmap(-1, base.extent))
+        entries = write(image, tensors, [entry.offset for entry in base.tensors])
+        with open_version(base) as full, self._folder.new_file(version, "delta", 0) as (name, file):
+            nbytes, checksum = write_delta(file, full.read, image, entries)
+        delta = {"delta": name, "delta_bytes": str(nbytes), "delta_checksum": str(checksum)}
+        return WeightManifest(version, TRANSPORT, {**base.location, **delta}, entries)
 
-    def adopt(self, manifest: WeightManifest) -> WeightManifest:
-        """Take a version that another process wrote, to this folder or another; no byte is copied.
-
-        Raises:
-            WeightsError: it is of another transport, or a file of it is gone or damaged.
-        """
-        files = DeltaFiles.of(manifest)
-        files.open_full(manifest.extent).close()
-        if files.delta:
-            files.read_delta()
-        return manifest
-
-    def commit(self, manifest: WeightManifest) -> None:
-        """Make a published version the current one; a whole one is what later ones are deltas against."""
-        self._before, self.current = self.current, manifest
-        if self._published is not None and manifest == self._published.manifest:
-            self._spare = self._base.data if self._base is not None else None
-            self._base, self._published = self._published, None
-        if self._folder.owned:
-            self._folder.remember(manifest)
-            self._folder.keep(_names(self.current) | _names(self._before))
-
-    def close(self) -> None:
-        """Leave the folder to another store; the versions stay in it."""
-        self.current = self._base = self._published = self._spare = None
-        self._folder.close()
-
-    def _base_of(self, specs: Iterable[TensorSpec]) -> _Image | None:
-        """None where a whole file is due: the first one, tensors of another form, or a last delta that was large."""
-        base = self._base
-        if base is None or self.current is None or self.current.transport != TRANSPORT:
+    def _base(self, specs: Sequence[TensorSpec]) -> WeightManifest | None:
+        """The current version; None where a whole file is due: the first one, other tensors, or a large last delta."""
+        current = self.current
+        if current is None or current.location.get("folder") != str(self._folder.path):
             return None
-        files = DeltaFiles.of(self.current)
-        if files.full not in _names(base.manifest) or files.delta_bytes > WHOLE_FROM * len(base.data):
+        try:
+            open_version(current).close()
+        except WeightsError:  # somebody has removed it
             return None
-        same = [TensorSpec(e.name, e.dtype, e.shape) for e in base.manifest.tensors] == list(specs)
-        return base if same else None
+        same = [TensorSpec(e.name, e.dtype, e.shape) for e in current.tensors] == list(specs)
+        return current if same and int(current.location["delta_bytes"]) <= WHOLE_FROM * current.extent else None
+
+    def _check(self, manifest: WeightManifest) -> None:
+        super()._check(manifest)
+        read_delta(manifest)
+
+    def _names(self, manifest: WeightManifest | None) -> set[str]:
+        return super()._names(manifest) | ({manifest.location["delta"]} if manifest is not None else set())
 
 
-@dataclass(frozen=True, slots=True)
-class _Image:
-    """A whole version in memory, as its file is."""
+def read_delta(manifest: WeightManifest) -> memoryview | None:
+    """Read the delta that makes a version of the whole file; None: the whole file is that version.
 
-    manifest: WeightManifest
-    data: mmap.mmap
+    Raises:
+        WeightsError: it is gone or damaged, or the manifest is malformed.
+    """
+    where = manifest.location
+    with reading("weight manifest", WeightsError):
+        name, nbytes, checksum = where["delta"], int(where["delta_bytes"]), int(where["delta_checksum"])
+    if not name:
+        return None
+    with VersionFile(where.get("folder", ""), name, nbytes) as file:
+        data = file.read(0, nbytes)
+    if (found := zlib.crc32(data)) != checksum:
+        raise WeightsError(f"the delta {name} has the checksum {found:08x}, not {checksum:08x}: it was damaged")
+    return data
 
 
-def _is_there(manifest: WeightManifest) -> bool:
+def write_delta(
+    file: BinaryIO, old: Callable[[int, int], memoryview], new: memoryview, entries: Sequence[TensorEntry]
+) -> tuple[int, int]:
+    """Write what differs between two versions in which the tensors lie at the same offsets.
+
+    Args:
+        file: open for writing.
+        old: reads from an offset so many bytes of the base.
+        new: the version that results.
+        entries: the tensors.
+
+    Returns:
+        Bytes of the file, and their CRC-32.
+    """
+    size = checksum = 0
+    frames: list[tuple[int, int, int]] = []
+
+    def append(data: bytes) -> None:
+        nonlocal size, checksum
+        size, checksum = size + file.write(data), zlib.crc32(data, checksum)
+
+    def encoded(entry: TensorEntry, index: int) -> bytes:
+        part = _chunk(new, entry, index)
+        start = entry.offset + index * CHUNK * part.itemsize
+        return _encode(_chunk(old(start, part.nbytes), replace(entry, offset=0, shape=(len(part),)), 0), part)
+
+    with ThreadPoolExecutor(_threads()) as pool:
+        for number, entry in enumerate(entries):
+            for index, frame in enumerate(pool.map(partial(encoded, entry), range(-(-_count(entry) // CHUNK)))):
+                if frame:
+                    frames.append((number, index, len(frame)))
+                    append(frame)
+    footer = orjson.dumps(frames)
+    append(footer + len(footer).to_bytes(8, "little"))
+    return size, checksum
+
+
+def apply_delta(data: memoryview, buffer: memoryview, entries: Sequence[TensorEntry]) -> set[int]:
+    """Make the base in `buffer`, which is writable, the version that results; applied again, it undoes that.
+
+    Returns:
+        Numbers of the tensors that changed.
+
+    Raises:
+        WeightsError: the file is malformed. What is in `buffer` is of no version then.
+    """
+    length = int.from_bytes(data[-8:], "little")
+    with reading("delta", WeightsError):
+        rows = parse_json(data[max(0, len(data) - 8 - length) : -8], "malformed delta: its footer", WeightsError)
+        frames = [(_number(tensor), _number(chunk), _number(nbytes)) for tensor, chunk, nbytes in rows]
+    if sum(nbytes for _, _, nbytes in frames) + length + 8 != len(data):
+        raise WeightsError(f"malformed delta: its frames are not what its {len(data)} bytes hold")
+    if sorted({(tensor, chunk) for tensor, chunk, _ in frames}) != [(tensor, chunk) for tensor, chunk, _ in frames]:
+        raise WeightsError("malformed delta: its chunks are not in order")
+
+    def pieces() -> Iterator[tuple[Any, memoryview]]:
+        begin = 0
+        for tensor, chunk, nbytes in frames:
+            if tensor >= len(entries) or chunk * CHUNK >= _count(entries[tensor]):
+                raise WeightsError(f"malformed delta: there is no chunk {chunk} of tensor {tensor}")
+            yield _chunk(buffer, entries[tensor], chunk), data[begin : begin + nbytes]
+            begin += nbytes
+
+    with ThreadPoolExecutor(_threads()) as pool:
+        for _ in pool.map(lambda piece: _decode(*piece), pieces()):
+            pass
+    return {tensor for tensor, _, _ in frames}
+
+
+def _encode(old: Any, new: Any) -> bytes:
+    """The frame of a chunk; empty where nothing differs."""
+    import numpy as np  # noqa: PLC0415 - not of the core
+
+    differing = old ^ new
+    mask = differing != 0
+    if not mask.any():
+        return b""
+    planes = differing[mask].view(np.uint8).reshape(-1, differing.itemsize).T
+    return zstd().compress(np.packbits(mask).tobytes() + np.ascontiguousarray(planes).tobytes(), LEVEL)
+
+
+def _decode(part: Any, frame: memoryview) -> None:
+    """Change a chunk in place."""
+    import numpy as np  # noqa: PLC0415 - not of the core
+
+    size, bits = part.itemsize, -(-len(part) // 8)
+    data = np.frombuffer(_decompressed(frame, bits + size * len(part)), np.uint8)
+    mask = np.unpackbits(data[:bits], count=len(part)).view(bool) if len(data) > bits else np.zeros(0, bool)
+    changed = int(np.count_nonzero(mask))
+    if not changed or len(data) != bits + size * changed:
+        raise WeightsError(f"malformed delta: a frame of {len(data)} bytes is not of {len(part)} elements")
+    part[mask] ^= np.ascontiguousarray(data[bits:].reshape(size, changed).T).view(part.dtype).reshape(-1)
+
+
+def _decompressed(frame: memoryview, most: int) -> bytes:
+    """Read one zstd frame; what would become more than `most` bytes is refused before memory is taken for it."""
+    decoder = zstd().ZstdDecompressor()
     try:
-        files = DeltaFiles.of(manifest)
-        files.open_full(manifest.extent).close()
-        if files.delta:
-            VersionFile(files.folder, files.delta, files.delta_bytes).close()
-    except WeightsError:
-        return False
-    return True
+        nbytes = zstd().get_frame_info(frame).decompressed_size
+        data = decoder.decompress(frame, max_length=nbytes) if nbytes is not None and nbytes <= most else b""
+    except zstd().ZstdError as error:
+        raise WeightsError(f"malformed delta: {error}") from error
+    if not decoder.eof or decoder.unused_data:
+        raise WeightsError(f"malformed delta: a frame is not one of at most {most} bytes")
+    return data
 
 
-def _names(manifest: WeightManifest | None) -> set[str]:
-    return set() if manifest is None else DeltaFiles.of(manifest).names
+def _chunk(buffer: memoryview, entry: TensorEntry, index: int) -> Any:
+    """Elements of one chunk of a tensor as unsigned integers, without a copy; shape `[at most CHUNK]`."""
+    import numpy as np  # noqa: PLC0415 - not of the core
+
+    size = DTYPE_BYTES[entry.dtype]
+    count = min(CHUNK, _count(entry) - index * CHUNK)
+    return np.frombuffer(buffer, f"<u{size}", count, entry.offset + index * CHUNK * size)
+
+
+def _count(entry: TensorEntry) -> int:
+    return entry.nbytes // DTYPE_BYTES[entry.dtype]
+
+
+def _number(value: Any) -> int:
+    return whole_number(value, "malformed delta: each number of its footer", error=WeightsError)
+
+
+def _threads() -> int:
+    return max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # the other half has work of its own
+
+
+@cache
+def zstd() -> Any:
+    """Import zstd: Python's own from 3.14 on, before that the same as a package. WeightsError: it is not there."""
+    try:
+        return importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
+    except ImportError as error:
+        raise WeightsError("the transport delta needs zstd: pip install 'penstock[delta]', or use disk") from error

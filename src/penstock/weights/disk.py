@@ -1,13 +1,9 @@
-"""The head of a safetensors file: where in it each tensor lies.
+"""Versions in a folder that engines see too: the store of the transport `disk`, and its files.
 
-The format: eight bytes with the length of a JSON object, the object, and then the tensors without gaps
-(https://github.com/huggingface/safetensors, "Format"). Spaces may follow the object.
-
-A file has its name only once it is whole and on the disk; names are never used again. Who writes holds a lock, so that
-two trainers given one folder do not remove each other's versions.
-
-Each version is one safetensors file, which engines map as they map shared memory and any other program can read. Two
-are kept: the current one, and the one before it, which a reader may still be at.
+Each version is one safetensors file: eight bytes with the length of a JSON object, the object, then the tensors without
+gaps (https://github.com/huggingface/safetensors, "Format"). A file gets its name when it is whole and on the disk, and
+names are never used again. Two versions are kept: the current one, and the one before it, which an engine may still
+read. The writer holds a lock, so that two trainers given one folder do not remove each other's versions.
 """
 
 from __future__ import annotations
@@ -29,51 +25,31 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 from penstock.errors import StateError, WeightsError
 from penstock.parsing import parse_json
 from penstock.types import TensorSpec
-from penstock.weights.manifest import TensorEntry, WeightManifest
+from penstock.weights.manifest import ALIGNMENT, TensorEntry, WeightManifest
 
 if TYPE_CHECKING:
     import torch
 
-NAMES = {
+TRANSPORT = "disk"
+DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
     "bool": "BOOL",
 }  # fmt: skip
 """Dtypes by torch's name, as the format has them."""
 
-_ALIGNMENT = 256
-
-
-def header(specs: Sequence[TensorSpec]) -> tuple[bytes, list[int]]:
-    """The bytes before the first tensor, and each tensor's offset from the start of the file.
-
-    Args:
-        specs: in the order they lie; of descending element size, so that each is aligned to its own.
-    """
-    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offsets: list[int] = []
-    end = 0
-    for spec in specs:
-        begin, end = end, end + TensorEntry(spec.name, spec.dtype, spec.shape, 0, 0).nbytes
-        fields[spec.name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
-        offsets.append(begin)
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
-    start = len(text) + 8
-    return len(text).to_bytes(8, "little") + text, [start + offset for offset in offsets]
-
-
 _FILE = re.compile(r"v\d+-[0-9a-f]{8}\.(safetensors|delta)")
 _PART = re.compile(rf"({_FILE.pattern}|current\.json)(\.[0-9a-f]{{8}})?\.part")
 _INDEX = "current.json"
 _LOCK = "lock"
+logger = logging.getLogger(__name__)
 
 
 class VersionFolder:
-    """The writer's side."""
+    """The writer's side of a folder of versions."""
 
     def __init__(self, path: str | Path) -> None:
-        """Open the folder, which is made where it is not there. Nothing is locked or changed before `own`."""
+        """Note the path. Nothing is made, locked or changed before `own`."""
         self.path = Path(path).absolute()
         self._lock: int | None = None
         self._closed = False
@@ -84,7 +60,7 @@ class VersionFolder:
         return self._lock is not None
 
     def own(self) -> None:
-        """Take the lock, until `close`.
+        """Make the folder and take its lock, until `close`.
 
         Raises:
             StateError: another store has it, or this one is closed.
@@ -110,9 +86,9 @@ class VersionFolder:
 
     @contextmanager
     def new_file(self, version: int, suffix: str, nbytes: int) -> Generator[tuple[str, BinaryIO]]:
-        """A file to be written: its name, and the file itself, open for reading and writing.
+        """Give a new file's name, and the file, open for reading and writing.
 
-        It has the name at the end of the block, durably; after an error nothing is left of it.
+        The file has the name at the end of the block, durably; after an error nothing is left of it.
 
         Args:
             version: for the name.
@@ -158,7 +134,7 @@ class VersionFolder:
             file.write(json.dumps(manifest.to_json()).encode())
 
     def remembered(self) -> WeightManifest | None:
-        """The version noted last, by whatever process; None where there is none, or where the note is no manifest."""
+        """Return the version noted last, by whatever process; None where there is no note, or a malformed one."""
         try:
             data = (self.path / _INDEX).read_bytes()
             manifest = WeightManifest.from_json(parse_json(data, _INDEX, WeightsError))
@@ -175,10 +151,10 @@ class VersionFolder:
 
     @contextmanager
     def _atomically(self, name: str) -> Generator[BinaryIO]:
-        # A name that nobody can guess, and not through a link: another user of the folder may have put one there.
+        # A random name, opened exclusively: another user of the folder may have put a link under one that can be known.
         part = self.path / f"{name}.{secrets.token_hex(4)}.part"
         try:
-            with part.open("x+b") as file:  # O_EXCL: not through a link
+            with part.open("x+b") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -230,7 +206,7 @@ class VersionFile:
             target, offset = target[count:], offset + count
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """So many bytes in memory of their own; see `read_into`."""
+        """Read so many bytes into memory of their own; raises as `read_into`."""
         data = memoryview(bytearray(nbytes))
         self.read_into(data, offset)
         return data
@@ -246,26 +222,24 @@ class VersionFile:
         self.close()
 
 
-TRANSPORT = "disk"
-logger = logging.getLogger(__name__)
-
-
 class DiskStore:
     """Keeps versions in a folder. `publish` is blocking; one caller at a time."""
 
+    transport = TRANSPORT
+
     def __init__(self, folder: str | Path) -> None:
-        """Open a folder; what a store before this one had committed there is `current` again."""
+        """Open a folder; the version that an earlier store committed there is `current` again."""
         self._folder = VersionFolder(folder)
+        self._before: WeightManifest | None = None
         self.current: WeightManifest | None = None
         found = self._folder.remembered()
-        if found is not None and found.transport == TRANSPORT:
+        if found is not None and found.transport == self.transport:
             try:
-                open_version(found).close()
+                self._check(found)
             except WeightsError as error:
                 logger.warning("weight version %d is not taken up again: %s", found.version, error)
             else:
                 self.current = found
-        self._before: WeightManifest | None = None
 
     def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
         """Write the tensors to a new file and describe them.
@@ -284,7 +258,7 @@ class DiskStore:
         tensors, specs = in_order(named_tensors)
         head, offsets = header(specs)
         size = len(head) + sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
-        self._folder.keep(_files(self.current))
+        self._folder.keep(self._names(self.current))
         with self._folder.new_file(version, "safetensors", size) as (name, file):
             mapping = mmap.mmap(file.fileno(), size)
             mapping[: len(head)] = head
@@ -297,11 +271,13 @@ class DiskStore:
         """Take a version that another process wrote, to this folder or another; no byte is copied.
 
         Raises:
-            WeightsError: it is of another transport, gone, or shorter than the manifest says.
+            WeightsError: it is of another transport, or a file of it is gone, too short or damaged.
         """
-        if manifest.transport != TRANSPORT:
-            raise WeightsError(f"weights of the transport {manifest.transport!r} cannot be adopted by a store on disk")
-        open_version(manifest).close()
+        if manifest.transport != self.transport:
+            raise WeightsError(
+                f"weights of the transport {manifest.transport!r} cannot be adopted by a store of {self.transport!r}"
+            )
+        self._check(manifest)
         return manifest
 
     def commit(self, manifest: WeightManifest) -> None:
@@ -309,12 +285,20 @@ class DiskStore:
         self._before, self.current = self.current, manifest
         if self._folder.owned:
             self._folder.remember(manifest)
-            self._folder.keep(_files(self.current) | _files(self._before))
+            self._folder.keep(self._names(self.current) | self._names(self._before))
 
     def close(self) -> None:
         """Leave the folder to another store; the versions stay in it."""
         self.current = None
         self._folder.close()
+
+    def _check(self, manifest: WeightManifest) -> None:
+        """Raise WeightsError where a file of a version is not there."""
+        open_version(manifest).close()
+
+    def _names(self, manifest: WeightManifest | None) -> set[str]:
+        """Names of the files of a version."""
+        return set() if manifest is None else {manifest.location.get("file", "")}
 
 
 def open_version(manifest: WeightManifest) -> VersionFile:
@@ -325,7 +309,7 @@ def open_version(manifest: WeightManifest) -> VersionFile:
 def in_order(
     named_tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> tuple[list[tuple[str, torch.Tensor]], list[TensorSpec]]:
-    """Tensors in the order in which a file has them, and what its header says of them.
+    """Return the tensors in the order in which a file has them, and what its header says of them.
 
     Raises:
         WeightsError: a name twice, no tensor at all, or a dtype no engine loads.
@@ -337,5 +321,20 @@ def in_order(
     return tensors, [TensorSpec(name, dtype_name(t.dtype), tuple(t.shape)) for name, t in tensors]
 
 
-def _files(manifest: WeightManifest | None) -> set[str]:
-    return set() if manifest is None else {manifest.location.get("file", "")}
+def header(specs: Sequence[TensorSpec]) -> tuple[bytes, list[int]]:
+    """Return the bytes before the first tensor, and each tensor's offset from the start of the file.
+
+    Args:
+        specs: in the order they lie; of descending element size, so that each is aligned to its own.
+    """
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets: list[int] = []
+    end = 0
+    for spec in specs:
+        begin, end = end, end + TensorEntry(spec.name, spec.dtype, spec.shape, 0, 0).nbytes
+        fields[spec.name] = {"dtype": DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
+        offsets.append(begin)
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)  # the format lets spaces follow the object
+    start = len(text) + 8
+    return len(text).to_bytes(8, "little") + text, [start + offset for offset in offsets]

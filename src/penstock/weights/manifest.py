@@ -15,26 +15,27 @@ if TYPE_CHECKING:
 
     from penstock.types import NamedTensors
 
+ALIGNMENT = 256
+"""Of each tensor in a buffer, in bytes; satisfies every dtype and a device copy."""
+
 DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 
-
 SUMS = "sums:"
-"""What a rank's checksum begins with if it is of the sums that its sender gave, with which it has compared what it
-loaded. Ranks of one engine may differ in it, and so may engines: on a rank that had no memory for a plan, vLLM's own
-reload loads. Any other begins with what its weights are, name by name, as its kernels have them: experts that are
-spread over ranks are others than experts of which each rank has a part."""
+"""Begins the checksum of a rank that compared what it loaded with its sender's sums. Any other checksum begins with a
+digest of the tensors that the rank holds. Ranks of one engine may differ in kind: one without memory for a plan loads
+by vLLM's own reload."""
 
 
 def kind_of(rank: str) -> str:
-    """Of what the checksum of one rank is: the part before its colon. Only like is compared with like."""
+    """Return what a rank's checksum is of, the part before its colon. Only checksums of one kind are compared."""
     return rank.rpartition(":")[0]
 
 
 def by_rank(checksum: str) -> list[str]:
-    """An engine's checksum is that of every rank in order, with hyphens between them."""
+    """Split an engine's checksum into those of its ranks, in order."""
     return checksum.split("-")
 
 
@@ -52,7 +53,8 @@ class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    crc32: int
+    checksum: int
+    """A CRC-32 where the bytes are in host memory or a file, else the device's sum (`checksum.py`)."""
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +68,7 @@ class WeightManifest:
 
     Attributes:
         version: the weight version these bytes will be served under.
-        transport: name of the transport, `shared_memory`.
+        transport: name of the transport, such as `shared_memory`.
         location: what the transport needs to find the bytes, such as `{"path": ...}`.
         tensors: in the order they lie.
     """
@@ -92,7 +94,7 @@ class WeightManifest:
             "version": self.version,
             "transport": self.transport,
             "location": dict(self.location),
-            "tensors": [[t.name, t.dtype, list(t.shape), t.offset, t.crc32] for t in self.tensors],
+            "tensors": [[t.name, t.dtype, list(t.shape), t.offset, t.checksum] for t in self.tensors],
         }
 
     @classmethod
@@ -108,16 +110,15 @@ class WeightManifest:
 
 
 def malformed(why: str) -> WeightsError:
-    """The error for what does not fit into a manifest."""
+    """Make the error for what does not fit into a manifest."""
     return WeightsError(f"malformed weight manifest: {why}")
 
 
-def _entry(name: Any, dtype: Any, shape: Any, offset: Any, crc: Any) -> TensorEntry:
-    entry = TensorEntry(str(name), str(dtype), tuple(shape), offset, crc)
+def _entry(name: Any, dtype: Any, shape: Any, offset: Any, checksum: Any) -> TensorEntry:
+    entry = TensorEntry(str(name), str(dtype), tuple(shape), offset, checksum)
     for number in (*entry.shape, entry.offset):
         whole_number(number, f"each size of tensor {entry.name!r}", error=malformed)
-    # A crc32, or `device_sum`'s number of 64 bits, which has no sign.
-    whole_number(entry.crc32, f"the checksum of tensor {entry.name!r}", most=2**64 - 1, error=malformed)
+    whole_number(entry.checksum, f"the checksum of tensor {entry.name!r}", most=2**64 - 1, error=malformed)
     if entry.dtype not in DTYPE_BYTES:
         raise malformed(f"tensor {entry.name!r} has the unknown dtype {entry.dtype!r}")
     return entry

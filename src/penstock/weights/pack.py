@@ -1,4 +1,4 @@
-"""Tensors into a byte buffer, and views of them out of it. The only file of the store that needs torch."""
+"""Tensors into a byte buffer, and views of them out of it. Needs torch."""
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
@@ -7,21 +7,19 @@ import math
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from penstock.errors import WeightsError
-from penstock.weights.manifest import DTYPE_BYTES, TensorEntry
-
-ALIGNMENT = 256
-"""Bytes; satisfies every dtype and a device copy."""
+from penstock.weights.manifest import ALIGNMENT, DTYPE_BYTES, TensorEntry
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 
 def checked(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What was given, pair by pair, computed: what a device does when its first tensor comes, it has done.
+    """Yield the pairs that were given, each computed: a device has done what was queued when its first tensor comes.
 
     Raises:
         WeightsError: something that is no pair of a name and a tensor, or a tensor whose values are not all here.
@@ -52,7 +50,7 @@ def checked(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple
 
 
 def layout(tensors: NamedTensors) -> tuple[int, list[int]]:
-    """Total bytes and the offset of each tensor.
+    """Return total bytes and the offset of each tensor.
 
     Raises:
         WeightsError: no tensors, a name given twice, or a dtype that cannot be sent.
@@ -88,13 +86,12 @@ def write(buffer: memoryview, tensors: NamedTensors, offsets: Sequence[int]) -> 
             entry = TensorEntry(name, dtype_name(source.dtype), tuple(source.shape), offset, 0)
             if entry.nbytes:
                 view(buffer, entry).copy_(source)
-            crc = zlib.crc32(buffer[offset : offset + entry.nbytes])
-            entries.append(TensorEntry(entry.name, entry.dtype, entry.shape, offset, crc))
+            entries.append(replace(entry, checksum=zlib.crc32(buffer[offset : offset + entry.nbytes])))
     return tuple(entries)
 
 
 def view(buffer: memoryview, entry: TensorEntry) -> torch.Tensor:
-    """The tensor that lies in `buffer`, without a copy."""
+    """Return the tensor that lies in `buffer`, without a copy."""
     dtype: torch.dtype = getattr(torch, entry.dtype)
     if entry.nbytes == 0:
         return torch.empty(entry.shape, dtype=dtype)
@@ -106,7 +103,7 @@ def view(buffer: memoryview, entry: TensorEntry) -> torch.Tensor:
 
 
 def read(buffer: memoryview, entries: Sequence[TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views of all tensors, in the manifest's order."""
+    """Yield views of all tensors, in the manifest's order."""
     for entry in entries:
         yield entry.name, view(buffer, entry)
 

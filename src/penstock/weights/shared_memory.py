@@ -2,9 +2,6 @@
 
 The bytes lie in a memfd, a file without a name: engines open it through `/proc/PID/fd/N` of this process. When this
 process ends, by any signal, and the engines have unmapped it, the kernel frees it; there is no name to clean up.
-
-Two buffers take turns, so that a version can be written while the one before it is still being read, and a joining
-engine can always be given the current one.
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -30,13 +28,20 @@ _STORE_FILE = re.compile(r"/proc/\d+/fd/\d+")
 
 
 class SharedMemoryStore:
-    """Holds the current version's bytes. `publish` is blocking; one caller at a time."""
+    """Holds the current version's bytes. `publish` is blocking; one caller at a time.
+
+    Two buffers take turns, so that a version can be written while the one before it is still being read, and a joining
+    engine can always be given the current one.
+    """
 
     def __init__(self) -> None:
         self.current: WeightManifest | None = None
-        self._buffers: list[_Buffer] = [_Buffer("penstock-weights-0"), _Buffer("penstock-weights-1")]
-        self._adopted: dict[str, int] = {}
-        """Path to descriptor of files that another process published."""
+        self._files: dict[str, int] = {}
+        """Path to descriptor: of our buffers, and of files that another process published."""
+        self._buffers: dict[str, mmap.mmap] = {}
+        """Path to our writable mapping. It is dropped and not closed, which fails while a view of it lives, such as
+        one in the traceback of an exception that was kept; it ends with its last view."""
+        self._closed = False
 
     def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
         """Copy the tensors into the buffer that is not current and describe them.
@@ -53,10 +58,9 @@ class SharedMemoryStore:
 
         tensors = list(checked(named_tensors))
         size, offsets = layout(tensors)
-        buffer = self._buffers[0] if self._holds_current(self._buffers[1]) else self._buffers[1]
-        entries = write(buffer.resize(size), tensors, offsets)
-        location = {"path": str(buffer.path)}
-        return WeightManifest(version=version, transport=TRANSPORT, location=location, tensors=entries)
+        path = self._writable(size)
+        entries = write(memoryview(self._buffers[path]), tensors, offsets)
+        return WeightManifest(version=version, transport=TRANSPORT, location={"path": path}, tensors=entries)
 
     def adopt(self, manifest: WeightManifest) -> WeightManifest:
         """Keep a version that another process of this user published, also when that process ends; no byte is copied.
@@ -71,89 +75,68 @@ class SharedMemoryStore:
         path = manifest.location.get("path", "")
         if manifest.transport != TRANSPORT or not _STORE_FILE.fullmatch(path):
             raise WeightsError(f"weights of the transport {manifest.transport!r} at {path!r} cannot be adopted")
-        self._buffers[0].check_open()
-        self._let_go(but=self.current.location.get("path") if self.current is not None else None)
+        self._check_open()
+        self._free_adopted()
         fd = _open_store(path, manifest.extent)
-        ours = f"/proc/{os.getpid()}/fd/{fd}"
-        self._adopted[ours] = fd
+        ours = _path_of(fd)
+        self._files[ours] = fd
         return replace(manifest, location={"path": ours})
 
     def commit(self, manifest: WeightManifest) -> None:
         """Make a published version the current one: its bytes stay until the one after the next is published."""
         self.current = manifest
-        self._let_go(but=manifest.location.get("path"))
+        self._free_adopted()
 
     def close(self) -> None:
-        """Free the memory. Who still looks at it, an engine or a view in this process, keeps it until it lets go."""
+        """Free the memory. An engine or a view in this process keeps what it has mapped. Closing twice is harmless."""
+        self._closed = True
         self.current = None
-        self._let_go()
-        for buffer in self._buffers:
-            buffer.close()
+        for path in tuple(self._files):
+            self._free(path)
 
-    def _let_go(self, but: str | None = None) -> None:
-        for path in [path for path in self._adopted if path != but]:
-            os.close(self._adopted.pop(path))
+    def _writable(self, size: int) -> str:
+        """Path of a buffer of at least `size` bytes without the current version; none changes its size."""
+        self._check_open()
+        for path, buffer in tuple(self._buffers.items()):
+            if path != self._current_path:
+                if len(buffer) >= size:
+                    return path
+                self._free(path)
+        fd, buffer = sealed_memory("penstock-weights", size)
+        path = _path_of(fd)
+        self._files[path], self._buffers[path] = fd, buffer
+        return path
 
-    def _holds_current(self, buffer: _Buffer) -> bool:
-        return self.current is not None and self.current.location.get("path") == buffer.path
+    def _free_adopted(self) -> None:
+        for path in self._files.keys() - self._buffers.keys() - {self._current_path}:
+            self._free(path)
 
-
-class _Buffer:
-    """One memfd and our mapping of it.
-
-    A mapping that is not needed any more is dropped and not closed: closing it is an error while a view of it lives,
-    as one does in the traceback of an exception that somebody keeps. Dropped, it ends with its last view.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._fd: int | None = None
-        self._map: mmap.mmap | None = None
-        self._closed = False
+    def _free(self, path: str) -> None:
+        self._buffers.pop(path, None)
+        os.close(self._files.pop(path))
 
     @property
-    def path(self) -> str | None:
-        """Where another process of the same user finds it; None while nothing was written."""
-        return None if self._fd is None else f"/proc/{os.getpid()}/fd/{self._fd}"
+    def _current_path(self) -> str:
+        return "" if self.current is None else self.current.location.get("path", "")
 
-    def check_open(self) -> None:
-        """Raise StateError after `close`."""
+    def _check_open(self) -> None:
         if self._closed:
             raise StateError("the store of weights is closed: its fleet or engine was torn down")
 
-    def resize(self, size: int) -> memoryview:
-        """A writable view of at least `size` bytes. A larger version gets a file of its own: none changes its size."""
-        self.check_open()
-        if self._map is None or len(self._map) < size:
-            self._free()
-            self._fd, self._map = sealed_memory(self._name, size)
-        return memoryview(self._map)
-
-    def close(self) -> None:
-        """Let go of mapping and file; closing twice is harmless."""
-        self._closed = True
-        self._free()
-
-    def _free(self) -> None:
-        self._map = None
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
 
 def sealed_memory(name: str, size: int) -> tuple[int, mmap.mmap]:
-    """A memfd of `size` bytes that nobody can shrink or grow, and a writable mapping of it.
+    """Make a memfd of `size` bytes that nothing can shrink or grow, and a writable mapping of it.
 
     A reader of a mapped file that shrinks is killed by SIGBUS; `open_mapping` maps sealed files only.
     """
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
+    with ExitStack() as undo:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        undo.callback(os.close, fd)
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-        return fd, mmap.mmap(fd, size)
-    except BaseException:
-        os.close(fd)
-        raise
+        mapping = mmap.mmap(fd, size)
+        undo.pop_all()
+    return fd, mapping
 
 
 def open_mapping(path: str, nbytes: int) -> mmap.mmap:
@@ -169,9 +152,14 @@ def open_mapping(path: str, nbytes: int) -> mmap.mmap:
         os.close(fd)
 
 
+def _path_of(fd: int) -> str:
+    """Where another process of the same user finds a file."""
+    return f"/proc/{os.getpid()}/fd/{fd}"
+
+
 def _open_store(path: str, nbytes: int) -> int:
-    """A descriptor of a file whose size cannot change. WeightsError: it is not one of `nbytes` bytes or more."""
-    if not _STORE_FILE.fullmatch(path):  # any other file of this host is nobody's weights
+    """Open a file whose size cannot change. WeightsError: it is not one of `nbytes` bytes or more."""
+    if not _STORE_FILE.fullmatch(path):  # any other file of this host holds no weights
         raise WeightsError(f"cannot open the weights at {path!r}: it is no store's file (/proc/PID/fd/N)")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -196,5 +184,5 @@ def _open_store(path: str, nbytes: int) -> int:
 def _is_sealed(fd: int) -> bool:
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
-    except OSError:  # a file of a file system that knows no seals
+    except OSError:  # a file of a file system without seals
         return False

@@ -1,4 +1,4 @@
-"""The checksums of `device_sum.py` on a GPU: one kernel for all tensors at hand, which reads each byte once.
+"""The checksums of `checksum.py` on a GPU: one kernel for all tensors at hand, which reads each byte once.
 
 With torch's own operations three kernels are launched for each tensor and two more read it again for NaN: launching
 them takes longer than a small model's bytes take over NVLink.
@@ -25,9 +25,9 @@ def launch(
     """Sums and NaN of many tensors, queued on the current stream.
 
     Args:
-        parts: flat int64 tensors of one device, as `device_sum` cuts them.
+        parts: flat int64 tensors of one device, as `checksum.py` cuts them.
         exponents: for each, the bits of a word that are set in NaN and infinity, and the lowest of them in each number.
-        mixing: the two numbers with which `device_sum` mixes places, and the words of a row.
+        mixing: the two numbers with which `checksum.py` mixes places, and the words of a row.
 
     Returns:
         int64 of shape `[2, parts]`: the sums, and 1 for NaN or infinity.

@@ -15,7 +15,7 @@ import torch
 
 from penstock.errors import TransferError, WeightsError
 from penstock.weights.buckets import BUCKET_BYTES, Bucket, cut
-from penstock.weights.device_sum import DeviceSums
+from penstock.weights.checksum import DeviceSums
 from penstock.weights.manifest import DTYPE_BYTES, TensorEntry, WeightManifest
 from penstock.weights.pack import checked, dtype_name, read
 from penstock.weights.shared_memory import open_mapping
@@ -31,7 +31,7 @@ def describe(named_tensors: NamedTensors) -> tuple[tuple[TensorEntry, ...], torc
     """Check the tensors and sum their bits on their device, in one pass, without a copy of them.
 
     Returns:
-        An entry for each, `crc32` its checksum of `device_sum`; and the device that they are sent from.
+        An entry for each, with its sum (`checksum.py`); and the device that they are sent from.
 
     Raises:
         WeightsError: no tensor, a name twice, a dtype no engine loads, NaN or infinity.
@@ -76,8 +76,8 @@ def check_same_bits(sent: WeightManifest, copy: WeightManifest) -> None:
     """
     with memoryview(open_mapping(copy.location["path"], copy.extent)) as mapped:
         entries, _ = describe(read(mapped, copy.tensors))
-    had = {(entry.name, entry.crc32) for entry in sent.tensors}
-    if changed := [entry.name for entry in entries if (entry.name, entry.crc32) not in had]:
+    had = {(entry.name, entry.checksum) for entry in sent.tensors}
+    if changed := [entry.name for entry in entries if (entry.name, entry.checksum) not in had]:
         raise WeightsError(
             f"{len(changed)} tensors, {changed[0]!r} the first, are not those of weight version {sent.version} any "
             "more, so no copy of it was kept; change them after update_weights has returned, also where it is cancelled"
@@ -135,10 +135,10 @@ def receive(
         group.synchronize()
         found = sums.values()
     for entry, number in zip(entries, found, strict=True):
-        if number != entry.crc32:
+        if number != entry.checksum:
             raise TransferError(
-                f"tensor {entry.name!r} arrived with the sum {number}, it was sent with {entry.crc32}: it was damaged "
-                "on its way, or changed, or named_tensors gave another one when it was read again"
+                f"tensor {entry.name!r} arrived with the sum {number}, it was sent with {entry.checksum}: it was "
+                "damaged on its way, or changed, or named_tensors gave another one when it was read again"
             )
 
 
