@@ -90,6 +90,27 @@ async def test_every_token_has_its_version_and_a_death_costs_nobody_else_an_upda
         assert history.worst_difference(prompt, sample) < 1e-4
 
 
+async def test_the_last_engine_dies_and_its_successor_serves_the_version_that_was_broadcast(nano_path, tmp_path):
+    history = History({0: AutoModelForCausalLM.from_pretrained(nano_path, dtype="float32")})
+    prompts = [[5 + i, 6, 7] for i in range(4)]
+    options = {"profile": "cpu", "max_model_len": 512, "weight_transport": "broadcast", "restart_backoff_s": 0.1}
+    async with Fleet.launch(nano_path, engines=1, log_dir=tmp_path, **options) as fleet:
+        model = history.models[1] = changed(history.latest, 1)
+        assert (await fleet.update_weights(model)).version == 1
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=LONG))
+        await _made(fleet, 200)
+        os.killpg(fleet._roster.members[0].process.pid, signal.SIGKILL)
+        out = await asyncio.wait_for(running, 240)
+        late = await fleet.generate(prompt_token_ids=prompts, sampling_params=LONG)
+        assert fleet.weight_version == 1
+    for done in (out, late):
+        assert {span.version for spans in done.response_spans for span in spans} == {1}
+        for i, prompt in enumerate(prompts):
+            sample = _sample(done, i)
+            assert len(sample.token_ids) == 400
+            assert history.worst_difference(prompt, sample) < 1e-4
+
+
 def _sample(out, i):
     from penstock.types import Sample
 

@@ -113,7 +113,7 @@ def test_files_need_a_folder() -> None:
 
 def test_deltas_without_zstd_are_refused_before_engines_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     delta.zstd.cache_clear()
-    for package in ("backports", "compression"):
+    for package in ("backports.zstd", "compression.zstd"):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(WeightsError, match=r"pip install 'penstock\[delta\]', or use disk"):
         Stores(FleetConfig(weight_transport="delta", weight_folder=tmp_path), list, 10.0)

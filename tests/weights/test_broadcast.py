@@ -20,11 +20,10 @@ import torch
 from penstock.errors import StateError, TransferError, WeightsError
 from penstock.weights import collective
 from penstock.weights.broadcast import BroadcastStore
-from penstock.weights.buckets import ALIGNMENT, PACKED_BELOW, cut
 from penstock.weights.checksum import device_sums
 from penstock.weights.group import GroupSpec
-from penstock.weights.manifest import TensorEntry, WeightManifest
-from penstock.weights.transfer import describe
+from penstock.weights.manifest import ALIGNMENT, TensorEntry, WeightManifest
+from penstock.weights.transfer import PACKED_BELOW, cut, describe
 
 RECEIVER = """
 import json, sys, os, signal
@@ -232,8 +231,8 @@ def test_who_does_not_come_is_named(ends: Ends) -> None:
         receiver.tell({"group": spec})
     group = ends.store._group
     assert group is not None
-    assert group._meeting is not None
-    assert group._meeting.missing(["here/1", "here/2"], 60) == []  # so that none of these two is late
+    assert group._rendezvous is not None
+    assert group._rendezvous.missing(["here/1", "here/2"], 60) == []  # so that none of these two is late
     with pytest.raises(TransferError, match="not formed"):
         ends.store.form()
     assert ends.store.absent(layouts) == [1]  # its second worker
@@ -251,13 +250,13 @@ def test_a_rank_that_does_not_connect_holds_the_trainer_no_longer_than_it_may(
         connecting.set()
         held.wait()
 
-    monkeypatch.setattr(collective.Group, "_lines", stuck)
+    monkeypatch.setattr(collective.Group, "_tcp", stuck)
     store = BroadcastStore(timeout_s=timeout_s)
     store.publish(1, model(1))
     store.invite([(1, 1, 1)])
     assert store._group is not None
-    assert store._group._meeting is not None
-    store._group._meeting.set("here/1")
+    assert store._group._rendezvous is not None
+    store._group._rendezvous.set("here/1")
     said: list[str] = []
 
     def form() -> None:

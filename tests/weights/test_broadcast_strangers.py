@@ -17,8 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from penstock.errors import TransferError
 from penstock.weights.broadcast import BroadcastStore
 from penstock.weights.collective import Group, _NcclStore
-from penstock.weights.group import GroupSpec
-from penstock.weights.meeting import Meeting, Visit
+from penstock.weights.group import GroupSpec, Rendezvous, RendezvousClient
 from penstock.weights.transfer import receive
 
 ATTACKER = """
@@ -84,7 +83,9 @@ def test_a_stranger_neither_joins_nor_reads_nor_disturbs(store: BroadcastStore) 
 
         taking = in_thread(take_part)
         store.form()
-        again = Visit(spec.address, spec.port, spec.key, 10.0)  # the strangers' connections keep no member out
+        again = RendezvousClient(
+            spec.address, spec.port, spec.key, 10.0
+        )  # the strangers' connections keep no member out
         again.close()
         store._bucket_bytes = 2**20
         store.send()
@@ -100,13 +101,13 @@ def test_who_does_not_know_the_key_is_no_member(store: BroadcastStore) -> None:
     (told,) = store.invite([(1, 1, 1)])
     for key in ("", "guess", told["epoch"], told["key"][:-1]):
         with pytest.raises(OSError):  # noqa: PT011 - however the connection ends
-            Visit(told["address"], told["port"], key, 10.0)
+            RendezvousClient(told["address"], told["port"], key, 10.0)
     wrong = GroupSpec.from_json({**told, "key": "guess", "timeout_s": 5.0})
     with pytest.raises(TransferError):
         Group(wrong, 1, torch.device("cpu")).join()
     assert store._group is not None
-    assert store._group._meeting is not None
-    assert store._group._meeting.missing(["here/1"], 0.0) == ["here/1"]
+    assert store._group._rendezvous is not None
+    assert store._group._rendezvous.missing(["here/1"], 0.0) == ["here/1"]
 
 
 def test_a_member_takes_nothing_from_who_does_not_have_the_key() -> None:
@@ -123,7 +124,7 @@ def test_a_member_takes_nothing_from_who_does_not_have_the_key() -> None:
 
         answering = in_thread(answer)
         with pytest.raises(ConnectionRefusedError, match="does not have the group's key"):
-            Visit("127.0.0.1", fake.getsockname()[1], "key", 10.0)
+            RendezvousClient("127.0.0.1", fake.getsockname()[1], "key", 10.0)
         answering.join(10)
 
 
@@ -132,14 +133,14 @@ def test_the_key_of_a_group_is_good_for_that_group_alone(store: BroadcastStore) 
     first, second = store.invite([(1, 1, 1)])[0], store.invite([(1, 1, 1)])[0]
     assert first["key"] != second["key"]
     with pytest.raises(OSError):  # noqa: PT011
-        Visit(second["address"], second["port"], first["key"], 10.0)
+        RendezvousClient(second["address"], second["port"], first["key"], 10.0)
 
 
 def test_torch_takes_our_store_for_one_of_its_own() -> None:
     """NCCL needs GPUs; gloo asks more of a store than NCCL does."""
-    meeting = Meeting("127.0.0.1", "key")
-    visit = Visit("127.0.0.1", meeting.port, "key", 10.0)
-    stores = [_NcclStore(meeting, 20.0), _NcclStore(visit, 20.0)]
+    rendezvous = Rendezvous("127.0.0.1", "key")
+    client = RendezvousClient("127.0.0.1", rendezvous.port, "key", 10.0)
+    stores = [_NcclStore(rendezvous, 20.0), _NcclStore(client, 20.0)]
     sums: list[float] = [0.0, 0.0]
 
     def rank(number: int) -> None:
@@ -152,6 +153,6 @@ def test_torch_takes_our_store_for_one_of_its_own() -> None:
     other = in_thread(lambda: rank(1))
     rank(0)
     other.join(20)
-    visit.close()
-    meeting.end("done")
+    client.close()
+    rendezvous.end("done")
     assert sums == [3.0, 3.0]

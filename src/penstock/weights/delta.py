@@ -172,7 +172,7 @@ def apply_delta(data: memoryview, buffer: memoryview, entries: Sequence[TensorEn
             begin += nbytes
 
     with ThreadPoolExecutor(_threads()) as pool:
-        for _ in pool.map(lambda piece: _decode(*piece), pieces()):
+        for _ in pool.map(_decode, *zip(*pieces(), strict=True)) if frames else ():
             pass
     return {tensor for tensor, _, _ in frames}
 

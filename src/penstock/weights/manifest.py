@@ -144,8 +144,8 @@ def as_named_tensors(given: NamedTensors) -> Iterable[tuple[str, torch.Tensor]]:
     if callable(of_module):
         return TensorProvider(cast("Callable[[], Iterable[tuple[str, torch.Tensor]]]", of_module))
     if isinstance(given, Iterable) and not isinstance(given, Mapping):
-        return given
-    if callable(given):
+        return cast("Iterable[tuple[str, torch.Tensor]]", given)
+    if callable(cast("object", given)):
         return TensorProvider(cast("Callable[[], Iterable[tuple[str, torch.Tensor]]]", given))
     raise UserError(
         f"update_weights takes pairs of a name and a tensor, not a {type(cast('object', given)).__name__}; give "

@@ -8,15 +8,16 @@ Two buckets are under way: while one is used, the next one travels, and on the t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.errors import TransferError, WeightsError
-from penstock.weights.buckets import BUCKET_BYTES, Bucket, cut
 from penstock.weights.checksum import DeviceSums
-from penstock.weights.manifest import DTYPE_BYTES, TensorEntry, WeightManifest
+from penstock.weights.group import BUCKET_BYTES
+from penstock.weights.manifest import ALIGNMENT, DTYPE_BYTES, TensorEntry, WeightManifest
 from penstock.weights.pack import checked, dtype_name, read
 from penstock.weights.shared_memory import open_mapping
 
@@ -25,6 +26,58 @@ if TYPE_CHECKING:
 
 Place = Callable[[TensorEntry], torch.Tensor | None]
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
+InFlight = tuple[list[Callable[[], object]], list[torch.Tensor]]
+"""What to wait for, and tensors that live until then."""
+
+PACKED_BELOW = 2**20
+"""A tensor of fewer bytes is copied into a buffer with others: as a collective of its own it would cost more to launch
+than to send. Larger ones go from where they lie to where they belong, without a copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors `[start, stop)` of the version, sent together.
+
+    Attributes:
+        start: index of the first.
+        stop: index after the last.
+        offsets: of each in the packed buffer, in bytes; None: it goes alone. Shape `[stop - start]`.
+        packed_bytes: size of the packed buffer.
+    """
+
+    start: int
+    stop: int
+    offsets: tuple[int | None, ...]
+    packed_bytes: int
+
+
+def cut(sizes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+    """Cut consecutive tensors into buckets, by their sizes alone, so that every rank finds the same.
+
+    Args:
+        sizes: bytes of each tensor, in the version's order.
+        bucket_bytes: the limit; a larger tensor has a bucket of its own.
+    """
+    cuts: list[int] = []
+    held = 0
+    for index, size in enumerate(sizes):
+        if not cuts or held + size > bucket_bytes:
+            cuts.append(index)
+            held = 0
+        held += size
+    return [_bucket(sizes, start, stop) for start, stop in pairwise([*cuts, len(sizes)])]
+
+
+def _bucket(sizes: Sequence[int], start: int, stop: int) -> Bucket:
+    offsets: list[int | None] = []
+    end = 0
+    for size in sizes[start:stop]:
+        if size >= PACKED_BELOW:
+            offsets.append(None)
+            continue
+        offsets.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return Bucket(start, stop, tuple(offsets), end)
 
 
 def describe(named_tensors: NamedTensors) -> tuple[tuple[TensorEntry, ...], torch.device]:
@@ -64,7 +117,7 @@ def describe(named_tensors: NamedTensors) -> tuple[tuple[TensorEntry, ...], torc
     for entry, (number, finite) in zip(entries.values(), sums.found(), strict=True):
         if not finite:
             raise WeightsError(f"tensor {entry.name!r} holds NaN or infinity; the update was not sent")
-        summed.append(TensorEntry(entry.name, entry.dtype, entry.shape, 0, number))
+        summed.append(replace(entry, checksum=number))
     return tuple(summed), device
 
 
@@ -94,7 +147,7 @@ def send(group: Group, entries: Sequence[TensorEntry], named_tensors: NamedTenso
         WeightsError: the tensors are not those that were described.
     """
     source = iter(named_tensors)
-    before: tuple[list[object], list[torch.Tensor]] = ([], [])
+    before: InFlight = ([], [])
     with group.within(group.spec.timeout_s):
         for bucket in cut([entry.nbytes for entry in entries], bucket_bytes):
             tensors = list(islice(source, bucket.stop - bucket.start))
@@ -110,7 +163,7 @@ def send(group: Group, entries: Sequence[TensorEntry], named_tensors: NamedTenso
 def receive(
     group: Group, entries: Sequence[TensorEntry], *, bucket_bytes: int, place: Place
 ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-    """Every tensor in order, each valid until the next one is asked for; at the end, whether they are those sent.
+    """Yield every tensor in order, each valid until the next one is asked for; at the end, compare them with the sums.
 
     Args:
         group: every rank runs this at the same time as the trainer runs `send`.
@@ -122,13 +175,13 @@ def receive(
         TransferError: the group was cut, or what came is not what was sent.
     """
     plan = cut([entry.nbytes for entry in entries], bucket_bytes)
-    wanted = place if group.spec.backend == "nccl" else _nowhere
+    wanted: Place = place if group.spec.backend == "nccl" else lambda _: None
     sums = DeviceSums()
     with group.within(group.spec.timeout_s):
-        coming = [_begin(group, bucket, entries, wanted) for bucket in plan[:1]]
+        incoming = [_begin(group, bucket, entries, wanted) for bucket in plan[:1]]
         for index, bucket in enumerate(plan):
-            works, tensors = coming.pop()
-            coming += [_begin(group, following, entries, wanted) for following in plan[index + 1 : index + 2]]
+            works, tensors = incoming.pop()
+            incoming += [_begin(group, following, entries, wanted) for following in plan[index + 1 : index + 2]]
             group.wait(works)
             sums.add(*tensors)
             yield from zip(entries[bucket.start : bucket.stop], tensors, strict=True)
@@ -142,9 +195,7 @@ def receive(
             )
 
 
-def _begin(
-    group: Group, bucket: Bucket, entries: Sequence[TensorEntry], place: Place
-) -> tuple[list[object], list[torch.Tensor]]:
+def _begin(group: Group, bucket: Bucket, entries: Sequence[TensorEntry], place: Place) -> InFlight:
     """Begin to receive a bucket: what to wait for, and its tensors in order."""
     packed = torch.empty(bucket.packed_bytes, dtype=torch.uint8, device=group.device)
     tensors: list[torch.Tensor] = []
@@ -194,7 +245,3 @@ def _check_same(entries: Sequence[TensorEntry], tensors: Sequence[tuple[str, tor
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-def _nowhere(_: TensorEntry) -> torch.Tensor | None:
-    return None
