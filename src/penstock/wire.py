@@ -141,7 +141,7 @@ def finish_of(reason: Any) -> FinishReason:
     return reason
 
 
-def as_weight_versions(versions: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+def as_weight_versions(versions: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
     """`[version, tokens]` of each stretch, in the form of the token endpoint."""
     spans: list[dict[str, Any]] = []
     start = 0

@@ -108,7 +108,7 @@ def fine_figures(trace: list[Trajectory], concurrency: int, config: SimConfig) -
     """Makespan, hit rate and preemptions of the same closed loop on the engine that makes every token."""
 
     async def main(clock: VirtualClock) -> tuple[float, float, int]:
-        engine = SimEngine(config, clock=clock)
+        engine = SimEngine(config)
         supply = iter(trace)
 
         def tokens_of(key: object, count: int) -> list[int]:

@@ -196,7 +196,7 @@ async def test_logprobs_before_temperature_are_refused(plugin: bool) -> None:  #
 async def test_one_started_without_statistics_serves_and_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--disable-log-stats`: what is left of /metrics is of its Python process."""
     left = 'python_info{version="3.11"} 1.0\nvllm:request_success_total{engine="0"} 1.0\n'
-    monkeypatch.setattr("penstock.sim.stats.RankMetrics.text", lambda _: left)
+    monkeypatch.setattr("penstock.sim.control.metrics_text", lambda _: left)
     lacks = r"engine e0 does not say how busy it is: its /metrics lacks vllm:num_requests_running, .*; start it without"
     async with plain() as (one, server):
         for ask in (one.get_num_unfinished_requests, one.get_cache_usage):

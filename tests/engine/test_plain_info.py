@@ -79,11 +79,11 @@ async def test_what_its_owner_left_out_is_found(config: dict[str, Any], changes:
 async def test_versions_and_pauses_of_plain_vllm_are_read() -> None:
     async with SimServer(SimConfig(plain=True)) as server:
         control = VanillaControl("e0", server.url)
-        server.engine.weights.relabel("7")
+        server.engine.weights.label = "7"
         await server.engine.pause()
         info = await control.info()
         assert (info.weight_version, info.paused) == (7, True)
-        server.engine.weights.relabel("final")
+        server.engine.weights.label = "final"
         with pytest.raises(EngineError, match="e0: labels its weights 'final', and a version is a whole number"):
             await control.info()
         await control.close()

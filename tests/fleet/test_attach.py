@@ -229,7 +229,7 @@ async def test_a_plain_one_comes_back_when_it_says_the_fleets_version(monkeypatc
                 await asyncio.sleep(0.3)
                 assert (await states(fleet))["e1"] is State.SYNCING, "version 0 is not the fleet's"
                 await check_serves(fleet, engines=1)
-                again.engine.weights.relabel("1")
+                again.engine.weights.label = "1"
                 again.engine.weights.identity = 1
                 await until(fleet, "e1", State.SERVING)
                 await check_serves(fleet, engines=2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
@@ -35,7 +35,7 @@ from penstock.router.metrics import Metrics
 from penstock.sim import Fault, FaultKind, Phase, SimConfig, SimEngine
 from penstock.sim.clock import VirtualClock, VirtualLoop
 from penstock.sim.server import CORE_DEATH_EXIT_S, _app
-from penstock.sim.update import WeightState
+from penstock.weights.manifest import WeightManifest
 
 ROUTER = "http://127.0.0.1:1"
 LATENCY_S = 0.0002
@@ -52,7 +52,7 @@ class Node:
 
     def __init__(self, network: Network, name: str, url: str, config: SimConfig) -> None:
         self.name, self.url = name, url
-        self.engine = SimEngine(config, on_death=self._died)
+        self.engine = _RecordedEngine(config, network, self._died)
         self.app = _app(config, (self.engine,))
         self.app.freeze()
         self.listening = True
@@ -60,7 +60,6 @@ class Node:
         """It was made to, and has not gone on since."""
         self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.open: set[Exchange] = set()
-        self.engine.weights = _Recorded(self.engine, network)
 
     async def wait(self) -> int:
         """Exit status of its process."""
@@ -108,16 +107,16 @@ class Node:
             self.status.set_result(status)
 
 
-class _Recorded(WeightState):
+class _RecordedEngine(SimEngine):
     """Notes what comes into force."""
 
-    def __init__(self, engine: SimEngine, network: Network) -> None:
-        super().__init__(engine)
+    def __init__(self, config: SimConfig, network: Network, on_death: Callable[[FaultKind], None]) -> None:
+        super().__init__(config, on_death=on_death)
         self._network = network
 
-    async def _load(self, version: int, checksum: str) -> str:
-        answered = await super()._load(version, checksum)
-        self._network.in_force[self.version].add(self.checksum)
+    async def _load(self, manifest: WeightManifest, checksum: str) -> str:
+        answered = await super()._load(manifest, checksum)
+        self._network.in_force[self.weights.version].add(self.weights.checksum)
         return answered
 
 

@@ -36,7 +36,7 @@ def test_waiting_for_nothing_is_a_deadlock():
 async def _fleet_with_updates(clock):
     """Six engines, clients with think time, an update of each every few minutes; the trace of every sample."""
     config = SimConfig(tokens_per_second=50, max_num_seqs=8, kv_blocks=300, eos_share=0.01)
-    engines = [SimEngine(config, clock=clock) for _ in range(6)]
+    engines = [SimEngine(config) for _ in range(6)]
     trace = []
 
     async def client(i):
@@ -54,10 +54,10 @@ async def _fleet_with_updates(clock):
             await asyncio.sleep(150)
             for engine in engines:
                 await engine.pause(PauseMode.KEEP)
-                engine.weights.init_transfer()
-                engine.weights.start()
-                await engine.weights.update()
-                engine.weights.finish(str(version))
+                engine.weights.initialised = True
+                engine.start_update()
+                await engine.update_weights()
+                await engine.finish_update(str(version))
                 await engine.resume()
 
     await asyncio.gather(updates(), *(client(i) for i in range(60)))

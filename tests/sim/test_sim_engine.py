@@ -21,8 +21,8 @@ def manifest(version: int) -> WeightManifest:
 
 
 async def update(engine: SimEngine, version: int, *, clear_cache: bool = True) -> dict:
-    await engine.weights.prepare(manifest(version))
-    return await engine.weights.apply(version, clear_cache=clear_cache)
+    await engine.prepare(manifest(version))
+    return await engine.apply(version, clear_cache=clear_cache)
 
 
 def in_flight(engine: SimEngine, params: SamplingParams) -> asyncio.Task:
@@ -30,16 +30,16 @@ def in_flight(engine: SimEngine, params: SamplingParams) -> asyncio.Task:
 
 
 def test_pause_keep_freezes_and_goes_on():
-    async def main(clock):
+    async def main(_):
         params = SamplingParams(max_tokens=100, n=3)
-        undisturbed = await SimEngine(clock=clock).generate(PROMPT, params)
-        engine = SimEngine(clock=clock)
+        undisturbed = await SimEngine().generate(PROMPT, params)
+        engine = SimEngine()
         task = in_flight(engine, params)
-        await clock.sleep(20 * STEP)
+        await asyncio.sleep(20 * STEP)
         await engine.pause(PauseMode.KEEP)
         made = engine.stats.generation_tokens
         late = in_flight(engine, SamplingParams(max_tokens=1))
-        await clock.sleep(1000)
+        await asyncio.sleep(1000)
         assert engine.stats.generation_tokens == made > 0
         assert not late.done()
         await engine.resume()
@@ -50,18 +50,18 @@ def test_pause_keep_freezes_and_goes_on():
 
 
 def test_pause_wait_returns_when_running_requests_have_finished():
-    async def main(clock):
-        engine = SimEngine(clock=clock)
+    async def main(_):
+        engine = SimEngine()
         task = in_flight(engine, SamplingParams(max_tokens=100))
-        await clock.sleep(20 * STEP)
+        await asyncio.sleep(20 * STEP)
         pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
-        await clock.sleep(STEP)
+        await asyncio.sleep(STEP)
         assert engine.paused
         assert not pausing.done()
         late = in_flight(engine, SamplingParams(max_tokens=1))
         await pausing
         assert len((await task)[0].token_ids) == 100
-        await clock.sleep(10)
+        await asyncio.sleep(10)
         assert not late.done()
         await engine.resume()
         assert (await late)[0].finish_reason == "length"
@@ -70,19 +70,19 @@ def test_pause_wait_returns_when_running_requests_have_finished():
 
 
 def test_pause_abort_gives_partials_and_a_second_one_aborts_the_queue():
-    async def main(clock):
-        engine = SimEngine(clock=clock)
+    async def main(_):
+        engine = SimEngine()
         task = in_flight(engine, SamplingParams(max_tokens=100, n=2))
-        await clock.sleep(20 * STEP)
-        await engine.pause(PauseMode.ABORT)
+        await asyncio.sleep(20 * STEP)
+        await engine.pause(PauseMode.ABORT, release=True)
         for i, sample in enumerate(await task):
             assert sample.finish_reason == "abort"
             assert 0 < len(sample.token_ids) < 100
             assert verify(PROMPT, sample, seeds=[i]) == []
         queued = in_flight(engine, SamplingParams(max_tokens=5))
-        await clock.sleep(1)
+        await asyncio.sleep(1)
         assert not queued.done()
-        await engine.pause(PauseMode.ABORT)
+        await engine.pause(PauseMode.ABORT, release=True)
         assert (await queued)[0].token_ids == ()
         await engine.resume()
         assert len((await engine.generate(PROMPT, {"max_tokens": 5}))[0].token_ids) == 5
@@ -91,10 +91,10 @@ def test_pause_abort_gives_partials_and_a_second_one_aborts_the_queue():
 
 
 def test_abort_without_a_pause():
-    async def main(clock):
-        engine = SimEngine(clock=clock)
+    async def main(_):
+        engine = SimEngine()
         tasks = [in_flight(engine, SamplingParams(max_tokens=100)) for _ in range(3)]
-        await clock.sleep(10 * STEP)
+        await asyncio.sleep(10 * STEP)
         assert engine.abort(["nobody"]) == 0
         assert engine.abort() == 3
         assert {(await t)[0].finish_reason for t in tasks} == {"abort"}
@@ -105,12 +105,12 @@ def test_abort_without_a_pause():
 
 
 def test_versions_across_an_update_in_mid_generation():
-    async def main(clock):
-        engine = SimEngine(clock=clock)
+    async def main(_):
+        engine = SimEngine()
         params = SamplingParams(max_tokens=90, n=2)
         task = in_flight(engine, params)
         for version in (1, 2):
-            await clock.sleep(30 * STEP)
+            await asyncio.sleep(30 * STEP)
             report = await update(engine, version)
             assert report["version"] == version
             assert report["preempted"] == 2
@@ -127,10 +127,10 @@ def test_versions_across_an_update_in_mid_generation():
 
 
 def test_stale_kv_shows():
-    async def main(clock):
-        engine = SimEngine(clock=clock)
+    async def main(_):
+        engine = SimEngine()
         task = in_flight(engine, SamplingParams(max_tokens=60))
-        await clock.sleep(30 * STEP)
+        await asyncio.sleep(30 * STEP)
         assert (await update(engine, 1, clear_cache=False))["preempted"] == 0
         sample = (await task)[0]
         cut = sample.spans[0].end
@@ -146,24 +146,24 @@ def test_stale_kv_shows():
 
 
 def test_apply_keeps_a_paused_engine_paused_and_needs_a_prepare():
-    async def main(clock):
-        engine = SimEngine(clock=clock)
+    async def main(_):
+        engine = SimEngine()
         with pytest.raises(StateError, match="not prepared"):
-            await engine.weights.apply(1)
-        await engine.holds.pause(PauseMode.KEEP, clear_cache=True, release=False)
+            await engine.apply(1)
+        await engine.pause(PauseMode.KEEP)
         await update(engine, 1)
         assert engine.paused
-        await engine.holds.resume()
+        await engine.resume()
         with pytest.raises(StateError, match="not prepared"):
-            await engine.weights.apply(1)
+            await engine.apply(1)
         assert (await engine.generate(PROMPT, {"max_tokens": 2}))[0].versions() == (1, 1)
 
     run_virtual(main)
 
 
 def test_checksums_are_equal_for_equal_weights_only():
-    async def main(clock):
-        one, two = SimEngine(clock=clock), SimEngine(clock=clock)
+    async def main(_):
+        one, two = SimEngine(), SimEngine()
         first = {(await update(e, 1))["checksum"] for e in (one, two)}
         second = {(await update(e, 2))["checksum"] for e in (one, two)}
         assert len(first) == len(second) == 1
@@ -173,19 +173,19 @@ def test_checksums_are_equal_for_equal_weights_only():
 
 
 def test_native_update_protocol():
-    async def main(clock):
-        engine = SimEngine(clock=clock)
+    async def main(_):
+        engine = SimEngine()
         with pytest.raises(StateError, match="not initialized"):
-            engine.weights.start()
-        engine.weights.init_transfer()
+            engine.start_update()
+        engine.weights.initialised = True
         with pytest.raises(StateError, match="must be called before"):
-            await engine.weights.update()
+            await engine.update_weights()
         await engine.pause(PauseMode.KEEP)
-        engine.weights.start()
+        engine.start_update()
         with pytest.raises(StateError, match="already active"):
-            engine.weights.start()
-        await engine.weights.update()
-        engine.weights.finish("7")
+            engine.start_update()
+        await engine.update_weights()
+        await engine.finish_update("7")
         await engine.resume()
         assert (await engine.generate(PROMPT, {"max_tokens": 3}))[0].versions() == (7, 7, 7)
 
@@ -193,13 +193,13 @@ def test_native_update_protocol():
 
 
 def test_native_start_while_requests_run_kills():
-    async def main(clock):
-        engine = SimEngine(clock=clock)
-        engine.weights.init_transfer()
+    async def main(_):
+        engine = SimEngine()
+        engine.weights.initialised = True
         task = in_flight(engine, SamplingParams(max_tokens=100))
-        await clock.sleep(10 * STEP)
+        await asyncio.sleep(10 * STEP)
         with pytest.raises(EngineDeadError):
-            engine.weights.start()
+            engine.start_update()
         with pytest.raises(EngineDeadError):
             await task
         with pytest.raises(EngineDeadError):
@@ -209,10 +209,10 @@ def test_native_start_while_requests_run_kills():
 
 
 def test_generation_on_weights_left_half_way_kills():
-    async def main(clock):
-        engine = SimEngine(clock=clock)
-        engine.weights.init_transfer()
-        engine.weights.start()
+    async def main(_):
+        engine = SimEngine()
+        engine.weights.initialised = True
+        engine.start_update()
         with pytest.raises(EngineDeadError, match="unfit"):
             await engine.generate(PROMPT)
 
@@ -220,12 +220,12 @@ def test_generation_on_weights_left_half_way_kills():
 
 
 def test_new_weights_under_the_old_label_show():
-    async def main(clock):
-        engine = SimEngine(clock=clock)
-        engine.weights.init_transfer()
-        engine.weights.start()
-        await engine.weights.update()
-        engine.weights.finish(None)
+    async def main(_):
+        engine = SimEngine()
+        engine.weights.initialised = True
+        engine.start_update()
+        await engine.update_weights()
+        await engine.finish_update(None)
         sample = (await engine.generate(PROMPT, {"max_tokens": 5}))[0]
         assert sample.versions() == (0,) * 5
         assert verify(PROMPT, sample, params=SamplingParams(max_tokens=5))
@@ -235,7 +235,7 @@ def test_new_weights_under_the_old_label_show():
 
 def test_batching_shares_a_step_and_max_num_seqs_queues():
     async def seconds(clock, config, count):
-        engine, begin = SimEngine(config, clock=clock), clock.now
+        engine, begin = SimEngine(config), clock.now
         await asyncio.gather(*(engine.generate(PROMPT, {"max_tokens": 100}) for _ in range(count)))
         return clock.now - begin
 
@@ -252,7 +252,7 @@ def test_batching_shares_a_step_and_max_num_seqs_queues():
 
 def test_prefill_takes_time_and_the_prefix_cache_saves_it():
     async def main(clock):
-        engine = SimEngine(SimConfig(prefill_tokens_per_second=1000), clock=clock)
+        engine = SimEngine(SimConfig(prefill_tokens_per_second=1000))
         prompt, times = list(range(1, 1001)), []
         for _ in range(2):
             begin = clock.now
@@ -272,9 +272,9 @@ def test_prefill_takes_time_and_the_prefix_cache_saves_it():
 
 
 def test_kv_pressure_preempts_and_loses_nothing():
-    async def main(clock):
+    async def main(_):
         config = SimConfig(kv_blocks=40, block_size=16, max_model_len=640)
-        engine = SimEngine(config, clock=clock)
+        engine = SimEngine(config)
         params = SamplingParams(max_tokens=300)
         prompts = [[i, *PROMPT] for i in range(1, 9)]
         answers = await asyncio.gather(*(engine.generate(p, params) for p in prompts))
@@ -288,10 +288,10 @@ def test_kv_pressure_preempts_and_loses_nothing():
 
 
 def test_reset_prefix_cache_while_running():
-    async def main(clock):
-        engine = SimEngine(clock=clock)
+    async def main(_):
+        engine = SimEngine()
         task = in_flight(engine, SamplingParams(max_tokens=50))
-        await clock.sleep(10.5 * STEP)
+        await asyncio.sleep(10.5 * STEP)
         assert not engine.reset_prefix_cache()
         assert engine.reset_prefix_cache(reset_running_requests=True)
         assert verify(PROMPT, (await task)[0], params=SamplingParams(max_tokens=50)) == []
@@ -301,12 +301,12 @@ def test_reset_prefix_cache_while_running():
 
 
 def test_sleep_and_wake_up_in_parts():
-    async def main(clock):
-        engine = SimEngine(clock=clock)
+    async def main(_):
+        engine = SimEngine()
         await engine.sleep(1)
         task = in_flight(engine, SamplingParams(max_tokens=1))
         assert not await engine.wake_up(["weights"])
-        await clock.sleep(1)
+        await asyncio.sleep(1)
         assert not task.done()
         assert await engine.wake_up(["kv_cache"])
         await task
@@ -315,11 +315,11 @@ def test_sleep_and_wake_up_in_parts():
 
 
 def test_lora_switches_in_mid_sequence_without_a_marker():
-    async def main(clock):
-        engine = SimEngine(clock=clock)
+    async def main(_):
+        engine = SimEngine()
         engine.adapters.load("style", "a1")
         task = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=40), lora="style"))
-        await clock.sleep(20 * STEP)
+        await asyncio.sleep(20 * STEP)
         engine.adapters.load("style", "a2", in_place=True)
         sample = (await task)[0]
         assert len(sample.spans) == 1
@@ -344,8 +344,8 @@ def test_lora_switches_in_mid_sequence_without_a_marker():
     ],
 )
 def test_bad_requests(prompt, params, message):
-    async def main(clock):
-        engine = SimEngine(clock=clock)
+    async def main(_):
+        engine = SimEngine()
         with pytest.raises(RequestError, match=message):
             await engine.generate(prompt, params)
         assert len((await engine.generate(PROMPT, {"max_tokens": 2}))[0].token_ids) == 2
@@ -354,8 +354,8 @@ def test_bad_requests(prompt, params, message):
 
 
 def test_clamping_the_context_as_vllm_0_32_does():
-    async def main(clock):
-        engine = SimEngine(SimConfig(context_overflow="clamp"), clock=clock)
+    async def main(_):
+        engine = SimEngine(SimConfig(context_overflow="clamp"))
         sample = (await engine.generate([1] * 4000, {"max_tokens": 200}))[0]
         assert (len(sample.token_ids), sample.finish_reason) == (96, "length")
         assert verify([1] * 4000, sample, params=SamplingParams(max_tokens=200), context=4096) == []
@@ -364,8 +364,8 @@ def test_clamping_the_context_as_vllm_0_32_does():
 
 
 def test_a_caller_that_gives_up_frees_its_blocks():
-    async def main(clock):
-        engine = SimEngine(clock=clock)
+    async def main(_):
+        engine = SimEngine()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.generate(PROMPT, {"max_tokens": 1000}), 10 * STEP)
         assert engine.scheduler.pool.usage == 0

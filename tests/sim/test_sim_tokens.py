@@ -14,7 +14,7 @@ PROMPT = [5, 6, 7, 8]
 
 
 def sample_of(params: SamplingParams, config: SimConfig | None = None) -> list[Sample]:
-    return run_virtual(lambda clock: SimEngine(config, clock=clock).generate(PROMPT, params))
+    return run_virtual(lambda _: SimEngine(config).generate(PROMPT, params))
 
 
 def test_same_request_same_answer():
@@ -52,8 +52,8 @@ def test_other_weights_make_other_tokens(change):
 def test_going_on_with_the_partial_gives_the_rest():
     whole = sample_of(SamplingParams(max_tokens=30, seed=3))[0]
 
-    async def rest(clock):
-        engine = SimEngine(clock=clock)
+    async def rest(_):
+        engine = SimEngine()
         return await engine.generate([*PROMPT, *whole.token_ids[:12]], SamplingParams(max_tokens=18, seed=3))
 
     assert run_virtual(rest)[0].token_ids == whole.token_ids[12:]

@@ -1,8 +1,8 @@
-"""Time as the simulated engine sees it: real for servers, virtual for tests and discrete-event fleets.
+"""Virtual time for tests and discrete-event fleets.
 
 Virtual time is a property of the event loop: when nothing is ready to run, the loop's clock jumps to its next timer
-instead of waiting for it. So every `asyncio.sleep`, `wait_for` and `timeout` of a program is virtual at once, ours and
-anybody's, and a run is deterministic because asyncio runs what is ready in order.
+instead of waiting for it. So every `asyncio.sleep`, `wait_for` and `timeout` of a program is virtual, and a run is
+deterministic because asyncio runs what is ready in order.
 """
 
 from __future__ import annotations
@@ -10,37 +10,13 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-class Clock(Protocol):
-    """What the simulated engine asks of time. All in seconds."""
-
-    def time(self) -> float:
-        """Now; only differences mean anything."""
-        ...
-
-    async def sleep(self, seconds: float) -> None:
-        """Return `seconds` later."""
-        ...
-
-
-class LoopClock:
-    """The running event loop's own time: real under an ordinary loop, virtual inside `run_virtual`."""
-
-    def time(self) -> float:
-        """Now, by the loop."""
-        return asyncio.get_running_loop().time()
-
-    async def sleep(self, seconds: float) -> None:
-        """`asyncio.sleep`."""
-        await asyncio.sleep(seconds)
-
-
 class DeadlockError(RuntimeError):
-    """Under virtual time: every task waits and no timer is set, so nothing can ever happen again."""
+    """Under virtual time every task waits and no timer is set, so nothing can happen again."""
 
 
 class VirtualClock:
@@ -48,14 +24,6 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self.now = 0.0
-
-    def time(self) -> float:
-        """Virtual seconds since the start."""
-        return self.now
-
-    async def sleep(self, seconds: float) -> None:
-        """Virtual sleep: the program must run inside `run_virtual` with this clock."""
-        await asyncio.sleep(seconds)
 
 
 class _VirtualSelector(selectors.DefaultSelector):

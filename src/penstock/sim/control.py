@@ -1,45 +1,58 @@
 """Control endpoints: vLLM's (pause, caches, memory, weights, adapters, health), Penstock's own and `POST /sim/fault`.
 
-A server without Penstock's plugin has those that plain vLLM has, as its owner started it.
+A server without Penstock's plugin (`SimConfig.plain`) has those that vLLM has when it is started that way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, TypeVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import CollectorRegistry
 
 from penstock.errors import EngineDeadError, StateError, TransferError, UserError, WeightsError
-from penstock.sim.adapters import AdapterNotFoundError
 from penstock.sim.config import SimConfig
+from penstock.sim.engine import NotFoundError, SimEngine
 from penstock.sim.faults import Fault, Phase
 from penstock.sim.http import RANKS, InvalidFieldError, engine_of, error_answer, json_answer, json_body
-from penstock.sim.stats import RankMetrics
 from penstock.types import PauseMode
 from penstock.weights.manifest import WeightManifest
+
+E = TypeVar("E", bound=StrEnum)
+
+# --- Penstock's own --------------------------------------------------------------------------------------------------
 
 
 async def info(http: web.Request) -> web.Response:
     """`GET /penstock/info`."""
     engine = engine_of(http)
     engine.check_alive()
-    config = engine.config
-    sizes = {"tp": 1, "pp": 1, "dp": config.data_parallel_size}
-    limits = {"vocab_size": config.vocab_size, "max_model_len": config.max_model_len}
-    version = engine.weights.version
-    state = {"weight_version": version, "kv_kept": version == engine.weights.kv_kept, "paused": engine.paused}
-    set_as = {
-        "transports": ["broadcast", "delta", "disk", "shared_memory"],
-        "logprobs_mode": config.logprobs_mode,
-    }
-    return json_answer({"engine": "sim", "vllm": config.vllm_version, **state, **sizes, **limits, **set_as})
+    config, weights = engine.config, engine.weights
+    return json_answer(
+        {
+            "engine": "sim",
+            "vllm": config.vllm_version,
+            "weight_version": weights.version,
+            "kv_kept": weights.version == weights.kv_kept,
+            "paused": engine.paused,
+            "tp": 1,
+            "pp": 1,
+            "dp": config.data_parallel_size,
+            "vocab_size": config.vocab_size,
+            "max_model_len": config.max_model_len,
+            "transports": ["broadcast", "delta", "disk", "shared_memory"],
+            "logprobs_mode": config.logprobs_mode,
+        }
+    )
 
 
 async def group(http: web.Request) -> web.Response:
-    """`POST /penstock/weights/group`: the engine begins to join; 400 where it cannot."""
+    """`POST /penstock/weights/group`: the engine begins to join; 400 if it cannot."""
     engine = engine_of(http)
     engine.check_alive()
     if engine.config.data_parallel_size > 1:
@@ -53,23 +66,23 @@ async def group(http: web.Request) -> web.Response:
 
 
 async def prepare(http: web.Request) -> web.Response:
-    """`POST /penstock/weights/prepare`: 400 and nothing changed where the offer does not fit."""
+    """`POST /penstock/weights/prepare`: 400 and nothing changed if the offer does not fit."""
     body = await json_body(http)
     try:
-        await engine_of(http).weights.prepare(WeightManifest.from_json(body.get("manifest", {})))
+        await engine_of(http).prepare(WeightManifest.from_json(body.get("manifest", {})))
     except WeightsError as error:
         return json_answer({"error": str(error)}, 400)
     return json_answer({"ok": True})
 
 
 async def apply(http: web.Request) -> web.Response:
-    """`POST /penstock/weights/apply`: any answer but 200 means that the engine must not serve again."""
+    """`POST /penstock/weights/apply`: after any answer but 200 the engine must not serve again."""
     body = await json_body(http)
     version = body.get("version")
     if type(version) is not int:
         return json_answer({"error": f"version must be an integer, got {version!r}"}, 400)
     try:
-        done = await engine_of(http).weights.apply(version, clear_cache=bool(body.get("clear_cache", True)))
+        done = await engine_of(http).apply(version, clear_cache=bool(body.get("clear_cache", True)))
     except StateError as error:
         return json_answer({"error": str(error)}, 409)
     except TransferError as error:
@@ -89,20 +102,23 @@ async def set_fault(http: web.Request) -> web.Response:
     return json_answer({"ok": True})
 
 
-ALWAYS = frozenset({"/health", "/ping", "/metrics", "/version"})
-WITH_LORA = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+# --- vLLM's, as `/server_info` and the endpoints' presence tell how it was started ------------------------------------
+
+ALWAYS = frozenset(
+    {"/health", "/ping", "/metrics", "/version", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"},
+)
 SINCE_0_32 = frozenset({"/weight_info", "/update_weight_version", "/abort_requests"})
 
 
 def has(config: SimConfig, path: str) -> bool:
-    """Whether there is this endpoint: vLLM registers those for training in dev mode only."""
-    if not config.plain or path in ALWAYS | WITH_LORA:
+    """Whether this endpoint exists: vLLM registers those for training in dev mode only."""
+    if not config.plain or path in ALWAYS:
         return True
     return config.dev_mode and (config.keeps_versions or path not in SINCE_0_32)
 
 
 async def server_info(http: web.Request) -> web.Response:
-    """`GET /server_info?config_format=json`, as far as anyone here reads it."""
+    """`GET /server_info?config_format=json`, as far as a client here reads it."""
     config = http.app[RANKS][0].config
     backend = config.weight_transfer_backend
     settings = {
@@ -131,91 +147,72 @@ async def no_tokens(_: web.Request) -> web.Response:
     return error_answer(message, "PermissionDeniedError", 403)
 
 
-E = TypeVar("E", bound=StrEnum)
-
-
-async def health(http: web.Request) -> web.Response:
-    """`GET /health`: 503 when the engine core is dead."""
-    engine = engine_of(http)
+async def _health(http: web.Request) -> web.Response:
     try:
-        await engine.at(Phase.HEALTH)
+        await engine_of(http).at(Phase.HEALTH)
     except EngineDeadError:
         return web.Response(status=503)
     return web.Response()
 
 
-async def metrics(http: web.Request) -> web.Response:
-    """`GET /metrics`, Prometheus text."""
-    ranks = http.app[RANKS]
-    metrics = RankMetrics(ranks[0].config, [(rank.scheduler, rank.stats) for rank in ranks])
-    return web.Response(text=metrics.text(), content_type="text/plain")
+async def _metrics(http: web.Request) -> web.Response:
+    return web.Response(text=metrics_text(http.app[RANKS]), content_type="text/plain")
 
 
-async def version(http: web.Request) -> web.Response:
-    """`GET /version`."""
+async def _version(http: web.Request) -> web.Response:
     return json_answer({"version": engine_of(http).config.vllm_version})
 
 
-async def pause(http: web.Request) -> web.Response:
-    """`POST /pause?mode=&clear_cache=&release=`."""
+async def _pause(http: web.Request) -> web.Response:
     mode, clear_cache = _choice(http, "mode", PauseMode.ABORT), _flag(http, "clear_cache", default=True)
-    release = _flag(http, "release", default=False)
-    await engine_of(http).holds.pause(mode, clear_cache=clear_cache, release=release)
+    await engine_of(http).pause(mode, clear_cache=clear_cache, release=_flag(http, "release", default=False))
     return json_answer({"status": "paused"})
 
 
-async def resume(http: web.Request) -> web.Response:
-    """`POST /resume`."""
-    await engine_of(http).holds.resume()
+async def _resume(http: web.Request) -> web.Response:
+    await engine_of(http).resume()
     return json_answer({"status": "resumed"})
 
 
-async def is_paused(http: web.Request) -> web.Response:
-    """`GET /is_paused`."""
+async def _is_paused(http: web.Request) -> web.Response:
     engine = engine_of(http)
     await engine.at(Phase.CONTROL)
     return json_answer({"is_paused": engine.paused})
 
 
-async def abort_requests(http: web.Request) -> web.Response:
-    """`POST /abort_requests`: those named, or all."""
+async def _abort_requests(http: web.Request) -> web.Response:
     engine = engine_of(http)
     engine.check_alive()
     names = (await json_body(http)).get("request_ids")
     return json_answer({"status": "aborted", "aborted": engine.abort(names or None, asked=True)})
 
 
-async def reset_prefix_cache(http: web.Request) -> web.Response:
-    """`POST /reset_prefix_cache?reset_running_requests=`."""
+async def _reset_prefix_cache(http: web.Request) -> web.Response:
     running = _flag(http, "reset_running_requests", default=False)
     return json_answer({"success": engine_of(http).reset_prefix_cache(reset_running_requests=running)})
 
 
-async def sleep(http: web.Request) -> web.Response:
-    """`POST /sleep?level=&mode=`."""
+async def _sleep(http: web.Request) -> web.Response:
     text = http.query.get("level", "1")
     if text not in ("0", "1", "2"):
         raise InvalidFieldError("query.level", f"must be 0, 1 or 2, got {text!r}")
-    level = int(text)
-    await engine_of(http).holds.sleep(level, _choice(http, "mode", PauseMode.ABORT))
-    return json_answer({"status": "sleeping", "level": level})
+    await engine_of(http).sleep(int(text), _choice(http, "mode", PauseMode.ABORT))
+    return json_answer({"status": "sleeping", "level": int(text)})
 
 
-async def wake_up(http: web.Request) -> web.Response:
-    """`POST /wake_up?tags=`."""
+async def _wake_up(http: web.Request) -> web.Response:
     tags = http.query.getall("tags", []) or None
-    awake = await engine_of(http).holds.wake_up(tags)
+    awake = await engine_of(http).wake_up(tags)
     return json_answer({"status": "awake" if awake else "sleeping", "tags": tags})
 
 
-async def is_sleeping(http: web.Request) -> web.Response:
-    """`GET /is_sleeping`: a paused engine counts as sleeping, as in vLLM."""
-    engine = engine_of(http)
+async def _is_sleeping(http: web.Request) -> web.Response:
+    engine = engine_of(http)  # a paused engine counts as sleeping, as in vLLM
     return json_answer({"is_sleeping": engine.paused or bool(engine.asleep)})
 
 
-async def collective_rpc(http: web.Request) -> web.Response:
-    """`POST /collective_rpc`: the simulated engine has one worker, which gives back what it was called with."""
+async def _collective_rpc(http: web.Request) -> web.Response:
+    """The simulated engine has one worker, which returns what it was called with."""
     body = await json_body(http)
     engine_of(http).check_alive()
     method = body.get("method")
@@ -225,55 +222,50 @@ async def collective_rpc(http: web.Request) -> web.Response:
     return json_answer({"results": [call]})
 
 
-async def init_weight_transfer_engine(http: web.Request) -> web.Response:
-    """`POST /init_weight_transfer_engine` with `init_info`."""
+async def _init_weight_transfer_engine(http: web.Request) -> web.Response:
     _object(await json_body(http), "init_info")
-    engine_of(http).weights.init_transfer()
+    engine = engine_of(http)
+    engine.check_alive()
+    engine.weights.initialised = True
     return json_answer({"message": "Weight transfer initialized"})
 
 
-async def start_weight_update(http: web.Request) -> web.Response:
-    """`POST /start_weight_update`."""
-    engine_of(http).weights.start()
+async def _start_weight_update(http: web.Request) -> web.Response:
+    engine_of(http).start_update()
     return json_answer({"message": "Weight update started"})
 
 
-async def update_weights(http: web.Request) -> web.Response:
-    """`POST /update_weights` with `update_info`."""
+async def _update_weights(http: web.Request) -> web.Response:
     _object(await json_body(http), "update_info")
-    await engine_of(http).weights.update()
+    await engine_of(http).update_weights()
     return json_answer({"message": "Weights updated"})
 
 
-async def finish_weight_update(http: web.Request) -> web.Response:
-    """`POST /finish_weight_update`, with `weight_version` or not."""
+async def _finish_weight_update(http: web.Request) -> web.Response:
     label = (await json_body(http, optional=True)).get("weight_version")
     if label is not None and not isinstance(label, str):
         raise InvalidFieldError("weight_version", f"Input should be a valid string, got {label!r}")
-    engine = engine_of(http)
-    engine.weights.finish(label)
-    await engine.holds.weights_are_in()
+    await engine_of(http).finish_update(label)
     return json_answer({"message": "Weight update finished"})
 
 
-async def update_weight_version(http: web.Request) -> web.Response:
-    """`POST /update_weight_version` with `new_version`."""
+async def _update_weight_version(http: web.Request) -> web.Response:
     label = (await json_body(http)).get("new_version")
     if not isinstance(label, str):
         raise InvalidFieldError("new_version", f"Input should be a valid string, got {label!r}")
-    engine_of(http).weights.relabel(label)
+    engine = engine_of(http)
+    engine.check_alive()
+    engine.weights.label = label
     return json_answer({"success": True, "new_version": label})
 
 
-async def weight_info(http: web.Request) -> web.Response:
-    """`GET /weight_info`."""
+async def _weight_info(http: web.Request) -> web.Response:
     engine = engine_of(http)
     engine.check_alive()
     return json_answer({"weight_version": engine.weights.label})
 
 
-async def load_lora_adapter(http: web.Request) -> web.Response:
-    """`POST /v1/load_lora_adapter`."""
+async def _load_lora_adapter(http: web.Request) -> web.Response:
     body = await json_body(http)
     name, path = str(body.get("lora_name") or ""), str(body.get("lora_path") or "")
     engine_of(http).check_alive()
@@ -284,12 +276,11 @@ async def load_lora_adapter(http: web.Request) -> web.Response:
     return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
 
-async def unload_lora_adapter(http: web.Request) -> web.Response:
-    """`POST /v1/unload_lora_adapter`."""
+async def _unload_lora_adapter(http: web.Request) -> web.Response:
     name = str((await json_body(http)).get("lora_name") or "")
     try:
         engine_of(http).adapters.unload(name)
-    except AdapterNotFoundError:
+    except NotFoundError:
         raise
     except UserError as error:
         return error_answer(str(error), "InvalidUserInput", 400)
@@ -297,30 +288,30 @@ async def unload_lora_adapter(http: web.Request) -> web.Response:
 
 
 GET: Mapping[str, Handler] = {
-    "/health": health,
-    "/ping": health,
-    "/metrics": metrics,
-    "/version": version,
-    "/is_paused": is_paused,
-    "/is_sleeping": is_sleeping,
-    "/weight_info": weight_info,
+    "/health": _health,
+    "/ping": _health,
+    "/metrics": _metrics,
+    "/version": _version,
+    "/is_paused": _is_paused,
+    "/is_sleeping": _is_sleeping,
+    "/weight_info": _weight_info,
 }
 POST: Mapping[str, Handler] = {
-    "/ping": health,
-    "/pause": pause,
-    "/resume": resume,
-    "/abort_requests": abort_requests,
-    "/reset_prefix_cache": reset_prefix_cache,
-    "/sleep": sleep,
-    "/wake_up": wake_up,
-    "/collective_rpc": collective_rpc,
-    "/init_weight_transfer_engine": init_weight_transfer_engine,
-    "/start_weight_update": start_weight_update,
-    "/update_weights": update_weights,
-    "/finish_weight_update": finish_weight_update,
-    "/update_weight_version": update_weight_version,
-    "/v1/load_lora_adapter": load_lora_adapter,
-    "/v1/unload_lora_adapter": unload_lora_adapter,
+    "/ping": _health,
+    "/pause": _pause,
+    "/resume": _resume,
+    "/abort_requests": _abort_requests,
+    "/reset_prefix_cache": _reset_prefix_cache,
+    "/sleep": _sleep,
+    "/wake_up": _wake_up,
+    "/collective_rpc": _collective_rpc,
+    "/init_weight_transfer_engine": _init_weight_transfer_engine,
+    "/start_weight_update": _start_weight_update,
+    "/update_weights": _update_weights,
+    "/finish_weight_update": _finish_weight_update,
+    "/update_weight_version": _update_weight_version,
+    "/v1/load_lora_adapter": _load_lora_adapter,
+    "/v1/unload_lora_adapter": _unload_lora_adapter,
 }
 
 
@@ -347,3 +338,51 @@ def _flag(http: web.Request, name: str, *, default: bool) -> bool:
 def _object(body: dict[str, Any], name: str) -> None:
     if not isinstance(body.get(name), dict):
         raise InvalidFieldError(name, "Field required, an object")
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def metrics_text(ranks: Sequence[SimEngine]) -> str:
+    """`GET /metrics`: vLLM's series with true values, a sample for each data-parallel rank."""
+    registry = CollectorRegistry()
+    registry.register(_Ranks(ranks))
+    return generate_latest(registry).decode()
+
+
+class _Ranks:
+    """A prometheus_client collector."""
+
+    def __init__(self, ranks: Sequence[SimEngine]) -> None:
+        self._ranks = ranks
+
+    def collect(self) -> Iterable[Metric]:
+        config = self._ranks[0].config
+        model = config.served_model_name
+        cache = GaugeMetricFamily("vllm:cache_config_info", "", labels=["block_size", "num_gpu_blocks", "engine"])
+        success = CounterMetricFamily("vllm:request_success", "", labels=["engine", "model_name", "finished_reason"])
+        series: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for number, rank in enumerate(map(str, range(len(self._ranks)))):
+            engine = self._ranks[number]
+            cache.add_metric([str(config.block_size), str(config.kv_blocks), rank], 1)
+            for reason in ("stop", "length", "abort"):
+                success.add_metric([rank, model, reason], engine.stats.finished[reason])
+            for name, value in _values(engine).items():
+                kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+                family = series.setdefault(name, kind(f"vllm:{name}", "", labels=["engine", "model_name"]))
+                family.add_metric([rank, model], value)
+        return [cache, *series.values(), success]
+
+
+def _values(engine: SimEngine) -> dict[str, float]:
+    scheduler, stats = engine.scheduler, engine.stats
+    return {
+        "num_requests_running": len(scheduler.running),
+        "num_requests_waiting": len(scheduler.waiting),
+        "kv_cache_usage_perc": scheduler.pool.usage,
+        "prefix_cache_queries_total": stats.queries,
+        "prefix_cache_hits_total": stats.hits,
+        "num_preemptions_total": stats.preemptions,
+        "prompt_tokens_total": stats.prompt_tokens,
+        "generation_tokens_total": stats.generation_tokens,
+    }

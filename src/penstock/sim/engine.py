@@ -1,7 +1,7 @@
 """The simulated engine without HTTP: what vLLM's API server and scheduler do, in simulated steps.
 
-`SimEngine` pauses, sleeps and wakes up as vLLM does. `Holds` makes of that pauses and sleeps that end no request, and
-wake-ups that start none too early, as Penstock's plugin does in vLLM.
+Unless `SimConfig.plain` is set, it pauses and wakes up as vLLM with Penstock's plugin (`plugin/pause.py`): a pause ends
+no request, and a wake-up resumes only if no pause was requested and the weights are complete.
 """
 
 from __future__ import annotations
@@ -12,76 +12,66 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.engine.partial import Partial
-from penstock.errors import EngineDeadError, RequestError
-from penstock.sim.adapters import Adapters
-from penstock.sim.clock import Clock, LoopClock
+from penstock.errors import EngineDeadError, RequestError, StateError, UserError
 from penstock.sim.config import SimConfig
 from penstock.sim.faults import Died, FaultKind, FaultPlan, Phase
 from penstock.sim.scheduler import Scheduler, SimRequest, SimSequence, StepPlan
-from penstock.sim.stats import EngineStats
 from penstock.sim.tokens import Weights
-from penstock.sim.update import WeightState
+from penstock.sim.update import WeightState, check_manifest, checksum_of
 from penstock.types import PauseMode, Sample, SamplingParams
+from penstock.weights.broadcast import TRANSPORT as BROADCAST
+from penstock.weights.manifest import WeightManifest
 
-MEMORY_TAGS = frozenset({"weights", "kv_cache"})
 DROPS_WEIGHTS = 2
-
-
-class Holds:
-    """What holds the generation of one engine; see `plugin/pause.py`."""
-
-    def __init__(self, engine: SimEngine) -> None:
-        self._engine = engine
-        self._paused = False
-        self._without_weights = False
-
-    async def pause(self, mode: PauseMode, *, clear_cache: bool, release: bool) -> None:
-        """`/pause`; `release`: what is in flight ends with the finish reason `abort`, to go on elsewhere."""
-        await self._engine.pause(self._mode(mode, release=release), clear_cache=clear_cache)
-        self._paused = True
-
-    async def resume(self) -> None:
-        """`/resume`."""
-        self._paused = False
-        if self._engine.config.plain:
-            await self._engine.resume()
-        else:
-            await self._go_on()
-
-    async def sleep(self, level: int, mode: PauseMode) -> None:
-        """`/sleep`."""
-        await self._engine.sleep(level, self._mode(mode))
-        self._without_weights |= level == DROPS_WEIGHTS
-
-    async def wake_up(self, tags: Sequence[str] | None) -> bool:
-        """`/wake_up`; returns whether all memory is back."""
-        if self._engine.config.plain:
-            return await self._engine.wake_up(tags)
-        awake = await self._engine.wake_up(tags, resume=False)
-        await self._go_on()
-        return awake
-
-    def weights_are_out(self) -> None:
-        """Nothing may be computed before weights are in."""
-        self._without_weights = True
-
-    async def weights_are_in(self) -> None:
-        """New weights are in force, and labelled."""
-        self._without_weights = False
-        if not self._engine.config.plain:
-            await self._go_on()
-
-    async def _go_on(self) -> None:
-        if not self._paused and not self._engine.asleep and not self._without_weights:
-            await self._engine.resume()
-
-    def _mode(self, mode: PauseMode, *, release: bool = False) -> PauseMode:
-        ends = release or self._engine.config.plain
-        return PauseMode.KEEP if mode is PauseMode.ABORT and not ends else mode
-
-
+"""Sleep level that discards the weights."""
 DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
-"""How vLLM words it."""
+"""vLLM's own message."""
+
+
+class NotFoundError(UserError):
+    """No model or adapter of that name; `param` is the field of the request that named it."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class Adapters:
+    """Loaded LoRA adapters: paths by name. The path decides the tokens: other bytes, other path."""
+
+    def __init__(self, config: SimConfig) -> None:
+        self._config = config
+        self.loaded: dict[str, str] = {}
+
+    def load(self, name: str, path: str, *, in_place: bool = False) -> None:
+        """Load one. Requests in flight under this name continue with the new weights, as in vLLM.
+
+        Raises:
+            UserError: the name is taken and `in_place` is not set, or there is no room.
+        """
+        if not name or not path:
+            raise UserError("Both 'lora_name' and 'lora_path' must be provided.")
+        if name == self._config.served_model_name:
+            raise UserError(f"The lora adapter '{name}' conflicts with a served base model.")
+        if name in self.loaded and not in_place:
+            raise UserError(
+                f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
+                "'load_inplace' to True."
+            )
+        if name not in self.loaded and len(self.loaded) >= self._config.max_loras:
+            raise UserError(f"No room for lora adapter '{name}': {self._config.max_loras} are loaded.")
+        self.loaded[name] = path
+
+    def unload(self, name: str) -> None:
+        """Forget one. Raises NotFoundError."""
+        if not name:
+            raise UserError("'lora_name' needs to be provided to unload a LoRA adapter.")
+        if self.loaded.pop(name, None) is None:
+            raise NotFoundError(f"The lora adapter '{name}' cannot be found.")
+
+    def path(self, name: str | None) -> str:
+        """Path of an adapter; empty for the base model and for an adapter unloaded under its requests."""
+        return self.loaded.get(name, "") if name is not None else ""
 
 
 class SimEngine:
@@ -89,30 +79,24 @@ class SimEngine:
 
     Args:
         config: how it is built.
-        clock: where its time comes from; default: the running loop's.
         on_death: called once when it dies, with how.
     """
 
-    def __init__(
-        self,
-        config: SimConfig | None = None,
-        *,
-        clock: Clock | None = None,
-        on_death: Callable[[FaultKind], None] | None = None,
-    ) -> None:
+    def __init__(self, config: SimConfig | None = None, *, on_death: Callable[[FaultKind], None] | None = None) -> None:
         self.config = config or SimConfig()
-        self.clock: Clock = clock or LoopClock()
-        self.faults = FaultPlan(self.clock, self.config.faults)
+        self.faults = FaultPlan(self.config.faults)
         self.adapters = Adapters(self.config)
-        self.weights = WeightState(self)
-        self.holds = Holds(self)
+        self.weights = WeightState()
         self.scheduler = Scheduler(self.config, lambda s: self.adapters.path(s.request.lora))
-        self.stats = EngineStats()
+        self.stats = self.scheduler.stats
         self.asleep: frozenset[str] = frozenset()
-        """What sleep took away: `weights`, `kv_cache`."""
+        """Memory that sleep released: `weights`, `kv_cache`."""
         self.death: str | None = None
         """Why it is dead."""
         self._frozen = False
+        self._pause_requested = False
+        self._without_weights = False
+        """No token may be computed until weights are complete."""
         self._on_death = on_death
         self._requests: dict[str, SimRequest] = {}
         self._ids = itertools.count()
@@ -173,7 +157,7 @@ class SimEngine:
         self._requests[name] = request
         self.stats.prompt_tokens += len(prompt_ids)
         for sequence, part in zip(request.sequences, parts, strict=False):
-            sequence.take_up(part)
+            sequence.resume(part)
         for sequence in request.sequences:
             if sequence.finish_reason is None:
                 self.scheduler.add(sequence)
@@ -181,14 +165,14 @@ class SimEngine:
         return request
 
     def drop(self, request: SimRequest) -> None:
-        """Nobody waits for it any more: what is left of it is aborted."""
+        """Abort what is left of it: its caller no longer waits."""
         self._abort([s for s in request.sequences if s.finish_reason is None])
         self._requests.pop(request.id, None)
 
     def abort(self, request_ids: Iterable[str] | None = None, *, asked: bool = False) -> int:
         """End requests (None: all) with the tokens they have and the finish reason `abort`; returns how many.
 
-        `asked`: it is for the sake of ending them, and not of a pause.
+        `asked`: a client asked for their end; they do not continue elsewhere.
         """
         chosen = list(self._requests) if request_ids is None else [i for i in request_ids if i in self._requests]
         for request_id in chosen:
@@ -198,30 +182,24 @@ class SimEngine:
 
     # --- pause, resume, memory ----------------------------------------------------------------------------------------
 
-    async def pause(self, mode: PauseMode = PauseMode.ABORT, *, clear_cache: bool = True) -> int:
-        """Stop making tokens; returns when none is being made, with the number of requests preempted.
+    async def pause(
+        self, mode: PauseMode = PauseMode.ABORT, *, clear_cache: bool = True, release: bool = False
+    ) -> None:
+        """`/pause`: stop making tokens; returns when none is being made. New requests queue until `resume`.
 
-        Pausing twice is allowed, as in vLLM; the later mode holds. New requests queue until `resume`.
+        Pausing twice is allowed, as in vLLM; the later mode holds. With `release` (or in plain vLLM) the mode `abort`
+        ends requests, so that they continue on another engine; else they wait here.
         """
-        await self.at(Phase.PAUSE)
-        self._frozen = mode is PauseMode.KEEP
-        self.scheduler.admitting = False
-        if mode is PauseMode.ABORT:
-            self.abort()
-        self.kick()
-        await self._idle()
-        await self.clock.sleep(self.config.pause_seconds)
-        self.check_alive()
-        return self._clear_cache() if clear_cache else 0
+        await self._stop(self._stop_mode(mode, release=release), clear_cache=clear_cache)
+        self._pause_requested = True
 
     async def resume(self) -> None:
-        """Go on. Does nothing where it was not paused."""
-        await self.at(Phase.RESUME)
-        await self.clock.sleep(self.config.resume_seconds)
-        self.check_alive()
-        self._frozen = False
-        self.scheduler.admitting = True
-        self.kick()
+        """`/resume`."""
+        self._pause_requested = False
+        if self.config.plain:
+            await self._resume()
+        else:
+            await self._resume_if_ready()
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
         """Forget cached prefixes. False, and nothing done, while requests hold blocks and may not be recomputed."""
@@ -233,28 +211,153 @@ class SimEngine:
         return self.scheduler.pool.reset()
 
     async def sleep(self, level: int = 1, mode: PauseMode = PauseMode.ABORT) -> None:
-        """Pause; from level 1 on weights and KV leave the device."""
-        await self.pause(mode, clear_cache=level >= 1)
+        """`/sleep`: pause; from level 1 on weights and KV leave the device."""
+        await self._stop(self._stop_mode(mode), clear_cache=level >= 1)
         if level >= 1:
             self.asleep = frozenset({"weights", "kv_cache"})
+        self._without_weights |= level == DROPS_WEIGHTS
 
-    async def wake_up(self, tags: Sequence[str] | None = None, *, resume: bool = True) -> bool:
-        """Take memory back; when all is there, go on (`resume`). Returns whether it is."""
+    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """`/wake_up`: take memory back and resume once all is there; returns whether it is."""
         self.check_alive()
         self.asleep = frozenset() if tags is None else self.asleep - set(tags)
-        if resume and not self.asleep:
-            await self.resume()
+        if not self.config.plain:
+            await self._resume_if_ready()
+        elif not self.asleep:
+            await self._resume()
         return not self.asleep
+
+    def _stop_mode(self, mode: PauseMode, *, release: bool = False) -> PauseMode:
+        ends_requests = release or self.config.plain
+        return PauseMode.KEEP if mode is PauseMode.ABORT and not ends_requests else mode
+
+    async def _stop(self, mode: PauseMode, *, clear_cache: bool) -> int:
+        """Stop as vLLM does; returns the number of sequences preempted."""
+        await self.at(Phase.PAUSE)
+        self._frozen = mode is PauseMode.KEEP
+        self.scheduler.admitting = False
+        if mode is PauseMode.ABORT:
+            self.abort()
+        self.kick()
+        if self._loop is not None and not self._loop.done():
+            await asyncio.wait({self._loop})
+        await asyncio.sleep(self.config.pause_seconds)
+        self.check_alive()
+        return self._clear_cache() if clear_cache else 0
+
+    async def _resume(self) -> None:
+        await self.at(Phase.RESUME)
+        await asyncio.sleep(self.config.resume_seconds)
+        self.check_alive()
+        self._frozen = False
+        self.scheduler.admitting = True
+        self.kick()
+
+    async def _resume_if_ready(self) -> None:
+        if not self._pause_requested and not self.asleep and not self._without_weights:
+            await self._resume()
+
+    # --- weights: Penstock's updates ----------------------------------------------------------------------------------
+
+    async def prepare(self, manifest: WeightManifest) -> None:
+        """Check an offered version while generating; nothing in force changes.
+
+        Raises:
+            WeightsError: it does not fit.
+        """
+        await self.at(Phase.PREPARE)
+        await asyncio.sleep(self.config.prepare_seconds)
+        self.check_alive()
+        if manifest.transport == BROADCAST:
+            self.weights.group.check(manifest)
+        self.weights.prepared = (manifest, check_manifest(manifest, self.config.tensor_specs))
+
+    async def apply(self, version: int, *, clear_cache: bool = True) -> dict[str, Any]:
+        """Pause (keep), load what was prepared, label it, resume; an engine that was paused stays paused.
+
+        Returns:
+            `version`, `seconds` of each phase, `preempted`, `checksum`, as vLLM with Penstock's plugin answers.
+
+        Raises:
+            StateError: that version was not prepared; nothing was changed.
+            TransferError: its bytes did not all come. The engine stays paused until a version came whole.
+        """
+        prepared = self.weights.prepared
+        if prepared is None or prepared[0].version != version:
+            has = "none is" if prepared is None else f"{prepared[0].version} is"
+            raise StateError(f"weight version {version} was not prepared ({has}); call prepare first")
+        self.weights.prepared = None
+        now = asyncio.get_running_loop().time
+        begin = now()
+        preempted = await self._stop(PauseMode.KEEP, clear_cache=clear_cache)
+        paused = now()
+        self._without_weights = True
+        checksum = await self._load(*prepared)
+        self.weights.kv_kept = None if clear_cache else version
+        loaded = now()
+        await self._weights_complete()
+        end = now()
+        seconds = {"pause": paused - begin, "load": loaded - paused, "resume": end - loaded, "bubble": end - begin}
+        return {"version": version, "seconds": seconds, "preempted": preempted, "checksum": checksum}
+
+    async def _load(self, manifest: WeightManifest, checksum: str) -> str:
+        weights, version = self.weights, manifest.version
+        weights.unfit = f"loading version {version} did not end"
+        await self.at(Phase.LOAD)
+        await asyncio.sleep(self.config.load_seconds)
+        if manifest.transport == BROADCAST:
+            checksum = checksum_of(await weights.group.receive(manifest))
+        self.check_alive()
+        weights.unfit, weights.identity, weights.checksum = None, version, checksum
+        if self.faults.take(Phase.LOAD, FaultKind.WRONG_LABEL) is None:
+            weights.label = str(version)
+        wrong = self.faults.take(Phase.LOAD, FaultKind.WRONG_CHECKSUM)
+        return checksum if wrong is None else checksum[::-1]
+
+    async def _weights_complete(self) -> None:
+        self._without_weights = False
+        if not self.config.plain:
+            await self._resume_if_ready()
+
+    # --- weights: vLLM's updates --------------------------------------------------------------------------------------
+
+    def start_update(self) -> None:
+        """`/start_weight_update`. While requests run it kills the engine, as it kills vLLM.
+
+        Raises:
+            StateError: not initialised, or an update is under way.
+            EngineDeadError: it was not paused.
+        """
+        self.check_alive()
+        self.weights.start()
+        if self.scheduler.running and not self.paused:
+            self.die(FaultKind.CORE_DEATH, "start_weight_update while requests run")
+            self.check_alive()
+
+    async def update_weights(self) -> None:
+        """`/update_weights`. Raises StateError before `start_update`; a later failure leaves the engine unfit."""
+        self.check_alive()
+        self.weights.require_started("update_weights")
+        await self.at(Phase.LOAD)
+        await asyncio.sleep(self.config.load_seconds)
+        self.check_alive()
+        self.weights.updated = True
+
+    async def finish_update(self, label: str | None) -> None:
+        """`/finish_weight_update`: the weights are in force, labelled if a label is given."""
+        self.check_alive()
+        self.weights.finish(label)
+        await self._weights_complete()
 
     # --- life and death -----------------------------------------------------------------------------------------------
 
     def check_alive(self) -> None:
-        """Raise EngineDeadError where the engine is dead."""
+        """Raise EngineDeadError if the engine is dead."""
         if self.death is not None:
             raise EngineDeadError(self.death, engine=self.config.name)
 
     async def at(self, phase: Phase) -> None:
-        """Let the faults set at this phase happen. Raises RefusedError, or EngineDeadError where one of them kills."""
+        """Run the faults set at this phase. Raises RefusedError, or EngineDeadError if one of them kills."""
         try:
             await self.faults.at(phase)
         except Died as died:
@@ -262,7 +365,7 @@ class SimEngine:
         self.check_alive()
 
     def die(self, kind: FaultKind, reason: str) -> None:
-        """The engine is gone, with every request it had."""
+        """End the engine, with every request it has."""
         if self.death is not None:
             return
         self.faults.clear()
@@ -273,12 +376,12 @@ class SimEngine:
             request.die(self.death)
 
     def close(self) -> None:
-        """Stop for good; only for an engine that is thrown away before its work is done."""
+        """Stop for good, with work left."""
         if self._loop is not None:
             self._loop.cancel()
 
     def kick(self) -> None:
-        """See to it that steps are made while there is work."""
+        """Run steps while there is work."""
         if self._loop is None or self._loop.done():
             self._loop = asyncio.get_running_loop().create_task(self._steps(), name=f"{self.config.name}-steps")
 
@@ -292,7 +395,7 @@ class SimEngine:
             if self.weights.unfit is not None:
                 self.die(FaultKind.CORE_DEATH, f"generation on unfit weights: {self.weights.unfit}")
                 return
-            await self.clock.sleep(self._step_seconds(plan))
+            await asyncio.sleep(self._step_seconds(plan))
             await self._emit(plan)
 
     def _step_seconds(self, plan: StepPlan) -> float:
@@ -319,10 +422,6 @@ class SimEngine:
                     await self.at(Phase.TOKENS)
                 except EngineDeadError:
                     return
-
-    async def _idle(self) -> None:
-        if self._loop is not None and not self._loop.done():
-            await asyncio.wait({self._loop})
 
     def _abort(self, sequences: Sequence[SimSequence]) -> None:
         for sequence in sequences:

@@ -9,7 +9,6 @@ from enum import StrEnum
 from typing import Any, Self
 
 from penstock.errors import ConfigError, EngineError
-from penstock.sim.clock import Clock
 
 
 class FaultKind(StrEnum):
@@ -146,8 +145,7 @@ class _Armed:
 class FaultPlan:
     """The faults that are set. The engine asks it at each phase; it is the only place that knows of faults."""
 
-    def __init__(self, clock: Clock, faults: tuple[Fault, ...] = ()) -> None:
-        self._clock = clock
+    def __init__(self, faults: tuple[Fault, ...] = ()) -> None:
         self._armed: list[_Armed] = []
         self._released = asyncio.Event()
         self.slow_factor = 1.0
@@ -190,7 +188,7 @@ class FaultPlan:
             if cleared.is_set():  # while this visit waited: what it has not met by then is taken back too
                 return
             if fault.kind is FaultKind.DELAY:
-                await self._clock.sleep(fault.seconds)
+                await asyncio.sleep(fault.seconds)
             elif fault.kind is FaultKind.HANG:
                 await cleared.wait()
             elif fault.kind is FaultKind.REFUSE:

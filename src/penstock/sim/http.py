@@ -1,4 +1,4 @@
-"""Requests and answers in vLLM's forms: JSON bodies in, JSON or its error form out, and the rank that is asked."""
+"""Requests and answers in vLLM's forms: JSON bodies in, JSON or vLLM's error form out, and the rank addressed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from aiohttp.typedefs import Handler, Middleware
 
 from penstock.errors import EngineDeadError, RequestError, StateError, UserError
 from penstock.guard import DATA_PATHS, OPEN_PATHS, cross_site, has_key
-from penstock.sim.adapters import AdapterNotFoundError
 from penstock.sim.config import SimConfig
-from penstock.sim.engine import SimEngine
+from penstock.sim.engine import NotFoundError, SimEngine
 from penstock.sim.faults import RefusedError
 from penstock.types import SamplingParams
 
@@ -34,22 +33,18 @@ class InvalidFieldError(RequestError):
         self.field = field
 
 
-class ModelNotFoundError(UserError):
-    """The model asked for is not served here."""
-
-
 def json_answer(data: Any, status: int = 200) -> web.Response:
     """JSON, as vLLM's JSONResponse."""
     return web.Response(body=orjson.dumps(data), status=status, content_type="application/json")
 
 
 def error_body(message: str, kind: str, status: int, param: str | None = None) -> dict[str, Any]:
-    """VLLM's `ErrorResponse`."""
+    """The `ErrorResponse` of vLLM."""
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def error_answer(message: str, kind: str, status: int, param: str | None = None) -> web.Response:
-    """VLLM's `ErrorResponse` with its status."""
+    """The `ErrorResponse` of vLLM with its status."""
     return json_answer(error_body(message, kind, status, param), status)
 
 
@@ -60,21 +55,22 @@ def engine_of(request: web.Request) -> SimEngine:
 
 @web.middleware
 async def errors_as_vllm(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Exceptions become the answers that vLLM gives for them."""
+    """Turn exceptions into the answers that vLLM gives for them."""
     try:
         return await handler(request)
     except web.HTTPException as error:
-        return error_answer(error.reason, error.reason, error.status)
+        answer = error_answer(error.reason, error.reason, error.status)
     except InvalidFieldError as error:
-        return error_answer(str(error), "Bad Request", 400, error.field)
+        answer = error_answer(str(error), "Bad Request", 400, error.field)
+    except NotFoundError as error:
+        answer = error_answer(str(error), "NotFoundError", 404, error.param)
     except UserError as error:
-        missing = isinstance(error, (ModelNotFoundError, AdapterNotFoundError))
-        param = "model" if isinstance(error, ModelNotFoundError) else None
-        return error_answer(str(error), *(("NotFoundError", 404) if missing else ("BadRequestError", 400)), param)
+        answer = error_answer(str(error), "BadRequestError", 400)
     except EngineDeadError as error:
-        return error_answer(str(error).removeprefix(f"engine {error.engine}: "), "InternalServerError", 500)
+        answer = error_answer(str(error).removeprefix(f"engine {error.engine}: "), "InternalServerError", 500)
     except (RefusedError, StateError) as error:
-        return error_answer(str(error), "InternalServerError", 500)
+        answer = error_answer(str(error), "InternalServerError", 500)
+    return answer
 
 
 def guarded(config: SimConfig) -> Middleware:
@@ -98,7 +94,7 @@ def guarded(config: SimConfig) -> Middleware:
 
 
 async def json_body(request: web.Request, *, optional: bool = False) -> dict[str, Any]:
-    """The body as an object. Raises RequestError where it is no JSON, web.HTTPException where it is too large."""
+    """The body as an object. Raises RequestError if it is no JSON, web.HTTPException if it is too large."""
     raw = await request.read()
     if not raw and optional:
         return {}
@@ -115,7 +111,7 @@ def model_asked_for(engine: SimEngine, body: Mapping[str, Any]) -> tuple[str, st
     """Name to answer with, and the LoRA's name where the model is one.
 
     Raises:
-        ModelNotFoundError: neither the served model nor a loaded adapter.
+        NotFoundError: neither the served model nor a loaded adapter.
     """
     served = engine.config.served_model_name
     model = body.get("model")
@@ -125,13 +121,13 @@ def model_asked_for(engine: SimEngine, body: Mapping[str, Any]) -> tuple[str, st
         return model, model
     if not isinstance(model, str):
         raise InvalidFieldError("model", f"Input should be a valid string, got {model!r}")
-    raise ModelNotFoundError(f"The model `{model}` does not exist. Valid aliases: {served}.")
+    raise NotFoundError(f"The model `{model}` does not exist. Valid aliases: {served}.", "model")
 
 
 def sampling_of(
     given: Mapping[str, Any], *, logprobs: bool, detokenize: bool, default_max_tokens: int
 ) -> SamplingParams:
-    """VLLM's sampling parameters as ours; what the simulated model has no use for is ignored.
+    """Read sampling parameters as vLLM names them; what the simulated model cannot use is ignored.
 
     Raises:
         RequestError: a value of the wrong type or out of range.

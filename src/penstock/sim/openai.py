@@ -28,12 +28,13 @@ from penstock.sim.progress import (
     break_connection,
     deltas_of,
     in_lines,
+    parts_to_resume,
     send_events,
-    taken_up,
 )
 from penstock.sim.scheduler import Delta, SimRequest, SimSequence
 from penstock.sim.tokens import character_of, chat_prompt, decode, encode
-from penstock.types import SamplingParams, VersionSpan
+from penstock.types import SamplingParams
+from penstock.wire import as_weight_versions
 
 _UNUSED = ("service_tier", "system_fingerprint", "kv_transfer_params", "ec_transfer_params", "metrics")
 """Fields of vLLM's answer that the simulated engine has no use for."""
@@ -50,7 +51,7 @@ class Shape(ABC):
         self._eos = eos_token_id
         self._head: dict[str, Any] = {"id": request_id, "created": int(time.time()), "model": model}
         self._return_ids = bool(body.get("return_token_ids"))
-        self._told_prompt: set[int] = set()
+        self._prompt_sent: set[int] = set()
         self._written: dict[int, int] = {}
 
     def answer(self, requests: Sequence[SimRequest], usage: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,8 +132,8 @@ class CompletionShape(Shape):
     def chunk(self, index: int, sequence: SimSequence, delta: Delta) -> dict[str, Any]:
         """The first event of a choice tells the prompt's ids."""
         chunk = super().chunk(index, sequence, delta)
-        if self._return_ids and index not in self._told_prompt:
-            self._told_prompt.add(index)
+        if self._return_ids and index not in self._prompt_sent:
+            self._prompt_sent.add(index)
             chunk["choices"][0]["prompt_token_ids"] = sequence.request.prompt_ids
         return chunk
 
@@ -225,7 +226,7 @@ async def generate(http: web.Request) -> web.StreamResponse:
         request_id=f"generate-tokens-{request_id}",
         lora=lora,
         max_tokens=room if given.get("max_tokens") is None else None,
-        parts=taken_up(given.get("extra_args"), params, engine.config),
+        parts=parts_to_resume(given.get("extra_args"), params, engine.config),
     )
     try:
         reporter = ProgressReporter([request])
@@ -267,7 +268,7 @@ def _tokens_answer(http: web.Request, request: SimRequest, model: str, body: Map
     choices = [_tokens_choice(s, 0, length) for s, length in zip(request.sequences, lengths, strict=True)]
     if engine.config.keeps_versions:
         for choice, sequence in zip(choices, request.sequences, strict=True):
-            choice["weight_versions"] = _weight_versions(sequence)
+            choice["weight_versions"] = as_weight_versions(sequence.versions)
     return {
         "request_id": request.id,
         "model": model,
@@ -292,7 +293,7 @@ async def _tokens_chunks(
             choice |= {"finish_reason": None, "stop_reason": None}
         # The spans come once, at the end, and cover the whole output.
         if engine.config.keeps_versions:
-            choice["weight_versions"] = _weight_versions(sequence) if delta.finished else None
+            choice["weight_versions"] = as_weight_versions(sequence.versions) if delta.finished else None
         chunk: dict[str, Any] = {"request_id": request.id, "usage": None, "output_mode": "tokens", "choices": [choice]}
         if first:
             chunk["prompt_token_ids"], first = request.prompt_ids, False
@@ -325,11 +326,6 @@ def _token_logprob(token_id: int, logprob: float) -> dict[str, Any]:
     # vLLM's top_logprobs always holds the sampled token; the simulated model has no other candidates.
     entry = {"token_id": token_id, "logprob": logprob, "rank": 1}
     return {**entry, "top_logprobs": [entry]}
-
-
-def _weight_versions(sequence: SimSequence) -> list[dict[str, Any]]:
-    pairs: list[tuple[VersionSpan, str]] = list(zip(sequence.spans, sequence.labels, strict=True))
-    return [{"version": label, "start": span.start, "end": span.end} for span, label in pairs]
 
 
 COMPLETIONS_MAX_TOKENS = 16
@@ -418,7 +414,7 @@ async def _serve(
 ) -> web.StreamResponse:
     engine = engine_of(http)
     requests: list[SimRequest] = []
-    parts = taken_up(shape.body.get("vllm_xargs"), params, engine.config)
+    parts = parts_to_resume(shape.body.get("vllm_xargs"), params, engine.config)
     try:
         for ids, request_id in prompts:
             submitted = await engine.submit(

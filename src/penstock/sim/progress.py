@@ -1,6 +1,6 @@
-"""Answers while they are made, with the faults that break them, as vLLM with Penstock's plugin sends them.
+"""Answers in one piece and as streams, with the faults that break them, as vLLM with Penstock's plugin sends them.
 
-The plugin's additions: what samples have so far, which weights made them, and requests that another engine began.
+The plugin's additions: progress of the samples, their weight versions, and requests that another engine began.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def break_connection(http: web.Request) -> None:
 MAX_HEADER = 8000
 
 
-def taken_up(extra: Any, params: SamplingParams, config: SimConfig) -> list[Partial]:
-    """What the samples of a request have already, out of its extra arguments; RequestError where it is malformed."""
+def parts_to_resume(extra: Any, params: SamplingParams, config: SimConfig) -> list[Partial]:
+    """Read what the samples of a request have already from its extra arguments; RequestError if it is malformed."""
     given: Any = cast("dict[str, Any]", extra).get(RESUME_ARG) if isinstance(extra, dict) else None
     parts = [] if given is None or config.plain else parts_of(given, params.n)
     for part in parts:
@@ -105,22 +105,22 @@ def _entries(pairs: Iterable[tuple[int, float]]) -> str:
 
 
 class ProgressReporter:
-    """What of the samples of one HTTP request was not reported yet."""
+    """Reports the progress of one HTTP request's samples, each part once."""
 
     def __init__(self, requests: Sequence[SimRequest], *, whole_only: bool = False) -> None:
         self._sequences = [s for request in requests for s in request.sequences]
         self._whole_only = whole_only
-        # The client has what it sent along; that a sample had ended it has as well.
-        self._reported = [s.taken_up for s in self._sequences]
-        self._reported_end = [s.taken_up_whole for s in self._sequences]
+        # The client has what it sent along, and that a sample had ended.
+        self._reported = [s.resumed_tokens for s in self._sequences]
+        self._reported_end = [s.resumed_whole for s in self._sequences]
 
     @property
     def unreported(self) -> int:
-        """Most tokens of one sample that were not reported."""
+        """Largest number of unreported tokens of one sample."""
         return max(len(s.output) - reported for s, reported in zip(self._sequences, self._reported, strict=True))
 
     def take_updates(self) -> list[dict[str, Any]]:
-        """As our plugin reports them, each once."""
+        """What is new, as `Partial.add` reads it."""
         updates: list[dict[str, Any]] = []
         for i, sequence in enumerate(self._sequences):
             ended = sequence.finish_reason is not None
@@ -155,7 +155,7 @@ class ProgressReporter:
 
 
 def in_lines(http: web.Request, engine: SimEngine) -> bool:
-    """Whether the client wants lines that tell of the samples, and gets them."""
+    """Whether the answer comes as lines of JSON that report progress."""
     return not engine.config.plain and http.headers.get(PROGRESS_HEADER, "").isdigit()
 
 
@@ -166,7 +166,7 @@ async def answer(
     reporter: ProgressReporter,
     whole: Callable[[], Mapping[str, Any]],
 ) -> web.StreamResponse:
-    """Wait for the requests and answer with `whole()`; as lines that tell of the samples where the client asks so.
+    """Wait for the requests and answer with `whole()`, as lines that report progress if the client asks for them.
 
     Raises:
         EngineDeadError: the engine died before a line was sent.
@@ -204,6 +204,6 @@ async def _line(
 ) -> None:
     if not response.prepared:
         await response.prepare(http)
-    # The last one and the answer's end are one write, as our plugin has it: with the line alone, a client has what it
-    # wants and may go, which a router takes for a request that was given up.
+    # The last line and the answer's end are one write, as in our plugin. After the line alone a client may leave, which
+    # a router takes for a cancelled request.
     await (response.write_eof if end else response.write)(orjson.dumps(content) + b"\n")

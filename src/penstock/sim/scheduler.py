@@ -1,4 +1,4 @@
-"""Continuous batching: requests, their sequences, KV blocks with a prefix cache, and who is in the next step.
+"""Continuous batching: requests, their sequences, KV blocks with a prefix cache, and the next step's batch.
 
 Blocks are counted as vLLM counts them. A sequence that finds no block preempts the youngest one (by recompute).
 """
@@ -6,10 +6,10 @@ Blocks are counted as vLLM counts them. A sequence that finds no block preempts 
 from __future__ import annotations
 
 import asyncio
-import zlib
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 from penstock.engine.partial import Partial, sample_of
 from penstock.errors import EngineDeadError
@@ -24,7 +24,7 @@ from penstock.sim.tokens import (
     expected_token,
 )
 from penstock.types import FinishReason, Sample, SamplingParams, VersionSpan
-from penstock.wire import INITIAL_VERSION
+from penstock.wire import INITIAL_VERSION, version_of_tokens
 
 Key = tuple[str, int, int]
 """Names the tokens up to the end of a block: adapter, number of tokens, their CRC-32."""
@@ -126,9 +126,8 @@ class SimSequence:
         """Length and CRC-32 at the end of each block that prompt and output fill."""
         self.output: list[int] = []
         self.logprobs: list[float] = []
-        self.spans: list[VersionSpan] = []
-        self.labels: list[str] = []
-        """vLLM's label of each span's version."""
+        self.versions: list[tuple[str, int]] = []
+        """vLLM's label of each version, and how many tokens in a row it made."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.text_end: int | None = None
@@ -137,9 +136,9 @@ class SimSequence:
         self.published = 0
         """Blocks of it that others can find."""
         self.kv_version = 0
-        self.taken_up = 0
+        self.resumed_tokens = 0
         """Tokens of it that another engine has made."""
-        self.taken_up_whole = False
+        self.resumed_whole = False
         """They are all of it."""
         self.counted = False
         """Its prompt is already in the prefix cache's counters."""
@@ -149,20 +148,26 @@ class SimSequence:
         self._seed = None if params.temperature == 0 else base + index
         self._banned = banned_before_min(model, params)
 
-    def take_up(self, part: Partial) -> None:
-        """Begin with what another engine has made of it, which fits together (`progress.taken_up`)."""
+    def resume(self, part: Partial) -> None:
+        """Begin with what another engine has made of it, which is consistent (`progress.parts_to_resume`)."""
         made = sample_of(part, self.request.params)
-        self.taken_up, self.taken_up_whole = len(part.ids), part.finish is not None
+        self.resumed_tokens, self.resumed_whole = len(part.ids), part.finish is not None
         for token in part.ids:
             self._append(token)
         self.logprobs = list(made.logprobs or [0.0] * len(part.ids))
-        self.spans = list(made.spans)
-        self.labels = [INITIAL_VERSION if span.version == 0 else str(span.version) for span in made.spans]
+        self.versions = [(INITIAL_VERSION if version == 0 else str(version), n) for version, n in part.versions]
         self.stop_reason = part.stop_reason
         if isinstance(part.stop_reason, str):
             self.text_end = len(self.text) - len(part.stop_reason)
         if part.finish is not None:
             self.finish(made.finish_reason)
+
+    @property
+    def spans(self) -> list[VersionSpan]:
+        """The version of each token, as the engine interface has it."""
+        ends = accumulate(count for _, count in self.versions)
+        pairs = zip(self.versions, ends, strict=True)
+        return [VersionSpan(version_of_tokens(label), end - count, end) for (label, count), end in pairs]
 
     @property
     def length(self) -> int:
@@ -185,12 +190,10 @@ class SimSequence:
         token = expected_token(self._model, self.prefix, weights, seed=self._seed, banned=banned)
         self.logprobs.append(expected_logprob(self.prefix, token, weights, temperature=params.temperature))
         self._append(token)
-        if self.labels and self.labels[-1] == label:
-            last = self.spans[-1]
-            self.spans[-1] = VersionSpan(last.version, last.start, position + 1)
+        if self.versions and self.versions[-1][0] == label:
+            self.versions[-1] = (label, self.versions[-1][1] + 1)
         else:
-            self.spans.append(VersionSpan(version_of(label), position, position + 1))
-            self.labels.append(label)
+            self.versions.append((label, 1))
         self._stop(token, params)
 
     def finish(self, reason: FinishReason) -> None:
@@ -239,7 +242,7 @@ class SimSequence:
 
 
 class SimRequest:
-    """One prompt and its `n` sequences; whoever sent it waits here."""
+    """One prompt and its `n` sequences; its caller waits here."""
 
     def __init__(
         self, request_id: str, prompt_ids: tuple[int, ...], params: SamplingParams, *, lora: str | None, block_size: int
@@ -255,7 +258,7 @@ class SimRequest:
         """Prompt tokens found in the prefix cache."""
         self.sequences: list[SimSequence] = []
         self.asked = False
-        """Somebody asked for just its abort."""
+        """A client asked for its abort."""
         self.death: str | None = None
         """Why it will never finish."""
         self._unfinished = params.n
@@ -332,13 +335,6 @@ def _fold(token_ids: tuple[int, ...], block_size: int) -> tuple[Prefix, list[tup
     return prefix, ends
 
 
-def version_of(label: str) -> int:
-    """A label as an integer: vLLM's `default` is 0; a label that is no number gets a stable one, far from any count."""
-    if label == INITIAL_VERSION:
-        return 0
-    return int(label) if label.lstrip("-").isdigit() else (1 << 32) + zlib.crc32(label.encode())
-
-
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step: each of `sequences` gets a token; `prefill_tokens` prompt tokens are computed on the way."""
@@ -348,12 +344,18 @@ class StepPlan:
 
 
 @dataclass(slots=True)
-class CacheStats:
-    """Counters since the start, in tokens but for `preemptions`."""
+class EngineStats:
+    """Counters since the start, in tokens unless said otherwise."""
 
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
     queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
     hits: int = 0
     preemptions: int = 0
+    """Sequences."""
+    finished: Counter[str] = field(default_factory=Counter[str])
+    """Samples by finish reason."""
 
 
 class Scheduler:
@@ -368,9 +370,9 @@ class Scheduler:
         self.waiting: deque[SimSequence] = deque()
         self.running: list[SimSequence] = []
         self.pool = BlockPool(config.kv_blocks, caching=config.enable_prefix_caching)
-        self.stats = CacheStats()
+        self.stats = EngineStats()
         self.admitting = True
-        """False while paused: what waits goes on waiting."""
+        """False while paused."""
         self._config = config
         self._adapter_of = adapter_of
 

@@ -11,7 +11,6 @@ from aiohttp import web
 
 from penstock.errors import EngineStartError
 from penstock.sim import control, openai
-from penstock.sim.clock import Clock
 from penstock.sim.config import SimConfig
 from penstock.sim.engine import SimEngine
 from penstock.sim.faults import FaultKind
@@ -31,17 +30,13 @@ class SimServer:
 
     Args:
         config: how it is built.
-        clock: of the engine.
-        own_process: True where death is to end the process, False where it only closes port and connections.
+        own_process: its death ends the process; else it only closes port and connections.
     """
 
-    def __init__(
-        self, config: SimConfig | None = None, *, clock: Clock | None = None, own_process: bool = False
-    ) -> None:
+    def __init__(self, config: SimConfig | None = None, *, own_process: bool = False) -> None:
         self.config = config or SimConfig()
-        self.ranks = tuple(
-            SimEngine(self.config, clock=clock, on_death=self._on_death) for _ in range(self.config.data_parallel_size)
-        )
+        ranks = range(self.config.data_parallel_size)
+        self.ranks = tuple(SimEngine(self.config, on_death=self._on_death) for _ in ranks)
         self.engine = self.ranks[0]
         self.gone = asyncio.Event()
         """Set when the engine died and the port is closed."""
@@ -104,7 +99,7 @@ class SimServer:
         self._closing = asyncio.get_running_loop().create_task(self._close_after(delay), name="sim-closing")
 
     async def _close_after(self, seconds: float) -> None:
-        await self.engine.clock.sleep(seconds)
+        await asyncio.sleep(seconds)
         if self._own_process:
             os._exit(EXIT_STATUS)
         if self._runner is not None:

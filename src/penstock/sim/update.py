@@ -1,7 +1,6 @@
-"""Weights of the simulated engine: which are in force, whether offered ones may follow, and how they come.
+"""Weights of the simulated engine: which are in force, and the checks of those that are offered.
 
-Updates are ours (prepare, apply; by broadcast it joins the real group and receives the real bytes, and drops them) and
-vLLM's own (init, start, update, finish).
+By broadcast the engine joins the real group, receives the real bytes and discards them.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import os
 import threading
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,29 +21,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import StateError, TransferError, WeightsError
-from penstock.sim.faults import FaultKind, Phase
-from penstock.sim.scheduler import version_of
-from penstock.types import PauseMode, TensorSpec
+from penstock.types import TensorSpec
 from penstock.weights import delta, disk
-from penstock.weights.broadcast import TRANSPORT as BROADCAST
 from penstock.weights.group import GroupSpec
-from penstock.weights.manifest import DTYPE_BYTES, TensorEntry, WeightManifest
-from penstock.wire import INITIAL_VERSION
+from penstock.weights.manifest import TensorEntry, WeightManifest
+from penstock.wire import INITIAL_VERSION, UNKNOWN_VERSION, version_of_tokens
 
 if TYPE_CHECKING:
-    from penstock.sim.engine import SimEngine
     from penstock.weights.collective import Group
-
 
 _HALF_EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00}
 """All exponent bits set: infinity, and NaN above it."""
 
 
 def check_manifest(manifest: WeightManifest, specs: Sequence[TensorSpec] | None) -> str:
-    """Everything that the real engine checks before it touches its weights.
+    """Check an offered version as the real engine does, with its bytes if its file exists.
 
     Args:
-        manifest: the offer. Where its file exists, the bytes are mapped and checked.
+        manifest: the offer.
         specs: what the engine's model holds; None: any tensors.
 
     Returns:
@@ -52,14 +47,10 @@ def check_manifest(manifest: WeightManifest, specs: Sequence[TensorSpec] | None)
     Raises:
         WeightsError: a tensor is missing, extra, misshapen, of another dtype, damaged, or holds NaN.
     """
-    names = [t.name for t in manifest.tensors]
-    if not names:
+    if not manifest.tensors:
         raise WeightsError("the manifest holds no tensors")
-    if twice := {n for n in names if names.count(n) > 1} if len(set(names)) < len(names) else set[str]():
+    if twice := [name for name, count in Counter(t.name for t in manifest.tensors).items() if count > 1]:
         raise WeightsError(f"tensors given twice: {sorted(twice)}")
-    for tensor in manifest.tensors:
-        if tensor.dtype not in DTYPE_BYTES:
-            raise WeightsError(f"tensor {tensor.name!r} has the unknown dtype {tensor.dtype!r}")
     if specs is not None:
         _check_specs(manifest.tensors, {spec.name: spec for spec in specs})
     if manifest.transport == "shared_memory" and "path" in manifest.location:
@@ -122,7 +113,7 @@ def _check_tensor(raw: bytes | memoryview, tensor: TensorEntry) -> None:
 
 def _has_nan(raw: bytes, dtype: str) -> bool:
     if dtype in ("float32", "float64"):
-        # A sum is finite if and only if every part is, but for overflow, which the second look settles.
+        # A finite sum has finite parts; an infinite one may be an overflow of finite parts.
         values = array("f" if dtype == "float32" else "d", raw)
         return not math.isfinite(sum(values)) and not all(map(math.isfinite, values))
     exponent = _HALF_EXPONENT.get(dtype)
@@ -185,140 +176,53 @@ def _receive(group: Group, manifest: WeightManifest) -> tuple[TensorEntry, ...]:
 
 
 class WeightState:
-    """Which weights are in force, how they are labelled, and the update under way."""
+    """The weights in force, their label, and the update under way."""
 
-    def __init__(self, engine: SimEngine) -> None:
+    def __init__(self) -> None:
         self.label = INITIAL_VERSION
-        """What tokens are labelled with; vLLM's word for the weights as loaded."""
+        """Label of new tokens, as vLLM writes it."""
         self.identity = 0
-        """The weights themselves: what tokens depend on. Equal to the label's version unless somebody errs."""
+        """The weights themselves, on which tokens depend. Equal to the label's version unless there is an error."""
         self.checksum = "0" * 16
         self.kv_kept: int | None = None
         """The version of the last update, if that kept the KV cache."""
         self.unfit: str | None = None
         """Why generation would kill the engine: an update failed half-way."""
         self.group = SimGroup()
-        """Over which it receives what is broadcast."""
-        self._engine = engine
-        self._prepared: tuple[WeightManifest, str] | None = None
-        self._initialised = False
-        self._round: str | None = None
-        """Step of vLLM's protocol that was done last: `started` or `updated`."""
-        self._unnamed = itertools.count(-1, -1)
+        """Receives what is broadcast."""
+        self.prepared: tuple[WeightManifest, str] | None = None
+        """The version offered last, and the checksum it will have."""
+        self.initialised = False
+        """vLLM's protocol: a transfer engine is there."""
+        self.started = self.updated = False
+        """vLLM's protocol: steps done of the update under way."""
+        self._unlabelled = itertools.count(UNKNOWN_VERSION - 1, -1)
 
     @property
     def version(self) -> int:
         """The label as our integer."""
-        return version_of(self.label)
-
-    # --- ours ---------------------------------------------------------------------------------------------------------
-
-    async def prepare(self, manifest: WeightManifest) -> None:
-        """Check an offered version while generating; nothing in force changes.
-
-        Raises:
-            WeightsError: it does not fit.
-        """
-        engine = self._engine
-        await engine.at(Phase.PREPARE)
-        await engine.clock.sleep(engine.config.prepare_seconds)
-        engine.check_alive()
-        if manifest.transport == BROADCAST:
-            self.group.check(manifest)
-        self._prepared = (manifest, check_manifest(manifest, engine.config.tensor_specs))
-
-    async def apply(self, version: int, *, clear_cache: bool = True) -> dict[str, Any]:
-        """Pause (keep), load what was prepared, label it, resume; an engine that was paused stays paused.
-
-        Returns:
-            `version`, `seconds` of each phase, `preempted`, `checksum`, as ARCHITECTURE.md has it.
-
-        Raises:
-            StateError: that version was not prepared; nothing was changed.
-            TransferError: its bytes did not all come. The engine is torn, and paused until a version came whole.
-        """
-        prepared = self._prepared
-        if prepared is None or prepared[0].version != version:
-            has = "none is" if prepared is None else f"{prepared[0].version} is"
-            raise StateError(f"weight version {version} was not prepared ({has}); call prepare first")
-        self._prepared = None
-        engine, clock = self._engine, self._engine.clock
-        begin = clock.time()
-        preempted = await engine.pause(PauseMode.KEEP, clear_cache=clear_cache)
-        paused = clock.time()
-        engine.holds.weights_are_out()
-        checksum = await self._load(prepared[0], prepared[1])
-        self.kv_kept = None if clear_cache else version
-        loaded = clock.time()
-        await engine.holds.weights_are_in()
-        end = clock.time()
-        seconds = {"pause": paused - begin, "load": loaded - paused, "resume": end - loaded, "bubble": end - begin}
-        return {"version": version, "seconds": seconds, "preempted": preempted, "checksum": checksum}
-
-    async def _load(self, manifest: WeightManifest, checksum: str) -> str:
-        engine, version = self._engine, manifest.version
-        self.unfit = f"loading version {version} did not end"
-        await engine.at(Phase.LOAD)
-        await engine.clock.sleep(engine.config.load_seconds)
-        if manifest.transport == BROADCAST:
-            checksum = checksum_of(await self.group.receive(manifest))
-        engine.check_alive()
-        self.unfit = None
-        self.identity, self.checksum = version, checksum
-        if engine.faults.take(Phase.LOAD, FaultKind.WRONG_LABEL) is None:
-            self.label = str(version)
-        wrong = engine.faults.take(Phase.LOAD, FaultKind.WRONG_CHECKSUM)
-        return checksum if wrong is None else checksum[::-1]
-
-    # --- vLLM's -------------------------------------------------------------------------------------------------------
-
-    def init_transfer(self) -> None:
-        """`/init_weight_transfer_engine`."""
-        self._engine.check_alive()
-        self._initialised = True
+        return version_of_tokens(self.label)
 
     def start(self) -> None:
-        """`/start_weight_update`. While requests run it kills the engine, as it kills vLLM.
-
-        Raises:
-            StateError: not initialised, or a round is under way.
-            EngineDeadError: it was not paused.
-        """
-        engine = self._engine
-        engine.check_alive()
-        if not self._initialised:
+        """Begin a native update. Raises StateError if none may begin."""
+        if not self.initialised:
             raise StateError("Weight transfer engine is not initialized; call /init_weight_transfer_engine first.")
-        if self._round is not None:
+        if self.started:
             raise StateError("A weight update is already active; finish it first.")
-        if engine.scheduler.running and not engine.paused:
-            engine.die(FaultKind.CORE_DEATH, "start_weight_update while requests run")
-            engine.check_alive()
-        self._round = "started"
+        self.started, self.updated = True, False
         self.unfit = "a weight update was started and not finished"
 
-    async def update(self) -> None:
-        """`/update_weights`. Raises StateError before `start`; a failure after it leaves the engine unfit."""
-        self._engine.check_alive()
-        if self._round is None:
-            raise StateError("start_weight_update must be called before update_weights.")
-        await self._engine.at(Phase.LOAD)
-        await self._engine.clock.sleep(self._engine.config.load_seconds)
-        self._engine.check_alive()
-        self._round = "updated"
+    def require_started(self, step: str) -> None:
+        """Raise StateError unless a native update is under way."""
+        if not self.started:
+            raise StateError(f"start_weight_update must be called before {step}.")
 
-    def finish(self, version: str | None) -> None:
-        """`/finish_weight_update`: the weights are in force, labelled `version` where one is given."""
-        self._engine.check_alive()
-        if self._round is None:
-            raise StateError("start_weight_update must be called before finish_weight_update.")
-        if self._round == "updated":
-            self.unfit = None
-            self.identity = next(self._unnamed) if version is None else version_of(version)
-        if version is not None:
-            self.label = version
-        self._round = None
-
-    def relabel(self, version: str) -> None:
-        """`/update_weight_version`: another label for the same weights."""
-        self._engine.check_alive()
-        self.label = version
+    def finish(self, label: str | None) -> None:
+        """End a native update: what came is in force, labelled if a label is given."""
+        self.require_started("finish_weight_update")
+        if self.updated:
+            named = UNKNOWN_VERSION if label is None else version_of_tokens(label)
+            self.unfit, self.identity = None, next(self._unlabelled) if named == UNKNOWN_VERSION else named
+        if label is not None:
+            self.label = label
+        self.started = False
