@@ -13,7 +13,7 @@ from vllm import SamplingParams
 
 from penstock import AsyncVLLM
 from penstock.errors import RequestError, StateError, UserError
-from penstock.facade.balancer import LoadBalancer
+from penstock.facade.vllm_like import LoadBalancer
 from penstock.fleet.roster import Roster
 
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)

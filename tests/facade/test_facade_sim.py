@@ -211,7 +211,7 @@ def test_who_the_engines_are_is_known_without_asking_them(service, monkeypatch):
     service.create_load_balancer().select_actor("a")
     assert "/v1/load_lora_adapter" in asked
     assert "/metrics" not in asked
-    service.figures()
+    service.engine_stats()
     assert asked.count("/metrics") == 2
 
 

@@ -89,7 +89,7 @@ chosen.append(selected_actor_index)
 
 LOAD_BALANCER = """
 from penstock import AsyncVLLM
-from penstock.facade.balancer import LoadBalancer
+from penstock.facade.vllm_like import LoadBalancer
 
 service = AsyncVLLM.from_pretrained("Qwen/Qwen2.5-3B", num_replicas=3)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.config import EnvironmentConfig
 from penstock.errors import ConfigError, UserError
-from penstock.rollout.environment import Environment, Task, Turn, load_environment, split_of, told
+from penstock.rollout.environment import Environment, Task, Turn, describe_error, load_environment, split_of
 from penstock.rollout.reasoning_gym_env import CHUNK, TRIES, ReasoningGymEnvironment
 
 SORTER = {
@@ -177,7 +177,7 @@ def test_too_small_a_dataset_is_said_to_be_so():
 ENVIRONMENTS = [sorter(), sorter(compact=False), ReasoningGymEnvironment(dataset="spell_backward", seed=0)]
 
 
-def test_an_error_inside_a_library_is_told_with_the_line_that_called_it():
+def test_an_error_inside_a_library_names_the_line_that_called_it():
     with pytest.raises(ValueError, match="Expecting") as caught:
         json.loads("{")
-    assert "test_environment.py, line" in told(caught.value)
+    assert "test_environment.py, line" in describe_error(caught.value)

@@ -4,19 +4,22 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, cast
 
 from penstock.engine.client import DataClient, all_or_first_error
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineHTTPError, RequestError, UserError
-from penstock.facade.adapters import Adapters
+from penstock.fleet.adapters import Adapter
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.member import SERVABLE
 from penstock.rollout.tokenizer import Tokenizer
 
 FORMS = "a string, token ids, a TextPrompt or TokensPrompt, or a list of those"
 NOT_FOUND = 404
+LOAD_TIMEOUT_S = 120.0
+"""Of one adapter on one engine: a few hundred megabytes from a slow disk."""
 _ALWAYS = (
     "n", "max_tokens", "temperature", "top_p", "top_k", "min_p",
     "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -36,7 +39,7 @@ where prompt logprobs are asked for."""
 
 
 class GenerationTimeoutError(DeadlineError, TimeoutError):
-    """`timeout_seconds` passed; the engines have been told to stop."""
+    """`timeout_seconds` passed; the engines have cancelled the requests."""
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
@@ -196,14 +199,56 @@ class Call:
         return cls(given, each, tuple(bodies[id(one)] for one in each), lora, limit, replica)
 
 
+class Adapters:
+    """LoRA adapters by the caller's name, each loaded on every engine before its first use.
+
+    Files that were saved again get another name on the engines, which keep weights and KV by name: requests in flight
+    continue with the old ones, and no new request meets their KV. The fleet loads them on engines that join later.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._served: dict[str, tuple[Adapter, str]] = {}
+        """By the caller's name: the files as loaded last, and their name on the engines."""
+        self._numbers = itertools.count(2)
+        self._loading = asyncio.Lock()
+
+    async def load(self, lora: Any, *, again: bool = False) -> str:
+        """Load a `vllm.lora.request.LoRARequest` where needed; returns the name that requests ask for.
+
+        Args:
+            lora: the adapter.
+            again: an engine has lost it.
+
+        Raises:
+            RequestError: it is no LoRARequest, or its name stands for another path here.
+            MissingCapabilityError: an engine was launched without `enable_lora`.
+            EngineHTTPError: an engine refused it.
+        """
+        name, path = getattr(lora, "lora_name", None), getattr(lora, "lora_path", None)
+        if not isinstance(name, str) or not isinstance(path, str):
+            raise RequestError(f"lora_request must be vLLM's LoRARequest, got {type(lora).__name__}")
+        async with self._loading:
+            now = Adapter.at(path)
+            saved, served = self._served.get(name, (None, name))
+            if saved is not None and saved.path != path:
+                raise RequestError(f"adapter {name!r} is {saved.path}; give {path} another name")
+            if again or saved != now:
+                if saved not in (None, now):
+                    served = f"{name}.{next(self._numbers)}"
+                await self._fleet.load_adapter(served, path, timeout_s=LOAD_TIMEOUT_S)
+                self._served[name] = now, served
+            return served
+
+
 class Requests:
     """Sends calls to a fleet.
 
     Args:
-        fleet: it.
-        model: name that the base model goes by.
-        tokenizer: of the model, so that the router sees which prompts begin alike; None: engines tokenize.
-        request_timeout_s: deadline of a request to a single engine, as the fleet has one for its own.
+        fleet: serves them.
+        model: served name of the base model.
+        tokenizer: of the model, so that the router can compare prompts; None: engines tokenize.
+        request_timeout_s: deadline of a request that goes to one engine past the router.
     """
 
     def __init__(self, fleet: Fleet, model: str, tokenizer: Tokenizer | None, request_timeout_s: float) -> None:
@@ -251,8 +296,7 @@ class Requests:
         except EngineHTTPError as error:
             if lora is None or error.status != NOT_FOUND:
                 raise
-            self._adapters.forget(body["model"])
-            return await target.completion({**body, "model": await self._adapters.load(lora)})
+            return await target.completion({**body, "model": await self._adapters.load(lora, again=True)})
 
     def _tokenized(self, prompt: Prompt) -> Prompt:
         if prompt.ids is not None or prompt.text is None or self._tokenizer is None:

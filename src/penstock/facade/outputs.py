@@ -43,8 +43,8 @@ def request_output(answer: Mapping[str, Any], prompt: Prompt, params: Any, lora:
     if len(choices) != params.n:
         raise EngineError(f"asked for {params.n} samples, got {len(choices)}")
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-    told = choices[0].get("prompt_token_ids")
-    ids = prompt.ids if told is None else told
+    answered = choices[0].get("prompt_token_ids")
+    ids = prompt.ids if answered is None else answered
     return RequestOutput(
         request_id=str(answer["id"]),
         prompt=prompt.text,

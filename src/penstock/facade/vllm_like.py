@@ -10,23 +10,24 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from penstock.config import EngineConfig
 from penstock.engine.launch import resolve_profile
-from penstock.errors import ConfigError, EngineError, RequestError, UserError
-from penstock.facade.balancer import LoadBalancer
+from penstock.errors import ConfigError, EngineError, RequestError, StateError, UserError
 from penstock.facade.calls import Call, Prompt, Requests
 from penstock.facade.engine_args import changed_fields, launch_options, model_metadata
 from penstock.facade.loop_thread import LoopThread
 from penstock.facade.outputs import request_output
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.member import State
+from penstock.fleet.member import RANK, State
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.router.admin_client import RouterAdmin
 from penstock.types import UpdateReport
+from penstock.wire import prefix_hashes
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +94,7 @@ class AsyncVLLM:
             model_name: checkpoint path or hub name.
             num_devices: GPUs of each engine, by tensor parallelism.
             num_replicas: engines.
-            verbose: taken and not looked at: engines write what they do to their logs (`log_dir=...`).
+            verbose: ignored; engines write to their logs (`log_dir=...`).
             compile: off, vLLM's compilation is (its CPU profile never compiles).
             enable_fp32_output: logits in fp32 under a model of less.
             api_key: what the router asks of clients from now on.
@@ -138,17 +139,16 @@ class AsyncVLLM:
         opening = Fleet.launch(model, num_replicas, api_key=api_key, **options)
         of_engine = {name: value for name, value in options.items() if name in EngineConfig.model_fields}
         config = EngineConfig(model=model, **of_engine)
-        tokenizer = _tokenizer(config)  # before engines are there, which nobody would end where it is missing
+        tokenizer = _tokenizer(config)  # before there are engines, which would outlive its error
         loop = LoopThread("penstock-facade")
-        try:
 
-            async def start() -> Fleet:
-                return await opening
+        async def start() -> Fleet:
+            return await opening
 
+        with ExitStack() as on_failure:
+            on_failure.callback(loop.close)
             fleet = loop.run(start())
-        except BaseException:
-            loop.close()
-            raise
+            on_failure.pop_all()
         return cls(loop, fleet, config, num_replicas, tokenizer)
 
     def shutdown(self) -> None:
@@ -184,7 +184,7 @@ class AsyncVLLM:
                 are those of what tokens are drawn from (vLLM's `processed_logprobs`), after penalties, temperature and
                 cuts; see `GenerateOutput.response_logprobs`.
             prompt_token_ids: instead of `prompts`, ids `[P]` or ragged `[B][P_i]`.
-            use_tqdm: taken and not looked at.
+            use_tqdm: ignored.
             lora_request: vLLM's LoRARequest; engines need `enable_lora=True`. They load it at its first use.
             prompt_adapter_request: refused; vLLM has none any more.
             guided_options_request: refused; see `SamplingParams(structured_outputs=...)`.
@@ -230,36 +230,36 @@ class AsyncVLLM:
         return self._outputs(call, *await self._loop.result(self._requests.send(call)))
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer, of transformers. ConfigError: simulated engines have none."""
+        """Return the model's tokenizer, of transformers. ConfigError: simulated engines have none."""
         if self._tokenizer is None:
             raise ConfigError(f"{self.engine_args.model} has no tokenizer here")
         return self._tokenizer
 
-    # --- figures and control -----------------------------------------------------------------------------------------
+    # --- stats and control -----------------------------------------------------------------------------------------
 
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
         """Requests running or waiting on an engine, or for each engine; see `Fleet.get_num_unfinished_requests`."""
         if actor_index is not None:
             return self.call(self.fleet.get_num_unfinished_requests(actor_index))
-        return [requests for requests, _ in self.figures()]
+        return [requests for requests, _ in self.engine_stats()]
 
     def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
         """Fraction of KV blocks in use on an engine, or for each engine."""
         if actor_index is not None:
             return self.call(self.fleet.get_cache_usage(actor_index))
-        return [usage for _, usage in self.figures()]
+        return [usage for _, usage in self.engine_stats()]
 
-    def figures(self) -> list[tuple[int, float]]:
-        """Unfinished requests and share of KV blocks in use of each engine, by index; one that is away has none."""
-        figures: list[tuple[int, float]] = []
+    def engine_stats(self) -> list[tuple[int, float]]:
+        """Unfinished requests and share of KV blocks in use, by engine index; 0 for an engine that does not serve."""
+        stats: list[tuple[int, float]] = []
         for engine in self.call(self.fleet.engines()):
             if engine.stats is not None:
-                figures.append((engine.stats.running + engine.stats.waiting, engine.stats.kv_cache_usage))
+                stats.append((engine.stats.running + engine.stats.waiting, engine.stats.kv_cache_usage))
             elif engine.state in _AWAY:
-                figures.append((0, 0.0))
+                stats.append((0, 0.0))
             else:
                 raise EngineError(f"it is {engine.state} and does not say how full it is", engine=engine.name)
-        return figures
+        return stats
 
     def collective_rpc(
         self,
@@ -282,14 +282,14 @@ class AsyncVLLM:
     # --- placement ---------------------------------------------------------------------------------------------------
 
     def create_load_balancer(self, strategy: str | Sequence[str] | None = None, **kwargs: Any) -> LoadBalancer:
-        """Have requests placed by other policies from now on; see `LoadBalancer`, whose arguments these are.
+        """Place requests by other policies from now on; see `LoadBalancer`, whose arguments these are.
 
         Before the first one, those of `RouterConfig` hold: `bounded-sticky`, or what `policy=...` said at the launch.
         """
         return LoadBalancer(self, strategy, **kwargs)
 
     def ask_router(self, ask: Callable[[RouterAdmin], Coroutine[Any, Any, T]]) -> T:
-        """The answer of the router's control side."""
+        """Ask the router's admin API."""
 
         async def answer() -> T:
             admin = self.fleet.router_admin
@@ -300,11 +300,11 @@ class AsyncVLLM:
         return self.call(answer())
 
     def engine_names(self) -> list[str]:
-        """In the order of their indices."""
+        """Names by index."""
         return [engine.name for engine in self.call(self.fleet.engines(stats=False))]
 
     def token_ids(self, prompt: str | Sequence[int]) -> Sequence[int] | None:
-        """Of a prompt; None for text where no tokenizer is here (simulated engines)."""
+        """Ids of a prompt; None for text without a tokenizer here (simulated engines)."""
         if not isinstance(prompt, str):
             return prompt
         return None if self._tokenizer is None else self._tokenizer.encode(prompt)
@@ -320,7 +320,7 @@ class AsyncVLLM:
         return model_metadata(self.engine_args, self.fleet.dtype)
 
     def get_master_address(self) -> str:
-        """Host of the router. Nobody has to meet there: weights do not go over a process group."""
+        """Host of the router. TorchRL asks for it; weights use no process group here."""
         return urlsplit(self.fleet.url).hostname or ""
 
     def get_master_port(self) -> int:
@@ -328,7 +328,7 @@ class AsyncVLLM:
         return urlsplit(self.fleet.url).port or 0
 
     def init_weight_update_group(self) -> None:
-        """Nothing has to be set up before `update_weights`; kept so that TorchRL's callers need not know."""
+        """Do nothing: `update_weights` needs no set-up. TorchRL's callers call it."""
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> UpdateReport:
         """Put new weights in force on every engine while requests are in flight; see `Fleet.update_weights`."""
@@ -345,6 +345,93 @@ class AsyncVLLM:
         return outputs if call.prompts.batch else outputs[0]
 
 
+DEFAULT_STRATEGIES = ("prefix-aware", "requests")
+"""Of TorchRL."""
+
+
+class LoadBalancer:
+    """TorchRL's load balancer: sets the policies of the service's router, and places single requests by them.
+
+    The balancer made last applies to every request of the service, also after a restart of the router.
+
+    Attributes:
+        strategies: in order; a policy without a preference leaves the choice to the next, at last to `requests`.
+
+    Args:
+        service: an `AsyncVLLM`.
+        strategy: a policy of `RouterConfig.policy`, or several; default: `prefix-aware`, then `requests`.
+        prefix_length: shortest shared prefix, in tokens, for which `prefix-aware` prefers an engine. Prefixes are
+            compared in steps of 64 tokens, of prompts of at least 128.
+        overload_threshold: `prefix-aware` skips an engine with more than this many times the mean of requests.
+
+    Raises:
+        RequestError: `service` is something else.
+        UserError: there is no such policy, or a value is out of range; the policy stays as it was.
+    """
+
+    def __init__(
+        self,
+        service: AsyncVLLM,
+        strategy: str | Sequence[str] | None = None,
+        prefix_length: int = 8,
+        overload_threshold: float = 1.5,
+    ) -> None:
+        if not hasattr(service, "ask_router"):
+            raise RequestError(f"a LoadBalancer needs a penstock.AsyncVLLM, got {type(service).__name__}")
+        self.strategies = (
+            [strategy] if isinstance(strategy, str) else list(DEFAULT_STRATEGIES if strategy is None else strategy)
+        )
+        self._service = service
+        service.ask_router(
+            lambda admin: admin.set_policy(
+                self.strategies, prefix_length=prefix_length, overload_threshold=overload_threshold
+            )
+        )
+
+    def select_actor(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        request_context: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Place a request: the index of the engine to send it to, as `actor_index` of `generate`.
+
+        The router counts the choice, so the next one follows from it: `round-robin` names each engine in turn.
+
+        Args:
+            prompt: of the request: text or token ids.
+            request_context: ignored, as in TorchRL.
+
+        Raises:
+            StateError: it would have to wait: a gate is closed, or no engine is up.
+        """
+        del request_context
+        ids = self._service.token_ids(prompt) if prompt else None
+        count, hashes = (0, None) if ids is None else (len(ids), prefix_hashes(ids))
+        name = self._service.ask_router(lambda admin: admin.choose(prompt_tokens=count, prefix_hashes=hashes))
+        names = self._service.engine_names()
+        engine = (name or "").partition(RANK)[0]  # to the router, each data-parallel rank is one
+        if engine not in names:
+            raise StateError("a request would have to wait now: generation is paused, or no engine is up")
+        return names.index(engine)
+
+    def get_stats(self) -> dict[str, Any]:
+        """Return the policies in force, the load of each engine, and the placements of each policy so far."""
+        state = self._service.ask_router(lambda admin: admin.engines())
+        stats = self._service.engine_stats()
+        return {
+            "strategies": str(state.policy["policy"]).split(","),
+            "primary_strategy": str(state.policy["policy"]).partition(",")[0],
+            "num_actors": len(stats),
+            "prefix_length": state.policy["prefix_length"],
+            "overload_threshold": state.policy["overload_threshold"],
+            "placements": dict(state.placements),
+            "actor_stats": [
+                {"actor_index": i, "pending_requests": requests, "cache_usage": share}
+                for i, (requests, share) in enumerate(stats)
+            ],
+        }
+
+
 def _tokenizer(config: EngineConfig) -> Tokenizer | None:
     return None if resolve_profile(config) == "sim" else load_tokenizer(config.tokenizer or config.model)
 
@@ -354,7 +441,7 @@ def _decode(tokenizer: Tokenizer | None, token: int) -> str | None:
 
 
 def _end(loop: LoopThread, fleet: Fleet, requests: Requests) -> None:
-    """Also called when the last reference goes, in whichever thread that is."""
+    """End loop, fleet and requests; the last reference's end calls it too, in any thread."""
 
     async def end() -> None:
         try:

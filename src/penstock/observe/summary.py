@@ -145,7 +145,7 @@ def _staleness(rows: Sequence[Mapping[str, float]]) -> dict[int, int]:
 
 
 class Reporter:
-    """Is told of a run while it goes on. A subclass shows what it likes; this one shows nothing.
+    """Receives the events of a run. A subclass may show them; this one shows nothing.
 
     Its methods are called from the event loop of the run, so they return at once and raise nothing.
     """

@@ -1,4 +1,4 @@
-"""What the policy is trained on: tasks, their split, and the reward of a response."""
+"""Tasks that a policy is trained on, their split, and the reward of a response."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import importlib
 import sysconfig
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -80,18 +81,23 @@ def load_environment(config: EnvironmentConfig, seed: int) -> Environment:
             take, or an error of its own.
     """
     cls = _environment_class(config.name)
-    try:
+    with user_code(f"environment {config.name!r} with options {dict(config.options)!r} cannot be built", ConfigError):
         return cls(seed=seed, **config.options)
+
+
+@contextmanager
+def user_code(what_failed: str, error_type: type[PenstockError]) -> Generator[None]:
+    """Turn any error of a user's own code into `error_type`, with the line that raised it."""
+    try:
+        yield
     except PenstockError:
         raise
-    except TypeError as error:
-        raise ConfigError(f"environment.options {dict(config.options)!r} of {config.name!r}: {error}") from error
-    except Exception as error:
-        raise ConfigError(f"environment {config.name!r} cannot be built: {told(error)}") from error
+    except Exception as error:  # a user's code may raise anything, and the command line shows no traceback
+        raise error_type(f"{what_failed}: {describe_error(error)}") from error
 
 
-def told(error: Exception) -> str:
-    """An error of somebody's own code, with the last line of it, as the command line shows no traceback."""
+def describe_error(error: Exception) -> str:
+    """Type and message of an error, with the last line outside of libraries."""
     if isinstance(error, SyntaxError) and error.filename:  # of a module, of which no line was run
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
@@ -126,12 +132,8 @@ def _environment_class(name: str) -> Callable[..., Environment]:
     module_name, colon, class_name = name.partition(":")
     if not (module_name and colon and class_name):
         raise ConfigError(f"environment.name must be 'reasoning_gym' or 'module:Class', got {name!r}")
-    try:
+    with user_code(f"environment.name {name!r} cannot be imported", ConfigError):
         cls = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"environment.name {name!r} cannot be imported: {error}") from error
-    except Exception as error:
-        raise ConfigError(f"environment.name {name!r} cannot be imported: {told(error)}") from error
     if not (isinstance(cls, type) and issubclass(cls, Environment)):
         raise ConfigError(f"environment.name {name!r} is not a subclass of penstock.rollout.environment.Environment")
     if cls.step is not Environment.step:

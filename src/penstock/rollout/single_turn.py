@@ -11,7 +11,7 @@ from typing import SupportsFloat, cast
 from penstock.engine.client import all_or_first_error
 from penstock.engine.interface import Engine
 from penstock.errors import ConfigError, EngineError, PenstockError
-from penstock.rollout.environment import Environment, Task, told
+from penstock.rollout.environment import Environment, Task, user_code
 from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
 from penstock.rollout.tokenizer import Tokenizer
 from penstock.types import Sample, SamplingParams, SessionId, Trajectory
@@ -93,12 +93,8 @@ class SingleTurnGenerator(Generator):
         )
 
     def _reward(self, task: Task, text: str) -> float:
-        try:
+        with user_code(f"the environment's reward of task {task.id!r} failed", PenstockError):
             reward = self._environment.reward(task, text)
-        except PenstockError:
-            raise
-        except Exception as error:
-            raise PenstockError(f"the environment's reward of task {task.id!r} failed: {told(error)}") from error
         return _finite(reward, task)
 
 

@@ -22,7 +22,7 @@ from penstock.errors import PenstockError, StateError
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
 from penstock.observe.trajectory_log import TrajectoryRecord, pick
-from penstock.rollout.environment import Environment, Task, told
+from penstock.rollout.environment import Environment, Task, user_code
 from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
 from penstock.train.learner import Learner
 from penstock.train.resume import Progress, begin, save_checkpoint, take_up
@@ -69,7 +69,7 @@ async def train(
         generator: makes episodes with `client`.
         environment: gives the tasks.
         folder: of this run; `RunFolder.create` for a new one, `RunFolder.open` for one to resume.
-        reporter: told of everything as it happens.
+        reporter: gets every event of the run.
         resume: go on from the folder's last checkpoint.
 
     Raises:
@@ -245,13 +245,13 @@ class _Run:
     async def _generate(self, group: int, samples: int, seed: int | None) -> GeneratorOutput:
         seeds = None if seed is None else (seed,)
         try:
-            task = self.environment.train_task(group)
-            return await self.generator.generate(GeneratorInput((task,), samples, group_ids=(str(group),), seeds=seeds))
+            with user_code(f"the rollout of group {group} failed", PenstockError):
+                task = self.environment.train_task(group)
+                batch = GeneratorInput((task,), samples, group_ids=(str(group),), seeds=seeds)
+                return await self.generator.generate(batch)
         except PenstockError as error:
             error.add_note(f"in the rollout of group {group}")
             raise
-        except Exception as error:
-            raise PenstockError(f"the rollout of group {group} failed: {told(error)}") from error
 
     async def _next_batch(self) -> list[Trajectory]:
         batch: list[Trajectory] = []

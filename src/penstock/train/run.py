@@ -8,12 +8,12 @@ import logging
 import torch
 
 from penstock.config import RunConfig
-from penstock.errors import PenstockError, UserError
+from penstock.errors import UserError
 from penstock.fleet.fleet import Fleet
 from penstock.observe.plots import draw_plots
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
-from penstock.rollout.environment import Environment, check_tasks, load_environment, told
+from penstock.rollout.environment import Environment, check_tasks, load_environment, user_code
 from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.train.async_trainer import train
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 
 async def run(config: RunConfig, *, resume: bool, reporter: Reporter, fresh: bool = False) -> Summary:
-    """What `penstock train` does. The folder is `config.run_dir / config.name`.
+    """Do a training run, as `penstock train` does. The folder is `config.run_dir / config.name`.
 
     Everything that can be refused is refused before an engine is started.
 
     Args:
         config: of the run.
         resume: go on with the run in the folder.
-        reporter: told of everything as it happens.
+        reporter: gets every event of the run.
         fresh: delete the run in the folder first, if there is one.
 
     Raises:
@@ -59,20 +59,12 @@ async def run(config: RunConfig, *, resume: bool, reporter: Reporter, fresh: boo
 
 async def _check_tasks(config: RunConfig, environment: Environment) -> None:
     name, size = config.environment.name, config.eval.size
-    try:
-        check_tasks(
-            await asyncio.to_thread(environment.heldout_tasks, size), size, f"heldout_tasks({size}) of {name!r}"
-        )
-    except PenstockError:
-        raise
-    except Exception as error:
-        raise UserError(f"environment {name!r} has no {size} held-out tasks (eval.size): {told(error)}") from error
-    try:
-        check_tasks([await asyncio.to_thread(environment.train_task, 0)], 1, f"train_task(0) of {name!r}")
-    except PenstockError:
-        raise
-    except Exception as error:
-        raise UserError(f"train_task(0) of {name!r} failed: {told(error)}") from error
+    with user_code(f"environment {name!r} has no {size} held-out tasks (eval.size)", UserError):
+        heldout = await asyncio.to_thread(environment.heldout_tasks, size)
+    check_tasks(heldout, size, f"heldout_tasks({size}) of {name!r}")
+    with user_code(f"train_task(0) of {name!r} failed", UserError):
+        first = await asyncio.to_thread(environment.train_task, 0)
+    check_tasks([first], 1, f"train_task(0) of {name!r}")
 
 
 async def _run(
