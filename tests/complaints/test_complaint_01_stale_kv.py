@@ -1,0 +1,46 @@
+"""Complaint 1: KV cache of old weights is used after an update.
+
+SkyRL #2246 and #1798, NeMo RL #4018 and #3152, miles #2782, pytorch/rl #4016.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from complaint_rig import LONG, SHORT, check, generate, in_flight
+
+from nano_models import changed
+from penstock import Fleet, SamplingParams
+
+PREFIX = [3 + i % 90 for i in range(160)]
+"""Ten whole blocks of KV, and as many in the simulated engine."""
+
+
+async def test_a_prefix_cached_before_an_update_is_computed_again_after_it(fleet: Fleet) -> None:
+    """A simulated token that attends to KV of other weights is the token of no version, so `check` sees it."""
+    prompts = [[*PREFIX, i] for i in range(1, 9)]
+    for version in range(1, 4):
+        running = generate(fleet, prompts, LONG)
+        await in_flight(fleet, len(prompts))
+        report = await fleet.update_weights([("w", torch.full((64,), float(version)))])
+        after = await generate(fleet, prompts, SHORT)
+        check(prompts, after, SHORT)
+        assert {span.version for spans in after.response_spans for span in spans} == {report.version}
+        check(prompts, await running, LONG)  # and of the requests that the update interrupted
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+async def test_real_vllm_computes_a_cached_prefix_again_after_an_update(live) -> None:
+    """Logprobs equal those of the model under the version that each token claims, and not those before."""
+    one, long = SamplingParams(max_tokens=1, temperature=0, detokenize=False), LONG
+    before = (await live.engine.sample(PREFIX, 1, one))[0]
+    running = asyncio.create_task(live.engine.sample(PREFIX, 2, long))
+    await asyncio.sleep(0.2)
+    await live.update(changed(live.history.latest, 31))
+    after = (await live.engine.sample(PREFIX, 1, one))[0]
+    assert after.logprobs != before.logprobs
+    for sample in (after, *await running):
+        assert live.history.worst_difference(PREFIX, sample) < 1e-4
