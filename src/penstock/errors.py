@@ -90,3 +90,21 @@ class UpdateError(PenstockError):
 
 class CheckpointError(PenstockError):
     """A checkpoint is missing, truncated or of another run."""
+
+
+def error_to_json(error: PenstockError) -> dict[str, Any]:
+    """Return what another process needs to raise the same error."""
+    more = {name: getattr(error, name) for name in ("status", "error_type", "seconds") if hasattr(error, name)}
+    return {"type": type(error).__name__, "message": str(error), **more}
+
+
+def error_from_json(data: Mapping[str, Any]) -> PenstockError:
+    """Return the error that `error_to_json` described, of its own class."""
+    kind, message = globals().get(str(data["type"])), str(data["message"])
+    if kind is EngineHTTPError:
+        return EngineHTTPError(message, status=int(data["status"]), error_type=str(data["error_type"]))
+    if kind is DeadlineError:
+        return DeadlineError(message, seconds=float(data["seconds"]))
+    if isinstance(kind, type) and issubclass(kind, PenstockError) and kind is not FanOutError:
+        return kind(message)
+    return PenstockError(message)

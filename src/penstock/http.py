@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
@@ -80,14 +81,24 @@ class HttpTransport:
         url: base URL, such as `http://127.0.0.1:8000`.
         api_key: sent as a bearer token with every call.
         name: names the server in errors; default: the URL.
+        server: for servers that are no engines: what errors call it.
         most: bytes of an answer; EngineError for more.
+        unix_socket: path of a socket to connect to, instead of the host in `url`.
     """
 
     def __init__(
-        self, url: str, *, api_key: str | None = None, name: str | None = None, most: int = MOST_CONTROL
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        name: str | None = None,
+        server: str | None = None,
+        most: int = MOST_CONTROL,
+        unix_socket: Path | None = None,
     ) -> None:
         self.url = url.rstrip("/")
-        self.name = name or self.url
+        self.name = server or name or self.url
+        self._unix_socket = unix_socket
         self._most = most
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
@@ -235,7 +246,11 @@ class HttpTransport:
         if self._session is None or self._session.closed:
             raise_file_limit()
             # No limit: the caller bounds what is in flight, and a queue hidden here would look like engine latency.
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
+            connector = (
+                aiohttp.UnixConnector(str(self._unix_socket), limit=0)
+                if self._unix_socket is not None
+                else aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
+            )
             self._session = aiohttp.ClientSession(connector=connector, loop=asyncio.get_running_loop())
         return self._session
 

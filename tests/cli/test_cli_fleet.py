@@ -56,7 +56,7 @@ def test_engines_are_added_drained_removed_and_replaced_without_a_key(
     assert fleet("remove", "e0") == "e0 has left"
     assert fleet("replace", "e1") == "e3 serves in the place of e1"
     table = fleet("list", "--url", f"{server.url}/v1")
-    assert "weight version 0, held by process" in table
+    assert "weight version 0, owned by process" in table
     assert [line.split()[:2] for line in table.splitlines()[2:]] == [
         ["e0", "stopped"], ["e1", "stopped"], ["e2", "serving"], ["e3", "serving"],
     ]  # fmt: skip
@@ -105,7 +105,7 @@ def test_what_cannot_be_done_is_one_line(server: Server, runtime: str, tmp_path:
     elsewhere.mkdir()
     done = penstock("fleet", "list", PENSTOCK_RUNTIME_DIR=str(elsewhere))
     assert done.returncode == 2
-    assert "no fleet of yours is held on this machine" in done.stderr
+    assert "no process of yours on this machine owns a fleet" in done.stderr
 
 
 @pytest.mark.parametrize("args", [("list",), ("stop",), ("remove", "e0"), ("drain", "e0"), ("add",), ("replace", "e0")])
@@ -115,7 +115,7 @@ def test_of_several_fleets_none_is_guessed(args: tuple[str, ...], tmp_path: Path
         done = penstock("fleet", *args, PENSTOCK_RUNTIME_DIR=str(tmp_path))
         assert done.returncode == 2
         assert done.stderr == (
-            "penstock: several fleets are held here: http://127.0.0.1:8000, http://127.0.0.1:9000; say which with "
+            "penstock: several fleets are here: http://127.0.0.1:8000, http://127.0.0.1:9000; say which with "
             "--url\n"
         )
         assert not asked()

@@ -22,7 +22,7 @@ from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 
 ELSEWHERE = "router.test"
-THERE = "as the user who holds the fleet, on the router's machine"
+THERE = "as the user who owns the fleet, on the router's machine"
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ async def test_who_connects_second_adopts_what_the_first_holds() -> None:
 
 async def test_a_router_whose_fleet_is_held_gets_no_second_one() -> None:
     async with engines(2) as servers, connected(servers[:1]) as first:
-        with pytest.raises(StateError, match=rf"the fleet behind {first.url} is held already"):
+        with pytest.raises(StateError, match=rf"another process owns the fleet behind {first.url}"):
             await Fleet.connect([servers[1].url], url=first.url)
         await check_serves(first, engines=1)
 

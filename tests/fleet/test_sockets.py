@@ -9,9 +9,9 @@ import pytest
 from sim_fleets import SIM, check_serves
 
 from penstock import Fleet
-from penstock.errors import UserError
-from penstock.fleet.remote import Link
-from penstock.fleet.service import Keys, folder, keys_of, refuse_second, socket_of
+from penstock.errors import EngineError, UserError
+from penstock.fleet.remote import FleetClient
+from penstock.fleet.service import folder, refuse_second, shown, socket_of, state_of
 from penstock.router.admin_client import RouterAdmin
 
 
@@ -40,22 +40,25 @@ def test_a_folder_that_others_may_enter_or_that_lies_elsewhere_is_refused(runtim
 
 async def test_a_process_of_the_same_user_gets_the_keys_and_nothing_shows_them() -> None:
     async with Fleet.launch("sim-model", engines=2, api_key="of-clients", **SIM) as fleet:
-        async with Link.to(fleet.url) as link:
-            keys = await link.keys()
-            assert keys.engines == {s.url: fleet.key_of(s.name) for s in await fleet.engines()}
-            assert keys.admin == fleet.key_of("e0")
-            assert keys.admin not in f"{await link.state()}{keys}"
-        admin = RouterAdmin(fleet.url, keys.admin)
+        async with FleetClient.to(fleet.url) as link:
+            state = await link.state()
+        key = state.admin_key
+        assert {m.name: m.api_key for m in state.members} == {
+            s.name: fleet.key_of(s.name) for s in await fleet.engines()
+        }
+        assert key is not None
+        assert key == fleet.key_of("e0")
+        assert key not in f"{state}{shown(state)}"
+        admin = RouterAdmin(fleet.url, key)
         await admin.set_policy("round-robin")
         await admin.close()
         async with Fleet.connect(fleet.url) as adopted:  # without the clients' key too
             await adopted.add_engines()
             await check_serves(adopted, engines=3)
-            assert adopted.key_of("e2") == keys.admin
+            assert adopted.key_of("e2") == key
 
 
-def test_keys_that_cannot_be_read_are_not_shown() -> None:
-    with pytest.raises(Exception, match="cannot be read") as refused:
-        keys_of({"admin": ["secret"], "engines": {}})
+def test_a_state_that_cannot_be_read_shows_no_key() -> None:
+    with pytest.raises(EngineError, match=r"cannot be read \(.*admin_key.*\)") as refused:
+        state_of({"admin_key": ["secret"]})
     assert "secret" not in str(refused.value)
-    assert repr(Keys("secret", {"http://h:1": "secret"})) == "Keys()"

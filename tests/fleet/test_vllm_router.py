@@ -234,7 +234,7 @@ async def test_a_router_of_ours_that_runs_already_gets_the_fleet_too() -> None:
         async with Fleet.launch("sim-model", url=router.url, **SIM) as fleet:
             assert fleet.url == router.url
             await check_serves(fleet, engines=1)
-            with pytest.raises(StateError, match="is held already"):
+            with pytest.raises(StateError, match="owns the fleet behind"):
                 await Fleet.launch("sim-model", url=router.url, **SIM)
             await check_serves(fleet, engines=1)
     finally:

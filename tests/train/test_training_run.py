@@ -17,7 +17,7 @@ from training_setup import Letters, Recorder, config_of, save_nano_model
 
 from penstock.config import RunConfig, load_config
 from penstock.errors import ConfigError, EngineStartError, StateError, UserError
-from penstock.fleet.remote import Link
+from penstock.fleet.remote import FleetClient
 from penstock.fleet.service import present
 from penstock.observe.run_folder import RunFolder
 from penstock.rollout.char_tokenizer import save_char_tokenizer
@@ -159,7 +159,7 @@ async def test_a_run_is_found_by_penstock_fleet_which_can_stop_it(
     running = asyncio.create_task(run(config, resume=False, reporter=told))
     await asyncio.wait_for(told.stepped.wait(), 60.0)
     (port,) = present()
-    async with Link.to(f"http://127.0.0.1:{port}") as link:
+    async with FleetClient.to(f"http://127.0.0.1:{port}") as link:
         state = await link.state()
         assert [member.name for member in state.members] == ["e0", "e1"]
         assert state.version >= 1

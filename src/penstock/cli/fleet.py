@@ -11,7 +11,7 @@ from penstock.cli.common import Interrupted, run_until_signal, waiting
 from penstock.errors import UserError
 
 if TYPE_CHECKING:
-    from penstock.fleet.remote import Link
+    from penstock.fleet.remote import FleetClient
     from penstock.fleet.service import FleetState
 
 T = TypeVar("T")
@@ -49,13 +49,13 @@ def list_engines(
     - `penstock fleet list`
     - `penstock fleet list --url http://127.0.0.1:9000 --json`
     """
-    state = _run(url, lambda link: link.state())
+    state = _run(url, lambda client: client.state())
     if as_json:
         import json  # noqa: PLC0415
 
-        from penstock.fleet.service import state_to_json  # noqa: PLC0415
+        from penstock.fleet.service import shown  # noqa: PLC0415
 
-        typer.echo(json.dumps(state_to_json(state), indent=2))
+        typer.echo(json.dumps(shown(state), indent=2))
     else:
         _print(state)
 
@@ -88,9 +88,11 @@ def add(
         raise UserError(f"{count} to start and servers to --attach are two calls; give one of them")
     if attach:
         servers = [{"url": address} for address in attach]
-        names, state = _run(url, lambda link: link.call("attach", servers=servers), f"attaching {', '.join(attach)}")
+        names, state = _run(
+            url, lambda client: client.order("attach", servers=servers), f"attaching {', '.join(attach)}"
+        )
     else:
-        names, state = _run(url, lambda link: link.call("add", count=count or 1), f"starting {count or 1} more")
+        names, state = _run(url, lambda client: client.order("add", count=count or 1), f"starting {count or 1} more")
     for warning in [m.warning for m in state.members if m.name in names and m.warning]:
         typer.echo(f"warning: {warning}", err=True)
     waiting = [m.name for m in state.members if m.name in names and m.state == "syncing"]
@@ -111,7 +113,7 @@ def drain(engine: Name, *, timeout: Timeout = None, url: Url = None) -> None:
     - `penstock fleet drain e1`
     - `penstock fleet drain e1 --timeout 60`
     """
-    done, _ = _run(url, lambda link: link.call("drain", engine=engine, timeout_s=timeout), f"draining {engine}")
+    done, _ = _run(url, lambda client: client.order("drain", engine=engine, timeout_s=timeout), f"draining {engine}")
     typer.echo(f"{engine} is drained" if done else f"{engine} still has requests or sessions", err=not done)
     if not done:
         raise typer.Exit(1)
@@ -125,7 +127,7 @@ def remove(engine: Name, *, timeout: Timeout = None, url: Url = None) -> None:
 
     - `penstock fleet remove e1`
     """
-    _run(url, lambda link: link.call("remove", engine=engine, timeout_s=timeout), f"removing {engine}")
+    _run(url, lambda client: client.order("remove", engine=engine, timeout_s=timeout), f"removing {engine}")
     typer.echo(f"{engine} has left")
 
 
@@ -137,7 +139,7 @@ def replace(engine: Name, *, timeout: Timeout = None, url: Url = None) -> None:
 
     - `penstock fleet replace e1`
     """
-    name, _ = _run(url, lambda link: link.call("replace", engine=engine, timeout_s=timeout), f"replacing {engine}")
+    name, _ = _run(url, lambda client: client.order("replace", engine=engine, timeout_s=timeout), f"replacing {engine}")
     typer.echo(f"{name} serves in the place of {engine}")
 
 
@@ -150,21 +152,22 @@ def stop(url: Url = None) -> None:
     - `penstock fleet stop`
     - `penstock fleet stop --url http://127.0.0.1:9000`
     """
-    _run(url, lambda link: link.stop(), "stopping")
+    _run(url, lambda client: client.stop(), "stopping")
     typer.echo("stopped")
 
 
-def _run(url: str | None, call: Callable[[Link], Awaitable[T]], what: str = ASKING) -> T:
+def _run(url: str | None, call: Callable[[FleetClient], Awaitable[T]], what: str = ASKING) -> T:
     """What the fleet answers; `what`: is under way meanwhile, as a terminal shows it."""
     from rich.console import Console  # noqa: PLC0415
 
-    from penstock.fleet.remote import Link  # noqa: PLC0415
+    from penstock.fleet.remote import FleetClient  # noqa: PLC0415
     from penstock.fleet.service import router_address  # noqa: PLC0415
 
     async def run() -> T:
-        async with Link.to(router_address(url) if url else _only()) as link:
+        async with FleetClient.to(router_address(url) if url else _only()) as client:
+            await client.state()  # a process that hangs is found before the call, which has no such deadline
             with waiting(what, Console(stderr=True)):
-                return await call(link)
+                return await call(client)
 
     try:
         return run_until_signal(run())
@@ -185,11 +188,11 @@ def _only() -> str:
     urls = [f"http://127.0.0.1:{port}" for port in sorted(present())]
     if not urls:
         raise UserError(
-            "no fleet of yours is held on this machine; `penstock serve` starts one (where that was given "
+            "no process of yours on this machine owns a fleet; `penstock serve` starts one (where that was given "
             f"{FOLDER_ENV}, give it here too)"
         )
     if len(urls) > 1:
-        raise UserError(f"several fleets are held here: {', '.join(urls)}; say which with --url")
+        raise UserError(f"several fleets are here: {', '.join(urls)}; say which with --url")
     return urls[0]
 
 
@@ -197,7 +200,7 @@ def _print(state: FleetState) -> None:
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
-    held = f"held by process {state.pid}{', detached' if state.detached else ''}"
+    held = f"owned by process {state.pid}{', detached' if state.detached else ''}"
     table = Table(
         title=f"{state.url}: weight version {state.version}, {held}",
         title_justify="left",
@@ -207,6 +210,8 @@ def _print(state: FleetState) -> None:
     )
     for name in ("engine", "state", "version", "GPUs", "address", "why"):
         table.add_column(name, justify="right" if name == "version" else "left", no_wrap=name != "why")
+    for name in state.starting:
+        table.add_row(name, "[yellow]launching[/]", "-", "-", "-", "starts for the first time")
     for member in state.members:
         color = {"serving": "green", "dead": "red"}.get(member.state, "yellow")
         table.add_row(

@@ -11,7 +11,7 @@ from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, Missi
 
 if TYPE_CHECKING:
     from penstock.engine.control import ControlClient
-    from penstock.fleet.service import Keys
+    from penstock.fleet.service import FleetState, MemberState
     from penstock.router.admin_client import EngineLoad, RouterState
 
 UNAUTHORIZED, NOT_FOUND = 401, 404
@@ -53,8 +53,8 @@ async def _collect(url: str, api_key: str | None) -> dict[str, Any]:
 
     from penstock.router.admin_client import RouterAdmin  # noqa: PLC0415
 
-    held = await _held_keys(url)
-    admin = RouterAdmin(url, api_key if held is None else held.admin)
+    fleet = await _fleet_state(url)
+    admin = RouterAdmin(url, api_key if fleet is None else fleet.admin_key)
     try:
         state = await admin.engines()
     except EngineDeadError as error:
@@ -67,32 +67,45 @@ async def _collect(url: str, api_key: str | None) -> dict[str, Any]:
         raise PenstockError(f"{url} {why[error.status]}; {other}") from error
     finally:
         await admin.close()
-    engines = await asyncio.gather(*(_engine(load, state, held, api_key, url) for load in state.engines))
-    return {"url": url, **asdict(state), "engines": engines}
+    members = {} if fleet is None else {member.url: member for member in fleet.members}
+    engines = await asyncio.gather(
+        *(_engine(load, state, members.get(load.url), api_key, url) for load in state.engines)
+    )
+    return {"url": url, **asdict(state), "engines": engines + _not_routed(fleet, state)}
 
 
-async def _held_keys(url: str) -> Keys | None:
-    """The keys of a fleet of this user that a process of this machine holds; None where there is none."""
-    from penstock.fleet.remote import Link  # noqa: PLC0415
+async def _fleet_state(url: str) -> FleetState | None:
+    """The state of a fleet that a process of this user owns on this machine; None where there is none."""
+    from penstock.fleet.remote import FleetClient  # noqa: PLC0415
 
     try:
-        async with Link.to(url) as link:
-            return await link.keys()
+        async with FleetClient.to(url) as client:
+            return await client.state()
     except PenstockError:
         return None
 
 
+def _not_routed(fleet: FleetState | None, state: RouterState) -> list[dict[str, Any]]:
+    """Engines that the router does not know: those that start, died or wait for weights."""
+    if fleet is None:
+        return []
+    known = {load.url for load in state.engines}
+    rows = [(m.name, m.url, m.state, m.weight_version) for m in fleet.members if m.url not in known]
+    rows = [row for row in rows if row[2] != "stopped"] + [(name, "-", "launching", 0) for name in fleet.starting]
+    return [dict(zip(("name", "url", "state", "weight_version"), row, strict=True)) for row in rows]
+
+
 async def _engine(
-    load: EngineLoad, router: RouterState, held: Keys | None, api_key: str | None, url: str
+    load: EngineLoad, router: RouterState, member: MemberState | None, api_key: str | None, url: str
 ) -> dict[str, Any]:
     """What an engine says of itself, or the router of one that is not to be asked from here."""
     from dataclasses import asdict  # noqa: PLC0415
 
     from penstock.fleet.service import beyond_reach  # noqa: PLC0415
 
-    if held is None and (load.other_key or beyond_reach(url, load.url)):
+    if member is None and (load.other_key or beyond_reach(url, load.url)):
         return {**asdict(load), "state": _state(load, router, paused=False), "asked": False}
-    api_key = api_key if held is None else held.engines.get(load.url)
+    api_key = api_key if member is None else member.api_key
     from penstock.engine.vanilla.control import VanillaControl  # noqa: PLC0415
 
     control = VanillaControl(load.name, load.url, api_key=api_key, timeout_s=ENGINE_TIMEOUT_S)

@@ -87,6 +87,11 @@ class Elastic:
                 return member
         raise UserError(f"there is no engine {engine!r}; the fleet has {', '.join(m.name for m in members)}")
 
+    @property
+    def starting(self) -> tuple[str, ...]:
+        """Names of engines that start, and are no members yet."""
+        return tuple(life.engine for life in self._placed)
+
     async def add(self, count: int) -> tuple[str, ...]:
         """Start engines and let them serve, once they have the fleet's weights; returns their names.
 

@@ -25,10 +25,11 @@ from penstock.fleet.fleet import Fleet
 from penstock.fleet.member import RANK, Lifecycle, Member
 from penstock.fleet.options import assign, check_key, made, refuse_unknown, section, specs_of, visible_gpus
 from penstock.fleet.ray_engines import RayLauncher, check_ray
-from penstock.fleet.remote import Link, LinkGoneError, adopt
+from penstock.fleet.remote import FleetClient, adopt
 from penstock.fleet.router_process import OpenRouter, check_router, open_router
 from penstock.fleet.service import ASK_THERE, beyond_reach, refuse_second, router_address, socket_of
 from penstock.guard import new_key
+from penstock.http import UnreachableError
 from penstock.router.admin_client import RouterAdmin, RouterState
 
 
@@ -141,10 +142,10 @@ async def _detached(
     engine: EngineConfig, fleet: FleetConfig, router: RouterConfig, api_key: str | None, parallel_starts: int | None
 ) -> Fleet:
     url = await start_detached(engine, fleet, router, api_key=api_key, parallel_starts=parallel_starts)
-    link = Link.to(url)
+    client = FleetClient.to(url)
     try:
         return await adopt(
-            link,
+            client,
             url,
             api_key=api_key,
             control_timeout_s=engine.control_timeout_s,
@@ -152,9 +153,9 @@ async def _detached(
             stream_chunk_tokens=fleet.stream_chunk_tokens,
         )
     except BaseException:  # whoever launched it has nothing to end it by
-        async with link:
+        async with client:
             with suppress(PenstockError):  # it is gone, or ends
-                await link.stop()
+                await client.stop()
         raise
 
 
@@ -308,14 +309,14 @@ class _ConnectPlan:
             return None
         try:
             fleet = await adopt(
-                Link(path),
+                FleetClient(path),
                 url,
                 api_key=self.api_key,
                 control_timeout_s=self.control_timeout_s,
                 request_timeout_s=self.request_timeout_s,
                 stream_chunk_tokens=self.fleet.stream_chunk_tokens,
             )
-        except LinkGoneError:  # it died without taking its socket away
+        except UnreachableError:  # it died without taking its socket away
             return None
         if others := self.options - OF_A_CLIENT:
             await fleet.teardown()

@@ -12,9 +12,8 @@ from typing import Any
 
 from penstock.config import EngineConfig, Section
 from penstock.engine.launch import EngineProcess
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, PenstockError, error_to_json
 from penstock.fleet.options import visible_gpus
-from penstock.fleet.service import error_to_json
 
 
 class ActorPlan(Section):

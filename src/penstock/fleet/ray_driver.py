@@ -19,10 +19,9 @@ from typing import Any
 
 import orjson
 
-from penstock.errors import ConfigError, EngineError, EngineStartError, PenstockError
+from penstock.errors import ConfigError, EngineError, EngineStartError, PenstockError, error_from_json, error_to_json
 from penstock.fleet.ray_actor import EngineActor
 from penstock.fleet.ray_link import MAX_LINE
-from penstock.fleet.service import error_of, error_to_json
 from penstock.process import watch_lifeline
 
 OBJECT_STORE_BYTES = 80 * 2**20
@@ -140,7 +139,7 @@ class RayDriver:
             why = " ".join(str(error).split())[:500]
             raise EngineStartError(f"its Ray actor on {node_ip} died while it started: {why}", engine=engine) from error
         if "error" in answer:
-            raise error_of(answer["error"])
+            raise error_from_json(answer["error"])
         return str(answer["url"])
 
     async def wait(self, engine: str) -> int:

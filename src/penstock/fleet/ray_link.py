@@ -18,8 +18,7 @@ from typing import Any, Self
 import orjson
 
 from penstock.engine.client import cancelled
-from penstock.errors import DeadlineError, EngineDeadError
-from penstock.fleet.service import error_of
+from penstock.errors import DeadlineError, EngineDeadError, error_from_json
 from penstock.process import ChildProcess
 
 MAX_LINE = 1 << 20
@@ -115,7 +114,7 @@ class RayLink:
                 if answer is None or answer.done():
                     continue
                 if "error" in said:
-                    answer.set_exception(error_of(said["error"]))
+                    answer.set_exception(error_from_json(said["error"]))
                 else:
                     answer.set_result(said["result"])
         except ConnectionError:
