@@ -339,8 +339,13 @@ class FleetConfig(Section):
     is started on this machine and ends with the fleet."""
     ray_cpus: Annotated[float, Field(ge=0)] | None = None
     """CPUs that Ray sets aside for each engine; default: one for each of its ranks."""
+    ray_gpus: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share that Ray sets aside of each GPU of an engine; less than 1 leaves room for a trainer's actor beside it."""
+    ray_placement_group: Annotated[str, Field(pattern="^[0-9a-f]+$")] | None = None
+    """Id (`group.id.hex()`) of a placement group, whose bundles the engines take in their order, one for each GPU;
+    default: each engine has a group of its own."""
 
-    @field_validator("ray_address", "ray_cpus")
+    @field_validator("ray_address", "ray_cpus", "ray_gpus", "ray_placement_group")
     @classmethod
     def _of_ray(cls, given: str | float | None, info: ValidationInfo) -> str | float | None:
         if given is not None and info.data.get("launcher") == "local":

@@ -71,6 +71,10 @@ class RayNodes:
         """Placement groups that exist: `{"state", "strategy", "bundles", "nodes"}`."""
         return await self._ask("groups")
 
+    async def make_group(self, bundles: int) -> str:
+        """A placement group of so many bundles of a CPU, as a trainer has one; returns its id."""
+        return await self._ask("make_group", bundles)
+
     async def until(self, reached: Callable[[list[dict[str, Any]]], bool], *, within_s: float) -> None:
         """Return when `reached` of the placement groups."""
         begin = time.monotonic()
@@ -134,6 +138,9 @@ def main() -> None:
         elif what == "lose":
             lose(nodes[int(arguments[0])])
             say("lost")
+        elif what == "make_group":
+            made = ray.util.placement_group([{"CPU": 1}] * int(arguments[0]), strategy="PACK")
+            say(made.id.hex())
         else:
             ips = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
             say([group(entry, ips) for entry in ray.util.placement_group_table().values()])

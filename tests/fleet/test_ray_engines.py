@@ -17,12 +17,11 @@ from ray_nodes import LOOPBACK, RayNodes, ignore_present, processes
 from sim_fleets import SIM, check, check_serves, in_flight
 
 from penstock import Fleet, SamplingParams
-from penstock.config import EngineConfig
-from penstock.errors import ConfigError, EngineError, EngineStartError
+from penstock.config import EngineConfig, FleetConfig
+from penstock.errors import ConfigError, EngineStartError
 from penstock.fleet.member import State
-from penstock.fleet.ray_actor import ActorPlan, EngineActor
-from penstock.fleet.ray_engines import bundle_of, capacity
-from penstock.fleet.ray_link import RayLink
+from penstock.fleet.ray_driver import ActorPlan, _host
+from penstock.fleet.ray_engines import bundles_of, capacity
 from penstock.process import SCRATCH_ENV
 
 KEY = "a key, without which nothing listens but on 127.0.0.1"
@@ -77,48 +76,25 @@ def left(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_what_an_engine_asks_of_a_node() -> None:
     config = EngineConfig(model="m", profile="gpu", tensor_parallel_size=2, data_parallel_size=2)
-    assert bundle_of(config, None) == {"CPU": 4.0, "GPU": 4.0}
-    assert bundle_of(config, 0) == {"CPU": 0.0, "GPU": 4.0}
-    assert bundle_of(config.model_copy(update={"profile": "cpu"}), None) == {"CPU": 4.0}
+    ray = FleetConfig(launcher="ray")
+    assert bundles_of(config, ray) == [{"CPU": 1.0, "GPU": 1.0}] * 4
+    share = FleetConfig(launcher="ray", ray_cpus=0, ray_gpus=0.5)
+    assert bundles_of(config, share) == [{"CPU": 0.0, "GPU": 0.5}] * 4
+    assert bundles_of(config.model_copy(update={"profile": "cpu"}), ray) == [{"CPU": 4.0}]
     eight = {"CPU": 64.0, "GPU": 8.0}
-    assert capacity(bundle_of(config, None), [eight, eight, {"CPU": 64.0}, {"CPU": 3.0, "GPU": 8.0}]) == 4
-    assert capacity({"CPU": 0.0, "GPU": 3.0}, [eight]) == 2, "one engine is not spread over nodes"
+    nodes = [eight, eight, {"CPU": 64.0}, {"CPU": 3.0, "GPU": 8.0}]
+    assert capacity(bundles_of(config, ray), nodes) == 4
+    assert capacity(bundles_of(config, share), nodes) == 12
+    assert capacity([{"CPU": 0.0, "GPU": 1.0}] * 3, [eight]) == 2, "one engine is not spread over nodes"
 
 
 def test_an_engine_on_another_node_is_not_without_a_key() -> None:
-    actor = EngineActor.__new__(EngineActor)  # its making ties a process to its node
-    actor._node_ip = "127.0.0.2"
-    actor._plan = ActorPlan(
+    plan = ActorPlan(
         name="e0", engine=EngineConfig(model="m"), log_dir=Path(), keep_log=True, launcher_ip="127.0.0.1", gpus=False
     )
-    assert actor._host(with_key=True) == "127.0.0.2"
+    assert _host(plan, "127.0.0.2", with_key=True) == "127.0.0.2"
     with pytest.raises(ConfigError, match=r"placed on another node, 127\.0\.0\.2, .* there is no key"):
-        actor._host(with_key=False)
-
-
-async def test_an_error_that_nobody_foresaw_is_an_answer_too(tmp_path: Path) -> None:
-    link = await RayLink.start(tmp_path / "ray.log", {})
-    try:
-        with pytest.raises(EngineError, match="Ray room: AttributeError"):  # it has joined no cluster
-            await link.call("room", deadline_s=60.0, bundle={"CPU": 1.0}, count=1, timeout_s=1.0)
-    finally:
-        await link.close()
-
-
-async def test_a_driver_that_cannot_be_spoken_to_is_not_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def given_up(**_: object) -> None:
-        raise asyncio.CancelledError
-
-    monkeypatch.setattr(asyncio, "open_connection", given_up)
-    try:
-        with pytest.raises(asyncio.CancelledError):
-            await RayLink.start(tmp_path / "ray.log", {})
-        assert processes("fleet.ray_driver") == []
-    finally:
-        for process in processes("fleet.ray_driver"):
-            process.kill()
+        _host(plan, "127.0.0.2", with_key=False)
 
 
 @pytest.mark.slow
@@ -196,6 +172,19 @@ async def test_what_cannot_be_is_said_and_nothing_is_left(
         await Fleet.launch("sim-model", **options(nodes, **more))
     await nodes.until(lambda groups: left(groups) == [], within_s=20.0)
     assert processes("sim") == []
+
+
+@pytest.mark.slow
+async def test_engines_share_a_placement_group_that_they_are_given(nodes: RayNodes) -> None:
+    group = await nodes.make_group(2)
+    async with Fleet.launch("sim-model", engines=2, **options(nodes, ray_placement_group=group)) as fleet:
+        await check_serves(fleet, engines=2)
+        assert [g["bundles"] for g in left(await nodes.groups())] == [[{"CPU": 1.0}] * 2]
+        with pytest.raises(ConfigError, match="no room for one engine more"):
+            await fleet.add_engines(1)
+        await fleet.remove("e0")
+        assert await fleet.add_engines(1) == ("e2",), "in the bundle of the one that left"
+    assert len(left(await nodes.groups())) == 1, "it is not ours to remove"
 
 
 @pytest.mark.slow

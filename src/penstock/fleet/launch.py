@@ -238,7 +238,9 @@ INSTEAD = f"call Fleet.connect {ASK_THERE}, or use an OpenAI client"
 OF_A_CLIENT = frozenset({"stream_chunk_tokens"})
 """Options of `FleetConfig` that whoever adopts a fleet chooses; the others are its holder's."""
 
-OF_STARTS = frozenset({"engines", "attach", "launcher", "ray_address", "ray_cpus", "stop_timeout_s"})
+OF_STARTS = frozenset({"engines", "attach", "launcher", "stop_timeout_s"}) | {
+    name for name in FleetConfig.model_fields if name.startswith("ray_")
+}
 """Those that only say how engines are started, or which."""
 
 

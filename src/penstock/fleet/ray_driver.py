@@ -1,7 +1,8 @@
-"""`python -m penstock.fleet.ray_driver FD`: the Ray driver of one fleet, told what to do by JSON lines on socket FD.
+"""`python -m penstock.fleet.ray_driver FD`: the Ray driver of one fleet, which serves calls on the socket FD.
 
-Every engine has a placement group of one bundle: its server is one process, which needs all its GPUs on one node. The
-group is kept while the engine is started anew; where its node is lost, Ray places it on another.
+It is a process of its own because Ray ends a driver's process with its node, replaces its signal handlers, and knows
+one cluster in a process. As a child under a lifeline it ends with the launcher, by any signal, and Ray frees what it
+owned: actors and placement groups that are not detached.
 """
 # pyright: basic
 
@@ -10,36 +11,137 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import select
 import signal
 import socket
 import sys
-import traceback
+import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import orjson
 
-from penstock.errors import ConfigError, EngineError, EngineStartError, PenstockError, error_from_json, error_to_json
-from penstock.fleet.ray_actor import EngineActor
-from penstock.fleet.ray_link import MAX_LINE
+from penstock.config import EngineConfig, Section
+from penstock.engine.launch import EngineProcess
+from penstock.errors import ConfigError, EngineStartError, PenstockError, error_from_json, error_to_json
+from penstock.fleet.calls import CallServer
+from penstock.fleet.options import visible_gpus
 from penstock.process import watch_lifeline
 
+PREFIX = "/ray"
 OBJECT_STORE_BYTES = 80 * 2**20
 """About the least that Ray takes. Nothing of ours lies in it."""
 
 ACTOR_ENV = {"RAY_kill_child_processes_on_worker_exit": "0"}
-"""Else the worker of an actor that loses its owner kills the server, and nothing more: its cores would outlive it. By
-its lifeline it ends with the actor and takes them along."""
+"""Else the worker of an actor that loses its owner kills the server alone, and its cores outlive it. By its lifeline
+the server ends with the actor and takes them along."""
 
 ACTOR_S = 5.0
-"""Deadline of an actor's last words; one on a lost node has none."""
+"""Deadline of an actor's last answer; an actor on a lost node gives none."""
+
+
+class ActorPlan(Section):
+    """What an actor knows of its engine."""
+
+    name: str
+    engine: EngineConfig
+    log_dir: Path
+    keep_log: bool
+    """Leave the log behind on another host than the launcher's, which cleans its own."""
+    launcher_ip: str
+    """Of the node where fleet and router are."""
+    gpus: bool
+    """It runs on those that Ray has given to its actors."""
+
+
+class EngineActor:
+    """Holds one bundle of an engine on a Ray node. The engine's first actor runs its server, and says when it ends.
+
+    The server holds the read end of a lifeline whose write end is in the actor's process: it ends with the actor, and
+    so with the node's Ray and with the fleet. Answers are plain values: no exception is unpickled elsewhere.
+
+    Args:
+        plan: an `ActorPlan` as JSON.
+    """
+
+    def __init__(self, plan: str) -> None:
+        self._plan = ActorPlan.model_validate_json(plan)
+        self._process: EngineProcess | None = None
+        threading.Thread(target=_end_with, args=(os.getppid(),), name="penstock-node", daemon=True).start()
+
+    async def where(self) -> tuple[str, list[str]]:
+        """Return Ray's address of this node, and the GPUs of this bundle."""
+        ray = importlib.import_module("ray")
+        return ray.util.get_node_ip_address(), list(visible_gpus()) if self._plan.gpus else []
+
+    async def start(self, api_key: str | None, node_ip: str, gpus: list[str]) -> dict[str, Any]:
+        """Start the server: `{"url": ...}` when it is ready, or `{"error": ...}` and it is gone.
+
+        The key comes with this call, from the driver to this process alone: the cluster keeps and shows what an actor
+        is made of.
+        """
+        plan = self._plan
+        try:
+            self._process = await EngineProcess.launch(
+                plan.engine,
+                name=plan.name,
+                log_dir=plan.log_dir,
+                api_key=api_key,
+                gpus=gpus,
+                host=_host(plan, node_ip, with_key=bool(api_key)),
+            )
+        except PenstockError as error:
+            return {"error": error_to_json(error)}
+        return {"url": self._process.url}
+
+    async def wait(self) -> int:
+        """Exit status of the server, once its whole process group is gone."""
+        return -signal.SIGKILL if self._process is None else await self._process.wait()
+
+    async def stop(self, timeout_s: float, *, remove_log: bool) -> None:
+        """SIGTERM, and SIGKILL after `timeout_s` seconds; returns when it has ended."""
+        if (process := self._process) is None:
+            return
+        await process.stop(timeout_s)
+        if remove_log:
+            process.log.unlink(missing_ok=True)
+            with suppress(OSError):  # another engine's log is in it
+                process.log.parent.rmdir()
+
+
+def _host(plan: ActorPlan, node_ip: str, *, with_key: bool) -> str:
+    """Where the server listens: loopback where the router is on the same node."""
+    if node_ip == plan.launcher_ip:
+        return "127.0.0.1"
+    if not with_key:
+        raise ConfigError(
+            f"engine {plan.name} was placed on another node, {node_ip}, where it would be open to other machines, and "
+            "behind vllm-router there is no key but api_key (of penstock serve: PENSTOCK_API_KEY); set it, or keep "
+            "router.kind=penstock"
+        )
+    return node_ip
+
+
+def _end_with(parent: int) -> None:
+    """End this process with its node's Ray, whose end alone does not end an actor that waits for its server."""
+    with suppress(ProcessLookupError):
+        select.select([os.pidfd_open(parent)], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass(slots=True)
 class _Placed:
+    """An engine's bundles, kept while it is started anew; where its node is lost, Ray places them on another."""
+
     group: Any
-    actor: Any = None
-    killed: asyncio.Event = field(default_factory=asyncio.Event)
+    bundles: range
+    own: bool
+    """The group is this engine's, not one that was given."""
+    actors: list[Any] = field(default_factory=list)
+    ended: asyncio.Future[int] | None = None
+    remove_log: bool = False
 
 
 class RayDriver:
@@ -47,16 +149,19 @@ class RayDriver:
 
     def __init__(self) -> None:
         self._ray: Any = None
-        self._actor_class: Any = None
+        self._given: Any = None
+        """A placement group that was given."""
         self._engines: dict[str, _Placed] = {}
+        self._watches: set[asyncio.Task[None]] = set()
 
-    async def open(self, address: str, cpus: float, folder: str | None) -> dict[str, Any]:
+    async def open(self, address: str, cpus: float, folder: str, group: str | None) -> dict[str, Any]:
         """Join a cluster, or start one of this machine.
 
         Args:
             address: as `ray.init` takes it; `local` starts one.
             cpus: that a new one has at least.
             folder: of a new one's files.
+            group: id of a placement group of it that engines go to; None: each gets its own.
 
         Returns:
             `{"ip", "nodes"}`: Ray's address of this machine, and the resources of each node.
@@ -77,130 +182,144 @@ class RayDriver:
         try:
             # In the main thread: the kernel ends what Ray starts together with the thread that started it.
             ray.init(**options)
+            if group is not None:
+                group_id = importlib.import_module("ray._raylet").PlacementGroupID.from_hex(group)
+                self._given = ray.util.placement_group.PlacementGroup(group_id)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise ConfigError(
-                f"cannot join the Ray cluster at {address}: {' '.join(str(error).split())[:500]}; {_token_hint()}start "
-                "one with `ray start --head`, or leave fleet.ray_address and RAY_ADDRESS out to have one for this "
-                "fleet alone"
+                f"cannot join the Ray cluster at {address}: {_one_line(error)}; {_token_hint()}start one with "
+                "`ray start --head`, or leave fleet.ray_address and RAY_ADDRESS out to have one for this fleet alone"
             ) from error
-        self._actor_class = ray.remote(EngineActor)
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        return {"ip": ray.util.get_node_ip_address(), "nodes": nodes}
+        return {"ip": ray.util.get_node_ip_address(), "nodes": [n["Resources"] for n in ray.nodes() if n["Alive"]]}
 
-    async def room(self, bundle: dict[str, float], count: int, timeout_s: float) -> bool:
-        """Whether Ray has room now for so many placement groups more; tried, not computed."""
-        trial = self._ray.util.placement_group([bundle] * count, strategy="PACK")
+    async def room(self, bundles: list[dict[str, float]], count: int, timeout_s: float) -> bool:
+        """Return whether there is room now for so many engines more; tried, not computed."""
+        if self._given is not None:
+            return all(self._free_bundles(len(bundles) * (i + 1)) is not None for i in range(count))
+        groups = [self._ray.util.placement_group(bundles, strategy="STRICT_PACK") for _ in range(count)]
         try:
-            return await asyncio.to_thread(trial.wait, timeout_s)
+            return all([await asyncio.to_thread(group.wait, timeout_s) for group in groups])
         finally:
-            self._ray.util.remove_placement_group(trial)
+            for group in groups:
+                self._ray.util.remove_placement_group(group)
 
     async def start(
-        self, engine: str, bundle: dict[str, float], plan: dict[str, Any], api_key: str | None, timeout_s: float
+        self, engine: str, bundles: list[dict[str, float]], plan: dict[str, Any], api_key: str | None, timeout_s: float
     ) -> str:
-        """Start an engine where there is room for its group, which is waited for at most `timeout_s` seconds.
+        """Start an engine where there is room for its bundles, which is waited for at most `timeout_s` seconds.
 
         Returns:
             Its URL when it is ready.
 
         Raises:
-            EngineStartError: there was no room, or it did not start; its group is still there.
+            EngineStartError: there was no room, or it did not start; its bundles are still set aside.
             ConfigError: what its node said of its configuration.
         """
         ray = self._ray
-        placed = self._engines.get(engine)
-        if placed is None:  # not detached: Ray removes it when this process ends
-            group = ray.util.placement_group([bundle], strategy="PACK", name=f"penstock-{engine}-{os.getpid()}")
-            placed = self._engines[engine] = _Placed(group)
+        placed = self._engines.get(engine) or self._place(engine, bundles)
+        placed.ended = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):
                 await placed.group.ready()
+            placed.actors = self._actors(placed, bundles, orjson.dumps(plan).decode())
+            async with asyncio.timeout(timeout_s):  # a given group may be full
+                nodes = [await actor.where.remote() for actor in placed.actors]
+            node_ip = nodes[0][0]
+            if len({ip for ip, _ in nodes}) > 1:
+                raise ConfigError(f"bundles of engine {engine} lie on several nodes; give another ray_placement_group")
+            placed.remove_log = not plan["keep_log"] and node_ip != plan["launcher_ip"]
+            gpus = [gpu for _, its in nodes for gpu in its]
+            answer = await placed.actors[0].start.remote(api_key, node_ip, gpus)
         except TimeoutError as error:
-            raise EngineStartError(
-                f"the Ray cluster had no room for {bundle} on one node within {timeout_s:g} s", engine=engine
-            ) from error
-        except ray.exceptions.RayError as error:
-            why = " ".join(str(error).split())[:500]
-            raise EngineStartError(f"Ray did not place {bundle} on a node: {why}", engine=engine) from error
-        node = ray.util.placement_group_table(placed.group)["bundles_to_node_id"][0]
-        node_ip = next((n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node), "")
-        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(placed.group, 0)
-        placed.killed.clear()
-        placed.actor = actor = self._actor_class.options(
-            num_cpus=bundle.get("CPU", 0),
-            num_gpus=bundle.get("GPU", 0),
-            scheduling_strategy=strategy,
-            runtime_env={"env_vars": ACTOR_ENV},
-        ).remote(orjson.dumps(plan).decode(), node_ip)
-        try:
-            answer = await actor.start.remote(api_key)
+            why = f"the Ray cluster had no room for {bundles} on one node within {timeout_s:g} s"
+            raise EngineStartError(why, engine=engine) from error
         except ray.exceptions.RayError as error:
             self._drop(placed)
-            why = " ".join(str(error).split())[:500]
-            raise EngineStartError(f"its Ray actor on {node_ip} died while it started: {why}", engine=engine) from error
+            why = f"Ray did not place {bundles}, or its actor died while it started: {_one_line(error)}"
+            raise EngineStartError(why, engine=engine) from error
         if "error" in answer:
             raise error_from_json(answer["error"])
+        watch = asyncio.create_task(self._watch(placed))
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
         return str(answer["url"])
 
     async def wait(self, engine: str) -> int:
         """Exit status of an engine's process; that of a SIGKILL where its actor or node is lost."""
         placed = self._engines.get(engine)
-        if placed is None or placed.actor is None:
-            return -signal.SIGKILL
-        status = asyncio.ensure_future(self._status(placed.actor))
-        killed = asyncio.create_task(placed.killed.wait())
-        await asyncio.wait((status, killed), return_when=asyncio.FIRST_COMPLETED)
-        killed.cancel()
-        if not status.done():
-            status.cancel()
-            return -signal.SIGKILL
-        self._drop(placed)
-        return status.result()
+        return -signal.SIGKILL if placed is None or placed.ended is None else await asyncio.shield(placed.ended)
 
     async def stop(self, engine: str, timeout_s: float) -> None:
         """End an engine's process: SIGTERM, and SIGKILL after `timeout_s` seconds."""
         placed = self._engines.get(engine)
-        if placed is not None and placed.actor is not None:
-            await self._last_word(placed.actor.stop.remote(timeout_s), timeout_s + ACTOR_S)
-            self._drop(placed)
-
-    async def kill(self, engine: str) -> None:
-        """End an engine's process at once, and its actor."""
-        placed = self._engines.get(engine)
-        if placed is not None and placed.actor is not None:
-            await self._last_word(placed.actor.kill.remote(), ACTOR_S)
+        if placed is not None and placed.actors:
+            with suppress(TimeoutError, self._ray.exceptions.RayError):  # it is killed in any case
+                async with asyncio.timeout(timeout_s + ACTOR_S):
+                    await placed.actors[0].stop.remote(timeout_s, remove_log=placed.remove_log)
             self._drop(placed)
 
     async def release(self, engine: str) -> None:
-        """Remove an engine's placement group, and with it whatever still runs there."""
+        """Give back an engine's bundles, and end whatever still runs there."""
         placed = self._engines.pop(engine, None)
         if placed is not None:
             self._drop(placed)
-            self._ray.util.remove_placement_group(placed.group)
+            if placed.own:
+                self._ray.util.remove_placement_group(placed.group)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Leave the cluster; one that `open` started ends."""
         if self._ray is not None:
             self._ray.shutdown()
 
-    async def _status(self, actor: Any) -> int:
-        try:
-            return await actor.wait.remote()
-        except self._ray.exceptions.RayError:
-            return -signal.SIGKILL
+    def _place(self, engine: str, bundles: list[dict[str, float]]) -> _Placed:
+        if self._given is None:  # not detached: Ray removes it when this process ends
+            name = f"penstock-{engine}-{os.getpid()}"
+            group = self._ray.util.placement_group(bundles, strategy="STRICT_PACK", name=name)
+            placed = _Placed(group, range(len(bundles)), own=True)
+        elif (free := self._free_bundles(len(bundles))) is not None:
+            placed = _Placed(self._given, free, own=False)
+        else:
+            raise EngineStartError(f"fleet.ray_placement_group has no {len(bundles)} bundles left", engine=engine)
+        self._engines[engine] = placed
+        return placed
 
-    async def _last_word(self, answer: Any, timeout_s: float) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await answer
-        except (TimeoutError, self._ray.exceptions.RayError):
-            pass  # it is killed in any case
+    def _actors(self, placed: _Placed, bundles: list[dict[str, float]], plan: str) -> list[Any]:
+        actor_class = self._ray.remote(EngineActor)
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        return [
+            actor_class.options(
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                scheduling_strategy=strategy(placed.group, index),
+                runtime_env={"env_vars": ACTOR_ENV},
+            ).remote(plan)
+            for index, bundle in zip(placed.bundles, bundles, strict=True)
+        ]
 
-    def _drop(self, placed: _Placed) -> None:
-        if placed.actor is not None:
-            self._ray.kill(placed.actor)
-            placed.actor = None
-        placed.killed.set()
+    def _free_bundles(self, count: int) -> range | None:
+        """So many bundles in a row of the given group that no engine has."""
+        taken = {index for placed in self._engines.values() for index in placed.bundles}
+        runs = (range(i, i + count) for i in range(0, self._given.bundle_count - count + 1, count))
+        return next((run for run in runs if not taken & set(run)), None)
+
+    async def _watch(self, placed: _Placed) -> None:
+        ended, status = placed.ended, -signal.SIGKILL
+        with suppress(self._ray.exceptions.RayError):
+            status = await placed.actors[0].wait.remote()
+        if ended is placed.ended:
+            self._drop(placed, status)
+
+    def _drop(self, placed: _Placed, status: int = -signal.SIGKILL) -> None:
+        """Kill an engine's actors, and with them its server."""
+        for actor in placed.actors:
+            self._ray.kill(actor)
+        placed.actors = []
+        if placed.ended is not None and not placed.ended.done():
+            placed.ended.set_result(status)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500]
 
 
 def _token_hint() -> str:
@@ -210,31 +329,13 @@ def _token_hint() -> str:
     return "where it asks for a token (as one of Ray 2.60's `ray start` does), set RAY_AUTH_MODE=token; or "
 
 
-async def serve(connection: socket.socket) -> None:
-    """Answer calls until the launcher closes its end."""
-    reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE)
+async def serve(listening: socket.socket) -> None:
+    """Answer calls until the launcher ends this process."""
     driver = RayDriver()
-    calls: set[asyncio.Task[None]] = set()
-    try:
-        while line := await reader.readline():
-            task = asyncio.create_task(_answer(driver, writer, orjson.loads(line)))
-            calls.add(task)
-            task.add_done_callback(calls.discard)
-    finally:
-        for task in calls:
-            task.cancel()
-        driver.close()
-
-
-async def _answer(driver: RayDriver, writer: asyncio.StreamWriter, said: dict[str, Any]) -> None:
-    try:
-        answer = {"result": await getattr(driver, said["call"])(**said["arguments"])}
-    except PenstockError as error:
-        answer = {"error": error_to_json(error)}
-    except Exception as error:  # noqa: BLE001 - whatever it is, without an answer the launcher would wait in vain
-        traceback.print_exc()
-        answer = {"error": error_to_json(EngineError(f"Ray {said['call']}: {type(error).__name__}: {error}"))}
-    writer.write(orjson.dumps({"id": said["id"], **answer}) + b"\n")
+    names = ("open", "room", "start", "wait", "stop", "release", "close")
+    server = CallServer(PREFIX, {name: getattr(driver, name) for name in names})
+    await server.start(listening)
+    await asyncio.Event().wait()
 
 
 def main(argv: list[str]) -> int:
@@ -244,5 +345,5 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__":  # Ray names the actor's class by its module, which is not __main__ on other nodes
+    sys.exit(importlib.import_module("penstock.fleet.ray_driver").main(sys.argv[1:]))

@@ -8,18 +8,20 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from penstock.config import EngineConfig, FleetConfig
-from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineError
-from penstock.fleet.ray_actor import ActorPlan
-from penstock.fleet.ray_link import RayLink
+from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineError, EngineHTTPError
+from penstock.fleet.calls import CallClient
+from penstock.fleet.ray_driver import PREFIX, ActorPlan
+from penstock.process import ChildProcess
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +35,19 @@ ROOM_S = 5.0
 """So long a cluster may take to say that it has room."""
 
 KILL_S = 30.0
-"""So long after it was told to end, an engine counts as ended although nobody confirms it: its node is lost, and Ray
-ends the actors of a node that has lost its cluster."""
+"""After so long an engine that was killed counts as ended without an answer: its node is lost."""
 
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """A Ray that may not be part of a larger cluster, as on systems where it has none, listens on loopback only."""
 
 MARGIN_S = 30.0
 """What a call may take besides the engine's own time."""
+
+SHUTDOWN_S = 20.0
+"""What Ray may take to leave a cluster, or to end one of its own."""
+
+FOREVER_S = 10 * 365 * 24 * 3600.0
+"""Of a call that is answered when an engine ends, or with the driver's end."""
 
 
 def check_ray() -> None:
@@ -49,20 +56,52 @@ def check_ray() -> None:
         raise ConfigError("fleet.launcher is ray, which is not installed; pip install 'penstock[ray]'")
 
 
+class Driver(CallClient):
+    """The process that drives Ray for a fleet (`ray_driver.py`). Build it with `start`, and `end` it."""
+
+    def __init__(self, child: ChildProcess, path: Path) -> None:
+        super().__init__(path, PREFIX, "the process that drives Ray")
+        self.child = child
+
+    @classmethod
+    async def start(cls, log: Path, env: Mapping[str, str], folder: Path) -> Driver:
+        """Start the process; its output and Ray's go to `log`, and `folder`, which has its socket, goes with it."""
+        path = folder / "driver.sock"
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(path))
+            listening.listen()  # calls wait in the queue until it has started
+            fd = listening.fileno()
+            argv = (sys.executable, "-m", "penstock.fleet.ray_driver", str(fd))
+            return cls(
+                await ChildProcess.start(argv, name="ray", log=log, env=env, pass_fds=(fd,), scratch=folder), path
+            )
+
+    async def ask(self, name: str, /, *, deadline_s: float, **arguments: Any) -> Any:
+        """Call a method of `RayDriver`; raises as it does, or EngineDeadError where the process ended or failed."""
+        try:
+            return (await self.call(name, deadline_s=deadline_s, **arguments))["result"]
+        except (EngineDeadError, EngineHTTPError) as error:
+            said = " ".join(self.child.said().splitlines()[-3:])
+            raise EngineDeadError(f"the process that drives Ray failed: {said or error}") from error
+
+    async def end(self) -> None:
+        """Leave the cluster; one of its own ends. Ending twice is harmless."""
+        with suppress(EngineError):
+            await self.ask("close", deadline_s=SHUTDOWN_S)
+        await self.close()
+        self.child.kill()
+        await self.child.wait()
+
+
 class RayEngine:
     """The process of an engine under an actor; see `member.EngineHandle`."""
 
-    def __init__(self, name: str, url: str, link: RayLink) -> None:
+    def __init__(self, name: str, url: str, driver: Driver) -> None:
         self.name = name
-        self._url = url
-        self._link = link
+        self.url = url
+        self._driver = driver
         self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._watch = asyncio.create_task(self._until_ended(), name=f"ray-{name}")
-
-    @property
-    def url(self) -> str:
-        """Where it serves."""
-        return self._url
+        self._tasks = [asyncio.create_task(self._until_ended(), name=f"ray-{name}")]
 
     async def wait(self) -> int:
         """Wait until it has ended; returns its exit status, that of a SIGKILL where its node is lost."""
@@ -72,7 +111,7 @@ class RayEngine:
         """SIGTERM to its process group, and SIGKILL after `timeout_s` seconds; returns when it has ended."""
         if not self._status.done():
             try:
-                await self._link.call("stop", deadline_s=timeout_s + MARGIN_S, engine=self.name, timeout_s=timeout_s)
+                await self._driver.ask("stop", deadline_s=timeout_s + MARGIN_S, engine=self.name, timeout_s=timeout_s)
             except EngineError as error:
                 logger.warning("engine %s did not end in good order: %s", self.name, error)
                 self.kill()
@@ -80,13 +119,17 @@ class RayEngine:
 
     def kill(self) -> None:
         """SIGKILL to its process group."""
-        if not self._status.done():
-            self._link.post("kill", engine=self.name)
-            asyncio.get_running_loop().call_later(KILL_S, self._ended, -signal.SIGKILL)
+        if not self._status.done() and len(self._tasks) == 1:
+            self._tasks.append(asyncio.create_task(self._kill(), name=f"ray-kill-{self.name}"))
+
+    async def _kill(self) -> None:
+        with suppress(EngineError):  # its node or the driver is lost
+            await self._driver.ask("stop", deadline_s=KILL_S, engine=self.name, timeout_s=0.0)
+        self._ended(-signal.SIGKILL)
 
     async def _until_ended(self) -> None:
         try:
-            status = await self._link.call("wait", deadline_s=None, engine=self.name)
+            status = await self._driver.ask("wait", deadline_s=FOREVER_S, engine=self.name)
         except EngineError:  # the driver has ended, and with it all that it owned
             status = -signal.SIGKILL
         self._ended(status)
@@ -97,10 +140,10 @@ class RayEngine:
 
 
 class RayLauncher:
-    """Places engines by Ray; see `launched_engines.Launcher`. The cluster is joined by the first `launch`.
+    """Places engines by Ray; see `engines.Launcher`. The cluster is joined by the first `launch`.
 
     Args:
-        fleet: `ray_address`, `ray_cpus`, and how many engines there will be.
+        fleet: `ray_address`, `ray_cpus`, `ray_gpus`, `ray_placement_group`, and how many engines there will be.
         api_key: what engines ask for; None, where vllm-router has none, keeps them on this node.
         log_dir: of engines, on whatever node they are, and of Ray's driver.
     """
@@ -110,13 +153,11 @@ class RayLauncher:
         self._api_key = api_key
         self._log_dir = log_dir.absolute()
         self._joining = asyncio.Lock()
-        self._link: RayLink | None = None
-        self._folder: Path | None = None
-        """Of a cluster of our own."""
+        self._driver: Driver | None = None
         self._ip = ""
         self._profile: Literal["cpu", "gpu"] = "cpu"
         self._placed: set[str] = set()
-        """Engines that have a placement group."""
+        """Engines that have bundles."""
 
     async def launch(self, config: EngineConfig, name: str, gpus: Sequence[str]) -> RayEngine:
         """Start an engine on a node that has room, and return when it is ready. Ray chooses its GPUs, not `gpus`.
@@ -126,127 +167,127 @@ class RayLauncher:
             EngineStartError: there was no room, or it did not start.
         """
         del gpus
-        link = await self._joined(config)
+        driver = await self._joined(config)
         config = self._resolved(config)
-        bundle = bundle_of(config, self._fleet.ray_cpus)
         plan = ActorPlan(
             name=name,
             engine=config,
             log_dir=self._log_dir,
             keep_log=self._fleet.log_dir is not None,
             launcher_ip=self._ip,
-            gpus=bool(bundle.get("GPU")),
+            gpus=config.profile == "gpu",
         )
         self._placed.add(name)
-        try:
-            url = await link.call(
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self.release, name)
+            url = await driver.ask(
                 "start",
                 deadline_s=2 * config.start_timeout_s + MARGIN_S,
                 engine=name,
-                bundle=bundle,
+                bundles=bundles_of(config, self._fleet),
                 plan=plan.model_dump(mode="json"),
                 api_key=self._api_key,
                 timeout_s=config.start_timeout_s,
             )
-        except BaseException:
-            link.post("release", engine=name)
-            self._placed.discard(name)
-            raise
-        return RayEngine(name, url, link)
+            undo.pop_all()
+        return RayEngine(name, url, driver)
 
     async def place(self, config: EngineConfig, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
         """Ask Ray for room for one engine more besides `taken`. Raises ConfigError where there is none now."""
-        link = await self._joined(config)
-        bundle = bundle_of(self._resolved(config), self._fleet.ray_cpus)
+        driver = await self._joined(config)
+        bundles = bundles_of(self._resolved(config), self._fleet)
         missing = max(1, len(taken) + 1 - len(self._placed))
-        if not await link.call("room", deadline_s=ROOM_S + MARGIN_S, bundle=bundle, count=missing, timeout_s=ROOM_S):
+        if not await driver.ask("room", deadline_s=ROOM_S + MARGIN_S, bundles=bundles, count=missing, timeout_s=ROOM_S):
             raise ConfigError(
-                f"the Ray cluster has no room for one engine more, which needs {bundle} on one node: remove or replace "
-                "an engine, add a node, or ask for less (fleet.ray_cpus)"
+                f"the Ray cluster has no room for one engine more, which needs {bundles} on one node: remove or "
+                "replace an engine, add a node, or ask for less (fleet.ray_cpus)"
             )
         return ()
 
     async def release(self, name: str) -> None:
-        """Remove the placement group of an engine that has ended."""
+        """Give back the bundles of an engine that has ended."""
         self._placed.discard(name)
-        if self._link is not None:
-            with suppress(EngineDeadError):  # then Ray has removed it
-                await self._link.call("release", deadline_s=MARGIN_S, engine=name)
+        if self._driver is not None:
+            with suppress(EngineDeadError):  # then Ray has removed them
+                await self._driver.ask("release", deadline_s=MARGIN_S, engine=name)
 
     async def close(self) -> None:
         """Leave the cluster, which frees whatever is left; one of our own ends."""
-        if self._link is not None:
-            await self._link.close()
-            self._link = None
+        if self._driver is not None:
+            await self._driver.end()
+            self._driver = None
         self._placed.clear()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)  # a worker of Ray that ends now may write its last line
-            self._folder = None
 
     def _resolved(self, config: EngineConfig) -> EngineConfig:
         """The profile `auto` is what the cluster has, not what this machine has."""
         return config.model_copy(update={"profile": self._profile}) if config.profile == "auto" else config
 
-    async def _joined(self, config: EngineConfig) -> RayLink:
-        """The link to the driver, which is started first, and anew where it has ended."""
+    async def _joined(self, config: EngineConfig) -> Driver:
+        """The driver, which is started first, and anew where it has ended."""
         async with self._joining:
-            if self._link is not None and not self._link.ended:
-                return self._link
-            wanted = self._fleet.engines if self._link is None else 1
+            if self._driver is not None and self._driver.child.returncode is None:
+                return self._driver
+            wanted = self._fleet.engines if self._driver is None else 1
             await self.close()
-            try:
-                return await self._join(config, wanted)
-            except BaseException:
-                if self._link is not None:
-                    self._link.kill()
-                await self.close()
-                raise
+            async with AsyncExitStack() as undo:
+                undo.push_async_callback(self.close)
+                driver = await self._join(config, wanted)
+                undo.pop_all()
+            return driver
 
-    async def _join(self, config: EngineConfig, wanted: int) -> RayLink:
+    async def _join(self, config: EngineConfig, wanted: int) -> Driver:
         address = self._fleet.ray_address or os.environ.get("RAY_ADDRESS") or _joined_here() or "local"
         await _reach(address)
         env = {"RAY_USAGE_STATS_ENABLED": "0"}
+        folder = Path(tempfile.mkdtemp(prefix="ray-"))
         if address == "local":
-            self._folder = Path(tempfile.mkdtemp(prefix="ray-"))
             env |= LOOPBACK | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        link = self._link = await RayLink.start(self._log_dir / "ray.log", env, self._folder)
-        cpus = self._fleet.engines * bundle_of(config, self._fleet.ray_cpus)["CPU"]
-        folder = str(self._folder) if self._folder is not None else None
+        with ExitStack() as undo:
+            undo.callback(shutil.rmtree, folder, ignore_errors=True)
+            driver = self._driver = await Driver.start(self._log_dir / "ray.log", env, folder)
+            undo.pop_all()
+        there = {"address": address, "folder": str(folder), "group": self._fleet.ray_placement_group}
+        cpus = self._fleet.engines * sum(bundle["CPU"] for bundle in bundles_of(config, self._fleet))
         try:
-            there = await link.call("open", deadline_s=OPEN_S, address=address, cpus=cpus, folder=folder)
+            found = await driver.ask("open", deadline_s=OPEN_S, cpus=cpus, **there)
         except DeadlineError as error:
+            driver.child.kill()
             raise _unreachable(address, f"no answer within {OPEN_S:g} s") from error
-        self._ip = there["ip"]
-        nodes: list[dict[str, float]] = there["nodes"]
+        self._ip = found["ip"]
+        nodes: list[dict[str, float]] = found["nodes"]
         self._profile = "gpu" if any(node.get("GPU") for node in nodes) else "cpu"
-        _check_room(bundle_of(self._resolved(config), self._fleet.ray_cpus), nodes, wanted)
-        return link
+        if self._fleet.ray_placement_group is None:
+            _check_room(bundles_of(self._resolved(config), self._fleet), nodes, wanted)
+        return driver
 
 
-def bundle_of(config: EngineConfig, cpus: float | None) -> dict[str, float]:
-    """What one engine asks of one node: a GPU for each rank where it runs on GPUs, and CPUs (default: one a rank)."""
+def bundles_of(config: EngineConfig, fleet: FleetConfig) -> list[dict[str, float]]:
+    """What an engine asks for, on one node: a bundle for each GPU it runs on, or one bundle of CPUs."""
     ranks = config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size
-    bundle = {"CPU": float(ranks if cpus is None else cpus)}
-    return bundle | {"GPU": float(ranks)} if config.profile == "gpu" else bundle
+    cpus = float(ranks if fleet.ray_cpus is None else fleet.ray_cpus)
+    if config.profile != "gpu":
+        return [{"CPU": cpus}]
+    return [{"GPU": fleet.ray_gpus, "CPU": cpus / ranks} for _ in range(ranks)]
 
 
-def capacity(bundle: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> int:
-    """How many such bundles fit on empty nodes, each on one."""
+def capacity(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> int:
+    """How many such engines fit on empty nodes, each on one."""
+    needs = {name: sum(bundle[name] for bundle in bundles) for name in bundles[0]}
     return sum(
-        min((int(node.get(name, 0.0) / amount) for name, amount in bundle.items() if amount), default=sys.maxsize)
+        min((int(node.get(name, 0.0) / amount) for name, amount in needs.items() if amount), default=sys.maxsize)
         for node in nodes
     )
 
 
-def _check_room(bundle: Mapping[str, float], nodes: Sequence[Mapping[str, float]], engines: int) -> None:
-    if not any(bundle.values()):
+def _check_room(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]], engines: int) -> None:
+    if not any(bundles[0].values()):
         raise ConfigError(
             "fleet.ray_cpus is 0, and Ray has no place for what asks for nothing; engines without GPUs need some"
         )
-    if capacity(bundle, nodes) < engines:
+    if capacity(bundles, nodes) < engines:
         shown = "; ".join(", ".join(f"{name}: {node.get(name, 0.0):g}" for name in ("CPU", "GPU")) for node in nodes)
         raise ConfigError(
-            f"{engines} engines of {dict(bundle)} do not fit the Ray cluster, whose nodes have {shown}: ask for fewer "
+            f"{engines} engines of {list(bundles)} do not fit the Ray cluster, whose nodes have {shown}: ask for fewer "
             "engines or less for each (fleet.ray_cpus, parallel sizes), or add nodes"
         )
 
