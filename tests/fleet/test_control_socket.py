@@ -295,7 +295,7 @@ def daemons(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[psutil.Process]
     def found() -> set[psutil.Process]:
         every = psutil.process_iter(["cmdline", "environ"])
         ours = (p for p in every if (p.info["environ"] or {}).get("PENSTOCK_TEST") == mark)
-        return {p for p in ours if "penstock.fleet.detach" in (p.info["cmdline"] or [])}
+        return {p for p in ours if "penstock.fleet.owner" in (p.info["cmdline"] or [])}
 
     return found
 

@@ -39,16 +39,14 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="URL",
-            help="A server of this model that runs already, in the place of engines of our own, or besides those of "
-            "--engines; #dp=N behind it: its DP ranks one by one. May be given again.",
+            help="A server of this model that runs already, besides --engines; #dp=N: its ranks one by one.",
             show_default=False,
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 8000,
     router: Annotated[
-        str,
-        typer.Option(metavar="KIND", help="penstock, or vllm-router: one that runs at router.url."),
+        str, typer.Option(metavar="KIND", help="penstock, or vllm-router: one that runs at router.url.")
     ] = "penstock",
     launcher: Annotated[
         str, typer.Option(metavar="KIND", help="local, or ray: engines under Ray actors, on any node of a cluster.")
@@ -76,27 +74,28 @@ def serve(
     - `penstock serve ./checkpoint --engines 2 --cpu max_model_len=512`
     - `penstock serve Qwen/Qwen3-8B --engines 4 tensor_parallel_size=2 router.policy=round-robin`
     - `penstock serve Qwen/Qwen3-8B --attach http://10.0.0.5:8000 --attach 'http://10.0.0.6:8000#dp=2'`
-    - `penstock serve Qwen/Qwen3-8B --engines 2 --attach http://10.0.0.5:8000` (three in all)
-    - `penstock serve any-name --sim --port 0` (to try a client against)
     - `penstock serve Qwen/Qwen3-8B --engines 4 --detach` (it outlives the shell)
     - `penstock serve Qwen/Qwen3-8B --engines 4 --launcher ray fleet.ray_address=auto` (on the nodes of a Ray cluster)
 
     Keys and their meaning: docs/reference/configuration.md; `extra_args.NAME=VALUE` passes any other option on to vLLM.
     """
-    from penstock.config import refuse_open_host  # noqa: PLC0415
-
     profiles = [name for name, chosen in (("cpu", cpu), ("gpu", gpu), ("sim", sim)) if chosen]
-    if len(profiles) > 1:
-        raise UserError(f"--{profiles[0]} and --{profiles[1]} exclude each other; give one of them")
     count = engines if engines is not None else 0 if attach else 1
     fleet = {"engines": count, "launcher": launcher, "attach": attach or []}
     config = _config(model, options or [], fleet=fleet, router=router, host=host, port=port, profiles=profiles)
+    _check(config, api_key)
+    run_until_signal(_serve(config, api_key or None, detach=detach))
+
+
+def _check(config: RunConfig, api_key: str | None) -> None:
+    """Refuse what could not start."""
+    from penstock.config import refuse_open_host  # noqa: PLC0415
+
     if config.router.url is None:
         refuse_open_host(config.router.host, api_key)
         check_port(config.router.host, config.router.port)
     if config.fleet.launcher == "local" and config.fleet.engines:  # another node has what it has
         check_engine(config.engine)
-    run_until_signal(_serve(config, api_key or None, detach=detach))
 
 
 def _config(
@@ -112,6 +111,8 @@ def _config(
     """The flags and the `key=value` options as one validated tree; a key without a section is the engine's."""
     from penstock.config import load_config  # noqa: PLC0415
 
+    if len(profiles) > 1:
+        raise UserError(f"--{profiles[0]} and --{profiles[1]} exclude each other; give one of them")
     flags: dict[str, Any] = {"engine.model": model} | {f"fleet.{name}": value for name, value in fleet.items()}
     flags |= {"router.kind": router, "router.host": host, "router.port": port}
     if profiles:

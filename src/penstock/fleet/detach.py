@@ -1,31 +1,19 @@
-"""`python -m penstock.fleet.detach`: own a detached fleet until it is told to stop, by its control socket or SIGTERM.
-
-The process has a session of its own and outlives the one that started it. Its engines and router end when it ends,
-however that is. Its configuration comes as JSON on stdin. It answers on stdout with a line of JSON that has the fleet's
-URL, or the error that kept it from starting.
-"""
+"""Start a detached fleet: a process of its own session (`owner.py`) launches it and outlives this one."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
-
-import orjson
 
 from penstock.config import EngineConfig, FleetConfig, RouterConfig, Section
-from penstock.errors import ConfigError, EngineStartError, PenstockError, UserError, error_from_json, error_to_json
-from penstock.fleet.fleet import Fleet
+from penstock.errors import ConfigError, EngineStartError, error_from_json
 from penstock.fleet.options import made
-from penstock.fleet.service import folder, socket_of
+from penstock.fleet.service import folder
 from penstock.process import read_report
 
 API_KEY_ENV = "PENSTOCK_API_KEY"
@@ -46,65 +34,6 @@ class Plan(Section):
     """Where stderr goes."""
     keep_log: bool
     """Leave the log behind after an end in good order."""
-
-
-# --- in the process that owns the fleet ------------------------------------------------------------------------------
-
-
-def main() -> int:
-    """Own the fleet, and return the exit status."""
-    plan = Plan.model_validate_json(sys.stdin.buffer.read())
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    logging.getLogger().setLevel(logging.WARNING)
-    logging.getLogger("penstock").setLevel(logging.INFO)
-    try:
-        asyncio.run(_own(plan, os.environ.get(API_KEY_ENV) or None))
-    except asyncio.CancelledError:
-        _report({"error": error_to_json(UserError("it was stopped before it had started"))})
-        return 1
-    except PenstockError as error:
-        _report({"error": error_to_json(error)})
-        return 1
-    except BrokenPipeError:
-        return 1  # the starter was gone before the fleet was there
-    if not plan.keep_log:
-        plan.log.unlink(missing_ok=True)
-    return 0
-
-
-async def _own(plan: Plan, api_key: str | None) -> None:
-    """Launch the fleet, report where it is, and keep it until it is stopped. Cancelled by a signal before it serves."""
-    owner = asyncio.current_task()
-
-    def stop() -> None:
-        if owner is not None and not owner.cancelling():  # a second signal does not cut the teardown short
-            owner.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
-    async with Fleet.launch(
-        plan.engine,
-        fleet=plan.fleet,
-        router=plan.router,
-        api_key=api_key,
-        parallel_starts=plan.parallel_starts,
-    ) as fleet:
-        if fleet.endpoint is None or socket_of(fleet.url) is None:
-            raise UserError(f"a detached fleet needs a router address of this machine, and {fleet.url} names another")
-        fleet.endpoint.log = plan.log
-        _report({"url": fleet.url})
-        os.dup2(2, 1)
-        with suppress(asyncio.CancelledError):
-            await fleet.endpoint.stopping.wait()
-
-
-def _report(line: dict[str, Any]) -> None:
-    with suppress(ValueError):  # of a stdout that was closed
-        sys.stdout.buffer.write(orjson.dumps(line) + b"\n")
-        sys.stdout.buffer.flush()
-
-
-# --- in the process that starts it -----------------------------------------------------------------------------------
 
 
 async def start_detached(
@@ -165,7 +94,7 @@ def _spawn(plan: Plan, env: dict[str, str]) -> tuple[subprocess.Popen[bytes], in
     """Start the process; returns it, and where its report can be read."""
     read_fd, write_fd = os.pipe()
     with plan.log.open("ab") as log, os.fdopen(write_fd, "wb") as report:
-        argv = [sys.executable, "-m", "penstock.fleet.detach"]
+        argv = [sys.executable, "-m", "penstock.fleet.owner"]
         process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=report, stderr=log, env=env, start_new_session=True
         )
@@ -187,7 +116,3 @@ def _log_file(fleet: FleetConfig) -> Path:
     handle, path = tempfile.mkstemp(prefix="fleet-", suffix=".log", dir=folder())
     os.close(handle)
     return Path(path)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -247,6 +247,10 @@ READ: Mapping[str, Callable[[Any], Any]] = {
 """By name of an argument: its value from JSON."""
 
 
+COPIED = ("name", "url", "state", "weight_version", "coming", "gpus", "info", "warning", "api_key")
+"""What a `MemberState` has of its `Member`."""
+
+
 class Endpoint:
     """The control socket of one fleet. The fleet opens it, and closes it when everything else has ended.
 
@@ -300,9 +304,9 @@ class Endpoint:
         await self._server.start(listening)
 
     async def close(self) -> None:
-        """The fleet has ended: answer `stop` and every stream, and take the socket away."""
+        """The fleet has ended: answer `stop` and `engines`, and take the socket away."""
         self._ended.set()
-        self._roster.announce()  # streams wait for it
+        self._roster.announce()  # `engines` waits for it
         if self._path is not None:
             with suppress(FileNotFoundError):
                 os.unlink(self._path)  # noqa: PTH108 - in a coroutine; it takes microseconds
@@ -364,18 +368,7 @@ class Endpoint:
             used=roster.used,
             change=roster.changes,
             members=tuple(
-                MemberState(
-                    name=m.name,
-                    url=m.url,
-                    state=m.state,
-                    reason=m.lifecycle.reason,
-                    weight_version=m.weight_version,
-                    coming=m.coming,
-                    gpus=tuple(m.gpus),
-                    info=m.info,
-                    warning=m.warning,
-                    api_key=m.api_key,
-                )
+                MemberState(**{name: getattr(m, name) for name in COPIED}, reason=m.lifecycle.reason)
                 for m in roster.members
             ),
             starting=self._elastic.starting,
