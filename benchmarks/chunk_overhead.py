@@ -25,9 +25,10 @@ import _common
 import _dummy_models
 import psutil
 
-from penstock.engine.client import DataClient, all_or_first_error
+from penstock.aio import all_or_first_error
+from penstock.engine.client import DataClient
 from penstock.engine.partial import Partials, whole_of
-from penstock.engine.vanilla.replies import report_of
+from penstock.engine.vanilla.requests import report_of
 from penstock.fleet.fleet import Fleet
 from penstock.types import SamplingParams
 from penstock.wire import GENERATE, generate_body

@@ -35,11 +35,12 @@ from _closed_loop import ClosedLoop
 from transformers import AutoModelForCausalLM
 
 from penstock import wire
+from penstock.aio import all_or_first_error
 from penstock.config import EngineConfig
-from penstock.engine.client import COMPLETIONS, GENERATE, DataClient, all_or_first_error
+from penstock.engine.client import COMPLETIONS, GENERATE, DataClient
 from penstock.engine.control import ControlClient
 from penstock.engine.launch import EngineProcess
-from penstock.engine.vanilla.replies import report_of
+from penstock.engine.vanilla.requests import report_of
 from penstock.errors import EngineDeadError, PenstockError
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.member import State

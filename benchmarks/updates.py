@@ -34,7 +34,7 @@ from _closed_loop import made
 from _line_process import LineProcess
 from transformers import AutoModelForCausalLM
 
-from penstock.engine.client import all_or_first_error
+from penstock.aio import all_or_first_error
 from penstock.engine.control import ControlClient
 from penstock.fleet.fleet import Fleet
 from penstock.types import PauseMode

@@ -1,4 +1,4 @@
-"""HTTP with JSON bodies, a deadline on every call, and our errors instead of the library's."""
+"""HTTP with JSON bodies, a deadline for every call, bounded answers, and our errors instead of the library's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import aiohttp
 import orjson
 
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, StateError, UserError
-from penstock.parsing import MOST_CONTROL, read_whole, too_long
 from penstock.process import raise_file_limit
 
 IDLE_CONNECTION_S = 4.0
@@ -22,13 +21,17 @@ IDLE_CONNECTION_S = 4.0
 CONNECT_S = 10.0
 """Deadline of the TCP connection alone: on one host or one network a live server accepts at once."""
 
+MOST_CONTROL, MOST_DATA = 64 << 20, 1 << 30
+"""Largest answer in bytes: to a control call, and with generated tokens."""
 
 ROUTER_ERROR, HELD_TOO_LONG = "X-Penstock-Error", "held_too_long"
-"""What our router says where no engine came for as long as it holds a request; none has seen the request."""
-
+"""Header and value of our router's 503 where no engine came in time; no engine has seen the request."""
 
 TORN = "torn"
-"""The error type of an engine whose weights are half of one version and half of another."""
+"""Error type of an engine whose weights are half of one version and half of another."""
+
+REDIRECT, ERROR = 300, 400
+"""First status of a redirect, and of an error."""
 
 
 class UnreachableError(EngineDeadError):
@@ -36,7 +39,7 @@ class UnreachableError(EngineDeadError):
 
 
 def as_json(what: str, body: Mapping[str, Any]) -> bytes:
-    """`body` as it is sent. Raises UserError, which names `what`, where it holds something that JSON has not."""
+    """Encode `body`. Raises UserError, which names `what`, where it holds something that JSON has not."""
     try:
         return orjson.dumps(body)
     except TypeError as error:
@@ -46,21 +49,26 @@ def as_json(what: str, body: Mapping[str, Any]) -> bytes:
 
 
 class Reply:
-    """A 2xx answer while it arrives. EngineError where it, or one line of it, has more than `most` bytes."""
+    """A 2xx answer while it arrives; EngineError where it, or one line of it, is longer than the client's `most`."""
 
-    def __init__(self, response: aiohttp.ClientResponse, most: int, engine: str) -> None:
+    def __init__(self, response: aiohttp.ClientResponse, too_long: Callable[[], EngineError], most: int) -> None:
         self.headers: Mapping[str, str] = response.headers
         self.content_type = response.content_type
         self._response = response
+        self._too_long = too_long
         self._most = most
-        self._engine = engine
 
     async def read(self) -> bytes:
-        """All of it."""
-        return await read_whole(self._response.content.iter_any(), self._most, self._engine)
+        """Return the whole body."""
+        body = bytearray()
+        async for piece in self._response.content.iter_any():
+            body += piece
+            if len(body) > self._most:
+                raise self._too_long()
+        return bytes(body)
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """Its lines as they come, without their ends; a last one without an end was cut and is left out."""
+        """Yield lines as they come, without their ends. A last line without an end was cut and is left out."""
         rest = bytearray()
         async for piece in self._response.content.iter_any():
             seen = len(rest)
@@ -71,19 +79,24 @@ class Reply:
                 start = end + 1
             del rest[:start]
             if len(rest) > self._most:
-                raise too_long(self._most, self._engine)
+                raise self._too_long()
 
 
 class HttpTransport:
-    """One server's base URL. The session is made at the first call, in the loop that makes it.
+    """Client of one server. The connections are made at the first call, in the loop that makes it.
 
     Args:
         url: base URL, such as `http://127.0.0.1:8000`.
         api_key: sent as a bearer token with every call.
-        name: names the server in errors; default: the URL.
-        server: for servers that are no engines: what errors call it.
-        most: bytes of an answer; EngineError for more.
+        name: names the engine in errors; default: the URL.
+        server: for servers that are no engines: what errors call it, instead of "engine NAME".
+        most: largest answer in bytes; EngineError for more.
         unix_socket: path of a socket to connect to, instead of the host in `url`.
+
+    Attributes:
+        back: waits until an unreachable server has been restarted; False: it will not be. The transport then sends the
+            request again. It also asks a router again that gave up waiting for an engine: engines start slowly.
+        suspect: called where an engine has died under a request; returns when no request goes there any more.
     """
 
     def __init__(
@@ -97,18 +110,16 @@ class HttpTransport:
         unix_socket: Path | None = None,
     ) -> None:
         self.url = url.rstrip("/")
-        self.name = server or name or self.url
-        self._unix_socket = unix_socket
+        self.name = name or self.url
+        self.back: Callable[[], Awaitable[bool]] | None = None
+        self.suspect: Callable[[], Awaitable[None]] | None = None
+        self._engine = self.name if server is None else None
+        self._server = server
         self._most = most
+        self._unix_socket = unix_socket
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
         self._ended = False
-        self.back: Callable[[], Awaitable[bool]] | None = None
-        """Waits until the server, which could not be reached, has been started anew; False: it will not be.
-
-        A router that has given up waiting for an engine is asked again too: an engine may take longer to start."""
-        self.suspect: Callable[[], Awaitable[None]] | None = None
-        """Called where an engine has died under a request; returns when it gets no other."""
 
     async def post(
         self,
@@ -129,18 +140,15 @@ class HttpTransport:
             UserError: `body` cannot be written as JSON; nothing was sent.
         """
         data = b"" if body is None else as_json(f"POST {path}", body)
-        answer, _ = await self.call("POST", path, data, timeout_s=timeout_s, params=params, headers=headers)
-        return self.decode(answer)
+        return self.decode(await self.call("POST", path, data, timeout_s=timeout_s, params=params, headers=headers))
 
     async def get(self, path: str, *, timeout_s: float) -> Any:
         """GET and decode JSON; raises as `post` does."""
-        answer, _ = await self.call("GET", path, None, timeout_s=timeout_s)
-        return self.decode(answer)
+        return self.decode(await self.call("GET", path, None, timeout_s=timeout_s))
 
     async def get_text(self, path: str, *, timeout_s: float) -> str:
         """GET plain text; raises as `post` does."""
-        answer, _ = await self.call("GET", path, None, timeout_s=timeout_s)
-        return answer.decode(errors="replace")
+        return (await self.call("GET", path, None, timeout_s=timeout_s)).decode(errors="replace")
 
     async def call(
         self,
@@ -151,10 +159,10 @@ class HttpTransport:
         timeout_s: float,
         params: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> tuple[bytes, Mapping[str, str]]:
-        """The raw call: body and headers of a 2xx answer; raises as `post` does."""
+    ) -> bytes:
+        """Return the body of a 2xx answer; raises as `post` does."""
         async with self.stream(method, path, data, timeout_s=timeout_s, params=params, headers=headers) as reply:
-            return await reply.read(), reply.headers
+            return await reply.read()
 
     @asynccontextmanager
     async def stream(
@@ -167,7 +175,7 @@ class HttpTransport:
         params: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Reply]:
-        """A 2xx answer, to read while it arrives, all within `timeout_s` seconds; raises as `post` does."""
+        """Give a 2xx answer to read while it arrives, all within `timeout_s` seconds; raises as `post` does."""
         sent = {**self._headers, **(headers or {})}
         if data is not None:
             sent["Content-Type"] = "application/json"
@@ -176,19 +184,18 @@ class HttpTransport:
             async with await self._request(
                 method, self.url + path, data=data, params=params, headers=sent, timeout=timeout
             ) as response:
-                if response.status >= 300:  # noqa: PLR2004 - HTTP's own boundary
-                    raise self.http_error(*await self._refusal(response))
-                yield Reply(response, self._most, self.name)
+                if response.status >= REDIRECT:
+                    raise self.http_error(response.status, await self._refusal(response))
+                yield Reply(response, self._too_long(self._most), self._most)
 
-    async def _refusal(self, response: aiohttp.ClientResponse) -> tuple[int, bytes]:
-        """Status and body. Where a server would send us on, a key and a request are not meant for that address."""
-        if (location := response.headers.get("Location")) and response.status < 400:  # noqa: PLR2004 - HTTP's own boundary
-            said = f"redirects to {location[:200]!r}, which is not followed; give the address of the server itself"
-            return response.status, said.encode()
-        return response.status, await read_whole(response.content.iter_any(), MOST_CONTROL, self.name)
+    async def _refusal(self, response: aiohttp.ClientResponse) -> bytes:
+        """Return the body. A redirect is not followed: key and request are not meant for that address."""
+        if (location := response.headers.get("Location")) and response.status < ERROR:
+            return f"redirects to {location[:200]!r}, which is not followed; give the server's own address".encode()
+        return await Reply(response, self._too_long(MOST_CONTROL), MOST_CONTROL).read()
 
     async def _request(self, method: str, url: str, *, timeout: aiohttp.ClientTimeout, **options: Any) -> Any:  # noqa: ASYNC109 - aiohttp's own
-        """The answer's head. A server that nobody reaches got nothing, so the same is sent when it is back."""
+        """Return the answer's head. An unreachable server received nothing, so it gets the same when it is back."""
         async with asyncio.timeout(timeout.total):
             while True:
                 try:
@@ -206,28 +213,36 @@ class HttpTransport:
 
     @contextmanager
     def _our_errors(self, method: str, path: str, timeout_s: float) -> Generator[None]:
+        call, subject = f"{method} {path}", self._server
         try:
             yield
         except TimeoutError as error:
-            raise DeadlineError(
-                f"no answer to {method} {path} within {timeout_s:g} s", seconds=timeout_s, engine=self.name
-            ) from error
-        except aiohttp.ClientConnectorError as error:
-            number = error.os_error.errno  # negative: of getaddrinfo, which has its own names
-            why = os.strerror(number) if number is not None and number > 0 else error.strerror
-            raise UnreachableError(
-                f"{method} {path}: nothing answers at {self.url} ({why})", engine=self.name
-            ) from error
+            why = f"within {timeout_s:g} s"
+            why = f"{subject} did not answer {call} {why}" if subject else f"no answer to {call} {why}"
+            raise DeadlineError(why, seconds=timeout_s, engine=self._engine) from error
         except (aiohttp.ClientError, OSError) as error:
-            detail = str(error) or type(error).__name__
-            raise EngineDeadError(f"{method} {path}: {detail}", engine=self.name) from error
+            why, kind = str(error) or type(error).__name__, EngineDeadError
+            if isinstance(error, aiohttp.ClientConnectorError):
+                number = error.os_error.errno  # negative: of getaddrinfo, which has its own names
+                why = os.strerror(number) if number is not None and number > 0 else error.strerror
+                why, kind = f"nothing answers at {self._unix_socket or self.url} ({why})", UnreachableError
+            why = f"{subject} is gone ({call}): {why}" if subject else f"{call}: {why}"
+            raise kind(why, engine=self._engine) from error
+
+    def _too_long(self, most: int) -> Callable[[], EngineError]:
+        why = f"its answer is longer than {most >> 20} MiB; see what else answers at that address"
+        return lambda: EngineError(self._prefixed(why), engine=self._engine)
+
+    def _prefixed(self, message: str) -> str:
+        return message if self._server is None else f"{self._server}: {message}"
 
     def decode(self, answer: bytes) -> Any:
-        """JSON, or None for an empty body; raises EngineError for anything else."""
+        """Decode JSON, or return None for an empty body; raises EngineError for anything else."""
         try:
             return orjson.loads(answer) if answer else None
         except orjson.JSONDecodeError as error:
-            raise EngineError(f"answered {answer[:80]!r}, which is not JSON", engine=self.name) from error
+            why = self._prefixed(f"answered {answer[:80]!r}, which is not JSON")
+            raise EngineError(why, engine=self._engine) from error
 
     async def close(self) -> None:
         """Close the connections. A later call opens new ones."""
@@ -236,7 +251,7 @@ class HttpTransport:
             await session.close()
 
     async def end(self) -> None:
-        """Close the connections for good: a later call, such as one that is made again, raises StateError."""
+        """Close the connections for good: a later call, such as a repeated one, raises StateError."""
         self._ended = True
         await self.close()
 
@@ -246,16 +261,15 @@ class HttpTransport:
         if self._session is None or self._session.closed:
             raise_file_limit()
             # No limit: the caller bounds what is in flight, and a queue hidden here would look like engine latency.
-            connector = (
-                aiohttp.UnixConnector(str(self._unix_socket), limit=0)
-                if self._unix_socket is not None
-                else aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
-            )
+            if self._unix_socket is not None:
+                connector = aiohttp.UnixConnector(str(self._unix_socket), limit=0)
+            else:
+                connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
             self._session = aiohttp.ClientSession(connector=connector, loop=asyncio.get_running_loop())
         return self._session
 
     def http_error(self, status: int, answer: bytes) -> EngineHTTPError:
-        """What an error status and its body say."""
+        """Make the error of an error status and its body."""
         message, kind = answer.decode(errors="replace").strip() or f"HTTP {status}", ""
         try:
             body: Any = orjson.loads(answer)
@@ -270,4 +284,4 @@ class HttpTransport:
                 kind = str(described.get("type") or "")
             elif isinstance(error, str):
                 message, kind = error, TORN if fields.get("torn") is True else kind
-        return EngineHTTPError(message, status=status, error_type=kind, engine=self.name)
+        return EngineHTTPError(self._prefixed(message), status=status, error_type=kind, engine=self._engine)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable, Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
 import orjson
 
-from penstock.errors import EngineError, PenstockError, UserError
+from penstock.errors import PenstockError, UserError
 
 Refusal = Callable[[str], PenstockError]
 """Makes the error of a message: a class of the family, or a function."""
@@ -16,24 +16,6 @@ Refusal = Callable[[str], PenstockError]
 LARGEST = 2**63 - 1
 """What every number of ours fits into."""
 _SHOWN = 200
-MOST_CONTROL, MOST_DATA = 64 << 20, 1 << 30
-"""Bytes of an answer that is kept whole: to a control call, and with generated tokens."""
-
-
-async def read_whole(pieces: AsyncIterable[bytes], most: int, engine: str) -> bytes:
-    """An answer's body, in at most `most` bytes. EngineError names the `engine` that sends more."""
-    body = bytearray()
-    async for piece in pieces:
-        body += piece
-        if len(body) > most:
-            raise too_long(most, engine)
-    return bytes(body)
-
-
-def too_long(most: int, engine: str) -> EngineError:
-    """An answer, or a line of it, has more than `most` bytes."""
-    why = f"its answer is longer than {most >> 20} MiB, and was given up; see what else answers at that address"
-    return EngineError(why, engine=engine)
 
 
 def parse_json(

@@ -115,8 +115,7 @@ def test_of_several_fleets_none_is_guessed(args: tuple[str, ...], tmp_path: Path
         done = penstock("fleet", *args, PENSTOCK_RUNTIME_DIR=str(tmp_path))
         assert done.returncode == 2
         assert done.stderr == (
-            "penstock: several fleets are here: http://127.0.0.1:8000, http://127.0.0.1:9000; say which with "
-            "--url\n"
+            "penstock: several fleets are here: http://127.0.0.1:8000, http://127.0.0.1:9000; say which with --url\n"
         )
         assert not asked()
 

@@ -13,7 +13,7 @@ import pytest
 from penstock.engine.capabilities import Capabilities
 from penstock.engine.client import DataClient
 from penstock.engine.control import ControlClient
-from penstock.engine.vanilla.replies import VanillaReplies
+from penstock.engine.vanilla.requests import VanillaReplies
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, RequestError
 from penstock.router.admin_client import RouterAdmin
 from penstock.types import GenerateBatch, GenerateOutput, SamplingParams

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.engine.client import DataClient
 from penstock.engine.vanilla.control import VersionHistory
-from penstock.engine.vanilla.replies import VanillaReplies
+from penstock.engine.vanilla.requests import VanillaReplies
 from penstock.errors import EngineError
 from penstock.types import Sample, SamplingParams, VersionSpan
 from penstock.wire import UNKNOWN_VERSION

@@ -11,8 +11,8 @@ import pytest
 from fleet_fakes import Bench, FakeProcess, FakeRouter, until
 
 from penstock import Fleet
+from penstock.aio import cancelled
 from penstock.config import FleetConfig
-from penstock.engine.client import cancelled
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError
 from penstock.fleet.member import State
 from penstock.fleet.router_process import RouterGuard, settle

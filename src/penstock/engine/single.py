@@ -13,7 +13,7 @@ from penstock.engine.control import ControlClient, EngineInfo
 from penstock.engine.interface import Engine
 from penstock.engine.request import Counters
 from penstock.engine.vanilla.control import VanillaControl, VersionHistory
-from penstock.engine.vanilla.replies import VanillaReplies
+from penstock.engine.vanilla.requests import VanillaReplies
 from penstock.errors import DeadlineError, PenstockError, RequestError, StateError, UpdateError, WeightsError
 from penstock.types import (
     KV,

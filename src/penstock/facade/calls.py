@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, cast
 
-from penstock.engine.client import DataClient, all_or_first_error
+from penstock.aio import all_or_first_error
+from penstock.engine.client import DataClient
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineHTTPError, RequestError, UserError
 from penstock.fleet.adapters import Adapter
 from penstock.fleet.fleet import Fleet

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
+from penstock.aio import cancelled
 from penstock.config import FleetConfig
 from penstock.engine.capabilities import smallest_vocabulary
-from penstock.engine.client import DataClient, cancelled
+from penstock.engine.client import DataClient
 from penstock.engine.control import ControlClient
 from penstock.errors import DeadlineError, StateError, UserError
 from penstock.fleet.elastic import Elastic

@@ -8,11 +8,11 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, TypeVar
 
+from penstock.aio import all_or_first_error
 from penstock.config import ServerSpec
-from penstock.engine.client import all_or_first_error
 from penstock.engine.request import ClientState
 from penstock.engine.vanilla.control import VanillaControl, VersionHistory
-from penstock.engine.vanilla.replies import VanillaReplies
+from penstock.engine.vanilla.requests import VanillaReplies
 from penstock.errors import EngineError, EngineHTTPError, PenstockError, UserError
 from penstock.fleet.assemble import JOIN_S, join
 from penstock.fleet.member import Lifecycle, Member, State

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from penstock.engine.client import cancelled, in_thread
+from penstock.aio import cancelled, in_thread
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, TransferError, WeightsError
 from penstock.fleet.fan_out import Call, FanOut, OnFailure, fan_out
 from penstock.fleet.member import EngineControl, Member, updatable

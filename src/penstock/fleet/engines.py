@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from penstock.aio import all_or_first_error
 from penstock.config import EngineConfig
-from penstock.engine.client import all_or_first_error
 from penstock.engine.launch import EngineProcess, resolve_profile
 from penstock.errors import EngineStartError, PenstockError, StateError
 from penstock.fleet.assemble import join

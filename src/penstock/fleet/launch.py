@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from penstock.aio import all_or_first_error
 from penstock.config import EngineConfig, FleetConfig, RouterConfig, ServerSpec
-from penstock.engine.client import all_or_first_error
 from penstock.engine.launch import resolve_profile, server_command
 from penstock.errors import ConfigError, EngineError, EngineHTTPError, PenstockError, StateError, UserError
 from penstock.fleet.assemble import assemble

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mappi
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, get_args
 
+from penstock.aio import in_thread
 from penstock.engine.capabilities import Capability, require
-from penstock.engine.client import in_thread
 from penstock.engine.control import CoreState
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError, UserError
 from penstock.fleet.adapters import FleetAdapters

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from pydantic import TypeAdapter
 
+from penstock.aio import cancelled, in_thread
 from penstock.config import ServerSpec
 from penstock.engine.capabilities import smallest_vocabulary
-from penstock.engine.client import STREAM_CHUNK_TOKENS, DataClient, cancelled, in_thread
+from penstock.engine.client import STREAM_CHUNK_TOKENS, DataClient
 from penstock.engine.control import ControlClient
-from penstock.engine.vanilla.replies import VanillaReplies
+from penstock.engine.vanilla.requests import VanillaReplies
 from penstock.errors import EngineDeadError, EngineError, PenstockError, StateError, UserError, error_from_json
 from penstock.fleet.calls import CallClient
 from penstock.fleet.elastic import Elastic

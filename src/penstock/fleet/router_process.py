@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+from penstock.aio import cancelled
 from penstock.config import FleetConfig, RouterConfig, refuse_open_host
-from penstock.engine.client import cancelled
 from penstock.engine.launch import telling_lines
 from penstock.errors import ConfigError, DeadlineError, EngineStartError, PenstockError
 from penstock.fleet.roster import Admin, Roster

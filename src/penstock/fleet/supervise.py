@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from penstock.aio import all_or_first_error, cancelled
 from penstock.config import FleetConfig, ServerSpec
-from penstock.engine.client import all_or_first_error, cancelled
 from penstock.engine.control import CoreState
 from penstock.engine.request import ClientState
 from penstock.errors import DeadlineError, PenstockError, StateError

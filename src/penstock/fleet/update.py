@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
-from penstock.engine.client import in_thread
+from penstock.aio import in_thread
 from penstock.errors import PenstockError, TransferError, UpdateError, UserError, WeightsError
 from penstock.fleet.delivery import Delivery, Sender
 from penstock.fleet.fan_out import Call, fan_out

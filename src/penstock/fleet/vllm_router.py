@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from penstock.engine.client import all_or_first_error
+from penstock.aio import all_or_first_error
 from penstock.errors import UserError
 from penstock.http import HttpTransport
 from penstock.router.admin_client import EngineLoad, RouterState

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import SupportsFloat, cast
 
-from penstock.engine.client import all_or_first_error
+from penstock.aio import all_or_first_error
 from penstock.engine.interface import Engine
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.rollout.environment import Environment, Task, user_code

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, StateError, UserError
+from penstock.errors import EngineDeadError, EngineHTTPError, StateError, UserError
 from penstock.http import HttpTransport
 from penstock.router.membership import EngineEntry
 from penstock.router.metrics import PREFIX
@@ -276,18 +276,12 @@ class RouterAdmin:
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, url: str) -> bytes:
         transport = self._transports.get(url)
         if transport is None:
-            transport = self._transports[url] = HttpTransport(url, api_key=self._api_key)
-        call = f"{method} {url}{path}"
+            transport = self._transports[url] = HttpTransport(url, api_key=self._api_key, server=f"router {url}")
         data = None if body is None else orjson.dumps(body)
         try:
-            return (await transport.call(method, path, data, timeout_s=self._timeout_s))[0]
-        except DeadlineError as error:
-            what = f"router {url} did not answer {method} {path} within {self._timeout_s:g} s"
-            raise DeadlineError(what, seconds=self._timeout_s) from error
-        except EngineDeadError as error:
-            raise EngineDeadError(f"router {url} is gone ({method} {path}): {error}") from error
+            return await transport.call(method, path, data, timeout_s=self._timeout_s)
         except EngineHTTPError as error:
-            message = f"{call} answered {error.status}: {str(error).removeprefix(f'engine {url}: ')}"
+            message = f"{method} {path} answered {error.status}: {error}"
             if error.status == 400:  # noqa: PLR2004 - the HTTP status
                 raise UserError(message) from error
             if error.status == 409:  # noqa: PLR2004 - the HTTP status

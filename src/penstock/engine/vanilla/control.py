@@ -1,4 +1,4 @@
-"""The control calls of a server that others started, which may run without our plugin, and what it served when."""
+"""Control a vLLM server that others started, with our plugin or without it; find out what it is and what it served."""
 
 from __future__ import annotations
 
@@ -7,40 +7,49 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
 
-from penstock.engine.capabilities import EngineInfo
+from penstock.engine.capabilities import SAMPLED_FROM, Capabilities, EngineInfo
 from penstock.engine.control import ControlClient, CoreState
-from penstock.engine.vanilla.identify import NOT_FOUND, identify
-from penstock.errors import EngineHTTPError
+from penstock.errors import EngineError, EngineHTTPError
+from penstock.http import HttpTransport
+from penstock.parsing import reading
 from penstock.types import PauseMode
+from penstock.wire import GENERATE, version_number
+
+NOT_FOUND, NOT_ALLOWED, REFUSED_BODY, FAILED = 404, 405, frozenset({400, 422}), 500
+_CALLS = {
+    "pause": "/pause", "abort": "/abort_requests", "caches": "/reset_prefix_cache", "sleep": "/sleep",
+    "rpc": "/collective_rpc", "lora": "/v1/load_lora_adapter", "weight_transfer": "/init_weight_transfer_engine",
+}  # fmt: skip
+"""Each is a POST route. A server that has the route answers GET with 405, otherwise with 404."""
 
 
 class VersionHistory:
     """The weight versions that engines served between their pauses.
 
-    Their weights change only while all of them are paused, so between two pauses there is one version.
+    Weights change only while all engines are paused, so there is one version between two pauses.
 
     Attributes:
-        version: gives the version in force now.
+        version: returns the version in force now.
     """
 
     def __init__(self) -> None:
         self.version: Callable[[], int] = int
         self._paused: list[tuple[float, int]] = []
-        """Of each version, when an engine that served it was paused last, by the loop's clock."""
+        """For each version, when an engine that served it was paused last, by the loop's clock."""
 
     def note_pause(self) -> None:
-        """An engine is about to be paused."""
+        """Record that an engine is about to be paused."""
         version = self.version()
         if self._paused and self._paused[-1][1] == version:
             self._paused.pop()  # whatever was sent before that pause was sent before this one too
         self._paused.append((asyncio.get_running_loop().time(), version))
 
     def version_of(self, sent_at: float, *, aborted: bool) -> int | None:
-        """The version of all tokens of an answer that has just come; None where that is not certain.
+        """Return the version of all tokens of an answer that has just come, or None where that is uncertain.
 
         Args:
             sent_at: when its request was sent, by the loop's clock.
-            aborted: a pause has ended it, so it has no tokens of what came after the last one.
+            aborted: a pause ended it, so it has no tokens of what came after the last pause.
         """
         versions = {version for _, version in self._paused[bisect_left(self._paused, (sent_at,)) :]}
         if not (aborted and versions):
@@ -49,11 +58,11 @@ class VersionHistory:
 
 
 class VanillaControl(ControlClient):
-    """`ControlClient` of a server with our plugin or without it; which of them it is, `info` finds out.
+    """`ControlClient` of a server with our plugin or without it; `info` finds out which.
 
     Args:
         name, url, options: as of `ControlClient`.
-        history: of the fleet that the server is in; None: one of its own, which nothing reads.
+        history: of the server's fleet; default: a history that nothing reads.
     """
 
     def __init__(self, name: str, url: str, *, history: VersionHistory | None = None, **options: Any) -> None:
@@ -61,15 +70,15 @@ class VanillaControl(ControlClient):
         self._history = history or VersionHistory()
         self._has_plugin = True
         self._labelled = 0
-        """The version of the last native update, for vLLM 0.26, which keeps none."""
+        """Version of the last native update, since vLLM 0.26 keeps none."""
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = True, timeout_s: float | None = None) -> None:
-        """Pause as `ControlClient` does; the history learns of it first."""
+        """Pause as `ControlClient` does, after the history has recorded it."""
         self._history.note_pause()
         await super().pause(mode, clear_cache=clear_cache, timeout_s=timeout_s)
 
     async def state(self) -> CoreState:
-        """What the core says of itself; without our plugin only whether it is paused."""
+        """Return what the core reports; without our plugin only whether it is paused."""
         return await super().state() if self._has_plugin else CoreState(await self.is_paused())
 
     async def _info(self) -> EngineInfo:
@@ -86,3 +95,116 @@ class VanillaControl(ControlClient):
         self._labelled = version
         if self._has_plugin:
             await super()._label(version)
+
+
+async def identify(http: HttpTransport, *, labelled: int, timeout_s: float) -> EngineInfo:
+    """Find out what a vLLM server without our plugin is and can do, by questions that change nothing.
+
+    Without dev mode the server does not report its settings.
+
+    Args:
+        http: to it.
+        labelled: the version that we gave its weights, for vLLM 0.26, which keeps none; 0: as loaded.
+        timeout_s: deadline of each question.
+
+    Raises:
+        EngineHTTPError: it is no vLLM server (404), or asks for another key (401).
+        EngineError: it answers what no vLLM server does.
+    """
+    version = await _get(http, "/version", timeout_s)
+    if not isinstance(version, dict) or "version" not in version:
+        raise EngineHTTPError(
+            f"{http.url} is neither an engine of Penstock nor a vLLM server: it has no /penstock/info and no /version",
+            status=NOT_FOUND,
+            engine=http.name,
+        )
+    models, paused, weights, settings, tokens, *found = await asyncio.gather(
+        http.get("/v1/models", timeout_s=timeout_s),
+        _get(http, "/is_paused", timeout_s),
+        _get(http, "/weight_info", timeout_s),
+        _get(http, "/server_info?config_format=json", timeout_s, unless=FAILED),
+        _takes_tokens(http, timeout_s),
+        *(_has(http, path, timeout_s) for path in _CALLS.values()),
+    )
+
+    def malformed(message: str) -> EngineError:
+        return EngineError(f"{message}; is something else in front of vLLM?", engine=http.name)
+
+    with reading("answers of a vLLM server", malformed):
+        config = _section(settings, "vllm_config")
+        model, parallel = _section(config, "model_config"), _section(config, "parallel_config")
+        return EngineInfo(
+            engine="vllm",
+            vllm=str(version["version"]),  # pyright: ignore[reportUnknownArgumentType] - a JSON object
+            weight_version=labelled if weights is None else _version(http, weights["weight_version"]),
+            paused=bool(paused and paused["is_paused"]),
+            tp=int(parallel.get("tensor_parallel_size", 1)),
+            pp=int(parallel.get("pipeline_parallel_size", 1)),
+            dp=_ranks(parallel),
+            vocab_size=int(model.get("vocab_size", 0)),
+            max_model_len=int(models["data"][0]["max_model_len"]),
+            transports=(),
+            capabilities=_capabilities(dict(zip(_CALLS, found, strict=True)), config, tokens=tokens),
+            dtype=str(model.get("dtype") or "").removeprefix("torch."),
+            instance=str(config.get("instance_id") or ""),
+        )
+
+
+def _capabilities(calls: dict[str, bool], config: dict[str, Any], *, tokens: bool) -> Capabilities:
+    model, transfer = _section(config, "model_config"), _section(config, "weight_transfer_config")
+    found: dict[str, Any] = {
+        **calls,
+        "sleep": calls["sleep"] and bool(model.get("enable_sleep_mode")),
+        "weight_transfer": transfer.get("backend") if calls["weight_transfer"] else None,
+        "sampled_logprobs": model.get("logprobs_mode") in SAMPLED_FROM,
+    }
+    return Capabilities(plugin=False, tokens=tokens, **found)
+
+
+def _section(config: Any, name: str) -> dict[str, Any]:
+    section: Any = config.get(name) if config else None
+    return section or {}
+
+
+def _ranks(parallel: dict[str, Any]) -> int:
+    """Return the data-parallel ranks that requests to this address can reach."""
+    elsewhere = parallel.get("data_parallel_external_lb") or parallel.get("data_parallel_hybrid_lb")
+    return int(parallel.get("data_parallel_size_local" if elsewhere else "data_parallel_size", 1))
+
+
+def _version(http: HttpTransport, label: str) -> int:
+    try:
+        return version_number(label)
+    except ValueError:
+        raise EngineError(
+            f"labels its weights {label!r}, and a version is a whole number; relabel them by POST "
+            '/update_weight_version with {"new_version": "0"}',
+            engine=http.name,
+        ) from None
+
+
+async def _get(http: HttpTransport, path: str, timeout_s: float, *, unless: int = NOT_FOUND) -> Any:
+    """Return the answer, or None for 404 and the status `unless`."""
+    try:
+        return await http.get(path, timeout_s=timeout_s)
+    except EngineHTTPError as error:
+        if error.status not in {NOT_FOUND, unless}:
+            raise
+        return None
+
+
+async def _has(http: HttpTransport, path: str, timeout_s: float) -> bool:
+    try:
+        await http.get_text(path, timeout_s=timeout_s)
+    except EngineHTTPError as error:
+        return error.status == NOT_ALLOWED
+    return False
+
+
+async def _takes_tokens(http: HttpTransport, timeout_s: float) -> bool:
+    """Send an empty request: an open token endpoint refuses it as malformed, a shut one with 403 (vLLM 0.32)."""
+    try:
+        await http.post(GENERATE, {}, timeout_s=timeout_s)
+    except EngineHTTPError as error:
+        return error.status in REFUSED_BODY
+    return True

@@ -14,8 +14,8 @@ from typing import Any
 import orjson
 
 from penstock import wire
+from penstock.aio import all_or_first_error
 from penstock.engine.capabilities import Capabilities, require
-from penstock.engine.client import all_or_first_error
 from penstock.engine.request import Answer, Continuation, UnreportedReplies
 from penstock.engine.vanilla.control import VersionHistory
 from penstock.errors import EngineError
