@@ -1,24 +1,35 @@
-"""Between our types and the JSON bodies of vLLM's token endpoint, `POST /inference/v1/generate`.
+"""Shapes that client, plugin, router and simulated engine share: headers, requests, progress reports, versions, info.
 
-`STRIDE:h1,h2,...`: chained hashes over blocks of 64 tokens, `h_i = H(h_(i-1) || ids of block i)`, so that equal hashes
-mean equal beginnings. At most 32 are sent, one every STRIDE blocks, the least power of two that is enough; so the
-boundaries of a long prompt are among those of a shorter one, and what two prompts share is found to within the greater
-stride. H is blake2b of 8 bytes over little-endian 32-bit ids: the same on every machine.
+An engine with our plugin adds to the answers of the generation endpoints which version made each token and, where the
+client asks with `PROGRESS_HEADER`, what each sample has so far:
+
+- Without the header: of an answer in one piece, `SPANS_HEADER`; of a stream, a comment before `[DONE]`.
+- With a number N: the answer is lines of JSON. `{"samples": [SampleReport, ...]}` comes whenever a sample has N tokens
+  more (0: never); the last line is `{"status", "samples", "versions", "answer"}`.
+- With `stream`: the header comes back, and a comment `{"samples": [...]}` stands before each event that has tokens.
+
+A client that lost its engine sends what its samples have as `RESUME_ARG`, and the next engine continues them.
 """
 
 from __future__ import annotations
 
+import math
+import reprlib
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NotRequired, TypedDict, TypeGuard, cast
 
-from penstock.errors import EngineError
+import orjson
+
+from penstock.errors import EngineError, RequestError
 from penstock.types import FinishReason, SamplingParams, SessionId
 
 GENERATE = "/inference/v1/generate"
-"""VLLM's token endpoint."""
+"""Token endpoint of vLLM."""
+INFO = "/penstock/info"
+"""Route of our plugin; answers `Info`."""
 SESSION_HEADER = "X-Session-ID"
 PROMPT_TOKENS_HEADER = "X-Prompt-Tokens"
 EXPECTED_TOKENS_HEADER = "X-Expected-Tokens"
@@ -26,15 +37,14 @@ GROUP_HEADER = "X-Group-ID"
 ADAPTER_HEADER = "X-Adapter"
 PREFIX_HASHES_HEADER = "X-Prefix-Hashes"
 SPANS_HEADER = "X-Penstock-Weight-Versions"
-"""Of an answer in one piece, set by our plugin: for each choice `[[version, start, end], ...]`. A stream has the same
-in the comment before its `[DONE]`, since its header goes out before its tokens are made."""
+"""For each choice `[[version, start, end], ...]`. A stream's header goes out before its tokens exist."""
+MAX_SPANS_HEADER = 8000
+"""Bytes; clients refuse longer header lines (aiohttp: 8190)."""
 PROGRESS_HEADER = "X-Penstock-Progress"
-"""Of a request: tell as you go what each sample has. A number: between lines of JSON, each time a sample has so many
-tokens more (0: only with the answer). `stream`: in comments of the event stream that the body asks for."""
 STREAM_PROGRESS = "stream"
 LINES_TYPE = "application/x-ndjson"
 COMMENT = b": penstock "
-"""Begins a comment of ours in an event stream, which any other client leaves out."""
+"""Begins our comments in an event stream; other clients skip comments."""
 RESUME_ARG = "penstock_resume"
 """Among vLLM's extra arguments of a request, as JSON: for each sample what it has already."""
 
@@ -46,15 +56,77 @@ INITIAL_VERSION = "default"
 """vLLM's label before the first update; our version 0."""
 
 UNKNOWN_VERSION = -1
-"""Of tokens of weights with a label that is no version: somebody gave it past us, and may have brought weights too."""
+"""Version of tokens whose weights have a label that is no version: another process labelled them, and may have loaded
+other weights too."""
+
+
+class Info(TypedDict):
+    """Answer of `INFO`; `engine.capabilities.EngineInfo` says what each field means."""
+
+    engine: str
+    vllm: str
+    weight_version: int
+    paused: bool
+    tp: int
+    pp: int
+    dp: int
+    vocab_size: int
+    max_model_len: int
+    transports: list[str]
+    logprobs_mode: str
+    kv_kept: NotRequired[bool]
+    dtype: NotRequired[str]
+    sleep: NotRequired[bool]
+    """`sleep` frees memory; default: yes."""
+    lora: NotRequired[bool]
+    """Adapters can be loaded while it runs; default: yes."""
+    control_port: NotRequired[int | None]
+    """Port of the engine's core; None: control goes to the API server."""
+
+
+class SampleReport(TypedDict):
+    """What a sample has since its last report."""
+
+    index: int
+    ids: list[int]
+    logprobs: str | None
+    """JSON, for each token `[[token id, logprob, rank, text], ...]`, the sampled token first; None: not asked for."""
+    versions: list[list[int]]
+    """`[version, tokens]` of each stretch of one version."""
+    finish: str | None
+    stop_reason: int | str | None
+    asked: bool
+    """It was aborted because the caller asked for that, so it does not go on."""
+    whole_only: bool
+    """It cannot be resumed: its grammar or its prompt logprobs begin where the engine's prompt does."""
+
+
+def comment(content: Mapping[str, Any]) -> bytes:
+    """Make the comment of an event stream that holds `content`."""
+    return COMMENT + orjson.dumps(content) + b"\n\n"
+
+
+def spans_of(versions: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Turn `[version, tokens]` of each stretch into `[version, start, end]`."""
+    start, spans = 0, list[list[Any]]()
+    for version, tokens in versions:
+        spans.append([version, start, start + tokens])
+        start += tokens
+    return spans
+
+
+def as_weight_versions(versions: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
+    """Turn `[version, tokens]` of each stretch into the form of vLLM's token endpoint."""
+    return [{"version": str(version), "start": start, "end": end} for version, start, end in spans_of(versions)]
+
+
+def padded(spans: Sequence[Any], choices: int) -> list[Any]:
+    """Return the spans of each choice; choices at the end without a token have none."""
+    return [*spans, *([] for _ in range(choices - len(spans)))]
 
 
 def version_number(label: str) -> int:
-    """A weight version as vLLM writes it, as our integer.
-
-    Raises:
-        ValueError: it is none; anyone can label an engine's weights as they like.
-    """
+    """Read vLLM's label of weights as our version. ValueError: it is none; anyone can label an engine's weights."""
     if label == INITIAL_VERSION:
         return 0
     if not (label.isascii() and label.isdecimal()):
@@ -63,11 +135,21 @@ def version_number(label: str) -> int:
 
 
 def version_of_tokens(label: str) -> int:
-    """The version that made tokens, by their label; `UNKNOWN_VERSION` where that is none."""
+    """Return the version that made tokens, by their label; `UNKNOWN_VERSION` where that is none."""
     try:
         return version_number(label)
     except ValueError:
         return UNKNOWN_VERSION
+
+
+def finish_of(reason: Any) -> FinishReason:
+    """Check vLLM's finish reason; EngineError where it is none of ours."""
+    if reason not in ("stop", "length", "abort"):
+        raise EngineError(f"the answer ended with the unknown finish reason {reason!r}")
+    return reason
+
+
+# --- Requests --------------------------------------------------------------------------------------------------------
 
 
 def request_headers(
@@ -79,7 +161,7 @@ def request_headers(
     adapter: str | None = None,
     prefix_hashes: str | None = None,
 ) -> dict[str, str]:
-    """What a router can place a request by without parsing its body (docs/protocol.md).
+    """Make the headers by which a router places a request without parsing its body (docs/protocol.md).
 
     Args:
         prompt_tokens: length of the prompt, where known.
@@ -87,7 +169,7 @@ def request_headers(
         session_id: equal ones go to one engine.
         group_id: of samples of one prompt that are sent one by one.
         adapter: name of the LoRA adapter that the request is for.
-        prefix_hashes: of the prompt's beginnings, as `wire.py` makes them.
+        prefix_hashes: of the prompt, from the function of that name.
     """
     headers = {EXPECTED_TOKENS_HEADER: str(params.max_tokens * params.n)}
     optional = {
@@ -100,24 +182,18 @@ def request_headers(
     return headers | {name: str(value) for name, value in optional.items() if value is not None}
 
 
+_SAMPLING = (
+    "max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos", "presence_penalty",
+    "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
+"""Sampling parameters whose name and value are vLLM's."""
+
+
 def generate_body(token_ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:
-    """The request: token ids in; vLLM's sampling parameters under vLLM's names."""
-    sampling: dict[str, Any] = {
-        "max_tokens": params.max_tokens,
-        "n": params.n,
-        "output_kind": FINAL_ONLY,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
-        "min_tokens": params.min_tokens,
-        "ignore_eos": params.ignore_eos,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "repetition_penalty": params.repetition_penalty,
-        # Stop strings are found in text, so they need it; otherwise the engine can leave it out.
-        "detokenize": bool(params.stop),
-    }
+    """Make a request of the token endpoint: token ids, and sampling parameters under vLLM's names."""
+    sampling: dict[str, Any] = {name: getattr(params, name) for name in _SAMPLING}
+    # Stop strings are found in text, so they need it; otherwise the engine can leave it out.
+    sampling |= {"output_kind": FINAL_ONLY, "detokenize": bool(params.stop)}
     if params.logprobs:
         sampling["logprobs"] = 0
     if params.seed is not None:
@@ -129,27 +205,107 @@ def generate_body(token_ids: Sequence[int], params: SamplingParams) -> dict[str,
     return {"token_ids": list(token_ids), "sampling_params": sampling}
 
 
-def padded(spans: Sequence[Any], choices: int) -> list[Any]:
-    """The spans of each choice: those at the end that have no token have none."""
-    return [*spans, *([] for _ in range(choices - len(spans)))]
+# --- Samples that an engine resumes ----------------------------------------------------------------------------------
+
+PART_KEYS = frozenset({"ids", "logprobs", "versions", "finish", "stop_reason"})
+"""Of each sample in `RESUME_ARG`; `logprobs` is a list of a report's texts."""
+ENDS = (None, "stop", "length", "abort", "repetition")
+"""Finish reasons of a resumed sample; after vLLM's `error` a sample goes on."""
 
 
-def finish_of(reason: Any) -> FinishReason:
-    """VLLM's finish reason as ours; EngineError where it is none."""
-    if reason not in ("stop", "length", "abort"):
-        raise EngineError(f"the answer ended with the unknown finish reason {reason!r}")
-    return reason
+def parts_of(text: Any, samples: int) -> list[Any]:
+    """Read the value of `RESUME_ARG`; each part is yet to be checked (`check_part`).
+
+    Raises:
+        RequestError: it is no JSON list of at most `samples` parts; anyone can send it.
+    """
+    parts = _list_in(text)
+    _require(len(parts) <= samples, f"{len(parts)} samples where the request asks for {samples}")
+    return parts
 
 
-def as_weight_versions(versions: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
-    """`[version, tokens]` of each stretch, in the form of the token endpoint."""
-    spans: list[dict[str, Any]] = []
-    start = 0
-    for version, tokens in versions:
-        spans.append({"version": str(version), "start": start, "end": start + tokens})
-        start += tokens
-    return spans
+def check_part(part: Any, *, room: int, vocab_size: int, logprobs: bool) -> list[Any]:
+    """Check one sample wholly, since vLLM's core checks nothing of it and would die.
 
+    Args:
+        part: as `engine.partial.Partial.as_json` makes it, if it is right.
+        room: most tokens that the sample may have.
+        vocab_size: all token ids are below.
+        logprobs: the request asks for them, so each token needs one.
+
+    Returns:
+        Its logprobs, for each token `[[token id, logprob, rank, text], ...]`; empty where it has none.
+
+    Raises:
+        RequestError: it does not fit.
+    """
+    _require(_has_keys(part, PART_KEYS), f"{reprlib.repr(part)} has not just {sorted(PART_KEYS)}")
+    ids, versions, finish, reason = part["ids"], part["versions"], part["finish"], part["stop_reason"]
+    _require(_is_list(ids), f"ids is no list but {reprlib.repr(ids)}")
+    wrong = [token for token in ids if not _is_token(token, vocab_size)]
+    _require(not wrong, f"token {reprlib.repr(wrong[:1])} lies outside the vocabulary [0, {vocab_size})")
+    _require(finish in ENDS, f"the finish reason {reprlib.repr(finish)} is none of {ENDS}")
+    _require(not ids or len(ids) <= room - (finish is None), f"{len(ids)} tokens leave no room for another")
+    _require(reason is None or type(reason) in (int, str), f"the stop reason {reprlib.repr(reason)} is no text or id")
+    covers = _is_list(versions) and all(map(_is_stretch, versions)) and sum(n for _, n in versions) == len(ids)
+    _require(covers, f"the versions {reprlib.repr(versions)} do not cover {len(ids)} tokens")
+    chunks = part["logprobs"]
+    _require(_is_list(chunks), f"logprobs is no list but {reprlib.repr(chunks)}")
+    positions = [position for chunk in chunks for position in _list_in(chunk)]
+    enough = len(positions) == len(ids) or not (positions or logprobs)
+    _require(enough, f"{len(ids)} tokens but {len(positions)} logprobs")
+    for token, position in zip(ids, positions, strict=False):
+        fits = _is_list(position) and position and all(_is_entry(entry, vocab_size) for entry in position)
+        fits = fits and position[0][0] == token
+        _require(fits, f"the logprobs {reprlib.repr(position)} are not those of token {token}")
+    return positions
+
+
+def _list_in(text: Any) -> list[Any]:
+    try:
+        found = orjson.loads(text)
+    except orjson.JSONDecodeError as error:  # too deep a nesting, and what is no text, too
+        raise RequestError(f"{RESUME_ARG}: {reprlib.repr(text)} is no JSON: {error}") from error
+    _require(_is_list(found), f"{reprlib.repr(text)} is no list")
+    return found
+
+
+def _is_list(value: Any) -> TypeGuard[list[Any]]:
+    return isinstance(value, list)
+
+
+def _has_keys(value: Any, keys: frozenset[str]) -> bool:
+    return isinstance(value, dict) and cast("dict[str, Any]", value).keys() == keys
+
+
+def _is_token(value: Any, vocab_size: int) -> bool:
+    return type(value) is int and 0 <= value < vocab_size
+
+
+def _is_stretch(value: Any) -> bool:
+    if not _is_list(value) or [type(number) for number in value] != [int, int]:
+        return False
+    return value[0] >= UNKNOWN_VERSION and value[1] > 0
+
+
+def _is_entry(value: Any, vocab_size: int) -> bool:
+    if not _is_list(value) or len(value) != 4 or not _is_token(value[0], vocab_size):  # noqa: PLR2004 - id, logprob, rank, text
+        return False
+    _, logprob, rank, text = value
+    finite = type(logprob) in (int, float) and math.isfinite(logprob)
+    return finite and type(rank) is int and (text is None or isinstance(text, str))
+
+
+def _require(fits: Any, message: str) -> None:
+    if not fits:
+        raise RequestError(f"{RESUME_ARG}: {message}")
+
+
+# --- Hashes of a prompt's beginnings ---------------------------------------------------------------------------------
+# The header is `STRIDE:h1,h2,...`: chained hashes over blocks of 64 tokens, h_i = H(h_(i-1) || ids of block i). Equal
+# hashes mean equal beginnings. At most 32 are sent, one every STRIDE blocks, the least power of two that is enough. So
+# the boundaries of a long prompt are among those of a shorter one, and what two prompts share is found to within the
+# greater stride. H is blake2b of 8 bytes over little-endian 32-bit ids: the same on every machine.
 
 BLOCK = 64
 """Tokens."""
@@ -162,7 +318,7 @@ _ID_BITS = (1 << 32) - 1
 
 
 def prefix_hashes(token_ids: Sequence[int]) -> str | None:
-    """The header of a prompt; None for one without a whole block."""
+    """Make the header of a prompt; None for a prompt without a whole block."""
     blocks = len(token_ids) // BLOCK
     if not blocks:
         return None
@@ -178,14 +334,14 @@ def prefix_hashes(token_ids: Sequence[int]) -> str | None:
 
 
 def stride_of(blocks: int) -> int:
-    """Blocks between two hashes of a prompt of so many blocks."""
+    """Return the blocks between two hashes of a prompt of so many blocks."""
     return 1 << max(0, (-(-blocks // MOST) - 1).bit_length())
 
 
 def parse_prefix_hashes(header: bytes) -> list[tuple[int, bytes]]:
-    """Boundaries of a prompt, shortest first: (tokens up to there, hash); none where the header is malformed.
+    """Read the boundaries of a prompt, shortest first: (tokens up to there, hash); none of a malformed header.
 
-    Whoever sends nonsense places worse, no more: hashes are compared, never trusted.
+    A wrong header makes a placement worse, no more: hashes are compared, never trusted.
     """
     stride_text, _, text = header.partition(b":")
     if not stride_text.isdigit() or len(stride_text) > len(str(_MOST_STRIDE)):
@@ -203,7 +359,7 @@ def parse_prefix_hashes(header: bytes) -> list[tuple[int, bytes]]:
 def _words(token_ids: Sequence[int]) -> bytes:
     try:
         words = array("I", token_ids)
-    except OverflowError:  # no such token exists, but the engine is who says so
+    except OverflowError:  # no such token exists, but the engine's error is the clearer
         words = array("I", [token & _ID_BITS for token in token_ids])
     if sys.byteorder == "big":
         words.byteswap()

@@ -321,7 +321,7 @@ async def test_what_cannot_be_taken_up_is_made_again_and_counted(shared):
     stream = asyncio.create_task(joined(one.chat_completion_stream(body)))
     await made(server, 20)
     await cut(one)
-    with pytest.raises(EngineError, match="cannot be taken up in the middle"):
+    with pytest.raises(EngineError, match="cannot be resumed in the middle"):
         await stream
     one.counters.wasted_tokens = wasted
 

@@ -64,10 +64,13 @@ def chunk(index: int, *ids: int, finish: str | None = None) -> dict[str, object]
     ("told", "message"),
     [
         ([chunk(0, 5, 6), chunk(0, 7, finish="stop"), chunk(1, 8, finish="length")], None),
-        ([chunk(0, 7, finish="stop"), chunk(1, 8, finish="length")], "made 3 tokens of a sample and told 1"),
-        ([chunk(0, 5, 6), chunk(0, 5, 6, 7, finish="stop"), chunk(1, 8, finish="length")], "made 3 tokens .* told 5"),
-        ([chunk(1, 5, 6), chunk(0, 7, finish="stop"), chunk(1, 8, finish="length")], "made 3 tokens .* told 1"),
-        ([chunk(0, 5, 6), chunk(0, 7, finish="stop")], "told 0 tokens of it and no end"),
+        ([chunk(0, 7, finish="stop"), chunk(1, 8, finish="length")], "made 3 tokens of a sample but reported 1"),
+        (
+            [chunk(0, 5, 6), chunk(0, 5, 6, 7, finish="stop"), chunk(1, 8, finish="length")],
+            "made 3 tokens .* reported 5",
+        ),
+        ([chunk(1, 5, 6), chunk(0, 7, finish="stop"), chunk(1, 8, finish="length")], "made 3 tokens .* reported 1"),
+        ([chunk(0, 5, 6), chunk(0, 7, finish="stop")], "reported 0 tokens of it and no end"),
     ],
     ids=["whole", "lost", "twice", "another's", "missing"],
 )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from penstock.engine.partial import Partial, Partials, check_part, parts_of, whole_of
+from penstock.engine.partial import Partial, Partials, whole_of
 from penstock.errors import EngineError, RequestError
 from penstock.types import Sample, SamplingParams, VersionSpan
+from penstock.wire import check_part, parts_of
 
 PARAMS = SamplingParams()
 NEWS = {"ids": [7, 8], "logprobs": "[[[7,-0.5,1,null]],[[8,-1.5,2,null],[9,-0.25,1,null]]]", "versions": [[0, 2]]}
@@ -36,10 +37,10 @@ def test_what_was_told_in_pieces_is_one_sample():
     ("last", "message"),
     [
         ({**LAST, "logprobs": None}, "3 tokens but 2 logprobs"),
-        ({**LAST, "versions": []}, r"versions \[\[0, 2\]\] do not cover the 3 told tokens"),
-        ({**LAST, "versions": [[3, 2]]}, "do not cover the 3 told tokens"),
+        ({**LAST, "versions": []}, r"versions \[\[0, 2\]\] do not cover the 3 reported tokens"),
+        ({**LAST, "versions": [[3, 2]]}, "do not cover the 3 reported tokens"),
         ({**LAST, "finish": "error"}, "unknown finish reason 'error'"),
-        ({**LAST, "finish": None}, "told 3 tokens of it and no end"),
+        ({**LAST, "finish": None}, "reported 3 tokens of it and no end"),
     ],
 )
 def test_what_does_not_fit_together_is_no_answer(last, message):
@@ -50,7 +51,7 @@ def test_what_does_not_fit_together_is_no_answer(last, message):
 @pytest.mark.parametrize("news", [[LAST], [NEWS, NEWS, LAST], [{"ids": [], "versions": [], "finish": "stop"}]])
 def test_a_chunk_that_was_lost_or_came_twice_is_no_answer(news):
     part = part_of(*news)
-    with pytest.raises(EngineError, match=f"made 3 tokens of a sample and told {len(part.ids)}"):
+    with pytest.raises(EngineError, match=f"made 3 tokens of a sample but reported {len(part.ids)}"):
         whole_of(part, PARAMS, SPANS)
 
 

@@ -132,7 +132,7 @@ async def test_a_stream_that_is_cut_says_so() -> None:
         await anext(stream)
         await one.pause_generation(PauseMode.ABORT)
         await one.resume_generation()
-        with pytest.raises(EngineError, match="a stream was cut that cannot be taken up: there are engines without"):
+        with pytest.raises(EngineError, match="a stream was cut that cannot be resumed: there are engines without"):
             async for _ in stream:
                 pass
 

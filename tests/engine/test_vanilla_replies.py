@@ -60,8 +60,8 @@ async def test_its_versions_are_those_that_it_says_or_that_are_known_here() -> N
     ("answer", "message"),
     [
         ([choice(0, 5), choice(1, 6)], "does not say which weights made its tokens"),
-        ([choice(0, 5, weight_versions=LABELS), choice(1)], "do not cover the 1 told tokens"),
-        ([choice(0)], "told 0 tokens of it and no end"),
+        ([choice(0, 5, weight_versions=LABELS), choice(1)], "do not cover the 1 reported tokens"),
+        ([choice(0)], "reported 0 tokens of it and no end"),
         ([choice(0), choice(1, finish="repetition")], "unknown finish reason 'repetition'"),
     ],
 )

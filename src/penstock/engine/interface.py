@@ -20,18 +20,26 @@ from penstock.types import (
 )
 
 if TYPE_CHECKING:
+    from penstock.engine.client import DataClient
     from penstock.types import NamedTensors
+
+Body = Mapping[str, Any]
 
 
 class Engine(ABC):
-    """One inference engine, or many seen as one. All methods are coroutines but the sizes and `weight_version`.
+    """One inference engine, or many seen as one.
 
-    No request is cut short: through pauses and sleeps it waits in the engine, and one whose engine dies goes on on
-    another engine from the tokens it had. Only `abort_generation` ends requests early, with the finish reason `abort`.
+    No request is cut short. Through pauses and sleeps it waits in the engine; if its engine dies, another engine
+    continues it from the tokens it had. Only `abort_generation` ends requests early, with the finish reason `abort`.
 
     Every method raises `DeadlineError` when the other side does not answer in time, `EngineDeadError` when it is gone,
     and `EngineHTTPError` with its status and type when it answers with an error.
+
+    Attributes:
+        data: the client that generates, at the engine or at the router in front of many.
     """
+
+    data: DataClient
 
     # --- sizes -------------------------------------------------------------------------------------------------------
 
@@ -78,23 +86,17 @@ class Engine(ABC):
             RequestError: both or neither of prompts and ids, an empty batch, ids outside the vocabulary, an unknown
                 sampling parameter or key, a session list of another length. Nothing was sent.
         """
-        if isinstance(prompts, (GenerateBatch, Mapping)):
-            besides = {
-                "sampling_params": sampling_params, "prompt_token_ids": prompt_token_ids, "session_ids": session_ids
-            }  # fmt: skip
-            if twice := [name for name, value in besides.items() if value is not None]:
-                raise RequestError(f"a whole batch was given, and {', '.join(twice)} beside it; put all in the batch")
-            return await self.generate_batch(GenerateBatch.of(prompts))
-        batch = GenerateBatch(
-            prompts=prompts, prompt_token_ids=prompt_token_ids, sampling_params=sampling_params, session_ids=session_ids
-        )
-        return await self.generate_batch(batch)
+        given = {"sampling_params": sampling_params, "prompt_token_ids": prompt_token_ids, "session_ids": session_ids}
+        if not isinstance(prompts, (GenerateBatch, Mapping)):
+            return await self.generate_batch(GenerateBatch.of({"prompts": prompts, **given}))
+        if twice := [name for name, value in given.items() if value is not None]:
+            raise RequestError(f"a whole batch was given, and {', '.join(twice)} beside it; put all in the batch")
+        return await self.generate_batch(GenerateBatch.of(prompts))
 
-    @abstractmethod
     async def generate_batch(self, batch: GenerateBatch) -> GenerateOutput:
         """Complete a batch (R2); see `generate`."""
+        return await self.data.generate_batch(batch)
 
-    @abstractmethod
     async def sample(
         self,
         prompt_token_ids: Sequence[int],
@@ -102,30 +104,27 @@ class Engine(ABC):
         sampling_params: SamplingParams | Mapping[str, Any] | None = None,
         session_id: SessionId | None = None,
     ) -> list[Sample]:
-        """`num_samples` independent samples of one prompt, tokens in and tokens out, as one n-way request (R3)."""
+        """Draw `num_samples` samples of one prompt, tokens in and tokens out, as one n-way request (R3)."""
+        return await self.data.sample(prompt_token_ids, num_samples, sampling_params, session_id)
 
-    @abstractmethod
-    async def completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
-        """OpenAI `/v1/completions`: the body as the API has it, the answer as it came (R7)."""
+    async def completion(self, body: Body, session_id: SessionId | None = None) -> dict[str, Any]:
+        """Call OpenAI's `/v1/completions`: the body as the API has it, the answer as it came (R7)."""
+        return await self.data.completion(body, session_id)
 
-    @abstractmethod
-    async def chat_completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
-        """OpenAI `/v1/chat/completions`: the body as the API has it, the answer as it came."""
+    async def chat_completion(self, body: Body, session_id: SessionId | None = None) -> dict[str, Any]:
+        """Call OpenAI's `/v1/chat/completions`: the body as the API has it, the answer as it came."""
+        return await self.data.chat_completion(body, session_id)
 
-    @abstractmethod
-    def completion_stream(
-        self, body: Mapping[str, Any], session_id: SessionId | None = None
-    ) -> AsyncGenerator[dict[str, Any]]:
-        """OpenAI `/v1/completions` as chunks, in OpenAI's form; the last of each choice has its `weight_versions`.
+    def completion_stream(self, body: Body, session_id: SessionId | None = None) -> AsyncGenerator[dict[str, Any]]:
+        """Yield the chunks of `/v1/completions`; the last chunk of each choice has its `weight_versions`.
 
         Through pauses and deaths of engines a reader sees one stream: nothing twice, nothing missing.
         """
+        return self.data.completion_stream(body, session_id)
 
-    @abstractmethod
-    def chat_completion_stream(
-        self, body: Mapping[str, Any], session_id: SessionId | None = None
-    ) -> AsyncGenerator[dict[str, Any]]:
-        """OpenAI `/v1/chat/completions` as chunks; see `completion_stream`."""
+    def chat_completion_stream(self, body: Body, session_id: SessionId | None = None) -> AsyncGenerator[dict[str, Any]]:
+        """Yield the chunks of `/v1/chat/completions`; see `completion_stream`."""
+        return self.data.chat_completion_stream(body, session_id)
 
     # --- pause, resume, memory ---------------------------------------------------------------------------------------
 
@@ -133,14 +132,13 @@ class Engine(ABC):
     async def pause_generation(
         self, mode: PauseMode = PauseMode.KEEP, *, clear_cache: bool = True, timeout_s: float | None = None
     ) -> None:
-        """Stop making tokens; returns when none is being made (R22, R23). New requests wait.
+        """Stop making tokens; return when none is being made (R22, R23). New requests wait.
 
         Args:
             mode: what happens to requests in flight.
             clear_cache: recompute KV at resume, so that no cached block outlives its weights (G5).
-            timeout_s: seconds after which the pause is given up, and generation goes on as before. Default: the
-                deadline of a request for the mode `wait`, which takes as long as the longest one in flight, and of a
-                control call for the others.
+            timeout_s: seconds after which the pause is given up and generation goes on. Default: of the mode `wait`,
+                which lasts as long as the longest request in flight, a request's deadline; else a control call's.
 
         Raises:
             StateError: already paused.
@@ -149,7 +147,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def resume_generation(self) -> None:
-        """Go on after `pause_generation`. Raises StateError when not paused."""
+        """Resume after `pause_generation`. Raises StateError when not paused."""
 
     @abstractmethod
     async def abort_generation(self) -> None:
@@ -171,11 +169,11 @@ class Engine(ABC):
 
     @abstractmethod
     async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> None:
-        """VLLM's native `/init_weight_transfer_engine` on every engine (R18)."""
+        """Call vLLM's native `/init_weight_transfer_engine` on every engine (R18)."""
 
     @abstractmethod
     async def update_named_weights(self, update_info: Mapping[str, Any], *, version: int) -> None:
-        """One round of vLLM's native start, update, finish on paused engines, labelled `version` (R18)."""
+        """Do one round of vLLM's native start, update, finish on paused engines, labelled `version` (R18)."""
 
     @abstractmethod
     async def update_weights(
@@ -192,10 +190,10 @@ class Engine(ABC):
                 gives them; tied weights once. A module, or a function that returns the pairs, is asked again when an
                 engine needs this version and no copy of it was kept (docs/weights.md).
             version: label of the new weights, greater than the present one; default: the present one + 1. A resumed
-                run uses it to take up its count.
-            kv: `recompute`: what is in flight attends to nothing of older weights, at the price of its prefill.
-                `keep`: it goes on at once, and cached prefixes stay; the spans of tokens made so say `kv_kept`, until
-                the next update that recomputes. Their logprobs are those of no version alone.
+                run passes the version that it had reached.
+            kv: `recompute`: requests in flight attend to nothing of older weights, at the price of their prefill.
+                `keep`: they go on at once, and cached prefixes stay. Until the next update that recomputes, the spans
+                of new tokens say `kv_kept`, and their logprobs are of no version alone.
 
         Raises:
             WeightsError: a missing, extra or misshapen tensor, a wrong dtype, or NaN; nothing was changed.
@@ -203,15 +201,15 @@ class Engine(ABC):
             UpdateError: it did not commit on enough engines; the old version is still served.
         """
 
-    # --- figures and escape hatch ------------------------------------------------------------------------------------
+    # --- statistics and escape hatch ---------------------------------------------------------------------------------
 
     @abstractmethod
     async def get_num_unfinished_requests(self, index: int | None = None) -> int:
-        """Requests running or waiting, on engine `index` or on all (R10)."""
+        """Return the requests running or waiting, on engine `index` or on all (R10)."""
 
     @abstractmethod
     async def get_cache_usage(self, index: int | None = None) -> float:
-        """Fraction of KV blocks in use, on engine `index` or the mean of all (R10)."""
+        """Return the fraction of KV blocks in use, on engine `index` or the mean of all (R10)."""
 
     @abstractmethod
     async def collective_rpc(

@@ -1,14 +1,14 @@
-"""Which layouts of ranks vLLM can run a model in; what it cannot is refused here, before an engine is launched.
+"""Refuse layouts of ranks that vLLM cannot run, before an engine is launched.
 
-vLLM says most of this itself, but half a minute into a start and from one of many processes; and some layouts it
-starts and then dies of. The rules are those of vLLM 0.26 to 0.32; what they need of a model is in its config.json.
+vLLM reports most of this itself, but half a minute into a start and from one of many processes. Some layouts it starts
+and then dies of. The rules are those of vLLM 0.26 to 0.32; what they need of a model is in its config.json.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, cast
@@ -17,36 +17,35 @@ from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 from penstock.parsing import parse_json
 
-Device = Literal["cpu", "gpu"]
-
 RANK_BYTES = 256 * 2**20
 """Less than any rank needs on the CPU: with a model of 3 MiB its process has 490 MiB of its own (vLLM 0.32)."""
 
+_LAUNCHERS = "an engine listens where its launcher finds it"
+_PLUGINS = "Penstock's own is there, without which it cannot update an engine"
 OURS: Mapping[str, str] = {
     "model": "set model",
-    "host": "an engine listens where its launcher finds it",
-    "port": "an engine listens where its launcher finds it; router.port is for clients",
-    "middleware": "Penstock's own is there, without which it cannot update an engine",
-    "worker-extension-cls": "Penstock's own is there, without which it cannot update an engine",
+    "host": _LAUNCHERS,
+    "port": f"{_LAUNCHERS}; router.port is for clients",
+    "middleware": _PLUGINS,
+    "worker-extension-cls": _PLUGINS,
 }
-"""Options of a server, the simulated one's too, that `extra_args` must not pass by, with what to do instead."""
+"""Server options, also of the simulated engine, that `extra_args` must not set, with what to do instead."""
 
 NOT_EXTRA: Mapping[str, str] = {
     **OURS,
-    "tensor-parallel-size": "set tensor_parallel_size, by which GPUs are counted",
-    "pipeline-parallel-size": "set pipeline_parallel_size, by which GPUs are counted",
-    "data-parallel-size": "set data_parallel_size, by which GPUs are counted",
+    **{f"{kind}-parallel-size": f"set {kind}_parallel_size, by which GPUs are counted"
+       for kind in ("tensor", "pipeline", "data")},
     "prefill-context-parallel-size": "an engine's ranks are TP x PP x DP here, and its weights are sent to those",
     "enable-expert-parallel": "set enable_expert_parallel, which is checked against the model",
     "api-server-count": "versions are kept in one API process of an engine; for more of them start more engines",
     "enable-sleep-mode": "set enable_sleep_mode, which is checked against the device",
-}
+}  # fmt: skip
 """The same of vLLM's."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a model's config.json decides how it can be split; None: it does not say so, and nothing is refused."""
+    """What a model's config.json says of how it can be split. What is None or 0 refuses nothing."""
 
     layers: int | None = None
     heads: int | None = None
@@ -55,7 +54,7 @@ class ModelShape:
     width: int | None = None
     """Inner size of the dense feed-forward layers; None for a mixture of experts."""
     experts: int = 0
-    """Routed experts of a layer; 0: the model is dense."""
+    """Routed experts of a layer."""
     expert_width: int | None = None
     """Inner size of one expert."""
     vocabulary: int | None = None
@@ -63,26 +62,31 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """Read a parsed config.json; that of a multimodal model is about its language model."""
+        """Read a parsed config.json; of a multimodal model, its language model's part."""
         text: Any = config.get("text_config")
         given: Mapping[str, Any] = cast("Mapping[str, Any]", text) if isinstance(text, Mapping) else config
-        heads = _first(given, "num_attention_heads", "n_head", "n_heads")
-        kv_heads = _first(given, "num_key_value_heads", "num_kv_heads") or heads
-        experts = _first(given, "num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts") or 0
-        width = _first(given, "intermediate_size", "n_inner", "ffn_dim")
+
+        def first(*names: str) -> int | None:  # a model whose layers differ has lists here, which say nothing
+            sizes = (given.get(name) for name in names)
+            return next((size for size in sizes if type(size) is int and size > 0), None)
+
+        heads = first("num_attention_heads", "n_head", "n_heads")
+        experts = first("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts") or 0
+        width = first("intermediate_size", "n_inner", "ffn_dim")
+        latent = given.get("kv_lora_rank") is not None
         return cls(
-            layers=_first(given, "num_hidden_layers", "n_layer", "n_layers"),
+            layers=first("num_hidden_layers", "n_layer", "n_layers"),
             heads=heads,
-            kv_heads=None if given.get("kv_lora_rank") is not None else kv_heads,
+            kv_heads=None if latent else first("num_key_value_heads", "num_kv_heads") or heads,
             width=None if experts else width,
             experts=experts,
-            expert_width=(_first(given, "moe_intermediate_size") or width) if experts else None,
-            vocabulary=_first(given, "vocab_size"),
+            expert_width=(first("moe_intermediate_size") or width) if experts else None,
+            vocabulary=first("vocab_size"),
         )
 
 
 def read_shape(model: str) -> ModelShape | None:
-    """The shape of a checkpoint folder's model; None for a hub name, which is resolved by vLLM.
+    """Read the shape of a checkpoint folder's model; None for a hub name, which vLLM resolves.
 
     Raises:
         ConfigError: its config.json is not JSON, or no object.
@@ -97,13 +101,12 @@ def read_shape(model: str) -> ModelShape | None:
 
 
 def machine_bytes() -> int | None:
-    """Memory of this machine and its swap; None where it does not say so."""
+    """Return the memory of this machine with its swap; None where it is unknown."""
     try:
-        told = Path("/proc/meminfo").read_text()
+        meminfo = Path("/proc/meminfo").read_text()
     except OSError:
         return None
-    kib = sum(map(int, re.findall(r"^(?:MemTotal|SwapTotal):\s+(\d+) kB$", told, re.MULTILINE)))
-    return 1024 * kib or None
+    return 1024 * sum(map(int, re.findall(r"^(?:MemTotal|SwapTotal):\s+(\d+) kB$", meminfo, re.MULTILINE))) or None
 
 
 def check_extra_args(config: EngineConfig, refused: Mapping[str, str]) -> None:
@@ -114,21 +117,20 @@ def check_extra_args(config: EngineConfig, refused: Mapping[str, str]) -> None:
             raise ConfigError(f"extra_args: {option!r} cannot be passed by: {refused[option]}")
 
 
-def check_layout(config: EngineConfig, device: Device, shape: ModelShape | None) -> None:
+def check_layout(config: EngineConfig, device: Literal["cpu", "gpu"], shape: ModelShape | None) -> None:
     """Refuse what cannot run.
 
     Args:
         config: of the engine.
-        device: what it is to run on.
-        shape: of its model; None where that is not known yet: then only what holds for every model is checked.
+        device: it is to run on.
+        shape: of its model; None where it is not known yet: then only the rules for every model are checked.
 
     Raises:
-        ConfigError: with the reason, the numbers, and what to change.
+        ConfigError: with every reason, the numbers, and what to change.
     """
     check_extra_args(config, NOT_EXTRA)
-    moe = shape is not None and shape.experts > 0
-    reasons = list(_not_on_cpu(config, moe=moe)) if device == "cpu" else []
-    reasons += _not_of_model(config, shape) if shape is not None else ()
+    reasons = _on_cpu(config, shape) if device == "cpu" else []
+    reasons += _of_model(config, shape) if shape is not None else []
     if reasons:
         tp, pp, dp = config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size
         expert = ", expert parallel" if config.enable_expert_parallel else ""
@@ -137,71 +139,46 @@ def check_layout(config: EngineConfig, device: Device, shape: ModelShape | None)
         )
 
 
-def _not_on_cpu(config: EngineConfig, *, moe: bool) -> Iterator[str]:
-    """What vLLM's CPU build cannot do (seen with 0.32)."""
-    if config.pipeline_parallel_size > 1:
-        yield (
-            f"pipeline_parallel_size is {config.pipeline_parallel_size}, and with more than one stage vLLM's CPU build "
-            "dies of the first request; use tensor or data parallelism there"
-        )
-    if config.enable_expert_parallel and _expert_ranks(config) > 1:
-        yield (
-            f"its experts would be spread over {_expert_ranks(config)} ranks, and vLLM's CPU build dies of that; leave "
-            "enable_expert_parallel off there"
-        )
-    elif moe and config.data_parallel_size > 1:
-        yield (
-            f"it has experts, which the {config.data_parallel_size} data-parallel replicas would share, and vLLM's CPU "
-            "build dies of the first request; launch more engines there"
-        )
-    ranks = config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size
-    there = machine_bytes()
-    if there is not None and ranks * RANK_BYTES > there:
-        yield (
-            f"its {ranks} ranks (TP x PP x DP) are processes that need {ranks * RANK_BYTES / 2**30:.1f} GiB of memory "
-            f"before any weights, and this machine has {there / 2**30:.1f} GiB with its swap; ask for fewer"
-        )
-    if config.enable_sleep_mode:
-        yield "enable_sleep_mode is set, and vLLM's CPU build answers that it sleeps but frees no memory"
+def _on_cpu(config: EngineConfig, shape: ModelShape | None) -> list[str]:
+    """Return what vLLM's CPU build cannot do (seen with 0.32)."""
+    tp, pp, dp = config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size
+    dies, ep, memory = "vLLM's CPU build dies of", config.enable_expert_parallel and tp * dp > 1, machine_bytes()
+    needed = tp * pp * dp * RANK_BYTES
+    rules = (
+        (pp > 1, (f"pipeline_parallel_size is {pp}, and with more than one stage {dies} the first request; use tensor "
+                 "or data parallelism there")),
+        (ep, (f"its experts would be spread over {tp * dp} ranks, and {dies} that; leave enable_expert_parallel off "
+             "there")),
+        (dp > 1 and not ep and shape is not None and shape.experts > 0,
+         (f"it has experts, which the {dp} data-parallel replicas would share, and {dies} the first request; launch "
+         "more engines there")),
+        (memory is not None and needed > memory,
+         (f"its {tp * pp * dp} ranks (TP x PP x DP) are processes that need {needed / 2**30:.1f} GiB of memory before "
+         f"any weights, and this machine has {(memory or 0) / 2**30:.1f} GiB with its swap; ask for fewer")),
+        (config.enable_sleep_mode,
+         "enable_sleep_mode is set, and vLLM's CPU build answers that it sleeps but frees no memory"),
+    )  # fmt: skip
+    return [reason for refused, reason in rules if refused]
 
 
-def _not_of_model(config: EngineConfig, shape: ModelShape) -> Iterator[str]:
-    tp, pp = config.tensor_parallel_size, config.pipeline_parallel_size
-    if shape.heads and shape.heads % tp:
-        yield f"its {shape.heads} attention heads cannot be split evenly over tensor_parallel_size {tp}"
-    elif shape.kv_heads and shape.kv_heads % tp and tp % shape.kv_heads:
-        yield f"its {shape.kv_heads} key-value heads can be neither split nor copied evenly to {tp} ranks"
-    if shape.width and shape.width % tp:
-        yield f"its feed-forward width of {shape.width} cannot be split evenly over tensor_parallel_size {tp}"
-    if shape.layers and shape.layers < pp:
-        yield f"its {shape.layers} layers are fewer than pipeline_parallel_size {pp}: a stage would have none"
-    if config.enable_expert_parallel and not shape.experts:
-        yield "enable_expert_parallel is set, and it has no experts: its config.json names none"
-    if shape.experts:
-        yield from _not_of_experts(config, shape)
-
-
-def _not_of_experts(config: EngineConfig, shape: ModelShape) -> Iterator[str]:
-    ranks = _expert_ranks(config)
-    if config.enable_expert_parallel:
-        if shape.experts < ranks:
-            yield f"its {shape.experts} experts are fewer than the {ranks} ranks (TP x DP) that are to share them"
-    elif shape.expert_width and shape.expert_width % ranks:
-        yield (
-            f"each expert's width of {shape.expert_width} cannot be split evenly over {ranks} ranks (TP x DP); "
-            "enable_expert_parallel spreads whole experts"
-        )
-
-
-def _expert_ranks(config: EngineConfig) -> int:
-    """Over how many ranks vLLM spreads the experts of a layer: data-parallel replicas share them too."""
-    return config.tensor_parallel_size * config.data_parallel_size
-
-
-def _first(config: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these that is a positive whole number; models whose layers differ have lists, which say nothing."""
-    for name in names:
-        value = config.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return None
+def _of_model(config: EngineConfig, m: ModelShape) -> list[str]:
+    """Return what no device can do with this model. Experts are spread over data-parallel replicas too."""
+    tp, pp, ep = config.tensor_parallel_size, config.pipeline_parallel_size, config.enable_expert_parallel
+    spread = tp * config.data_parallel_size
+    heads = bool(m.heads and m.heads % tp)
+    rules = (
+        (heads, f"its {m.heads} attention heads cannot be split evenly over tensor_parallel_size {tp}"),
+        (not heads and m.kv_heads and m.kv_heads % tp and tp % m.kv_heads,
+         f"its {m.kv_heads} key-value heads can be neither split nor copied evenly to {tp} ranks"),
+        (m.width and m.width % tp,
+         f"its feed-forward width of {m.width} cannot be split evenly over tensor_parallel_size {tp}"),
+        (m.layers and m.layers < pp,
+         f"its {m.layers} layers are fewer than pipeline_parallel_size {pp}: a stage would have none"),
+        (ep and not m.experts, "enable_expert_parallel is set, and it has no experts: its config.json names none"),
+        (ep and 0 < m.experts < spread,
+         f"its {m.experts} experts are fewer than the {spread} ranks (TP x DP) that are to share them"),
+        (not ep and m.experts and m.expert_width and m.expert_width % spread,
+         (f"each expert's width of {m.expert_width} cannot be split evenly over {spread} ranks (TP x DP); "
+         "enable_expert_parallel spreads whole experts")),
+    )  # fmt: skip
+    return [reason for refused, reason in rules if refused]

@@ -1,4 +1,4 @@
-"""One generation request that ends when its answer is whole, also where engines die under it.
+"""Send one generation request until its answer is whole, also where engines die under it.
 
 The engine reports what each sample has so far: token ids, logprobs, versions (`wire.PROGRESS_HEADER`). If it dies or
 releases the request, the client sends the request again with that (`wire.RESUME_ARG`). The next engine goes on where
@@ -48,10 +48,10 @@ NO_REPORTS = (
 
 @dataclass(slots=True)
 class Counters:
-    """What a client had to do so that nothing was lost, since it was made."""
+    """What a client did so that no token was lost, since it was made."""
 
     continued: int = 0
-    """Requests sent again after an engine had released or aborted them."""
+    """Requests sent again because an engine released or aborted them."""
     deaths: int = 0
     """Requests sent again because their engine died under them."""
     requeued_tokens: int = 0
@@ -77,20 +77,19 @@ class Answer:
 class UnreportedReplies:
     """Reads the replies of engines that report no progress, since they run without our plugin.
 
-    This one refuses them. `engine/vanilla/` has the one that reads them, and `ClientState.unreported` is where it plugs
-    in.
+    This class refuses them. That of `engine/vanilla/` reads them; it plugs in at `ClientState.unreported`.
     """
 
     def check(self, params: SamplingParams) -> None:
         """Raise MissingCapabilityError if an engine cannot do what a token request asks for."""
 
     async def answer(self, request: Continuation, reply: Reply) -> Answer:
-        """The whole answer in one piece; to have the request sent again, it leaves a sample of it cut."""
+        """Return the whole answer; a sample left cut makes the client send the request again."""
         request.client.http.decode(await reply.read())  # what is not JSON, such as a proxy's page, is shown
         raise EngineError(NO_REPORTS, engine=request.client.http.name)
 
     def events(self, request: Continuation, reply: Reply) -> AsyncGenerator[dict[str, Any]]:  # noqa: ARG002
-        """The events of a stream."""
+        """Yield the events of a stream."""
         raise EngineError(NO_REPORTS, engine=request.client.http.name)
 
 
@@ -118,9 +117,7 @@ class Continuation:
 
     Args:
         client: whose request it is.
-        path: of the endpoint.
-        body: for it.
-        headers: to be sent with it.
+        path, body, headers: of the request.
         timeout_s: seconds for the whole answer, all waiting included.
 
     Attributes:
@@ -150,15 +147,14 @@ class Continuation:
         return self._new.passed_on
 
     def part(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Self:
-        """Another request of the same client to the same endpoint, with the time that is left of this one's."""
+        """Make another request of the same client and endpoint, with the time that this one has left."""
         return type(self)(self.client, self.path, body, headers=headers, timeout_s=self._left_s())
 
     async def answer(self) -> Answer:
-        """The whole answer.
+        """Return the whole answer.
 
         Raises:
-            DeadlineError, EngineDeadError, EngineHTTPError: as of one call; the deaths of several engines in a row
-                under this request are an error too.
+            DeadlineError, EngineDeadError, EngineHTTPError: as of one call, or after too many deaths of engines.
         """
         headers = {**self.headers, wire.PROGRESS_HEADER: str(self.client.chunk_tokens)}
         while True:
@@ -173,7 +169,7 @@ class Continuation:
             await self._after_abort()
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
-        """The events of a stream, of an OpenAI body with `stream`; raises as `answer` does.
+        """Yield the events of an OpenAI body with `stream`, each part once; raises as `answer` does.
 
         Each choice's last event has its `weight_versions`, in the form of vLLM's token endpoint.
         """
@@ -193,7 +189,7 @@ class Continuation:
             self._new.begin_again()
 
     async def events_of(self, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
-        """Each event of a stream as the engine sends it; what comments report goes to `partials`.
+        """Yield a stream's events as the engine sends them; what comments report goes to `partials`.
 
         Raises:
             EngineDeadError: the stream broke off.
@@ -251,7 +247,7 @@ class Continuation:
         raise EngineDeadError("its answer broke off", engine=self.client.http.name)
 
     async def _events(self, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
-        """Each event of a stream, with the versions of each choice that ends in it."""
+        """Yield a stream's events, with the versions of each choice that ends in them."""
         if wire.PROGRESS_HEADER not in reply.headers:
             async for event in self.client.unreported.events(self, reply):
                 yield event
@@ -263,14 +259,14 @@ class Continuation:
             yield event
 
     def _ends_cut(self, event: Mapping[str, Any]) -> bool:
-        """Whether it ends what is to go on: its text may be the beginning of a stop string, so it comes again."""
+        """Return whether it ends what goes on: its text may begin a stop string, so it comes again."""
         choices: list[dict[str, Any]] = event.get("choices") or []
         if not choices:
             return self.partials.cut  # usage
         return all(self.partials.get(choice["index"]).cut for choice in choices)
 
     async def _after_death(self, error: EngineError) -> None:
-        """Return when the request may be sent again; raise where that is of no use."""
+        """Return when the request may be sent again; raise where that cannot help."""
         http = isinstance(error, EngineHTTPError)
         if isinstance(error, UnreachableError) or not (http or isinstance(error, EngineDeadError)):
             raise error
@@ -301,7 +297,7 @@ class Continuation:
             await asyncio.sleep(IDLE_ABORT_S)
 
     def _requeue(self) -> None:
-        """Make what the samples have ready to be sent; raise where a stream that has begun would begin again."""
+        """Prepare the samples to be sent; raise where a stream that the caller has seen would begin again."""
         for sample in self.partials:
             if sample.ended:
                 continue
@@ -309,7 +305,7 @@ class Continuation:
             if sample.whole_only:
                 if self.passed_on:
                     raise EngineError(
-                        "a stream was cut that cannot be taken up in the middle (grammar-constrained output, prompt "
+                        "a stream was cut that cannot be resumed in the middle (grammar-constrained output, prompt "
                         "logprobs, or an engine without Penstock's plugin); ask for it without stream"
                     )
                 self.client.counters.wasted_tokens += sample.forget()

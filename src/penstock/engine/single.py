@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Self, get_args
 
-from penstock.engine.capabilities import Capability, require
+from penstock.engine.capabilities import Capability, EngineInfo, require
 from penstock.engine.client import STREAM_CHUNK_TOKENS, DataClient
-from penstock.engine.control import ControlClient, EngineInfo
+from penstock.engine.control import ControlClient
 from penstock.engine.interface import Engine
 from penstock.engine.request import Counters
 from penstock.engine.vanilla.control import VanillaControl, VersionHistory
 from penstock.engine.vanilla.requests import VanillaReplies
 from penstock.errors import DeadlineError, PenstockError, RequestError, StateError, UpdateError, WeightsError
-from penstock.types import (
-    KV,
-    GenerateBatch,
-    GenerateOutput,
-    NamedTensors,
-    PauseMode,
-    Sample,
-    SamplingParams,
-    SessionId,
-    UpdateReport,
-)
+from penstock.types import KV, NamedTensors, PauseMode, UpdateReport
 from penstock.weights.manifest import as_named_tensors
 from penstock.weights.shared_memory import SharedMemoryStore
 
@@ -36,7 +27,7 @@ if TYPE_CHECKING:
 class HTTPEngine(Engine):
     """A running engine server, launched by us or by someone else. Build it with `connect`.
 
-    Plain vLLM is one too. What it cannot do raises `MissingCapabilityError`, which says how it is to be started.
+    It may run without our plugin. What it then cannot do raises `MissingCapabilityError`, which says how to start it.
     """
 
     def __init__(self, control: ControlClient, data: DataClient, info: EngineInfo) -> None:
@@ -48,7 +39,7 @@ class HTTPEngine(Engine):
         self._store = SharedMemoryStore()
         self._kept = {info.weight_version} if info.kv_kept else set[int]()
         self._kv_stays = True
-        """The pause in force left the KV cache as it was, as far as is known here: others may have paused it."""
+        """The pause in force left the KV cache as it was, or another process paused the engine."""
         data.kept = lambda: self._kept
 
     @classmethod
@@ -62,14 +53,13 @@ class HTTPEngine(Engine):
         request_timeout_s: float = 3600.0,
         stream_chunk_tokens: int = STREAM_CHUNK_TOKENS,
     ) -> Self:
-        """Read what the engine says of itself and return it ready for use."""
+        """Read what the engine is and return it ready for use."""
         history = VersionHistory()
         control = VanillaControl(name or url, url, history=history, api_key=api_key, timeout_s=control_timeout_s)
-        try:
+        async with AsyncExitStack() as opened:
+            opened.push_async_callback(control.close)
             info = await control.info()
-        except BaseException:
-            await control.close()
-            raise
+            opened.pop_all()
         data = DataClient(
             url,
             api_key=api_key,
@@ -81,8 +71,8 @@ class HTTPEngine(Engine):
         )
         engine = cls(control, data, info)
         history.version = lambda: engine.weight_version
-        itself = ((control.name, info.capabilities),)
-        data.state.unreported = VanillaReplies(lambda: itself, history)
+        engines = ((control.name, info.capabilities),)
+        data.state.unreported = VanillaReplies(lambda: engines, history)
         return engine
 
     @property
@@ -105,49 +95,15 @@ class HTTPEngine(Engine):
         """Version of the weights in force."""
         return self._version
 
-    async def generate_batch(self, batch: GenerateBatch) -> GenerateOutput:
-        """Complete a batch (R2)."""
-        return await self.data.generate_batch(batch)
-
-    async def sample(
-        self,
-        prompt_token_ids: Sequence[int],
-        num_samples: int,
-        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
-        session_id: SessionId | None = None,
-    ) -> list[Sample]:
-        """Samples of one prompt as one n-way request (R3)."""
-        return await self.data.sample(prompt_token_ids, num_samples, sampling_params, session_id)
-
-    async def completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
-        """OpenAI completions."""
-        return await self.data.completion(body, session_id)
-
-    async def chat_completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
-        """OpenAI chat completions."""
-        return await self.data.chat_completion(body, session_id)
-
-    def completion_stream(
-        self, body: Mapping[str, Any], session_id: SessionId | None = None
-    ) -> AsyncGenerator[dict[str, Any]]:
-        """OpenAI completions, as chunks."""
-        return self.data.completion_stream(body, session_id)
-
-    def chat_completion_stream(
-        self, body: Mapping[str, Any], session_id: SessionId | None = None
-    ) -> AsyncGenerator[dict[str, Any]]:
-        """OpenAI chat completions, as chunks."""
-        return self.data.chat_completion_stream(body, session_id)
-
     @property
     def counters(self) -> Counters:
-        """What had to be done so that no request was cut short."""
+        """What the client did so that no request was cut short."""
         return self.data.counters
 
     async def pause_generation(
         self, mode: PauseMode = PauseMode.KEEP, *, clear_cache: bool = True, timeout_s: float | None = None
     ) -> None:
-        """Stop making tokens (R22, R23). Whether it is paused is asked of the engine, which others may pause too."""
+        """Stop making tokens (R22, R23). The engine says whether it is paused: other processes may pause it too."""
         mode = PauseMode(mode)  # its name will do, as for a fleet
         self._require("pause", "pause_generation")
         if await self.control.is_paused():
@@ -163,7 +119,7 @@ class HTTPEngine(Engine):
         self._kv_stays = not clear_cache
 
     async def resume_generation(self) -> None:
-        """Go on."""
+        """Resume."""
         self._require("pause", "resume_generation")
         if not await self.control.is_paused():
             raise StateError("generation is not paused; there is nothing to resume")
@@ -194,12 +150,12 @@ class HTTPEngine(Engine):
         await self.control.wake_up(tags)
 
     async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> None:
-        """VLLM's native /init_weight_transfer_engine (R18)."""
+        """Call vLLM's native /init_weight_transfer_engine (R18)."""
         self._require("weight_transfer", "init_weight_update_communicator")
         await self.control.init_weight_transfer(init_info)
 
     async def update_named_weights(self, update_info: Mapping[str, Any], *, version: int) -> None:
-        """VLLM's native start, update, finish (R18)."""
+        """Call vLLM's native start, update, finish (R18)."""
         self._require("weight_transfer", "update_named_weights")
         if self._kv_stays:
             self._kept.add(version)
@@ -222,17 +178,15 @@ class HTTPEngine(Engine):
             raise WeightsError(f"version {target} is not newer than the present version {self._version}")
         if kv not in get_args(KV):
             raise RequestError(f"kv must be one of {', '.join(get_args(KV))}, got {kv!r}")
-        self._update = asyncio.create_task(self._put_in_force(as_named_tensors(named_tensors), target, kv))
+        self._update = asyncio.create_task(self._apply(as_named_tensors(named_tensors), target, kv))
         return await asyncio.shield(self._update)
 
-    async def _put_in_force(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], target: int, kv: KV
-    ) -> UpdateReport:
-        begin = time.perf_counter()
+    async def _apply(self, named_tensors: Iterable[tuple[str, torch.Tensor]], target: int, kv: KV) -> UpdateReport:
+        times = [time.perf_counter()]
         manifest = await asyncio.to_thread(self._store.publish, target, named_tensors)
-        published = time.perf_counter()
+        times.append(time.perf_counter())
         await self.control.prepare_weights(manifest)
-        prepared = time.perf_counter()
+        times.append(time.perf_counter())
         if kv == "keep":
             self._kept.add(target)
         try:
@@ -241,30 +195,26 @@ class HTTPEngine(Engine):
             raise UpdateError(f"version {target} did not commit, and the engine must not serve: {error}") from error
         self._store.commit(manifest)
         self._version = target
-        end = time.perf_counter()
-        seconds = {
-            "publish": published - begin,
-            "prepare": prepared - published,
-            "gate": end - prepared,
-            "total": end - begin,
-        }
+        times.append(time.perf_counter())
+        phases = zip(("publish", "prepare", "gate"), times[1:], times, strict=False)
+        seconds = {phase: end - begin for phase, end, begin in phases} | {"total": times[-1] - times[0]}
         return UpdateReport(version=target, bytes=manifest.nbytes, seconds=seconds, engines=(update,))
 
     async def get_num_unfinished_requests(self, index: int | None = None) -> int:
-        """Requests running or waiting (R10)."""
+        """Return the requests running or waiting (R10)."""
         _only(index)
         stats = await self.control.stats()
         return stats.running + stats.waiting
 
     async def get_cache_usage(self, index: int | None = None) -> float:
-        """Fraction of KV blocks in use (R10)."""
+        """Return the fraction of KV blocks in use (R10)."""
         _only(index)
         return (await self.control.stats()).kv_cache_usage
 
     async def collective_rpc(
         self, method: str, timeout_s: float = 60.0, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """A worker method on every worker (R11)."""
+        """Call a worker method on every worker (R11)."""
         self._require("rpc", "collective_rpc")
         return await self.control.collective_rpc(method, timeout_s, args, kwargs)
 
@@ -272,7 +222,7 @@ class HTTPEngine(Engine):
         require(((self.control.name, self._info.capabilities),), needed, operation)
 
     async def teardown(self) -> None:
-        """Close connections and free the published weights; the server itself is its launcher's to end.
+        """Close connections and free the published weights; the launcher ends the server itself.
 
         An update under way ends first, within its deadlines.
         """

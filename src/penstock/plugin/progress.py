@@ -19,10 +19,17 @@ from typing import Any
 
 import orjson
 
-from penstock.wire import COMMENT, LINES_TYPE, PROGRESS_HEADER, SPANS_HEADER, STREAM_PROGRESS
+from penstock.wire import (
+    LINES_TYPE,
+    MAX_SPANS_HEADER,
+    PROGRESS_HEADER,
+    SPANS_HEADER,
+    STREAM_PROGRESS,
+    SampleReport,
+    comment,
+    spans_of,
+)
 
-MAX_HEADER = 8000
-"""Clients refuse longer header lines (aiohttp: 8190). A body of hundreds of prompts has none; send them one by one."""
 STREAM_REPORTS = (PROGRESS_HEADER.lower().encode(), STREAM_PROGRESS.encode())
 """Header of a stream that has such comments, by which a client knows an engine with our plugin."""
 DONE = b"data: [DONE]"
@@ -81,7 +88,7 @@ class SampleProgress:
             parts[-1][1] += total - self._counted
         self._counted = total
 
-    def take_updates(self, *, asked: bool) -> dict[str, Any]:
+    def take_updates(self, *, asked: bool) -> SampleReport:
         """What `engine.partial.Partial.add` reads, each part once."""
         start, self._reported = self._reported, self._counted
         versions, self._unreported = self._unreported, []
@@ -99,11 +106,7 @@ class SampleProgress:
 
     def spans(self) -> list[list[int]]:
         """`[version, start, end]`, which cover its tokens exactly."""
-        start, spans = 0, []
-        for version, tokens in self.versions:
-            spans.append([version, start, start + tokens])
-            start += tokens
-        return spans
+        return spans_of(self.versions)
 
 
 class RequestProgress:
@@ -163,7 +166,7 @@ class RequestProgress:
                 completion.logprobs = None if completion.logprobs is None else []
         return output
 
-    def take_updates(self) -> list[dict[str, Any]]:
+    def take_updates(self) -> list[SampleReport]:
         """What each sample has that was not reported yet."""
         return [made.take_updates(asked=self.asked) for made in self.samples.values() if made.has_updates]
 
@@ -216,24 +219,20 @@ def _with_spans(send: Any, request: RequestProgress, path: str, *, progress: boo
             spans = b"" if streams else orjson.dumps(request.spans())
             if streams and progress:
                 message = {**message, "headers": [*message["headers"], STREAM_REPORTS]}
-            if len(spans) > len(b"[]") and len(spans) < MAX_HEADER:
+            if len(spans) > len(b"[]") and len(spans) < MAX_SPANS_HEADER:
                 message = {**message, "headers": [*message["headers"], (SPANS_HEADER.lower().encode(), spans)]}
         elif streams and (body := message.get("body")):
             aborts.read(body)
             if progress and (updates := request.take_updates()):
-                body = _comment({"samples": updates}) + body
+                body = comment({"samples": updates}) + body
             place = body.rfind(DONE)
             if place >= 0:
-                last = aborts.missing_ends() + _comment({"versions": request.spans()})
+                last = aborts.missing_ends() + comment({"versions": request.spans()})
                 body = body[:place] + last + body[place:]
             message = {**message, "body": body}
         await send(message)
 
     return send_more
-
-
-def _comment(content: dict[str, Any]) -> bytes:
-    return COMMENT + orjson.dumps(content) + b"\n\n"
 
 
 class _Aborts:

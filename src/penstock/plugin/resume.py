@@ -11,10 +11,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from penstock.engine.partial import check_part, parts_of
 from penstock.errors import RequestError
 from penstock.plugin.compat import seed_versions
-from penstock.wire import RESUME_ARG
+from penstock.wire import RESUME_ARG, check_part, parts_of
 
 
 def part_of(request: Any, index: int, samples: int, config: Any) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import orjson
 from aiohttp import web
 
-from penstock.engine.partial import Partial, check_part, parts_of
+from penstock.engine.partial import Partial
 from penstock.errors import EngineDeadError
 from penstock.sim.config import SimConfig
 from penstock.sim.engine import SimEngine
@@ -20,7 +20,18 @@ from penstock.sim.http import error_body, json_answer
 from penstock.sim.scheduler import Delta, SimRequest, SimSequence, merged_deltas
 from penstock.sim.tokens import character_of
 from penstock.types import SamplingParams
-from penstock.wire import COMMENT, LINES_TYPE, PROGRESS_HEADER, RESUME_ARG, SPANS_HEADER, STREAM_PROGRESS
+from penstock.wire import (
+    LINES_TYPE,
+    MAX_SPANS_HEADER,
+    PROGRESS_HEADER,
+    RESUME_ARG,
+    SPANS_HEADER,
+    STREAM_PROGRESS,
+    SampleReport,
+    check_part,
+    comment,
+    parts_of,
+)
 
 
 class CutError(Exception):
@@ -65,30 +76,23 @@ async def send_events(
     try:
         async for chunk in chunks:
             updates = reporter.take_updates() if progress and reporter else []
-            comment = _comment({"samples": updates}) if updates else b""
-            await response.write(comment + b"data: " + orjson.dumps(chunk) + b"\n\n")
+            note = comment({"samples": updates}) if updates else b""
+            await response.write(note + b"data: " + orjson.dumps(chunk) + b"\n\n")
     except EngineDeadError as error:
         await response.write(b"data: " + orjson.dumps(error_body(str(error), "InternalServerError", 500)) + b"\n\n")
     except CutError:
         break_connection(http)
         return response
-    last = _comment({"versions": reporter.spans()}) if reporter is not None else b""
+    last = comment({"versions": reporter.spans()}) if reporter is not None else b""
     await response.write(last + b"data: [DONE]\n\n")
     await response.write_eof()
     return response
-
-
-def _comment(content: Mapping[str, Any]) -> bytes:
-    return COMMENT + orjson.dumps(content) + b"\n\n"
 
 
 def break_connection(http: web.Request) -> None:
     """Drop the connection without an end."""
     if http.transport is not None:
         http.transport.abort()
-
-
-MAX_HEADER = 8000
 
 
 def parts_to_resume(extra: Any, params: SamplingParams, config: SimConfig) -> list[Partial]:
@@ -119,9 +123,9 @@ class ProgressReporter:
         """Largest number of unreported tokens of one sample."""
         return max(len(s.output) - reported for s, reported in zip(self._sequences, self._reported, strict=True))
 
-    def take_updates(self) -> list[dict[str, Any]]:
+    def take_updates(self) -> list[SampleReport]:
         """What is new, as `Partial.add` reads it."""
-        updates: list[dict[str, Any]] = []
+        updates: list[SampleReport] = []
         for i, sequence in enumerate(self._sequences):
             ended = sequence.finish_reason is not None
             if len(sequence.output) > self._reported[i] or ended > self._reported_end[i]:
@@ -136,9 +140,9 @@ class ProgressReporter:
     def header(self) -> dict[str, str]:
         """Spans as a header, where that is not too long for a client."""
         value = orjson.dumps(self.spans()).decode()
-        return {SPANS_HEADER: value} if len(value) < MAX_HEADER else {}
+        return {SPANS_HEADER: value} if len(value) < MAX_SPANS_HEADER else {}
 
-    def _of(self, index: int, sequence: SimSequence) -> dict[str, Any]:
+    def _of(self, index: int, sequence: SimSequence) -> SampleReport:
         start, end = self._reported[index], len(sequence.output)
         spans = ((s.version, max(s.start, start), s.end) for s in sequence.spans)
         pairs = zip(sequence.output[start:end], sequence.logprobs[start:end], strict=True)

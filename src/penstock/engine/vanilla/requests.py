@@ -1,9 +1,9 @@
-"""Requests that vLLM without our plugin answers: it reports nothing while it works, and resumes nothing.
+"""Complete requests on vLLM without our plugin, which reports nothing while it works and resumes nothing.
 
-- Died: the spine sends the request again from the start (`continuation.py`).
-- Aborted by a pause: each sample of the token endpoint is asked for again with its tokens as part of the prompt, and
-  joined from the ids. Text, chats and samples with stop strings, whose state is inside the engine, are made again from
-  the start. A stream that has begun cannot be: it raises.
+- Its engine died: the client sends the request again from the start (`engine/request.py`).
+- A pause aborted it: the client sends each sample of the token endpoint again, with its tokens as part of the prompt,
+  and joins the ids. Text, chats and samples with stop strings start again, since their state is inside the engine. A
+  stream that has begun cannot: it raises.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class VanillaReplies(UnreportedReplies):
     """Reads the replies of vLLM without our plugin, and sends again what a pause has cut.
 
     Args:
-        engines: name and capabilities of each engine that may get a request.
+        engines: returns name and capabilities of each engine that may get a request.
         history: which versions they served; None: another process updates them.
     """
 
@@ -49,10 +49,10 @@ class VanillaReplies(UnreportedReplies):
             require(self._engines(), "sampled_logprobs", "generate with logprobs")
 
     async def answer(self, request: Continuation, reply: Reply) -> Answer:
-        """The whole answer, joined where a pause has cut it.
+        """Return the whole answer, joined where a pause has cut it.
 
         Raises:
-            EngineError: it does not say which weights made its tokens, and the history is not known either.
+            EngineError: neither the answer nor the history says which weights made its tokens.
         """
         # The engine has begun at the beginning, whatever it was given to resume.
         counters = request.client.counters
@@ -80,7 +80,7 @@ class VanillaReplies(UnreportedReplies):
         return Answer(body, [[[0, 0, len(request.partials.get(i).ids)]] for i in range(len(choices))])
 
     async def events(self, request: Continuation, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
-        """The events of a stream, without versions.
+        """Yield the events of a stream, without versions.
 
         Raises:
             EngineError: it is cut, or begins again, and the caller has seen a part of it.
@@ -101,18 +101,18 @@ class VanillaReplies(UnreportedReplies):
 def _refuse_if_begun(request: Continuation) -> None:
     if request.passed_on:
         raise EngineError(
-            "a stream was cut that cannot be taken up: there are engines without Penstock's plugin; ask for it "
+            "a stream was cut that cannot be resumed: there are engines without Penstock's plugin; ask for it "
             "without stream, pause with mode keep, or launch all engines by Penstock"
         )
 
 
 def report_of(choice: Mapping[str, Any], version: int | None, *, asked: bool = False) -> dict[str, Any]:
-    """A choice of vLLM's own answer as our plugin reports it; its `versions` are None where they are not known.
+    """Turn a choice of vLLM's own answer into a `wire.SampleReport`; `versions` are None where they are unknown.
 
     Args:
         choice: since 0.32 with its versions.
         version: of all its tokens, where it has none itself.
-        asked: its abort was asked for.
+        asked: the caller asked for its abort.
     """
     ids: list[int] = choice["token_ids"] or []
     native, logprobs = choice.get("weight_versions"), choice.get("logprobs")
@@ -133,7 +133,7 @@ def report_of(choice: Mapping[str, Any], version: int | None, *, asked: bool = F
 
 
 async def _finish(request: Continuation, index: int) -> None:
-    """Ask for what is left of a sample that was cut, and join it."""
+    """Ask for the rest of a sample that was cut, and join it."""
     part = request.partials.get(index)
     sampling: dict[str, Any] = request.body["sampling_params"]
     left = sampling["max_tokens"] - len(part.ids)
