@@ -1,7 +1,7 @@
 """The one configuration tree: YAML files and `key=value` overrides, validated as a whole before anything starts.
 
-Each section is a frozen pydantic model; an unknown key, a wrong type or a value out of range is a `ConfigError` of one
-line that names the key and, for a typo, the nearest known one.
+Each section is a frozen pydantic model. An unknown key, a wrong type or a value out of range is a `ConfigError` of one
+line, which names the key and, for a typo, the nearest known key.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Section(BaseModel):
 
 
 def validate(section: type[S], values: Mapping[str, Any]) -> S:
-    """Build one section; pydantic's complaints become one `ConfigError` line."""
+    """Build one section; pydantic's errors become one `ConfigError` line."""
     try:
         return section.model_validate(values)
     except ValidationError as error:
@@ -62,7 +62,7 @@ def _explain(section: type[Section], error: Mapping[str, Any]) -> str:
 def _fields_at(section: type[Section], path: Sequence[str]) -> list[str]:
     current: type[BaseModel] = section
     for part in path:
-        if part.isdigit():  # of a list, whose items the step before led to
+        if part.isdigit():  # an index: the step before led to the list's items
             continue
         annotation = current.model_fields[part].annotation if part in current.model_fields else None
         kinds = (annotation, *get_args(annotation))
@@ -74,7 +74,7 @@ def _fields_at(section: type[Section], path: Sequence[str]) -> list[str]:
 
 
 def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key of a tree, with its section before it."""
+    """Yield every key of a tree, with its section before it."""
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _keys(field.annotation, f"{prefix}{name}.")
@@ -83,18 +83,13 @@ def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def read_yaml(text: str) -> object:
-    """What a YAML text holds.
-
-    Raises:
-        yaml.YAMLError: it is no YAML.
-        ConfigError: a key is given twice in one mapping.
-    """
+    """Read a YAML text. ConfigError: a key is given twice in one mapping; yaml.YAMLError: it is no YAML."""
     return yaml.load(text, Loader=_Once)  # noqa: S506 - it is a safe loader
 
 
 class _Once(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """As it is written: later, what a merge key brings stands before the keys that override it."""
+        # The mapping as written. Later, the keys of a merge stand in it before the keys that override them.
         node = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
@@ -167,7 +162,7 @@ PolicyName = Literal[
 
 
 def _policy_names(given: object) -> str:
-    """A name, names with commas between them or a list of names, as names with commas between them."""
+    """Read names, in a list or with commas between them, as a text with commas."""
     names = given.split(",") if isinstance(given, str) else given
     if not isinstance(names, (list, tuple)) or not names:
         raise ValueError("must be the name of a policy, or a list of such names")
@@ -184,7 +179,7 @@ def _policy_names(given: object) -> str:
 
 
 def _names(given: object) -> str:
-    """A list of texts, or texts with commas between them, as texts with commas between them."""
+    """Read texts, in a list or with commas between them, as a text with commas."""
     names = given.split(",") if isinstance(given, str) else given
     if not isinstance(names, (list, tuple)):
         raise ValueError("must be a list, or texts with commas between them")  # noqa: TRY004 - pydantic's
@@ -195,51 +190,50 @@ class RouterConfig(Section):
     """The data plane in front of a fleet."""
 
     kind: Literal["penstock", "vllm-router"] = "penstock"
-    """`vllm-router`: one that runs at `url`, in the place of ours, as far as it goes (docs/how-to/other-servers.md)."""
+    """`vllm-router`: the one that runs at `url` instead of ours, with what it can do (docs/how-to/other-servers.md)."""
     url: Annotated[str, Field(pattern=r"^http://[^/\s]+$")] | None = None
-    """Of a router of this kind that runs already: it is used, and gets this fleet's engines, instead of a new one."""
+    """Address of a running router of this kind, which gets this fleet's engines; default: a new router is started."""
     host: str = "127.0.0.1"
     port: Port = 0
     """0: any free port."""
     policy: Annotated[str, BeforeValidator(_policy_names)] = "bounded-sticky"
-    """A `PolicyName`, or several as a list or with commas between them: who has no opinion leaves the choice to the
-    next one."""
+    """A `PolicyName`, or several: a policy without a preference leaves the choice to the next."""
     prefix_length: Positive = 2048
     """Shortest shared prefix, in tokens, for which an engine is preferred."""
     overload_threshold: Annotated[float, Field(ge=1)] = 1.5
-    """`prefix-aware` passes over an engine that has more than so many times the mean of outstanding requests."""
+    """`prefix-aware` skips an engine with more outstanding requests than this multiple of the mean."""
     balance_factor: Annotated[float, Field(ge=1)] = 1.1
-    """`bounded-sticky` places on engines with at most so many times the mean of resident tokens, and `slack_tokens`."""
+    """`bounded-sticky` places up to this multiple of the mean of resident tokens, plus `slack_tokens`."""
     slack_tokens: Annotated[int, Field(ge=0)] = 8192
     kv_admission: Annotated[float, Field(gt=0)] = 0.92
     """`bounded-sticky`: new sessions wait while resident and expected context exceed this share of every KV cache."""
     session_ttl_s: Seconds = 1800.0
-    """A session is forgotten when it was not used for so long."""
+    """A session is forgotten after so long without a request."""
     engine_metrics_interval_s: Annotated[float, Field(ge=0)] = 1.0
-    """Between two looks at an engine's health and at what it says of its KV cache; 0: none."""
+    """Between two reads of an engine's health and KV usage; 0: never."""
     workers: Positive = 1
     """Processes that share the port."""
     max_hold_s: Seconds = 300.0
-    """How long a request is held while no engine can serve it; then 503 with Retry-After."""
+    """A request waits so long while no engine can serve it; then 503 with Retry-After."""
     max_held: Positive = 100_000
-    """Most requests that may wait: for a gate, an engine, or room on one."""
+    """Most requests that wait for a gate, an engine, or room on one."""
     max_held_bytes: Positive = 4 * 2**30
-    """Most bytes that may be kept of them all; of each, 1 MiB at most."""
+    """Most bytes kept of waiting requests; of each, 1 MiB at most."""
     max_header_bytes: Positive = 65_536
     max_body_bytes: Positive = 256 * 2**20
     header_timeout_s: Seconds = 20.0
     body_timeout_s: Seconds = 600.0
-    """All of a request's body has to be here after so long, time not counted in which the router does not read it."""
+    """Deadline of a request's whole body; time in which the router does not read it does not count."""
     data_paths: Annotated[str, BeforeValidator(_names), Field(pattern=r"^(/[0-9A-Za-z._~/-]+(,|$))*$")] = ""
-    """Further paths that go to engines, exactly as written, as a list or with commas between them."""
+    """Further paths that go to engines, exactly as written, in a list or with commas."""
     allowed_hosts: Annotated[str, BeforeValidator(_names)] = ""
-    """Further names of this router that `Host` may have in calls to `/router/*`, as a list or with commas."""
+    """Further names of this router that `Host` may have in calls to `/router/*`, in a list or with commas."""
     access_log: bool = False
     """One JSON line a request in the router's log."""
 
 
 def refuse_open_host(host: str, api_key: str | bytes | None) -> None:
-    """Raise ConfigError where a router would listen on `host`, in reach of other machines, without asking for a key."""
+    """Raise ConfigError if a router would listen for other machines on `host` without a key."""
     if api_key or host == "localhost":
         return
     try:
@@ -254,12 +248,12 @@ def refuse_open_host(host: str, api_key: str | bytes | None) -> None:
 
 
 class ServerSpec(Section):
-    """A server that someone else started; as one text its URL, with `#dp=2` behind it where `dp` is 2."""
+    """A server that another process started; written as its URL, or `URL#dp=2` where `dp` is 2."""
 
     url: str
     dp: Positive | None = None
-    """So many of its data-parallel ranks are addressed one by one, as engines of their own to the router; 1: it places
-    requests on its ranks itself. Default: all that it says it has."""
+    """Data-parallel ranks that the router addresses one by one, each as an engine; default: all. 1: the server places
+    requests on its ranks itself."""
 
     @model_validator(mode="before")
     @classmethod
@@ -279,49 +273,48 @@ class ServerSpec(Section):
 
 
 Transport = Literal["shared_memory", "broadcast", "cuda_ipc", "disk", "delta"]
-"""How the bytes of a weight version come to the engines."""
+"""Way of a weight version's bytes to the engines."""
 
 
 MOST_ENGINES = 4096
-"""Of one fleet; a greater number is a slip."""
+"""Of one fleet; a greater number is a typing error."""
 
 
 class FleetConfig(Section):
     """The engines that serve one base model."""
 
     engines: Annotated[int, Field(ge=0, le=MOST_ENGINES)] = 1
-    """So many are launched; 0 where there are others to `attach`."""
+    """Engines to launch; may be 0 where there are servers to `attach`."""
     attach: tuple[ServerSpec, ...] = ()
-    """Servers of others that serve the same model, in the same fleet. They are never ended or started anew; one that
-    dies is out, and in again when it answers with confirmed weights."""
+    """Running servers of the same model that join the fleet. The fleet never ends or restarts them; one that dies is
+    out, and joins again when it answers with confirmed weights."""
     min_engines: Positive = 1
     """An update counts as committed if at least this many engines made it."""
     stream_chunk_tokens: Annotated[int, Field(ge=0)] = 64
-    """A sample's tokens come in chunks of so many: what the death of an engine costs it at most. 0: all at the end."""
+    """Tokens in a chunk of a sample, the most that an engine's death costs it. 0: all tokens come at the end."""
     health_interval_s: Seconds = 1.0
     hang_timeout_s: Seconds = 15.0
-    """An engine that gives no sign of life for so long hangs: it is ended."""
+    """An engine that answers nothing for so long is ended."""
     max_restarts: Annotated[int, Field(ge=0)] | None = None
-    """How often one engine is started anew within `restart_window_s`; one that dies once more stays dead. Default:
-    without end."""
+    """Restarts of one engine within `restart_window_s`; after its next death it stays dead. Default: no limit."""
     restart_window_s: Seconds = 600.0
     restart_backoff_s: Seconds = 1.0
-    """Before the first restart; twice as long before each further one, up to two minutes, until none was needed for
+    """Wait before the first restart; it doubles for each further one, up to two minutes, until an engine has lived for
     `restart_window_s`."""
     drain_timeout_s: Seconds = 600.0
-    """How long an engine that is to leave may go on with what it has."""
+    """Time for an engine that leaves to finish its requests."""
     stop_timeout_s: Seconds = 10.0
     weight_transport: Literal["auto", Transport] = "auto"
-    """`auto`: by where the trainer's tensors and the engines are (docs/how-to/weights.md)."""
+    """`auto`: chosen by where the trainer's tensors and the engines are (docs/how-to/weights.md)."""
     weight_folder: Annotated[Path | None, Field(validate_default=True)] = None
-    """Of the transports `disk` and `delta`: trainer and engines see it under the same path."""
+    """For the transports `disk` and `delta`; trainer and engines see it under the same path."""
     weight_address: str = "127.0.0.1"
-    """Of the transport `broadcast`: where engines reach the trainer, which listens there for them."""
+    """For the transport `broadcast`: address at which the trainer listens for engines."""
     weight_host_copy: bool | None = None
-    """Of the transports `broadcast` and `cuda_ipc`: keep a copy in host memory, for engines of this host that join or
+    """For the transports `broadcast` and `cuda_ipc`: keep a copy in host memory, for engines of this host that join or
     return between updates. Default: while the fleet has one engine."""
     log_dir: Path | None = None
-    """Where engine and router logs go; default: a temporary folder, kept when something failed."""
+    """Folder of engine and router logs; default: a temporary folder, kept when something failed."""
 
     @field_validator("weight_folder")
     @classmethod
@@ -332,15 +325,14 @@ class FleetConfig(Section):
         return folder
 
     launcher: Literal["local", "ray"] = "local"
-    """`local`: engines are processes of this machine; `ray`: each runs under an actor of Ray, in a placement group of
-    its own."""
+    """`local`: engines are processes of this machine; `ray`: each has an actor and a placement group of Ray."""
     ray_address: Annotated[str, Field(min_length=1)] | None = None
-    """Of a Ray cluster, as `ray.init` takes it; default: RAY_ADDRESS, else the one this process has joined, else one
-    is started on this machine and ends with the fleet."""
+    """Ray cluster, as `ray.init` takes it; default: RAY_ADDRESS, else the cluster of this process, else a new one on
+    this machine, which ends with the fleet."""
     ray_cpus: Annotated[float, Field(ge=0)] | None = None
-    """CPUs that Ray sets aside for each engine; default: one for each of its ranks."""
+    """CPUs that Ray reserves for each engine; default: one for each of its ranks."""
     ray_gpus: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share that Ray sets aside of each GPU of an engine; less than 1 leaves room for a trainer's actor beside it."""
+    """Share that Ray reserves of each GPU of an engine; less than 1 leaves room for a trainer's actor beside it."""
     ray_placement_group: Annotated[str, Field(pattern="^[0-9a-f]+$")] | None = None
     """Id (`group.id.hex()`) of a placement group, whose bundles the engines take in their order, one for each GPU;
     default: each engine has a group of its own."""
@@ -438,7 +430,7 @@ class RunConfig(Section):
     """A whole training run: what `penstock train` reads."""
 
     name: Name = "run"
-    """Also the run folder's name, so nothing that could lead elsewhere."""
+    """Also the run folder's name, so it is no path."""
     seed: int = 0
     run_dir: Path = Path("runs")
     engine: EngineConfig
@@ -454,7 +446,7 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunCo
     """Read a YAML file, apply `section.key=value` overrides (values are YAML), and validate the whole.
 
     Raises:
-        ConfigError: with one line that names the key.
+        ConfigError: one line that names the key.
     """
     tree: dict[str, Any] = {}
     if path is not None:

@@ -1,7 +1,7 @@
-"""The one error family.
+"""The error family: every error that Penstock raises on purpose is a `PenstockError`.
 
-Every error that Penstock raises on purpose is a `PenstockError`. The message says what was wrong, with which value,
-and what to do about it. The command line turns any of them into one line and exit status 2 (`UserError`) or 1.
+The message says what was wrong, with which value, and what to do. The command line turns any of them into one line and
+exit status 2 (`UserError`) or 1.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class WeightsError(UserError):
 
 
 class TransferError(PenstockError):
-    """The bytes of a weight version did not arrive whole; the engine is torn until a version is loaded whole."""
+    """The bytes of a weight version did not all arrive; the engine is torn until it has loaded a whole version."""
 
 
 class MissingCapabilityError(UserError):
-    """An engine that someone else started cannot do it: the message names it, what it lacks and how it gets it."""
+    """An engine cannot do it; the message names the engine, what it lacks and how to start one that has it."""
 
 
 class StateError(PenstockError):

@@ -1,7 +1,7 @@
-"""Who may call a control surface: the holder of its key, no web page, and nobody under a foreign host name.
+"""Refuse control calls without the key, from web pages, and under a foreign host name.
 
-A browser sends a page's plain POST to 127.0.0.1 without asking anybody, and a page whose name was bound anew to
-127.0.0.1 (DNS rebinding) even reads the answer. Browsers put `Origin` and `Host` themselves, so these two tell.
+A browser sends a page's plain POST to 127.0.0.1 without asking. If an attacker rebinds the page's name to 127.0.0.1
+(DNS rebinding), the page even reads the answer. Browsers set `Origin` and `Host` themselves, so these two headers tell.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import threading
 from collections.abc import Collection, Iterable
 
 HOSTS_ENV = "PENSTOCK_HOSTS"
-"""Names, with commas between them, by which a server may be called besides IP addresses and those of its machine."""
+"""Further names of a server, with commas between them, beside IP addresses and its machine's names."""
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
-"""Of an engine: what needs no key. Probes and scrapers have none; these change nothing and say nothing of a request."""
+"""Paths of an engine that need no key, for probes and scrapers; they change nothing and show no request."""
 
 _DATA = """
     /v1/completions /v1/chat/completions /v1/chat/completions/batch /v1/responses /v1/messages
@@ -30,18 +30,18 @@ _DATA = """
     /v1/completions/derender /v1/chat/completions/derender /v1/models
 """
 DATA_PATHS = OPEN_PATHS | frozenset(_DATA.split())
-"""Of an engine: what a web page may call, where it has the key. Every other path counts as control."""
+"""Paths of an engine that a web page with the key may call. Every other path counts as control."""
 
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]@/]+))(?::[0-9]*)?")
 
 
 def new_key() -> str:
-    """A random key that nobody guesses."""
+    """Make a random key."""
     return secrets.token_urlsafe(32)
 
 
 def has_key(given: bytes, keys: Iterable[str]) -> bool:
-    """Whether the `Authorization` field `given` carries one of `keys`; takes as long for a wrong one as for a right."""
+    """Return whether the `Authorization` field `given` carries one of `keys`, in constant time."""
     found = [hmac.compare_digest(given, b"Bearer " + key.encode()) for key in keys]
     return any(found)
 
@@ -49,7 +49,7 @@ def has_key(given: bytes, keys: Iterable[str]) -> bool:
 def cross_site(
     headers: Iterable[tuple[bytes, bytes]], known: Collection[str] = (), *, setting: str = f"{HOSTS_ENV} of its process"
 ) -> str | None:
-    """Why a control call is refused for the web page that it may come from; None: it is not.
+    """Return why a control call is refused as a web page's; None: it is not.
 
     Args:
         headers: of the request, names in lower case.
@@ -79,10 +79,9 @@ def _is_ours(host: str, known: Collection[str]) -> bool:
 
 
 class Strangers:
-    """Connections that have not shown the key: so many at most, the oldest gives way to the next.
+    """Connections that have not shown the key: at most `most`; the oldest is closed for the next.
 
-    Without a bound a stranger's connections would take a server's threads and descriptors; with one that refuses, its
-    own fleet would be kept out.
+    Without a bound, strangers could take all threads and descriptors; refusing new ones would keep the fleet out.
     """
 
     def __init__(self, most: int) -> None:
@@ -91,7 +90,7 @@ class Strangers:
         self._lock = threading.Lock()
 
     def add(self, connection: socket.socket) -> None:
-        """It was accepted."""
+        """Count an accepted connection."""
         with self._lock:
             self._sockets[connection] = None
             oldest = next(iter(self._sockets)) if len(self._sockets) > self._most else None
@@ -101,13 +100,13 @@ class Strangers:
             shut(oldest)
 
     def remove(self, connection: socket.socket) -> None:
-        """It has shown the key, or is closed."""
+        """Stop counting it: it has shown the key, or is closed."""
         with self._lock:
             self._sockets.pop(connection, None)
 
 
 def shut(connection: socket.socket) -> None:
-    """End a connection that another thread may be reading from or writing to; that thread sees its end."""
+    """End a connection; a thread that reads from it or writes to it sees its end."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:  # it has ended already

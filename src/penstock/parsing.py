@@ -1,4 +1,4 @@
-"""What comes out of files and sockets, read so that whatever is wrong with it is one named error."""
+"""Read data of files and sockets so that anything wrong with it is one named error."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _SHOWN = 200
 def parse_json(
     data: bytes | memoryview | str, what: str, error: Refusal = UserError, *, loads: Callable[[Any], Any] = orjson.loads
 ) -> Any:
-    """The value of a JSON text.
+    """Parse a JSON text.
 
     Args:
         data: the text.
         what: it is, for the message.
-        error: makes what is raised where it is no JSON, or nested deeper than can be read.
+        error: makes the error to raise if it is no JSON, or nested too deeply.
         loads: `json.loads` where NaN and numbers of more than 64 bits may be in it.
     """
     try:
@@ -37,7 +37,7 @@ def parse_json(
 
 @contextmanager
 def reading(what: str, error: Refusal = UserError) -> Generator[None]:
-    """Turn what a value of another form than expected raises while it is taken apart into one error that names it."""
+    """Turn what unexpected data raises while it is taken apart into one error that names `what`."""
     try:
         yield
     except PenstockError:
@@ -47,7 +47,7 @@ def reading(what: str, error: Refusal = UserError) -> Generator[None]:
 
 
 def whole_number(value: Any, what: str, *, least: int = 0, most: int = LARGEST, error: Refusal = UserError) -> int:
-    """A value that is a whole number from `least` to `most`, and neither a bool nor a float; else `error`."""
+    """Return `value` if it is an int, no bool, from `least` to `most`; else raise `error`."""
     if type(value) is not int or not least <= value <= most:
         raise error(f"{what} is a whole number from {least} to {most}, got {repr(value)[:_SHOWN]}")
     return value

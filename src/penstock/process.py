@@ -1,7 +1,7 @@
-"""A child process in a process group of its own: it ends with its launcher, and leaves no name behind.
+"""Run a child process in a group of its own. It ends with its launcher and leaves no shared memory behind.
 
-A child holds the read end of its launcher's pipe, its lifeline. When the launcher is gone, the pipe is at its end, and
-the child ends its whole group. Its output is in a log file.
+A child holds the read end of its launcher's pipe, its lifeline. When the launcher is gone, the pipe ends, and the child
+ends its whole group. Its output is in a log file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,14 +29,13 @@ SCRATCH_ENV = "PENSTOCK_SCRATCH"
 """Environment variable that names a folder which belongs to a process group, and goes away with it."""
 _SHARED = Path("/dev/shm")  # noqa: S108 - where names of shared memory are
 _OWN = ("psm_", "sem.mp-", "vllm_dist_", "nccl-")
-"""How names begin that an engine's libraries give: Python, vLLM, NCCL. What else it has mapped may be a trainer's."""
+"""Prefixes of names that Python, vLLM and NCCL give. Other mapped memory may be a trainer's."""
 _MAPPED = re.compile(rf"(\w+):(\w+) (\d+) +{_SHARED}/")
-"""Device and inode. The name beside them is not the one to unlink: glibc makes a semaphore under another, which is gone
-when it has its own."""
+"""Device and inode. The name beside them may be gone: glibc makes a semaphore under one name and renames it."""
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:
-    """Named shared memory that these processes have mapped, and made or share among themselves."""
+    """Return the named shared memory that these processes have mapped and made."""
     mapped: set[tuple[int, int]] = set()
     for pid in pids:
         with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # ended in between
@@ -52,7 +51,7 @@ def shared_memory_of(pids: Iterable[int]) -> set[Path]:
 
 
 def remove_leftovers(names: Iterable[Path], scratch: Path | None) -> None:
-    """Unlink what is still there of `names`, and the folder `scratch`; their processes have ended."""
+    """Unlink what remains of `names`, and the folder `scratch`; their processes have ended."""
     for name in names:
         name.unlink(missing_ok=True)
     if scratch is not None:
@@ -61,15 +60,13 @@ def remove_leftovers(names: Iterable[Path], scratch: Path | None) -> None:
 
 LIFELINE_ENV = "PENSTOCK_LIFELINE_FD"
 """Environment variable that carries the number of the read end."""
-
-
 TRACKER = b"multiprocessing.resource_tracker"
 
 
 def watch_lifeline() -> None:
-    """Called first thing in a child: end this process group when the launcher is gone.
+    """End this process group when the launcher is gone; a child calls it first.
 
-    Does nothing where the variable is absent (a server that a person started).
+    Does nothing without the variable (a server that a person started).
     """
     fd_text = os.environ.pop(LIFELINE_ENV, None)
     if fd_text is None:
@@ -77,7 +74,7 @@ def watch_lifeline() -> None:
     fd = int(fd_text)
     os.set_inheritable(fd, False)  # noqa: FBT003 - the os module's own signature
     scratch = Path(given) if (given := os.environ.get(SCRATCH_ENV)) else None
-    if scratch is not None:  # who started us may end while we do, by the second of two signals
+    if scratch is not None:  # our launcher may end while we do, by the second of two signals
         atexit.register(_remove, scratch, os.getpid())
     threading.Thread(target=_end_group_at_eof, args=(fd, scratch), name="penstock-lifeline", daemon=True).start()
 
@@ -94,17 +91,16 @@ def _end_group_at_eof(fd: int, scratch: Path | None) -> None:
     shared = shared_memory_of(group_members(group))
     remove_leftovers((), scratch)  # now too: Ray ends its driver as soon as the others are gone
     _kill_others(group)
-    remove_leftovers(shared, scratch)  # nobody else would: who started us is gone
+    remove_leftovers(shared, scratch)  # the launcher, which would do it, is gone
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_group(group: int) -> None:
-    """SIGKILL to every process of a group but Python's resource trackers; to ourselves last, if we are of it.
+    """Send SIGKILL to every process of a group but Python's resource trackers; to ourselves last.
 
-    Returns when all have been sent it, not when they are gone: one whose devices have to be closed takes seconds.
-    A resource tracker unlinks the named semaphores and shared memory of processes that died without doing so, and ends
-    when the last of them has; killed together with them it would leave those names behind. One that was stopped along
-    with its group goes on, or it would stay for ever.
+    It does not wait for their end: closing devices takes seconds. A resource tracker unlinks the semaphores and shared
+    memory of processes that died without doing so, and ends after the last of them, so it must not be killed with them.
+    A tracker that was stopped with its group is continued, or it would stay for ever.
     """
     _kill_others(group)
     if os.getpgrp() == group:
@@ -124,12 +120,12 @@ def _kill_others(group: int) -> None:
 
 
 def group_members(group: int) -> list[int]:
-    """Living processes of a group without resource trackers."""
+    """Return the living processes of a group without resource trackers."""
     return [pid for pid, tracker in _processes_of(group).items() if not tracker]
 
 
 def _processes_of(group: int) -> dict[int, bool]:
-    """Living processes of a group, and whether each is a resource tracker."""
+    """Return the living processes of a group, and whether each is a resource tracker."""
     found: dict[int, bool] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -147,7 +143,7 @@ def _processes_of(group: int) -> dict[int, bool]:
 logger = logging.getLogger(__name__)
 
 GONE_S = 10.0
-"""How long is waited for the rest of a group after its SIGKILL; a device's driver may hold a process for seconds."""
+"""Wait for a group's end after its SIGKILL; a device's driver may hold a process for seconds."""
 
 OPEN_FILES = 1 << 20
 """More than any router or client here has at once."""
@@ -180,13 +176,13 @@ _SHORTAGES = {
 
 
 def shortage(error: OSError) -> str:
-    """What an error of the system says that it lacks, in words, with the file that it is about."""
+    """Say in words what the system lacks, with the file that the error is about."""
     what = _SHORTAGES.get(error.errno or 0)
     return str(error) if what is None else f"{what}{f': {error.filename}' if error.filename else ''}"
 
 
 def full_disk(log: Path) -> str:
-    """A line that says so where the disk of `log` has no room: a process that writes there may have said nothing."""
+    """Return a line that says so if the disk of `log` is full: a process may then have written nothing."""
     free = os.statvfs(log.parent)
     return "" if free.f_bavail and free.f_favail != 0 else f"the disk is full: {log.parent}\n"
 
@@ -224,39 +220,39 @@ class ChildProcess:
         pass_fds: Sequence[int] = (),
         scratch: Path | None = None,
     ) -> Self:
-        """Start `argv`; stdout and stderr are appended to `log`. `env` is added to our environment.
+        """Start `argv`, which must call `watch_lifeline()` first.
 
-        `pass_fds` are open in it, under their numbers. `scratch` is a folder of its own, removed when it has ended.
-
-        The child must call `watch_lifeline()` first thing.
+        Args:
+            argv: the command.
+            name: of the child, in messages.
+            log: stdout and stderr are appended to it.
+            env: added to our environment.
+            pass_fds: open in the child under their numbers.
+            scratch: a folder that is removed when the child has ended.
         """
-        added = dict(env or {})
-        if scratch is not None:
-            added[SCRATCH_ENV] = str(scratch)
+        added = {**(env or {}), **({SCRATCH_ENV: str(scratch)} if scratch is not None else {})}
         log.parent.mkdir(parents=True, exist_ok=True)
-        read_fd, write_fd = os.pipe()
-        try:
-            with log.open("ab") as out:
-                earlier = out.tell()
-                process = await asyncio.create_subprocess_exec(
-                    *argv,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=out,
-                    env={**os.environ, **added, LIFELINE_ENV: str(read_fd)},
-                    pass_fds=(read_fd, *pass_fds),
-                    start_new_session=True,
-                )
-        except BaseException:
-            os.close(write_fd)
-            raise
-        finally:
-            os.close(read_fd)
+        with ExitStack() as kept, ExitStack() as closed:
+            read_fd, write_fd = os.pipe()
+            closed.callback(os.close, read_fd)
+            kept.callback(os.close, write_fd)
+            out = closed.enter_context(log.open("ab"))
+            earlier = out.tell()
+            process = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env={**os.environ, **added, LIFELINE_ENV: str(read_fd)},
+                pass_fds=(read_fd, *pass_fds),
+                start_new_session=True,
+            )
+            kept.pop_all()
         return cls(name, process, log, write_fd, earlier, scratch)
 
     @property
     def pid(self) -> int:
-        """Process id, also the id of its process group."""
+        """Id of the process and its group."""
         return self._process.pid
 
     @property
@@ -265,11 +261,11 @@ class ChildProcess:
         return self._process.returncode
 
     async def wait(self) -> int:
-        """Wait until it has ended and its group is gone; cancelling this wait leaves the child alone."""
+        """Wait until its group is gone; return its exit status. Cancelling the wait leaves the child alone."""
         return await asyncio.shield(self._reaper)
 
     async def stop(self, timeout_s: float) -> None:
-        """SIGTERM to the whole group, and SIGKILL after `timeout_s` seconds; returns when it has ended."""
+        """End the group: SIGTERM, then SIGKILL after `timeout_s` seconds; return when it has ended."""
         if not self._reaper.done():
             with suppress(ProcessLookupError):  # it ended on its own in between
                 os.killpg(self.pid, signal.SIGTERM)
@@ -288,27 +284,24 @@ class ChildProcess:
         try:
             self.remember()
             kill_group(self.pid)
-        except OSError as error:  # without a file descriptor left, nobody can see who is of the group
-            logger.warning("%s: its whole group is killed, unseen: %s", self.name, shortage(error))
+        except OSError as error:  # without a file descriptor left, the group cannot be listed
+            logger.warning("%s: its whole group is killed, unlisted: %s", self.name, shortage(error))
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def remember(self) -> None:
-        """Note which named shared memory its group has mapped: it is unlinked when all of them have ended.
-
-        For a process that somebody else may kill, together with what would unlink it.
-        """
+        """Record the named shared memory of its group, to unlink it even if all of the group is killed at once."""
         self._shared |= shared_memory_of(group_members(self.pid))
 
     def said(self) -> str:
-        """What it has written to its log; what was there before it began is another run's."""
+        """Return what it has written to its log, without what was there before."""
         with self.log.open("rb") as log:
             log.seek(self._earlier)
             return log.read().decode(errors="replace")
 
     async def _reap(self) -> int:
         status = await self._process.wait()
-        self._kill_group()  # usually nobody of the group is left
+        self._kill_group()  # usually it is empty
         try:
             async with asyncio.timeout(GONE_S):
                 for pid in group_members(self.pid):
@@ -323,7 +316,7 @@ class ChildProcess:
 
 
 async def _ended(pid: int) -> None:
-    """Return when a process has ended, which need not be a child of ours."""
+    """Return when a process has ended, also if it is not our child."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:

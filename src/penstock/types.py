@@ -1,4 +1,4 @@
-"""The words of the domain as frozen dataclasses. Nothing here does I/O or imports anything of ours but errors."""
+"""Frozen dataclasses of the domain: sampling parameters, samples, batches, updates, trajectories. No I/O."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SessionId = int | str
 FinishReason = Literal["stop", "length", "abort"]
 
 KV = Literal["recompute", "keep"]
-"""What becomes of the KV cache in a weight update: computed anew under the new weights, or kept as it is."""
+"""The KV cache in a weight update: computed again under the new weights, or kept as it is."""
 
 NamedTensors: TypeAlias = (
     "Iterable[tuple[str, torch.Tensor]] | Callable[[], Iterable[tuple[str, torch.Tensor]]] | torch.nn.Module"
@@ -41,8 +41,8 @@ class PauseMode(StrEnum):
     WAIT = "wait"
     """The pause returns when they have finished."""
     ABORT = "abort"
-    """They give up their KV at once, and are computed again from their tokens after `resume`: as `KEEP` with
-    `clear_cache`. An engine without our plugin ends them, and our client sends them again with their tokens."""
+    """They give up their KV at once and are computed again from their tokens after `resume`: `KEEP` with `clear_cache`.
+    vLLM without our plugin ends them, and our client sends them again with their tokens."""
 
     @classmethod
     def _missing_(cls, value: object) -> Self:
@@ -57,7 +57,7 @@ class VersionSpan:
     start: int
     end: int
     kv_kept: bool = False
-    """The update to this version kept the KV cache: what these tokens attended to may be of weights before it."""
+    """The update to this version kept the KV cache, so these tokens may attend to KV of older weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,34 +89,30 @@ class SamplingParams:
     """Whether the answer carries text; token-space callers turn it off and save a call."""
 
     def __post_init__(self) -> None:
-        self._check_types()
-        if self.n < 1:
-            raise RequestError(f"sampling parameter n must be at least 1, got {self.n}")
-        if self.max_tokens < 1:
-            raise RequestError(f"sampling parameter max_tokens must be at least 1, got {self.max_tokens}")
-        if self.temperature < 0:
-            raise RequestError(f"sampling parameter temperature must not be negative, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise RequestError(f"sampling parameter top_p must be in (0, 1], got {self.top_p}")
-        if not 0 <= self.min_tokens <= self.max_tokens:
-            raise RequestError(f"sampling parameter min_tokens must be in [0, max_tokens], got {self.min_tokens}")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise RequestError(f"sampling parameter seed must be a number of 64 bits, got {self.seed}")
-
-    def _check_types(self) -> None:
-        """What an engine would answer a wrong type with names fields of its own; NaN would reach it as null."""
-        for name, what, convert in _SAMPLING_TYPES:
-            value = getattr(self, name)
-            if value is None and name == "seed":
-                continue
-            try:
-                object.__setattr__(self, name, convert(value))  # frozen; numpy's numbers become Python's
-            except (TypeError, ValueError, OverflowError):
-                raise RequestError(f"sampling parameter {name} must be {what}, got {value!r}") from None
+        # An engine's answer to a wrong type names fields of its own; NaN would reach it as null.
+        for names, what, convert in _SAMPLING_TYPES:
+            for name in names.split():
+                value = getattr(self, name)
+                if value is None and name == "seed":
+                    continue
+                try:
+                    object.__setattr__(self, name, convert(value))  # frozen; numpy's numbers become Python's
+                except (TypeError, ValueError, OverflowError):
+                    raise RequestError(f"sampling parameter {name} must be {what}, got {value!r}") from None
+        for name, what, fits in (
+            ("n", "at least 1", self.n >= 1),
+            ("max_tokens", "at least 1", self.max_tokens >= 1),
+            ("temperature", "0 or more", self.temperature >= 0),
+            ("top_p", "in (0, 1]", 0 < self.top_p <= 1),
+            ("min_tokens", "in [0, max_tokens]", 0 <= self.min_tokens <= self.max_tokens),
+            ("seed", "a number of 64 bits", self.seed is None or -(2**63) <= self.seed < 2**63),
+        ):
+            if not fits:
+                raise RequestError(f"sampling parameter {name} must be {what}, got {getattr(self, name)}")
 
     @classmethod
     def of(cls, value: Self | Mapping[str, Any] | None) -> Self:
-        """Take what a caller gave: an instance, a mapping of names to values, or None for the defaults.
+        """Read an instance, a mapping of names to values, or None for the defaults.
 
         Raises:
             RequestError: for an unknown name (with the nearest known one) or a value out of range.
@@ -173,7 +169,7 @@ def _flag(value: Any) -> bool:
 
 
 def _logprobs(value: Any) -> bool:
-    """A flag, or as in vLLM None for none, 0 and 1 for the sampled token's; an answer has no place for others."""
+    """Read a flag or vLLM's number: None is none, 0 and 1 the sampled token's. An answer has no place for more."""
     if value is None or isinstance(value, bool):
         return bool(value)
     if operator.index(value) not in {0, 1}:
@@ -189,12 +185,9 @@ def _strings(value: Any) -> tuple[str, ...]:
 
 
 _SAMPLING_TYPES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
-    *((name, "a whole number", _whole) for name in ("max_tokens", "n", "top_k", "seed", "min_tokens")),
-    *(
-        (name, "a finite number", _finite)
-        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-    ),
-    *((name, "true or false", _flag) for name in ("ignore_eos", "skip_special_tokens", "detokenize")),
+    ("max_tokens n top_k seed min_tokens", "a whole number", _whole),
+    ("temperature top_p min_p presence_penalty frequency_penalty repetition_penalty", "a finite number", _finite),
+    ("ignore_eos skip_special_tokens detokenize", "true or false", _flag),
     ("logprobs", "true or false, or vLLM's 0 or 1", _logprobs),
     ("stop", "a string or a list of them, none empty", _strings),
     ("stop_token_ids", "a list of token ids", _wholes),
@@ -227,19 +220,17 @@ class GenerateBatch:
 
     def __post_init__(self) -> None:
         if (self.prompts is None) == (self.prompt_token_ids is None):
-            both = self.prompts is not None
-            raise RequestError(
-                f"give exactly one of prompts and prompt_token_ids; this batch has {'both' if both else 'neither'}"
-            )
+            has = "neither" if self.prompts is None else "both"
+            raise RequestError(f"give exactly one of prompts and prompt_token_ids; this batch has {has}")
         if len(self) == 0:
             raise RequestError("empty batch: give at least one prompt")
         if self.session_ids is not None and len(self.session_ids) != len(self):
             raise RequestError(
                 f"session_ids has {len(self.session_ids)} entries for {len(self)} prompts; give one for each"
             )
+        # These are iterable too: they would be a prompt for each key, character or token.
         _refuse_mapping(self.prompts, "prompts")
         _refuse_mapping(self.prompt_token_ids, "prompt_token_ids")
-        # Strings and flat lists are sequences too: taken as such, they would be a prompt for each character or token.
         if isinstance(self.prompts, str):
             raise RequestError(f"prompts is one string; give a list of prompts: [{self.prompts[:40]!r}]")
         for i, prompt in enumerate(() if self.prompts is None else self.prompts):
@@ -252,7 +243,7 @@ class GenerateBatch:
 
     @classmethod
     def of(cls, value: Self | Mapping[str, Any]) -> Self:
-        """Take a batch as a caller gave it: an instance, or a mapping of its fields.
+        """Read an instance, or a mapping of the fields.
 
         Raises:
             RequestError: for an unknown key (with the nearest known one), or what no batch may hold.
@@ -269,7 +260,7 @@ class GenerateBatch:
 
 
 def _refuse_mapping(given: object, name: str) -> None:
-    if isinstance(given, Mapping):  # it would be read as the list of its keys
+    if isinstance(given, Mapping):
         keys = [str(key) for key in cast("Mapping[object, object]", given)]
         raise RequestError(f"{name} is a mapping with the keys {keys}; give a list")
 
@@ -299,9 +290,9 @@ class GenerateOutput:
         stop_reasons: `stop`, `length` or `abort`.
         response_logprobs: ragged as `response_ids`, or None when not asked for. Each is the logprob under the
             distribution that its token was drawn from. Engines apply penalties, temperature, `min_p`, `top_k` and
-            `top_p` to the logits, in this order, and take the log-softmax over the tokens that are left. With
-            penalties and cuts off it is log-softmax(logits / temperature) over the whole vocabulary. At temperature 0
-            it is that of temperature 1, without cuts.
+            `top_p` to the logits, in this order, and take the log-softmax over the tokens that are left. Without
+            penalties and cuts it is log-softmax(logits / temperature) over the vocabulary. At temperature 0 it is
+            that of temperature 1, without cuts.
         response_spans: weight versions of the tokens (G1).
     """
 
@@ -312,7 +303,7 @@ class GenerateOutput:
     response_spans: list[tuple[VersionSpan, ...]]
 
     def __getitem__(self, name: str) -> Any:
-        """`output["responses"]` is `output.responses`; KeyError names the fields there are."""
+        """Return a field by name: `output["responses"]`. KeyError names the fields."""
         if name not in (known := [field.name for field in dataclasses.fields(self)]):
             raise KeyError(f"generate gives no {name!r}; known: {', '.join(known)}")
         return getattr(self, name)
@@ -332,7 +323,7 @@ class GenerateOutput:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor as a checkpoint names it. `dtype` is torch's name without the prefix: `float32`, `bfloat16`, ..."""
+    """A tensor of a checkpoint. `dtype` is torch's name without the prefix: `float32`, `bfloat16`, ..."""
 
     name: str
     dtype: str
@@ -354,7 +345,7 @@ class EngineUpdate:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """What the trainer gets of one weight update (DESIGN: life of an update)."""
+    """What one weight update did."""
 
     version: int
     bytes: int
@@ -366,7 +357,7 @@ class UpdateReport:
 
     @property
     def bubble(self) -> float:
-        """Longest time, in seconds, in which an engine made no token because of this update."""
+        """Longest time in seconds in which an engine made no token because of this update."""
         return max((e.seconds["bubble"] for e in self.engines), default=0.0)
 
 

@@ -19,7 +19,7 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, NotRequired, TypedDict, TypeGuard, cast
+from typing import Any, TypedDict, TypeGuard, cast
 
 import orjson
 
@@ -60,8 +60,8 @@ UNKNOWN_VERSION = -1
 other weights too."""
 
 
-class Info(TypedDict):
-    """Answer of `INFO`; `engine.capabilities.EngineInfo` says what each field means."""
+class RequiredInfo(TypedDict):
+    """What every answer of `INFO` has; `engine.capabilities.EngineInfo` says what the fields mean."""
 
     engine: str
     vllm: str
@@ -74,13 +74,18 @@ class Info(TypedDict):
     max_model_len: int
     transports: list[str]
     logprobs_mode: str
-    kv_kept: NotRequired[bool]
-    dtype: NotRequired[str]
-    sleep: NotRequired[bool]
+
+
+class Info(RequiredInfo, total=False):
+    """Answer of `INFO`."""
+
+    kv_kept: bool
+    dtype: str
+    sleep: bool
     """`sleep` frees memory; default: yes."""
-    lora: NotRequired[bool]
+    lora: bool
     """Adapters can be loaded while it runs; default: yes."""
-    control_port: NotRequired[int | None]
+    control_port: int | None
     """Port of the engine's core; None: control goes to the API server."""
 
 

@@ -2,84 +2,64 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
-import orjson
 import pytest
+from canned import LINES, answer, canned
 
 from penstock.engine.capabilities import Capabilities
 from penstock.engine.client import DataClient
-from penstock.engine.control import ControlClient
+from penstock.engine.control import ControlClient, engine_stats
 from penstock.engine.vanilla.requests import VanillaReplies
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, RequestError
 from penstock.router.admin_client import RouterAdmin
-from penstock.types import GenerateBatch, GenerateOutput, SamplingParams
+from penstock.types import EngineStats, GenerateBatch, GenerateOutput, SamplingParams
 
-INFO = (
-    b'{"engine": "vllm", "vllm": "0.32.0", "weight_version": 3, "paused": false, "tp": 1, "pp": 1, "dp": 1, '
-    b'"vocab_size": 32, "max_model_len": 64, "transports": ["shared_memory"], '
-    b'"logprobs_mode": "processed_logprobs", "of a later version": 1}'
-)
-
-
-@asynccontextmanager
-async def answering(body: bytes, kind: bytes = b"application/json") -> AsyncIterator[str]:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n"
-        writer.write(head % (kind, len(body)) + body)
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+INFO = {
+    "engine": "vllm", "vllm": "0.32.0", "weight_version": 3, "paused": False, "tp": 1, "pp": 1, "dp": 1,
+    "vocab_size": 32, "max_model_len": 64, "transports": ["shared_memory"],
+    "logprobs_mode": "processed_logprobs", "of a later version": 1,
+}  # fmt: skip
+TOKENS_ONLY = SamplingParams(logprobs=False, detokenize=False)
 
 
 @pytest.mark.parametrize("body", [b"<html>hello</html>", b'{"engine": "other"}', b"[1]", b""])
 async def test_a_server_that_is_no_engine_is_said_to_be_none(body: bytes) -> None:
-    async with answering(body) as url:
-        control = ControlClient("e0", url)
+    async with canned(answer(body)) as server:
+        control = ControlClient("e0", server.url)
         with pytest.raises(EngineError, match=r"engine e0: .*answered"):
             await control.info()
         await control.close()
 
 
 async def test_an_answer_that_is_not_json_is_the_engines_fault() -> None:
-    async with answering(b"<html>") as url:
-        data = DataClient(url, name="e0")
+    async with canned(answer(b"<html>")) as server:
+        data = DataClient(server.url, name="e0")
         with pytest.raises(EngineError, match="engine e0: answered b'<html>', which is not JSON"):
             await data.sample([1], 1)
         await data.close()
 
 
-def chunk(index: int, *ids: int, finish: str | None = None) -> dict[str, object]:
-    return {"index": index, "ids": ids, "logprobs": None, "versions": [[0, len(ids)]], "finish": finish}
+def report(index: int, *ids: int, finish: str | None = None, **more: object) -> dict[str, object]:
+    return {"index": index, "ids": ids, "logprobs": None, "versions": [[0, len(ids)]], "finish": finish, **more}
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("reports", "message"),
     [
-        ([chunk(0, 5, 6), chunk(0, 7, finish="stop"), chunk(1, 8, finish="length")], None),
-        ([chunk(0, 7, finish="stop"), chunk(1, 8, finish="length")], "made 3 tokens of a sample but reported 1"),
-        (
-            [chunk(0, 5, 6), chunk(0, 5, 6, 7, finish="stop"), chunk(1, 8, finish="length")],
-            "made 3 tokens .* reported 5",
-        ),
-        ([chunk(1, 5, 6), chunk(0, 7, finish="stop"), chunk(1, 8, finish="length")], "made 3 tokens .* reported 1"),
-        ([chunk(0, 5, 6), chunk(0, 7, finish="stop")], "reported 0 tokens of it and no end"),
+        ([report(0, 5, 6), report(0, 7, finish="stop"), report(1, 8, finish="length")], None),
+        ([report(0, 7, finish="stop"), report(1, 8, finish="length")], "made 3 tokens of a sample but reported 1"),
+        ([report(0, 5, 6), report(0, 5, 6, 7, finish="stop"), report(1, 8, finish="length")], "made 3 .* reported 5"),
+        ([report(1, 5, 6), report(0, 7, finish="stop"), report(1, 8, finish="length")], "made 3 .* reported 1"),
+        ([report(0, 5, 6), report(0, 7, finish="stop")], "reported 0 tokens of it and no end"),
     ],
     ids=["whole", "lost", "twice", "another's", "missing"],
 )
-async def test_told_samples_are_those_that_the_engine_has_made(told: list[object], message: str | None) -> None:
-    last = {"status": 200, "samples": told[1:], "versions": [[[0, 0, 3]], [[0, 0, 1]]], "answer": {"choices": []}}
-    lines = b"".join(orjson.dumps(line) + b"\n" for line in ({"samples": told[:1]}, last))
-    async with answering(lines, b"application/x-ndjson") as url:
-        data = DataClient(url)
-        asked = data.sample([1], 2, SamplingParams(logprobs=False, detokenize=False))
+async def test_reported_samples_are_those_that_the_engine_made(reports: list[object], message: str | None) -> None:
+    last = {"status": 200, "samples": reports[1:], "versions": [[[0, 0, 3]], [[0, 0, 1]]], "answer": {"choices": []}}
+    async with canned(answer([{"samples": reports[:1]}, last], LINES)) as server:
+        data = DataClient(server.url)
+        asked = data.sample([1], 2, TOKENS_ONLY)
         if message is None:
             assert [sample.token_ids for sample in await asked] == [(5, 6, 7), (8,)]
         else:
@@ -91,40 +71,20 @@ async def test_told_samples_are_those_that_the_engine_has_made(told: list[object
 @pytest.mark.parametrize("first", [b"", b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n"])
 @pytest.mark.parametrize("call", ["tokenize", "detokenize"])
 async def test_text_is_asked_for_again_where_its_server_dies(call: str, first: bytes) -> None:
-    body = b'{"tokens": [1], "prompt": "a"}'
-    answers = [first, b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body]
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"}")
-        writer.write(answers.pop(0))
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        data = DataClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with canned(first, answer({"tokens": [1], "prompt": "a"})) as server:
+        data = DataClient(server.url)
         assert await (data.tokenize("a") if call == "tokenize" else data.detokenize([1])) in ([1], "a")
         await data.close()
 
 
 async def test_what_is_made_again_has_its_own_stop_string() -> None:
-    """Its engine has told how it ended, and died; the next one has not our plugin, and makes another."""
-    told = {"samples": [{**chunk(0, 5, 6, finish="stop"), "stop_reason": "b"}]}
+    """Its engine reported how it ended, and died; the next one runs without our plugin and makes another."""
+    reported = {"samples": [report(0, 5, 6, finish="stop", stop_reason="b")]}
     versions = [{"version": "default", "start": 0, "end": 3}]
     choice = {"index": 0, "token_ids": [7, 8, 9], "logprobs": None, "finish_reason": "length", "stop_reason": None}
     made = {"choices": [{**choice, "weight_versions": versions}]}
-    text = {"prompt": "abc"}
-    answers = [(b"application/x-ndjson", told), (b"application/json", made), (b"application/json", text)]
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"}")
-        kind, body = answers.pop(0)
-        head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: %s\r\n\r\n"
-        writer.write(head % kind + orjson.dumps(body) + b"\n")
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        data = DataClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", vocab_size=32)
+    async with canned(answer([reported], LINES), answer(made), answer({"prompt": "abc"})) as server:
+        data = DataClient(server.url, vocab_size=32)
         data.state.unreported = VanillaReplies(lambda: [("e1", Capabilities(plugin=False))])
         (sample,) = await data.sample([1], 1, SamplingParams(logprobs=False, stop=("b",), min_tokens=3))
         assert (sample.token_ids, sample.text) == ((7, 8, 9), "abc"), "a stop string before `min_tokens` ends nothing"
@@ -132,25 +92,14 @@ async def test_what_is_made_again_has_its_own_stop_string() -> None:
 
 
 async def test_what_vllm_ends_by_an_error_of_its_own_goes_on_from_what_it_had() -> None:
-    """Its answer is 500, and the sample's end `error`: taken up with that end, it would be 500 everywhere."""
-    first = {"samples": [chunk(0, 5, 6)]}, {
-        "status": 500, "samples": [chunk(0, finish="error")], "versions": [[[0, 0, 2]]], "answer": {"error": {}}
-    }  # fmt: skip
-    last = {"status": 200, "samples": [chunk(0, 7, finish="length")], "versions": [[[0, 0, 3]]], "answer": {}}
-    answers, asked = [first, (last,)], list[bytes]()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked.append(await reader.readuntil(b"}}"))
-        body = b"".join(orjson.dumps(line) + b"\n" for line in answers.pop(0))
-        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: application/x-ndjson\r\n\r\n" + body)
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        data = DataClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        (sample,) = await data.sample([1], 1, SamplingParams(logprobs=False, detokenize=False))
+    """Its answer is 500, and the sample's end `error`: resumed with that end, it would be 500 everywhere."""
+    failed = {"status": 500, "samples": [report(0, finish="error")], "versions": [[[0, 0, 2]]], "answer": {"error": {}}}
+    last = {"status": 200, "samples": [report(0, 7, finish="length")], "versions": [[[0, 0, 3]]], "answer": {}}
+    async with canned(answer([{"samples": [report(0, 5, 6)]}, failed], LINES), answer([last], LINES)) as server:
+        data = DataClient(server.url)
+        (sample,) = await data.sample([1], 1, TOKENS_ONLY)
         assert (sample.token_ids, sample.finish_reason) == ((5, 6, 7), "length")
-        assert b'\\"finish\\":null' in asked[1]
+        assert b'\\"finish\\":null' in server.bodies[1]
         await data.close()
 
 
@@ -161,29 +110,19 @@ async def test_text_has_the_deadline_of_its_request() -> None:
             await data.tokenize("a")
         with pytest.raises(DeadlineError, match="no time is left for /detokenize"):
             await data.detokenize([1], end=0.0)
+        control = ControlClient("e0", data.http.url)
+        with pytest.raises(DeadlineError, match=r"within 0\.2 s"):
+            await control.health(0.2)
+        await control.close()
         await data.close()
 
 
-async def test_what_a_later_engine_says_besides_is_not_read() -> None:
-    async with answering(INFO) as url:
-        control = ControlClient("e0", url)
+async def test_what_a_later_engine_says_further_is_not_read() -> None:
+    async with canned(answer(INFO), answer(b"OK\xff")) as server:
+        control = ControlClient("e0", server.url)
         info = await control.info()
         assert (info.weight_version, info.transports) == (3, ("shared_memory",))
-        await control.close()
-
-
-async def test_any_body_of_a_good_status_is_good_health() -> None:
-    async with answering(b"OK\xff") as url:
-        control = ControlClient("e0", url)
-        await control.health(5.0)
-        await control.close()
-
-
-async def test_a_health_check_waits_as_long_as_its_caller_says() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        control = ControlClient("e0", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        with pytest.raises(DeadlineError, match=r"within 0\.2 s"):
-            await control.health(0.2)
+        await control.health(5.0)  # any body of a good status
         await control.close()
 
 
@@ -227,3 +166,29 @@ def test_an_output_is_read_as_a_mapping_too() -> None:
     assert output["response_logprobs"] == output.response_logprobs
     with pytest.raises(KeyError, match="generate gives no 'texts'; known: responses, response_ids, stop_reasons, "):
         output["texts"]
+
+
+RANK = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{{engine="{rank}",model_name="a b"}} 2.0
+vllm:num_requests_waiting{{engine="{rank}",model_name="a b"}} 1.0
+vllm:kv_cache_usage_perc{{engine="{rank}",model_name="a b"}} 0.{rank}5
+vllm:generation_tokens_total{{engine="{rank}",model_name="a b"}} 1.5e+06
+vllm:generation_tokens_created{{engine="{rank}",model_name="a b"}} 1.7e+09
+vllm:num_preemptions_total{{engine="{rank}",model_name="a b"}} 3.0
+vllm:time_to_first_token_seconds_bucket{{engine="{rank}",le="+Inf",model_name="a b"}} 7.0
+python_info{{version="3.12"}} 1.0
+"""
+
+
+def test_ranks_are_added_up_and_their_kv_usage_is_the_mean():
+    text = "".join(RANK.format(rank=rank) for rank in range(2))
+    assert engine_stats(text, "e0") == EngineStats(4, 2, pytest.approx(0.1), 3_000_000, 6)
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "", "much"])
+def test_figures_that_cannot_be_read_are_the_engines_error(value: str):
+    text = RANK.format(rank=0).replace(" 1.5e+06", f" {value}")
+    with pytest.raises(EngineError, match="engine e0: its /metrics cannot be read: "):
+        engine_stats(text, "e0")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.engine.single import HTTPEngine
-from penstock.errors import DeadlineError, StateError
+from penstock.errors import DeadlineError, RequestError, StateError, WeightsError
 from penstock.sim.config import SimConfig
 from penstock.sim.faults import Fault, FaultKind, Phase
 from penstock.sim.server import SimServer
@@ -111,3 +111,20 @@ async def test_teardown_waits_for_an_update() -> None:
         await let_go(one)
         await ending
         assert (await update).version == 1
+
+
+async def test_bad_calls_are_refused_before_they_are_sent() -> None:
+    """Those on batches and sampling parameters are in test_http_clients.py and test_fleet_generates.py."""
+    async with engine() as one:
+        for call, error, message in (
+            (one.sample([5], 0), RequestError, "n must be at least 1, got 0"),
+            (one.generate(prompt_token_ids=[[5, -1]]), RequestError, r"prompt_token_ids\[0\]\[1\] is -1, outside"),
+            (one.generate(["a"], {"max_tokens": -3}), RequestError, "max_tokens must be at least 1, got -3"),
+            (one.generate(["a"], session_ids=["s", "t"]), RequestError, "2 entries for 1 prompts"),
+            (one.sleep(3), RequestError, "sleep level"),
+            (one.get_cache_usage(1), RequestError, "index must be 0"),
+            (one.update_weights(WEIGHTS, version=0), WeightsError, "not newer"),
+        ):
+            with pytest.raises(error, match=message):
+                await call
+        assert await one.get_num_unfinished_requests() == 0

@@ -14,7 +14,7 @@ from test_vllm_pausing import made
 
 from nano_models import changed, logprobs_of
 from penstock.engine.control import ControlClient
-from penstock.errors import EngineHTTPError, RequestError, StateError, WeightsError
+from penstock.errors import EngineHTTPError, StateError, WeightsError
 from penstock.types import GenerateBatch, SamplingParams, VersionSpan
 from penstock.weights.delta import DeltaStore
 from penstock.wire import UNKNOWN_VERSION
@@ -209,18 +209,6 @@ async def test_pause_keep_changes_nothing_in_a_seeded_run(live):
     assert disturbed.response_logprobs == undisturbed.response_logprobs
 
 
-async def test_pausing_twice_and_resuming_unpaused_are_clear_errors(live):
-    with pytest.raises(StateError, match="not paused"):
-        await live.engine.resume_generation()
-    await live.engine.pause_generation()
-    try:
-        with pytest.raises(StateError, match="already paused"):
-            await live.engine.pause_generation()
-    finally:
-        await live.engine.resume_generation()
-    assert await live.engine.sample([5], 1, SamplingParams(max_tokens=1))
-
-
 async def test_an_update_on_a_paused_engine_leaves_it_paused(live):
     await live.engine.pause_generation()
     try:
@@ -342,15 +330,6 @@ async def test_by_either_way_deltas_are_checked_against_what_is_in_force(live, w
     await control.close()
 
 
-async def test_update_during_an_update_is_refused(live):
-    model = changed(live.history.latest, 31)
-    first = asyncio.create_task(live.update(model))
-    await asyncio.sleep(0)
-    with pytest.raises(StateError, match="another weight update"):
-        await live.engine.update_weights(model.named_parameters())
-    await first
-
-
 async def test_an_older_version_number_is_refused(live):
     with pytest.raises(WeightsError, match="not newer"):
         await live.engine.update_weights(live.history.latest.named_parameters(), version=0)
@@ -390,27 +369,6 @@ async def test_abort_keeps_what_was_made(live):
         assert sample.finish_reason == "abort"
         assert 0 < len(sample.token_ids) < 500
         assert live.history.worst_difference([5, 6, 7], sample) < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda e: e.generate(), "neither"),
-        (lambda e: e.generate(["a"], prompt_token_ids=[[1]]), "both"),
-        (lambda e: e.generate(prompt_token_ids=[]), "empty batch"),
-        (lambda e: e.generate(prompt_token_ids=[[5, 100]]), r"prompt_token_ids\[0\]\[1\] is 100, outside"),
-        (lambda e: e.generate(prompt_token_ids=[[5, -1]]), "-1, outside"),
-        (lambda e: e.sample([5], 0), "n must be at least 1, got 0"),
-        (lambda e: e.generate(["a"], {"max_tokens": -3}), "max_tokens must be at least 1, got -3"),
-        (lambda e: e.generate(["a"], {"max_token": 3}), "did you mean 'max_tokens'"),
-        (lambda e: e.generate(["a"], session_ids=["s", "t"]), "2 entries for 1 prompts"),
-        (lambda e: e.sleep(3), "sleep level"),
-        (lambda e: e.get_cache_usage(1), "index must be 0"),
-    ],
-)
-async def test_bad_requests_are_refused_before_they_are_sent(live, call, message):
-    with pytest.raises(RequestError, match=message):
-        await call(live.engine)
 
 
 async def test_a_prompt_over_the_context_is_the_engines_400(live):

@@ -23,7 +23,7 @@ from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
 from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.train.async_trainer import train
-from penstock.train.checkpoint import Snapshot
+from penstock.train.checkpoint import LearnerState
 from penstock.types import Sample, SamplingParams, Trajectory
 
 
@@ -42,8 +42,8 @@ class CountingLearner:
     def served_tensors(self) -> list[tuple[str, torch.Tensor]]:
         return []
 
-    def state(self) -> Snapshot:
-        return Snapshot({"x": torch.zeros(1)}, {"version": self.version})
+    def state(self) -> LearnerState:
+        return LearnerState({"x": torch.zeros(1)}, {"version": self.version})
 
 
 async def run(config: RunConfig, engine: InProcessEngine, learner: CountingLearner, path: Path) -> Summary:

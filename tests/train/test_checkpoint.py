@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.errors import CheckpointError
-from penstock.train.checkpoint import FORMAT, KEEP, Snapshot, latest, load, save
+from penstock.train.checkpoint import FORMAT, KEEP, LearnerState, latest, load, save
 
 VALUES = {"version": 3, "next_task": 17, "queue": [{"prompt": "a\nb", "ids": [1, 2]}], "lr": 1e-4}
 
 
-def snapshot(fill: float = 1.0) -> Snapshot:
-    return Snapshot({"model/w": torch.full((2, 3), fill), "rng/cpu": torch.arange(5, dtype=torch.uint8)}, VALUES)
+def snapshot(fill: float = 1.0) -> LearnerState:
+    return LearnerState({"model/w": torch.full((2, 3), fill), "rng/cpu": torch.arange(5, dtype=torch.uint8)}, VALUES)
 
 
 def test_what_is_loaded_is_what_was_saved(tmp_path: Path):
@@ -92,7 +92,7 @@ def test_values_that_are_not_json_are_refused_and_nothing_is_written(tmp_path: P
     save(tmp_path, 1, snapshot())
     for value in (float("nan"), object()):
         with pytest.raises(CheckpointError, match="is not JSON"):
-            save(tmp_path, 2, Snapshot({}, {"value": value}))
+            save(tmp_path, 2, LearnerState({}, {"value": value}))
     assert load(latest(tmp_path))[0] == 1
 
 
@@ -105,9 +105,9 @@ def test_a_place_that_cannot_be_written_is_said_to_be_so(tmp_path: Path):
 WRITER = """
 import sys, torch
 from pathlib import Path
-from penstock.train.checkpoint import Snapshot, save
+from penstock.train.checkpoint import LearnerState, save
 for step in range(1, 10**6):
-    save(Path(sys.argv[1]), step, Snapshot({"w": torch.full((256, 1024), float(step))}, {"step": step}))
+    save(Path(sys.argv[1]), step, LearnerState({"w": torch.full((256, 1024), float(step))}, {"step": step}))
     if step == 3:
         print("ready", flush=True)
 """

@@ -21,7 +21,7 @@ from penstock.errors import CheckpointError, ConfigError, StateError, UserError,
 from penstock.plugin.spec import expected_weights
 from penstock.train import checkpoint
 from penstock.train.batching import collate, plan
-from penstock.train.checkpoint import Snapshot
+from penstock.train.checkpoint import LearnerState
 from penstock.train.learner import Learner, ServedDtype
 from penstock.train.losses import LOSSES, Limits, LossTerms
 from penstock.weights.shared_memory import SharedMemoryStore
@@ -383,5 +383,5 @@ def test_the_state_of_another_model_is_refused_and_changes_nothing(micro_model: 
     extra = state.tensors | {"model/model.layers.2.mlp.up_proj.weight": torch.zeros(2)}
     for tensors, name in ((missing, "layers.1.mlp.up"), (misshapen, "embed_tokens"), (extra, "layers.2")):
         with pytest.raises(CheckpointError, match=f"another model: .*{name}"):
-            learner.load_state(Snapshot(tensors, state.values))
+            learner.load_state(LearnerState(tensors, state.values))
     assert all(torch.equal(before[name], tensor) for name, tensor in learner.named_tensors())

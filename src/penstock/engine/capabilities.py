@@ -1,13 +1,14 @@
-"""What an engine can do and what it is, as it was found when it joined; and the error that says what it lacks."""
+"""What an engine is and can do; and the error that says what it lacks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal, Self
 
 from penstock.errors import MissingCapabilityError
+from penstock.wire import Info, RequiredInfo
 
 DEV_MODE = "start it with the environment variable VLLM_SERVER_DEV_MODE=1"
 
@@ -21,7 +22,7 @@ class Capabilities:
     """What an engine offers. The defaults are those of an engine that Penstock launches."""
 
     plugin: bool = True
-    """Penstock's plugin: `update_weights` while it generates, progress while it answers, taking up a request."""
+    """Penstock's plugin: `update_weights` while it generates, progress reports, resumed requests."""
     tokens: bool = True
     """The token endpoint, `POST /inference/v1/generate`."""
     pause: bool = True
@@ -79,12 +80,12 @@ LACKING: Mapping[Capability, tuple[str, str]] = MappingProxyType(
         "sampled_logprobs": ("logprobs of what it samples from (it may ignore the temperature)", _WITH_LOGPROBS),
     }
 )
-"""What each one is called, and how an engine is started so that it has it."""
+"""Name of each capability, and how to start an engine that has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is: `GET /penstock/info` of one with our plugin, else as `vanilla/identify.py` finds it out."""
+    """What an engine is: `GET /penstock/info`, or without our plugin what `vanilla.control.identify` finds out."""
 
     engine: str
     """`vllm`, or `sim`."""
@@ -97,16 +98,35 @@ class EngineInfo:
     dp: int
     """Data-parallel ranks behind its address; each can be asked for in a request's header."""
     vocab_size: int
-    """Token ids are less than this; 0: it does not say."""
+    """Token ids are less than this; 0: unknown."""
     max_model_len: int
     transports: tuple[str, ...]
     capabilities: Capabilities = PENSTOCK
     kv_kept: bool = False
     """The update to this version kept the KV cache."""
     dtype: str = ""
-    """In which it computes, by torch's name: `bfloat16`; empty where it does not say."""
+    """It computes in, by torch's name: `bfloat16`; empty: unknown."""
     instance: str = ""
-    """Another one after each start of plain vLLM; empty where it does not say."""
+    """Id that changes with each start of vLLM without our plugin; empty: unknown."""
+
+    @classmethod
+    def of(cls, answer: Info) -> Self:
+        """Read the answer of our plugin. KeyError, TypeError: it is something else."""
+        known: dict[str, Any] = {name: answer[name] for name in _REQUIRED}  # pyright: ignore[reportGeneralTypeIssues]
+        known["transports"] = tuple(known["transports"])
+        return cls(
+            **known,
+            kv_kept=bool(answer.get("kv_kept", False)),
+            dtype=str(answer.get("dtype", "")),
+            capabilities=Capabilities(
+                sleep=bool(answer.get("sleep", True)),
+                lora=bool(answer.get("lora", True)),
+                sampled_logprobs=answer["logprobs_mode"] in SAMPLED_FROM,
+            ),
+        )
+
+
+_REQUIRED = RequiredInfo.__annotations__.keys() - {"logprobs_mode"}
 
 
 def require(engines: Iterable[tuple[str, Capabilities]], needed: Capability, operation: str) -> None:
@@ -130,5 +150,5 @@ def require(engines: Iterable[tuple[str, Capabilities]], needed: Capability, ope
 
 
 def smallest_vocabulary(infos: Iterable[EngineInfo]) -> int | None:
-    """Token ids that every engine takes are less than this; None where none of them says."""
+    """Return the bound below which every engine takes token ids; None where none reports one."""
     return min((info.vocab_size for info in infos if info.vocab_size), default=None)

@@ -1,4 +1,4 @@
-"""vLLM's Prometheus text to the few figures that routing and reports need."""
+"""Control calls to one engine: pause, adapters, weights, and what the engine and its core report."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
 from yarl import URL
 
-from penstock.engine.capabilities import PENSTOCK, SAMPLED_FROM, EngineInfo
+from penstock.engine.capabilities import EngineInfo
 from penstock.errors import (
     DeadlineError,
     EngineError,
@@ -27,23 +27,37 @@ from penstock.errors import (
 from penstock.http import TORN, HttpTransport, UnreachableError
 from penstock.types import EngineStats, EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest
+from penstock.wire import INFO
 
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 KV_USAGE = "vllm:kv_cache_usage_perc"
 GENERATED, PREEMPTIONS = "vllm:generation_tokens_total", "vllm:num_preemptions_total"
 _SERIES = (RUNNING, WAITING, KV_USAGE, GENERATED, PREEMPTIONS)
 
+BAD_REQUEST, UNAUTHORIZED, NOT_FOUND = 400, 401, 404
+_NO_CORE = object()
+GONE_S = 3000.0
+"""Seconds after which the core is asked again for a connection that breaks with it; it keeps one for an hour."""
+
 
 def engine_stats(text: str, engine: str) -> EngineStats:
-    """Sum the engine's series over its data-parallel ranks (KV usage: their mean).
+    """Sum the series of /metrics over the engine's data-parallel ranks (KV usage: their mean).
 
     Raises:
         MissingCapabilityError: a series is missing; `engine` is named.
         EngineError: a line of them is not Prometheus text, or its value is no finite number.
     """
-    # Nearly all that vLLM answers is buckets of histograms.
-    wanted = "".join(line + "\n" for line in text.splitlines() if line.startswith(_SERIES))
-    values = _values(wanted, engine)
+    values: dict[str, list[float]] = defaultdict(list)
+    try:
+        # Nearly all that vLLM answers is buckets of histograms.
+        wanted = "".join(line + "\n" for line in text.splitlines() if line.startswith(_SERIES))
+        for family in text_string_to_metric_families(wanted):
+            for sample in family.samples:
+                values[sample.name].append(sample.value)
+    except ValueError as error:  # the parser's own, of a malformed line
+        raise EngineError(f"its /metrics cannot be read: {error}", engine=engine) from error
+    if odd := [name for name, given in values.items() if not all(map(math.isfinite, given))]:
+        raise EngineError(f"its /metrics cannot be read: {', '.join(odd)} is no finite number", engine=engine)
     if missing := [name for name in _SERIES if not values[name]]:
         raise MissingCapabilityError(
             f"engine {engine} does not say how busy it is: its /metrics lacks {', '.join(missing)}; start it without "
@@ -58,49 +72,26 @@ def engine_stats(text: str, engine: str) -> EngineStats:
     )
 
 
-def _values(text: str, engine: str) -> dict[str, list[float]]:
-    values: dict[str, list[float]] = defaultdict(list)
-    try:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                values[sample.name].append(sample.value)
-    except ValueError as error:  # the parser's own, of a malformed line
-        raise EngineError(f"its /metrics cannot be read: {error}", engine=engine) from error
-    if odd := [name for name, given in values.items() if not all(map(math.isfinite, given))]:
-        raise EngineError(f"its /metrics cannot be read: {', '.join(odd)} is no finite number", engine=engine)
-    return values
-
-
-BAD_REQUEST, UNAUTHORIZED, NOT_FOUND = 400, 401, 404
-_NO_CORE = object()
-INFO = "/penstock/info"
-GONE_S = 3000.0
-"""After so many seconds the core is asked anew for a connection that breaks with it; it keeps one for an hour."""
-_OPTIONAL = {"capabilities", "dtype", "instance", "kv_kept"}
-_TOLD = [field.name for field in fields(EngineInfo) if field.name not in _OPTIONAL]
-"""What our plugin says there, besides how it is set; what else it can do is known."""
-
-
 class AdapterTakenError(EngineHTTPError):
     """The engine has an adapter of that name already."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoreState:
-    """What an engine's core says of itself; None: it does not say."""
+    """What an engine's core reports of itself; None: it does not report that."""
 
     paused: bool
     """It makes no token: paused, asleep, or without weights."""
     weight_version: int | None = None
     asleep: bool = False
-    """Memory of it was given back."""
+    """It has given memory back."""
     torn: bool = False
-    """Its weights were dropped, or begun to be written and not written to the end."""
+    """Its weights were dropped, or partly overwritten."""
     foreign: int | None = None
-    """How many calls that may change its weights have come past our updates."""
+    """Calls that may change its weights and were not our updates."""
 
 
-_SAID = [field.name for field in fields(CoreState)]
+_CORE_FIELDS = [field.name for field in fields(CoreState)]
 
 
 class ControlClient:
@@ -119,7 +110,7 @@ class ControlClient:
         self._core_answered = False
 
     async def info(self) -> EngineInfo:
-        """Version, sizes, state and what it can do.
+        """Return version, sizes, state and what the engine can do.
 
         Raises:
             EngineError: it answers something else, so it is no engine of ours.
@@ -141,31 +132,22 @@ class ControlClient:
     async def _info(self) -> EngineInfo:
         answer: Any = await self.http.get(INFO, timeout_s=self._timeout_s)
         try:
-            known: dict[str, Any] = {name: answer[name] for name in _TOLD}
-            known["transports"] = tuple(known["transports"])
-            known["kv_kept"] = bool(answer.get("kv_kept", False))
-            known["dtype"] = str(answer.get("dtype", ""))
-            known["capabilities"] = replace(
-                PENSTOCK,
-                sleep=bool(answer.get("sleep", True)),
-                lora=bool(answer.get("lora", True)),
-                sampled_logprobs=answer["logprobs_mode"] in SAMPLED_FROM,
-            )
-            await self._past_the_api(answer.get("control_port"))
+            info = EngineInfo.of(answer)
+            await self._connect_core(answer.get("control_port"))
         except (KeyError, TypeError) as error:
             raise EngineError(f"GET {INFO} answered {answer!r}, without {error}", engine=self.name) from error
-        return EngineInfo(**known)
+        return info
 
     async def health(self, timeout_s: float) -> None:
-        """Returns when the engine says it is well; raises otherwise, `DeadlineError` after `timeout_s` seconds."""
+        """Return when the engine says it is healthy; raise otherwise, `DeadlineError` after `timeout_s` seconds."""
         await self.http.get_text("/health", timeout_s=timeout_s)
 
     async def stats(self) -> EngineStats:
-        """Load, from the engine's own metrics. MissingCapabilityError: it was started without them."""
+        """Read the load from the engine's metrics. MissingCapabilityError: it was started without them."""
         return engine_stats(await self.http.get_text("/metrics", timeout_s=self._timeout_s), self.name)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = True, timeout_s: float | None = None) -> None:
-        """VLLM's /pause; the return is the barrier: no token is being made.
+        """Pause; the return is the barrier: no token is being made.
 
         Args:
             mode: `wait` returns when the last request has finished, so it needs a `timeout_s` of a request's length.
@@ -179,7 +161,7 @@ class ControlClient:
             await self.http.post("/pause", timeout_s=timeout_s, params=params)
 
     async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> None:
-        """VLLM's /v1/load_lora_adapter. AdapterTakenError: it has one of that name, which stays."""
+        """Load an adapter. AdapterTakenError: the engine has one of that name, which stays."""
         data = orjson.dumps({"lora_name": name, "lora_path": path})
         try:
             await self.http.call("POST", "/v1/load_lora_adapter", data, timeout_s=timeout_s)
@@ -189,33 +171,33 @@ class ControlClient:
             raise
 
     async def release(self, *, timeout_s: float | None = None) -> None:
-        """Pause, and cut what is in flight so that it goes on elsewhere; for an engine that is not to be resumed.
+        """Pause for good, and cut what is in flight, so that our clients continue it on other engines.
 
-        A request of our clients is sent again with what it has; another client's ends with the finish reason `abort`.
+        A request of another client ends with the finish reason `abort`.
         """
         params = {"mode": PauseMode.ABORT.value, "release": "true"}
         await self.http.post("/pause", timeout_s=timeout_s or self._timeout_s, params=params)
 
     async def resume(self) -> None:
-        """VLLM's /resume."""
+        """Resume."""
         if await self._at_core("/penstock/resume", {}, self._timeout_s) is _NO_CORE:
             await self._post("/resume")
 
     async def is_paused(self) -> bool:
-        """Whether the scheduler is paused."""
+        """Return whether the scheduler is paused."""
         answer = await self.http.get("/is_paused", timeout_s=self._timeout_s)
         return bool(answer["is_paused"])
 
     async def state(self) -> CoreState:
-        """What the engine's core says of itself, between two of its steps. UnreachableError: the core is gone."""
+        """Ask the engine's core, between two of its steps. UnreachableError: the core is gone."""
         answer: Any = await self._at_core("/penstock/core", {}, self._timeout_s)
         if answer is not _NO_CORE:
-            return CoreState(**{name: answer[name] for name in _SAID if name in answer})
+            return CoreState(**{name: answer[name] for name in _CORE_FIELDS if name in answer})
         paused = await self.is_paused()
         return CoreState(paused, (await self.info()).weight_version)
 
     async def core_gone(self) -> None:
-        """Return as soon as the connection to the engine's core breaks; where it cannot be reached, never."""
+        """Return as soon as the connection to the engine's core breaks; never where there is none."""
         while self._core is not None:
             try:
                 await self._core.post("/penstock/core/gone", {}, timeout_s=GONE_S)
@@ -238,18 +220,18 @@ class ControlClient:
             raise EngineError("answered that it could not reset its prefix cache", engine=self.name)
 
     async def sleep(self, level: int) -> None:
-        """VLLM's /sleep."""
+        """Free memory."""
         await self._post("/sleep", params={"level": str(level)})
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
-        """VLLM's /wake_up."""
+        """Take memory back."""
         query = "?" + "&".join(f"tags={tag}" for tag in tags) if tags else ""
         await self._post("/wake_up" + query)
 
     async def collective_rpc(
         self, method: str, timeout_s: float, args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> list[Any]:
-        """A worker method on every worker, results in rank order; deadline `timeout_s` seconds."""
+        """Call a worker method on every worker; return the results in rank order."""
         body = {"method": method, "timeout": timeout_s, "args": list(args), "kwargs": dict(kwargs or {})}
         # A second more than the engine's own deadline, so that its message arrives.
         # vLLM's server closes a connection after a worker's error without saying so: none is left for the next call.
@@ -259,11 +241,11 @@ class ControlClient:
         return list(answer["results"]) if answer else []
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
-        """VLLM's native /init_weight_transfer_engine (R18)."""
+        """Call vLLM's native /init_weight_transfer_engine (R18)."""
         await self._post("/init_weight_transfer_engine", {"init_info": dict(init_info)})
 
     async def native_update(self, update_info: Mapping[str, Any], *, version: int) -> None:
-        """VLLM's native start, update, finish (R18).
+        """Do vLLM's native start, update, finish (R18).
 
         Raises:
             StateError: the engine is not paused: vLLM 0.26 to 0.32 dies of a start while requests run.
@@ -281,12 +263,7 @@ class ControlClient:
         Raises:
             WeightsError: it cannot.
         """
-        try:
-            await self._weights("group", group)
-        except EngineHTTPError as error:
-            if error.status in {BAD_REQUEST, NOT_FOUND}:
-                raise WeightsError(str(error)) from error
-            raise
+        await self._weights("group", group, refused=(BAD_REQUEST, NOT_FOUND))
 
     async def prepare_weights(self, manifest: WeightManifest) -> None:
         """Let the engine map and check a version while it generates; nothing changes in what it serves.
@@ -294,12 +271,7 @@ class ControlClient:
         Raises:
             WeightsError: names, shapes, dtypes or checksums do not fit.
         """
-        try:
-            await self._weights("prepare", {"manifest": manifest.to_json()})
-        except EngineHTTPError as error:
-            if error.status == BAD_REQUEST:
-                raise WeightsError(str(error)) from error
-            raise
+        await self._weights("prepare", {"manifest": manifest.to_json()}, refused=(BAD_REQUEST,))
 
     async def apply_weights(self, version: int, *, clear_cache: bool = True) -> EngineUpdate:
         """Pause (keep), load the prepared version, label it, resume: one call, so that it queues once.
@@ -337,8 +309,8 @@ class ControlClient:
         if (await self.info()).weight_version != version:  # vLLM 0.26 takes no label
             await self._post("/penstock/weights/label", {"version": version})
 
-    async def _past_the_api(self, port: int | None) -> None:
-        """From now on speak to the engine's core itself, where it listens, about what must not wait behind tokens."""
+    async def _connect_core(self, port: int | None) -> None:
+        """Speak to the engine's core at `port` from now on, for calls that must not wait behind tokens."""
         url = None if port is None else str(URL(self.url).with_port(port))
         if self._core is not None and self._core.url != url:
             await self._core.close()
@@ -346,16 +318,22 @@ class ControlClient:
         if url is not None and self._core is None:
             self._core = HttpTransport(url, api_key=self._key, name=self.name)
 
-    async def _weights(self, step: str, body: Mapping[str, Any]) -> Any:
-        """A step of an update: asked of the core itself where it can be reached, else of the API server."""
+    async def _weights(self, step: str, body: Mapping[str, Any], *, refused: Sequence[int] = ()) -> Any:
+        """Do a step of an update. WeightsError: the engine refused it with one of the statuses `refused`."""
         path = f"/penstock/weights/{step}"
-        answer: Any = await self._at_core(path, body, self._timeout_s)
-        return await self._post(path, body) if answer is _NO_CORE else answer
+        try:
+            answer: Any = await self._at_core(path, body, self._timeout_s)
+            return await self._post(path, body) if answer is _NO_CORE else answer
+        except EngineHTTPError as error:
+            if error.status in refused:
+                raise WeightsError(str(error)) from error
+            raise
 
     async def _at_core(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
-        """Ask the core itself; `_NO_CORE` where it cannot be reached past the API server (a proxy, a mapped port).
+        """Ask the core; `_NO_CORE` where only the API server can be reached (a proxy, a mapped port).
 
-        Raises UnreachableError where it has answered there before: it is gone.
+        Raises:
+            UnreachableError: the core has answered before, so it is gone.
         """
         if self._core is None:
             return _NO_CORE

@@ -1,4 +1,4 @@
-"""An `EngineConfig` to the command line and environment of a server process."""
+"""Launch an engine server: its command line and environment, its process, and why it did not start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, cast
@@ -26,20 +26,19 @@ from penstock.process import ChildProcess, full_disk, remove_leftovers
 
 CPU_KV_CACHE_BYTES = 64 * 2**20
 CPU_BLOCK_SIZE = 32
-"""vLLM's default on CPU is 128, with which short prompts never hit the prefix cache."""
+"""With vLLM's default on CPU, 128, short prompts never hit the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """What to execute: `argv`, and variables added to our environment."""
+    """What to execute: `argv`, and variables added to our environment, the key among them."""
 
     argv: tuple[str, ...]
     env: dict[str, str] = field(repr=False)
-    """The key is in it."""
 
 
 def resolve_profile(config: EngineConfig) -> Literal["cpu", "gpu", "sim"]:
-    """`auto` is `gpu` where an NVIDIA device is, else `cpu`."""
+    """Return the profile; `auto` is `gpu` where an NVIDIA device is, else `cpu`."""
     if config.profile != "auto":
         return config.profile
     return "gpu" if Path("/proc/driver/nvidia").exists() or Path("/dev/nvidiactl").exists() else "cpu"
@@ -48,7 +47,7 @@ def resolve_profile(config: EngineConfig) -> Literal["cpu", "gpu", "sim"]:
 def server_command(
     config: EngineConfig, *, port: int, api_key: str | None, host: str = "127.0.0.1", gpus: Sequence[str] = ()
 ) -> ServerCommand:
-    """The command of one engine server; `gpus` are those it sees, as in CUDA_VISIBLE_DEVICES (none: all).
+    """Make the command of one engine server, which sees `gpus`, as in CUDA_VISIBLE_DEVICES (none: all).
 
     Raises:
         ConfigError: the model path does not exist, or vLLM cannot run this layout of it (`layouts.check_layout`).
@@ -60,12 +59,15 @@ def server_command(
     _check_model(config.model)
     check_layout(config, profile, read_shape(config.model))
     options = _options(config, port, host)
-    # The key is not on the command line, which every user of the machine can read. Without one the variable is empty:
-    # a key of our own environment would be asked for by an engine, and nobody here would know of it. Nor is a clients'
-    # key of our environment the engines' business.
-    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_API_KEY": api_key or ""}
-    env["PENSTOCK_API_KEY"] = ""
-    env["PENSTOCK_CONTROL_HOST"] = host  # of `plugin/core_http.py`
+    # Every user of the machine can read a command line, so the key is in the environment. The variables are set even
+    # without a key: an engine must not ask for a key of our environment, nor know the key of clients.
+    env = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_API_KEY": api_key or "",
+        "PENSTOCK_API_KEY": "",
+        "PENSTOCK_CONTROL_HOST": host,  # read by `plugin/core_http.py`
+    }
     if config.enable_lora:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if gpus:
@@ -82,33 +84,25 @@ def server_command(
 Option = str | int | float | bool | None
 
 
+_SAME_NAME = (
+    "model", "tokenizer", "served_model_name", "dtype", "tensor_parallel_size", "pipeline_parallel_size",
+    "data_parallel_size", "enable_expert_parallel", "max_model_len", "max_num_seqs", "enable_prefix_caching",
+    "enforce_eager", "enable_lora", "enable_sleep_mode", "quantization", "load_format", "gpu_memory_utilization",
+    "kv_cache_memory_bytes", "seed",
+)  # fmt: skip
+"""Fields of `EngineConfig` that are options of vLLM under the same name."""
+
+
 def _options(config: EngineConfig, port: int, host: str) -> dict[str, Option]:
-    """VLLM's long option names to values; None and False are left out, True is a bare flag."""
+    """Map vLLM's long option names to values; None and False are left out, True is a bare flag."""
+    given: dict[str, Option] = {name.replace("_", "-"): getattr(config, name) for name in _SAME_NAME}
     return {
-        "model": config.model,
-        "tokenizer": config.tokenizer,
-        "served-model-name": config.served_model_name,
+        **given,
         "host": host,
         "port": port,
-        "dtype": config.dtype,
-        "tensor-parallel-size": config.tensor_parallel_size,
-        "pipeline-parallel-size": config.pipeline_parallel_size,
-        "data-parallel-size": config.data_parallel_size,
-        "enable-expert-parallel": config.enable_expert_parallel,
-        "max-model-len": config.max_model_len,
-        "max-num-seqs": config.max_num_seqs,
-        "enable-prefix-caching": config.enable_prefix_caching,
         "no-enable-prefix-caching": not config.enable_prefix_caching,
-        "enforce-eager": config.enforce_eager,
-        "enable-lora": config.enable_lora,
         "max-loras": config.max_loras if config.enable_lora else None,
         "max-lora-rank": config.max_lora_rank if config.enable_lora else None,
-        "enable-sleep-mode": config.enable_sleep_mode,
-        "quantization": config.quantization,
-        "load-format": config.load_format,
-        "gpu-memory-utilization": config.gpu_memory_utilization,
-        "kv-cache-memory-bytes": config.kv_cache_memory_bytes,
-        "seed": config.seed,
         # An RL loss needs log-softmax(logits / T); vLLM's default ignores the temperature.
         "logprobs-mode": "processed_logprobs",
         "weight-transfer-config": orjson.dumps({"backend": BACKEND}).decode(),
@@ -119,7 +113,7 @@ def _options(config: EngineConfig, port: int, host: str) -> dict[str, Option]:
 
 
 def _hf_overrides(config: EngineConfig, given: Option) -> Option:
-    """The caller's own overrides of the model's config (JSON), with what `fp32_lm_head` adds to them."""
+    """Add what `fp32_lm_head` needs to the caller's own overrides of the model's config (JSON)."""
     if not config.fp32_lm_head:
         return given
     try:
@@ -163,7 +157,7 @@ def _sim_command(config: EngineConfig, *, port: int, api_key: str | None, host: 
     options: dict[str, Option] = {
         "host": host,
         "port": port,
-        # A trainer that has the model looks up the embeddings of the tokens that are made up for it.
+        # A trainer that has the model looks up the embeddings of the simulated tokens.
         "vocab-size": shape.vocabulary if shape is not None else None,
         "max-model-len": config.max_model_len,
         "max-num-seqs": config.max_num_seqs,
@@ -188,7 +182,7 @@ def _arguments(options: dict[str, Option]) -> Sequence[str]:
 def _check_model(model: str) -> None:
     if not model.strip():
         raise ConfigError(f"the model is {model!r}; give a checkpoint folder or a hub name such as Qwen/Qwen3-0.6B")
-    if "://" in model:  # a bucket, of which vLLM knows more
+    if "://" in model:  # a bucket, which vLLM checks
         return
     path = Path(model).expanduser()
     looks_like_path = model.startswith(("/", ".", "~")) or path.exists() or model.count("/") > 1
@@ -198,7 +192,7 @@ def _check_model(model: str) -> None:
 
 
 PROBE_S = 0.2
-"""Between two readiness probes. vLLM announces readiness only on its port, so this one wait has no event to use."""
+"""Between two readiness probes. vLLM announces readiness only on its port, so there is no event to wait for."""
 
 TELLING = re.compile(r"(^[\w.]*(Error|Exception)\b: .)|\berror: |^Value error, |out of memory|No space left|Killed")
 """An error's own line, not the traceback above it; of a config that vLLM's pydantic refuses, the line that says why."""
@@ -226,11 +220,11 @@ class EngineProcess:
         gpus: Sequence[str] = (),
         host: str = "127.0.0.1",
     ) -> Self:
-        """Start a server on a free port of `host` and return when it is ready; it sees `gpus`, or all if none.
+        """Start a server on a free port of `host` and return it when it is ready; it sees `gpus`, or all if none.
 
         Raises:
             ConfigError: the model path is wrong; nothing was started.
-            EngineStartError: it ended, or was not ready within `config.start_timeout_s` seconds; it is gone, and the
+            EngineStartError: it ended, or was not ready within `config.start_timeout_s` seconds. It is gone, and the
                 message holds the telling lines of its log.
         """
         with reserved_port(host) as port:  # vLLM listens on it seconds after it was chosen
@@ -239,24 +233,21 @@ class EngineProcess:
             scratch = Path(tempfile.mkdtemp(prefix="penstock-e-", dir="/tmp"))
             env = {**command.env, "VLLM_RPC_BASE_PATH": str(scratch)}
             log = log_dir / f"{name}.log"
-            try:
+            async with AsyncExitStack() as undo:
+                undo.callback(remove_leftovers, (), scratch)
                 child = await ChildProcess.start(command.argv, name=name, log=log, env=env, scratch=scratch)
-            except BaseException:
-                remove_leftovers((), scratch)
-                raise
-            engine = cls(name, f"http://{f'[{host}]' if ':' in host else host}:{port}", child)
-            try:
+                undo.pop_all()  # the child removes its folder
+                undo.push_async_callback(child.wait)
+                undo.callback(child.kill)
+                engine = cls(name, f"http://{f'[{host}]' if ':' in host else host}:{port}", child)
                 await engine._ready(config, api_key)
-            except BaseException:
-                child.kill()
-                await child.wait()
-                raise
+                undo.pop_all()
             child.remember()
             return engine
 
     @property
     def pid(self) -> int:
-        """Process id of the server, and of its process group."""
+        """Id of the server's process and process group."""
         return self._child.pid
 
     @property
@@ -265,11 +256,11 @@ class EngineProcess:
         return self._child.log
 
     async def wait(self) -> int:
-        """Wait until it has ended, for whatever reason; returns its exit status."""
+        """Wait until it has ended; return its exit status."""
         return await self._child.wait()
 
     async def stop(self, timeout_s: float = 10.0) -> None:
-        """End it and its whole process group: SIGTERM, then SIGKILL after `timeout_s` seconds."""
+        """End its whole process group: SIGTERM, then SIGKILL after `timeout_s` seconds."""
         await self._child.stop(timeout_s)
 
     def kill(self) -> None:
@@ -287,18 +278,16 @@ class EngineProcess:
         finally:
             for task in (probe, exit_status):
                 task.cancel()
-        if probe in done and exit_status not in done:
-            probe.result()
-            return
+        if done == {probe}:
+            return probe.result()
         seconds = time.monotonic() - begin
         what = (
             f"ended with status {exit_status.result()} after {seconds:.0f} s"
             if exit_status in done
             else f"was not ready within {seconds:.0f} s (engine.start_timeout_s)"
         )
-        profile = resolve_profile(config)
         raise EngineStartError(
-            f"the {profile} server for model {config.model} {what}; its log ({self.log}) says:\n"
+            f"the {resolve_profile(config)} server for model {config.model} {what}; its log ({self.log}) says:\n"
             + full_disk(self.log)
             + telling_lines(self._child.said()),
             engine=self.name,
@@ -308,22 +297,20 @@ class EngineProcess:
         http = HttpTransport(self.url, api_key=api_key, name=self.name)
         try:
             while True:
-                try:
+                with suppress(PenstockError):
                     await http.get_text("/health", timeout_s=5.0)
-                except PenstockError:
-                    await asyncio.sleep(PROBE_S)
-                else:
                     return
+                await asyncio.sleep(PROBE_S)
         finally:
             await http.close()
 
 
 @contextmanager
 def reserved_port(host: str = "127.0.0.1", port: int = 0) -> Generator[int]:
-    """A free TCP port of `host`, an IP address, that the kernel gives to nobody else meanwhile.
+    """Reserve a free TCP port of `host`, an IP address: the kernel gives it to no other process meanwhile.
 
-    A server that sets SO_REUSEADDR, as servers do, can listen on it all the same, because here nobody listens.
-    OSError where somebody listens at the `port` that was asked for.
+    A server that sets SO_REUSEADDR, as servers do, can still listen on it, because nothing listens here.
+    OSError: another process listens at the `port` that was asked for.
     """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -332,7 +319,7 @@ def reserved_port(host: str = "127.0.0.1", port: int = 0) -> Generator[int]:
 
 
 def telling_lines(log: str, most: int = 6) -> str:
-    """The lines of a server's log that say what went wrong: the last ones naming an error, else the last ones."""
+    """Return the lines of a log that say what went wrong: the last that name an error, else the last."""
     lines = [LOG_PREFIX.sub("", line).strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if TELLING.search(line)]
     return "\n".join(dict.fromkeys((errors or lines)[-most:]))

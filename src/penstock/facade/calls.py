@@ -152,7 +152,7 @@ def _as_json(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class GenerateCall:
     """What one `generate` asks for.
 
     Attributes:
@@ -174,7 +174,7 @@ class Call:
     @classmethod
     def of(
         cls, prompts: Any, params: Any, ids: Any, *, lora: Any, timeout_s: float | None, replica: int | None
-    ) -> Call:
+    ) -> GenerateCall:
         """Read the arguments of `generate`; nothing is sent yet.
 
         Raises:
@@ -260,7 +260,7 @@ class Requests:
         self._adapters = Adapters(fleet)
         self._direct: dict[str, DataClient] = {}
 
-    async def send(self, call: Call) -> tuple[list[Prompt], list[dict[str, Any]]]:
+    async def send(self, call: GenerateCall) -> tuple[list[Prompt], list[dict[str, Any]]]:
         """The prompts, with their ids where a tokenizer is here, and for each the answer of `/v1/completions`.
 
         Raises:

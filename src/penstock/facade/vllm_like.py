@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from penstock.config import EngineConfig
 from penstock.engine.launch import resolve_profile
 from penstock.errors import ConfigError, EngineError, RequestError, StateError, UserError
-from penstock.facade.calls import Call, Prompt, Requests
+from penstock.facade.calls import GenerateCall, Prompt, Requests
 from penstock.facade.engine_args import changed_fields, launch_options, model_metadata
 from penstock.facade.loop_thread import LoopThread
 from penstock.facade.outputs import request_output
@@ -206,7 +206,7 @@ class AsyncVLLM:
                 "prompt_adapter_request and guided_options_request are gone from vLLM; for the latter use "
                 "SamplingParams(structured_outputs=...)"
             )
-        call = Call.of(
+        call = GenerateCall.of(
             prompts, sampling_params, prompt_token_ids,
             lora=lora_request, timeout_s=timeout_seconds, replica=actor_index,
         )  # fmt: skip
@@ -223,7 +223,7 @@ class AsyncVLLM:
         actor_index: int | None = None,
     ) -> RequestOutput | list[RequestOutput]:
         """`generate` for coroutines of any event loop; its cancellation is one on the engines too."""
-        call = Call.of(
+        call = GenerateCall.of(
             prompts, sampling_params, prompt_token_ids,
             lora=lora_request, timeout_s=timeout_seconds, replica=actor_index,
         )  # fmt: skip
@@ -337,7 +337,7 @@ class AsyncVLLM:
     # --- parts of it -------------------------------------------------------------------------------------------------
 
     def _outputs(
-        self, call: Call, prompts: Sequence[Prompt], answers: Sequence[Mapping[str, Any]]
+        self, call: GenerateCall, prompts: Sequence[Prompt], answers: Sequence[Mapping[str, Any]]
     ) -> RequestOutput | list[RequestOutput]:
         outputs = [
             request_output(*each, call.lora, self._decode) for each in zip(answers, prompts, call.params, strict=True)

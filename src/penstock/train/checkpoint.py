@@ -28,14 +28,14 @@ _NAME = re.compile(r"step-(\d+)\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class LearnerState:
     """State at one step: tensors by name, and `values`, anything that JSON holds (no NaN)."""
 
     tensors: Mapping[str, Tensor]
     values: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-def save(run_dir: Path, step: int, payload: Snapshot) -> Path:
+def save(run_dir: Path, step: int, payload: LearnerState) -> Path:
     """Write `run_dir/checkpoints/step-N.safetensors` and remove all but the last `KEEP` checkpoints.
 
     The file appears under its name only when all of it is on the disk, so a kill at any moment leaves the checkpoint
@@ -80,7 +80,7 @@ def latest_step(run_dir: Path) -> int:
     return int(match[1]) if match else 0
 
 
-def load(path: Path) -> tuple[int, Snapshot]:
+def load(path: Path) -> tuple[int, LearnerState]:
     """Read a checkpoint: its step and what `save` was given.
 
     Raises:
@@ -93,7 +93,7 @@ def load(path: Path) -> tuple[int, Snapshot]:
             if metadata.get("format") != FORMAT:
                 raise CheckpointError(f"{path} is no checkpoint of Penstock ({FORMAT}); {remedy}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-            return int(metadata["step"]), Snapshot(
+            return int(metadata["step"]), LearnerState(
                 tensors, parse_json(metadata["values"], "its record", loads=json.loads)
             )
     except FileNotFoundError:

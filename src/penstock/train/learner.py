@@ -22,7 +22,7 @@ from penstock.config import TrainConfig
 from penstock.errors import CheckpointError, ConfigError, StateError, UserError
 from penstock.train.advantages import ADVANTAGES, group_indices
 from penstock.train.batching import MicroBatch, collate, micro_batches
-from penstock.train.checkpoint import Snapshot
+from penstock.train.checkpoint import LearnerState
 from penstock.train.logprobs import TokenLogprobs, token_logprobs
 from penstock.train.losses import LOG_RATIO_LIMIT, LOSSES, Limits, LossTerms
 from penstock.train.packed_attention import use_packed_attention
@@ -186,7 +186,7 @@ class Learner:
         self.model.eval()
         return self._logprobs(collate([trajectory], torch.zeros(1)).to(self.device)).logprobs.tolist()
 
-    def state(self) -> Snapshot:
+    def state(self) -> LearnerState:
         """Everything a resumed run needs, copied to the CPU: weights, optimiser, random state, version."""
         tensors = {f"model/{name}": tensor for name, tensor in self.named_tensors()}
         for name, parameter in self.model.named_parameters():
@@ -196,9 +196,9 @@ class Learner:
         if self.device.type == "cuda":
             tensors["rng/cuda"] = torch.cuda.get_rng_state(self.device)
         copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-        return Snapshot(copies, {"version": self.version})
+        return LearnerState(copies, {"version": self.version})
 
-    def load_state(self, state: Snapshot) -> None:
+    def load_state(self, state: LearnerState) -> None:
         """Take up what `state` gave.
 
         Raises:

@@ -16,7 +16,7 @@ from penstock.config import RunConfig
 from penstock.errors import CheckpointError, UserError
 from penstock.observe.run_folder import RunFolder
 from penstock.train import checkpoint
-from penstock.train.checkpoint import Snapshot
+from penstock.train.checkpoint import LearnerState
 from penstock.train.learner import Learner
 
 
@@ -62,7 +62,7 @@ class Progress:
 def save_checkpoint(folder: RunFolder, learner: Learner, progress: Mapping[str, Any]) -> None:
     """Write the state after `progress["step"]` steps; `progress` holds the fields of `Progress`. Blocks."""
     state = learner.state()
-    checkpoint.save(folder.path, progress["step"], Snapshot(state.tensors, {**state.values, "run": progress}))
+    checkpoint.save(folder.path, progress["step"], LearnerState(state.tensors, {**state.values, "run": progress}))
 
 
 def begin(folder: RunFolder) -> Progress:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import orjson
 import pytest
+from canned import answer, canned
 
 from penstock.engine.client import DataClient
 from penstock.engine.vanilla.control import VersionHistory
@@ -27,25 +27,15 @@ async def asked(
     *answers: list[dict[str, Any]], history: VersionHistory | None = None, of: list[dict[str, Any]] | None = None
 ) -> list[Sample]:
     """The samples that a client makes of these answers, the bodies that it sent for them in `of`."""
-    left = list(answers)
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
-        sent = orjson.loads(await reader.readexactly(length))
-        if of is not None:
-            of.append(sent)
-        body = orjson.dumps({"choices": left.pop(0)})
-        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: application/json\r\n\r\n" + body)
-        writer.close()
-
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        data = DataClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", request_timeout_s=20.0)
+    async with canned(*(answer({"choices": choices}) for choices in answers)) as server:
+        data = DataClient(server.url, request_timeout_s=20.0)
         data.state.unreported = VanillaReplies(tuple, history)
         try:
             return await data.sample([1], PARAMS.n, PARAMS)
         finally:
             await data.close()
+            if of is not None:
+                of += map(orjson.loads, server.bodies)
 
 
 async def test_its_versions_are_those_that_it_says_or_that_are_known_here() -> None:
@@ -57,7 +47,7 @@ async def test_its_versions_are_those_that_it_says_or_that_are_known_here() -> N
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    ("choices", "message"),
     [
         ([choice(0, 5), choice(1, 6)], "does not say which weights made its tokens"),
         ([choice(0, 5, weight_versions=LABELS), choice(1)], "do not cover the 1 reported tokens"),
@@ -65,9 +55,9 @@ async def test_its_versions_are_those_that_it_says_or_that_are_known_here() -> N
         ([choice(0), choice(1, finish="repetition")], "unknown finish reason 'repetition'"),
     ],
 )
-async def test_what_does_not_fit_together_is_no_answer(answer: list[dict[str, Any]], message: str) -> None:
+async def test_what_does_not_fit_together_is_no_answer(choices: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(EngineError, match=message):
-        await asked(answer)
+        await asked(choices)
 
 
 async def test_what_a_pause_has_cut_is_asked_for_with_its_tokens_and_joined() -> None:
