@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from fleet_sim.cache import Segment
+from penstock.router.http import Hints
 from penstock.router.membership import EngineEntry
 from penstock.router.policies import Defer
 
@@ -22,16 +23,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
-class FleetRequest:
-    """One turn, as a router sees it: the headers, and for models of routers that read bodies its segments.
-
-    The attribute names are those of the router's own request head.
-    """
-
-    __slots__ = ("_prefix_hashes", "chain", "expected_tokens", "group_id", "prompt_tokens", "session_id")
-
-    adapter: str | None = None
-    min_weight_version: int = 0
+class FleetRequest(Hints):
+    """One turn, as a router sees it: the headers, and for models of routers that read bodies its segments."""
 
     def __init__(
         self, chain: Sequence[Segment], *, session_id: str | None, group_id: str | None, expected_tokens: int
@@ -44,7 +37,7 @@ class FleetRequest:
         self._prefix_hashes: bytes | None = None
 
     @property
-    def prefix_hashes(self) -> bytes | None:
+    def prefix_hashes(self) -> bytes | None:  # pyright: ignore[reportIncompatibleVariableOverride] - made when asked for
         """`X-Prefix-Hashes` of this prompt, None under two blocks; hashes name segments where real ones hash ids."""
         blocks = self.prompt_tokens // BLOCK
         if blocks < LEAST_BLOCKS:

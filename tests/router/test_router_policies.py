@@ -321,7 +321,7 @@ def test_a_list_asks_the_next_where_one_has_no_opinion() -> None:
     by_usage, silent = fleet(0, 5, 0, kv_usage=(0.9, 0.1, 0.9)), fleet(7, 5, 6)
     held = RequestView(prefix_holders=(PrefixHolder("e2", 4096),))
     assert listed.ask(Snapshot.of(by_usage), held)[0] == "prefix-aware"
-    assert listed.choose(Snapshot.of(by_usage), held) == by_usage[2]
+    assert listed.ask(Snapshot.of(by_usage), held)[1] == by_usage[2]
     assert listed.ask(Snapshot.of(by_usage), RequestView()) == ("kv-cache", by_usage[1])
     assert listed.ask(Snapshot.of(silent), RequestView()) == ("requests", silent[1])
 
@@ -329,7 +329,7 @@ def test_a_list_asks_the_next_where_one_has_no_opinion() -> None:
 def test_the_order_of_a_list_matters() -> None:
     engines = fleet(0, 5, 0, kv_usage=(0.9, 0.1, 0.9))
     held = RequestView(prefix_holders=(PrefixHolder("e2", 4096),))
-    assert make_policy(["kv-cache", "prefix-aware"]).choose(Snapshot.of(engines), held) == engines[1]
+    assert make_policy(["kv-cache", "prefix-aware"]).ask(Snapshot.of(engines), held)[1] == engines[1]
 
 
 @pytest.mark.parametrize(

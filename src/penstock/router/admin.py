@@ -60,15 +60,9 @@ def _engine(
     entry = backend.entry
     client_key, admin_key = keys
     sessions = dispatcher.placement.sessions_on(entry.name)
-    return {
-        "name": entry.name,
-        "url": entry.url,
-        "weight_version": entry.weight_version,
-        "eligible": entry.eligible,
-        "draining": entry.draining,
+    shown = ("name", "url", "weight_version", "eligible", "draining", "adapters", "dp_rank")
+    return {name: getattr(entry, name) for name in shown} | {
         "drained": entry.draining and not view.outstanding and not sessions,
-        "adapters": entry.adapters,
-        "dp_rank": entry.dp_rank,
         "other_key": entry.api_key is not None
         and (entry.api_key == admin_key or client_key not in (None, entry.api_key)),
         "down": backend.down,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ import orjson
 
 from penstock.errors import EngineDeadError, EngineHTTPError, StateError, UserError
 from penstock.http import HttpTransport
+from penstock.parsing import reading
 from penstock.router.membership import EngineEntry
 from penstock.router.metrics import PREFIX
 
@@ -265,10 +266,9 @@ class RouterAdmin:
         url = url or self._url
         call = f"{method} {url}{path}"
         content = await self._request(method, path, body, url)
-        try:
-            answer: Any = orjson.loads(content)
-        except orjson.JSONDecodeError:
-            answer = None
+        answer: Any = None
+        with suppress(orjson.JSONDecodeError):
+            answer = orjson.loads(content)
         if not isinstance(answer, dict):
             raise EngineHTTPError(f"{call} answered 200, but not with a JSON object: {content[:200]!r}", status=200)
         return answer  # pyright: ignore[reportUnknownVariableType] - a JSON object
@@ -289,18 +289,17 @@ class RouterAdmin:
             raise EngineHTTPError(message, status=error.status, error_type=error.error_type) from error
 
 
-@contextmanager
-def _as_a_router_answers(url: str) -> Generator[None]:
-    """Read JSON or figures of a router; EngineHTTPError where they do not have its form."""
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        what = f"{type(error).__name__} {error}"
-        raise EngineHTTPError(
-            f"a process behind {url} answered 200, but not as a router of this version does ({what}); "
-            "check that each of its control ports belongs to it, and restart it",
+def _as_a_router_answers(url: str) -> AbstractContextManager[None]:
+    """Read JSON or metrics of a router; EngineHTTPError where they do not have its form."""
+    hint = "check that each of its control ports belongs to it, and restart it"
+
+    def error(problem: str) -> EngineHTTPError:
+        return EngineHTTPError(
+            f"a process behind {url} answered 200, but not as a router of this version does ({problem}); {hint}",
             status=200,
-        ) from error
+        )
+
+    return reading("answer", error)
 
 
 def _load(answer: dict[str, Any]) -> EngineLoad:

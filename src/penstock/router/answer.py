@@ -14,8 +14,6 @@ import orjson
 
 from penstock.router.head import CHUNKED, RequestHead, ResponseHead, parse_response
 from penstock.router.http import (
-    WHOLE_CHUNK_LIMIT,
-    WHOLE_CHUNK_OPENING,
     BodyReader,
     ChunkedReader,
     CloseReader,
@@ -43,38 +41,28 @@ class Answer:
         request: what it answers.
     """
 
-    response: ResponseHead | None = None
-    """Its head, once it may go to the client."""
-    death: str = ""
-    """The error of an engine whose core is dead; such an answer has no `response`."""
-    done = False
-    between_chunks = False
-    """It is passed on as it comes, and the next byte is the first of a chunk."""
-    _body: BodyReader | None = None
-    _payload: list[bytes] | None = None
-    """Where chunks are taken apart for a client of HTTP/1.0."""
-    _suspect: Suspect | None = None
-    _buffer = b""
-    """What came of the head, or of the body of a suspect."""
-
     def __init__(self, request: RequestHead) -> None:
-        self._request = request
-        self.interim: list[ResponseHead] = []
+        self.response: ResponseHead | None = None
+        """Its head, once it may go to the client."""
+        self.interim: list[ResponseHead] | None = None
         """Informational answers (1xx) that came before it, to be taken out by the reader."""
+        self.death = ""
+        """The error of an engine whose core is dead; such an answer has no `response`."""
+        self.done = False
+        self.between_chunks = False
+        """It is passed on as it comes, and the next byte is the first of a chunk."""
+        self._request = request
+        self._body: BodyReader | None = None
+        self._payload: list[bytes] | None = None
+        """Where chunks are taken apart for a client of HTTP/1.0."""
+        self._suspect: Suspect | None = None
+        self._buffer = b""
+        """What came of the head, or of the body of a suspect."""
 
     @property
     def ends_with_connection(self) -> bool:
         """Whether its end is the end of the engine's connection."""
         return isinstance(self._body, CloseReader)
-
-    def is_whole_chunk(self, data: bytes) -> bool:
-        """Whether `data` is exactly one chunk, as a token of a stream nearly always is: it may go on unread."""
-        return (
-            self.between_chunks
-            and len(data) < WHOLE_CHUNK_LIMIT
-            and data.startswith(WHOLE_CHUNK_OPENING[len(data)])
-            and data.endswith(b"\r\n")
-        )
 
     def feed(self, data: bytes) -> bytes:
         """Read on; returns what of the body goes to the client, behind `response` where that has just come.
@@ -105,7 +93,7 @@ class Answer:
                 break
             if response.status == _SWITCHING:
                 raise RefusalError(502, "bad_engine_response", "the engine switched protocols, which was not asked for")
-            self.interim.append(response)
+            self.interim = [*(self.interim or ()), response]
             start = end
         if is_suspect(response):
             self._suspect = Suspect(response)
@@ -161,7 +149,7 @@ class Suspect:
         self.response = response
         self._payload: list[bytes] = []
         chunked = response.length == CHUNKED
-        self._reader = ChunkedReader(self._payload) if chunked else LengthReader(response.length)
+        self._reader: BodyReader = ChunkedReader(self._payload) if chunked else LengthReader(response.length)
         self._body = b""
 
     def judge(self, data: bytes) -> tuple[bool, str]:

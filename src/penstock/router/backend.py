@@ -27,30 +27,34 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_
 """A machine that vanished without a word is noticed after 35 s, however long an answer may take."""
 
 
-class User(NamedTuple):
+class ConnectionUser:
     """What a connection calls while a request uses it."""
 
-    received: Callable[[bytes], object]
-    """With each piece of the answer."""
-    lost: Callable[[Exception | None], object]
-    """When the connection is gone; the error, if there was one."""
-    writable: Callable[[], object]
-    """When it takes more bytes again, or takes no more for now."""
+    def received(self, data: bytes) -> None:
+        """With each piece of the answer."""
+        raise NotImplementedError
+
+    def lost(self, error: Exception | None) -> None:
+        """When the connection is gone; with the error, if there was one."""
+        raise NotImplementedError
+
+    def adjust_reading(self) -> None:
+        """When it takes no more bytes for now, or takes them again."""
+        raise NotImplementedError
 
 
 class BackendConnection(asyncio.BufferedProtocol):
     """Protocol of one connection in a backend's pool; one request at a time uses it."""
 
-    transport: asyncio.Transport
-    user: User | None = None
-    reused = False
-    """Whether it has served a request before this one: only then may it be stale."""
-    idle_since = 0.0
-    write_paused = False
-    _read_paused = False
-
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
+        self.transport: asyncio.Transport
+        self.user: ConnectionUser | None = None
+        self.reused = False
+        """Whether it has served a request before this one: only then may it be stale."""
+        self.idle_since = 0.0
+        self.write_paused = False
+        self._read_paused = False
         self._read_buffer = backend.read_buffer
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -62,13 +66,13 @@ class BackendConnection(asyncio.BufferedProtocol):
         """More is buffered towards the engine than it takes."""
         self.write_paused = True
         if self.user is not None:
-            self.user.writable()
+            self.user.adjust_reading()
 
     def resume_writing(self) -> None:
         """The engine has caught up."""
         self.write_paused = False
         if self.user is not None:
-            self.user.writable()
+            self.user.adjust_reading()
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - the loop's signature
         """Where the next bytes go; its size bounds what is kept here of an answer whose client does not read."""

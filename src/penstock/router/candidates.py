@@ -19,20 +19,6 @@ MOST_TOKENS = 1 << 20
 class Candidate:
     """One engine as it was announced, and what has become of it since."""
 
-    __slots__ = (
-        "adapters",
-        "down",
-        "entry",
-        "gated",
-        "kv_capacity",
-        "kv_reported_at",
-        "kv_usage",
-        "name",
-        "place",
-        "view",
-        "weight_version",
-    )
-
     def __init__(self, entry: EngineEntry) -> None:
         self.name = entry.name
         self.down = False
@@ -40,7 +26,7 @@ class Candidate:
         self.kv_usage = -1.0
         self.kv_capacity = 0
         self.kv_reported_at = 0
-        """Tokens in flight there when it said its KV usage."""
+        """Tokens in flight there when it reported its KV usage."""
         self.place = -1
         """Its place among the engines that take new requests; -1: it is none of them."""
         self.view = EngineView(entry.name)

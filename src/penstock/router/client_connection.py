@@ -110,29 +110,28 @@ class Clients:
 class ClientConnection(asyncio.Protocol):
     """Protocol of one accepted connection."""
 
-    transport: asyncio.Transport
-    write_paused = False
-    deadline = _NEVER
-    """`time.monotonic()` at which `expire` is due; the router looks at it now and then."""
-    _ready = True
-    """The next byte is the first of a request."""
-    _head: bytes = b""
-    """A head that is not complete yet."""
-    _pipelined = b""
-    """What came after the request that is being served."""
-    _request: RequestHead | None = None
-    _body: BodyReader | None = None
-    _body_by = _NEVER
-    """`time.monotonic()` at which all of the body has to be here."""
-    _payload: list[bytes] | None = None
-    """Payload of a chunked body that has not been passed on."""
-    _call: Call | None = None
-    _lingering = False
-    _blocked = 0
-    _stranger = True
-    """It has sent no head with the key yet."""
-
     def __init__(self, clients: Clients) -> None:
+        self.transport: asyncio.Transport
+        self.write_paused = False
+        self.deadline = _NEVER
+        """`time.monotonic()` at which `expire` is due; the router looks at it now and then."""
+        self._ready = True
+        """The next byte is the first of a request."""
+        self._head: bytes = b""
+        """A head that is not complete yet."""
+        self._pipelined = b""
+        """What came after the request that is being served."""
+        self._request: RequestHead | None = None
+        self._body: BodyReader | None = None
+        self._body_by = _NEVER
+        """`time.monotonic()` at which all of the body has to be here."""
+        self._payload: list[bytes] | None = None
+        """Payload of a chunked body that has not been passed on."""
+        self._call: Call | None = None
+        self._lingering = False
+        self._blocked = 0
+        self._stranger = True
+        """It has sent no head with the key yet."""
         self._clients = clients
         self._on_deadline: Callable[[], None] = self._cut_off
 

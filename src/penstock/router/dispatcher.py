@@ -135,7 +135,7 @@ class Dispatcher:
             return Lane(Kind.ADAPTER, request.adapter)
         if gate.crowded and self._joins_queue(request):
             return Lane(Kind.ROOM, (request.min_weight_version, request.adapter))
-        name = self.placement.place(request, time.monotonic(), [backend.name for backend in tried])
+        name = self.placement.place(request, time.monotonic(), [b.name for b in tried] if tried else ())
         if name is None and tried:
             # What has come back under the name of an engine that died has not broken anything.
             still = [backend.name for backend in tried if not backend.removed]

@@ -13,12 +13,12 @@ import time
 import orjson
 
 from penstock.router.answer import Answer
-from penstock.router.backend import OWN_SHORTAGES, Backend, BackendConnection, User, Waiting
+from penstock.router.backend import OWN_SHORTAGES, Backend, BackendConnection, ConnectionUser, Waiting
 from penstock.router.client_connection import ClientConnection
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.gate import Lane, Waiter
 from penstock.router.head import CHUNKED, UNTIL_CLOSE, RequestHead, ResponseHead
-from penstock.router.http import FramingError, RefusalError, shown
+from penstock.router.http import WHOLE_CHUNK_LIMIT, WHOLE_CHUNK_OPENING, FramingError, RefusalError, shown
 
 REPLAY_LIMIT = 1 << 20
 """Bytes of request body kept for a retry. A request is placed once its body or so much of it has come: a client that
@@ -32,47 +32,44 @@ _TRACE_ID = re.compile(rb"[0-9A-Fa-f]{2}-([0-9A-Fa-f]{32})-")
 _access = logging.getLogger("penstock.router.access")
 
 
-class Exchange(Waiter):
+class Exchange(Waiter, ConnectionUser):
     """The life of one request."""
 
-    backend: Backend | None = None
-    """Where it is placed."""
-    gone = False
-    """Nothing more is to be done: answered, broken, refused, or the client went away."""
-    bytes_in = 0
-    bytes_out = 0
-    status = 0
-    outcome = ""
-    """Empty: answered by an engine; `cancelled`: its client went away; `broken: ...`: an engine did not complete its
-    answer; any other: the code of the error that the router answered."""
-    first_byte_at = 0.0
-    """When an engine's answer began, by `time.monotonic()`; 0: it did not."""
-    _answer: Answer
-    _body_done = False
-    """The whole request has come in, and been sent where a connection is attached."""
-    _connection: BackendConnection | None = None
-    _replay: bytes | bytearray | memoryview | None = b""
-    _buffered = 0
-    _incoming = 0
-    """Bytes that the gate counts while they are still coming in."""
-    _interim_bytes = 0
-    _submitted = False
-    """Enough of its body has come, and the gate got it."""
-    _stale = False
-    """It met a stale connection and had its second go at the same engine."""
-    _head_sent = False
-    """The client has the head of the engine's answer."""
-    _announced_close = False
-    _by_close = False
-    """For this client the answer's end is the end of its connection."""
-
     def __init__(self, client: ClientConnection, request: RequestHead, dispatcher: Dispatcher) -> None:
-        self._client = client
         self.request = request
-        self._dispatcher = dispatcher
-        self.started_at = time.monotonic()
+        self.backend: Backend | None = None
+        """Where it is placed."""
         self.tried: list[Backend] = []
         """Engines that took the request and closed the connection without an answer."""
+        self.gone = False
+        """Nothing more is to be done: answered, broken, refused, or the client went away."""
+        self.bytes_in = self.bytes_out = 0
+        self.hold_seconds = self.gate_seconds = 0.0
+        self.status = 0
+        self.outcome = ""
+        """Empty: answered by an engine; `cancelled`: its client went away; `broken: ...`: an engine did not complete
+        its answer; any other: the code of the error that the router answered."""
+        self.started_at = time.monotonic()
+        self.first_byte_at = 0.0
+        """When an engine's answer began, by `time.monotonic()`; 0: it did not."""
+        self._client = client
+        self._dispatcher = dispatcher
+        self._connection: BackendConnection | None = None
+        self._answer: Answer
+        self._body_done = False
+        """The whole request has come in, and been sent where a connection is attached."""
+        self._replay: bytes | bytearray | memoryview | None = b""
+        self._buffered = self._incoming = 0
+        """Bytes kept of it, and those that the gate counts while they are still coming in."""
+        self._interim_bytes = 0
+        self._submitted = False
+        """Enough of its body has come, and the gate got it."""
+        self._stale = False
+        """It met a stale connection and had its second go at the same engine."""
+        self._head_sent = False
+        """The client has the head of the engine's answer."""
+        self._announced_close = self._by_close = False
+        """The connection of the client ends with the answer; the second: its end is the answer's only end."""
 
     # --- from the client ---------------------------------------------------------------------------------------------
 
@@ -105,7 +102,7 @@ class Exchange(Waiter):
                 if connection is not None:
                     self._replay = None
                 elif not done:
-                    self._adjust_reading()
+                    self.adjust_reading()
         if not self._submitted:
             if done or self._buffered > REPLAY_LIMIT:
                 self._submit()
@@ -178,12 +175,12 @@ class Exchange(Waiter):
             return False
         self._connection = connection
         self._answer = Answer(self.request)
-        connection.user = User(self._received, self._lost, self._adjust_reading)
+        connection.user = self
         head = self.request.to_engine(connection.backend.fields)
         connection.transport.write(b"".join((head, self._replay or b"")))
         if self._buffered > REPLAY_LIMIT:
             self._replay = None
-            self._adjust_reading()
+            self.adjust_reading()
         return True
 
     def _not_connected(self, error: OSError | None) -> None:
@@ -199,7 +196,7 @@ class Exchange(Waiter):
         self._dispatcher.backend_refused(backend)
         self._dispatcher.retry(self, self.tried, "refused")
 
-    def _adjust_reading(self) -> None:
+    def adjust_reading(self) -> None:
         """Read from the client only what can be passed on."""
         connection = self._connection
         full = self._buffered > REPLAY_LIMIT if connection is None else connection.write_paused
@@ -207,9 +204,16 @@ class Exchange(Waiter):
 
     # --- the way back ------------------------------------------------------------------------------------------------
 
-    def _received(self, data: bytes) -> None:
+    def received(self, data: bytes) -> None:
+        """See `ConnectionUser`."""
         answer = self._answer
-        if answer.is_whole_chunk(data):
+        if (
+            # A token of a stream: nearly always one whole chunk, which need not be read.
+            answer.between_chunks
+            and len(data) < WHOLE_CHUNK_LIMIT
+            and data.startswith(WHOLE_CHUNK_OPENING[len(data)])
+            and data.endswith(b"\r\n")
+        ):
             self.bytes_out += len(data)
             self._client.transport.write(data)
             return
@@ -217,8 +221,9 @@ class Exchange(Waiter):
             self.first_byte_at = time.monotonic()
         try:
             piece = answer.feed(data)
-            if answer.interim:
-                self._pass_interim(answer)
+            if answer.interim is not None:
+                self._pass_interim(answer.interim)
+                answer.interim = None
         except FramingError as error:
             self._drop_connection()
             self._break(f"bad answer: {error}")
@@ -235,9 +240,9 @@ class Exchange(Waiter):
         elif answer.death:
             self._died(answer.death)
 
-    def _pass_interim(self, answer: Answer) -> None:
+    def _pass_interim(self, interim: list[ResponseHead]) -> None:
         """Pass on informational answers; RefusalError: 502, they are too many."""
-        for response in answer.interim:
+        for response in interim:
             head = response.to_client()
             self._interim_bytes += len(head)
             if self._interim_bytes > _INTERIM_LIMIT:
@@ -245,7 +250,6 @@ class Exchange(Waiter):
                 raise RefusalError(502, "bad_engine_response", what)
             if self.request.http_1_1 and response.status != _CONTINUE:
                 self._client.transport.write(head)
-        answer.interim.clear()
 
     def _respond(self, response: ResponseHead) -> bytes:
         """Nothing is retried from here on; returns the answer's head as the client gets it."""
@@ -273,7 +277,7 @@ class Exchange(Waiter):
         self._end("")
         self._client.exchange_over(close=self._announced_close)
 
-    def _lost(self, error: Exception | None) -> None:
+    def lost(self, error: Exception | None) -> None:
         """The engine's connection is gone."""
         connection, self._connection = self._connection, None
         if connection is None:
@@ -331,13 +335,13 @@ class Exchange(Waiter):
         self._incoming += size
 
     def _release(self) -> None:
-        if self._incoming:
-            self._dispatcher.gate.release(self._incoming)
-            self._incoming = 0
+        self._dispatcher.gate.release(self._incoming)
+        self._incoming = 0
 
     def _submit(self) -> None:
         self._submitted = True
-        self._release()
+        if self._incoming:
+            self._release()
         self._dispatcher.gate.submit(self)
 
     def _drop_connection(self) -> None:
@@ -354,13 +358,16 @@ class Exchange(Waiter):
         now = time.monotonic()
         self.gone = True
         self.outcome = outcome
-        self._drop_connection()
+        if self._connection is not None:
+            self._drop_connection()
+        dispatcher = self._dispatcher
         if self.backend is not None:
-            self._dispatcher.left(self.request, self.backend, now, ok=not outcome)
+            dispatcher.left(self.request, self.backend, now, ok=not outcome)
         self._replay = None
-        self._release()
+        if self._incoming:
+            self._release()
         self._record(now)
-        if self._dispatcher.access_log:
+        if dispatcher.access_log:
             _access.info(self._access_line(now))
 
     def _record(self, now: float) -> None:

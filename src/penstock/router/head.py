@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import httptools
 
-from penstock.router.http import RefusalError, shown
+from penstock.router.http import Hints, RefusalError, shown
 
 CHUNKED = -1
 """Body length of a chunked message."""
@@ -120,7 +120,7 @@ class _Head:
     """The line that tells the body's length, if there is one."""
 
 
-class RequestHead(_Head):
+class RequestHead(_Head, Hints):
     """A request's head, judged. See `parse_request`."""
 
     method: bytes
@@ -131,20 +131,6 @@ class RequestHead(_Head):
     authorization: bytes = b""
     x_api_key: bytes = b""
     hop_by_hop: bytes = b""
-    session_id: str | None = None
-    """`X-Session-ID`, the conversation that this is a turn of."""
-    group_id: str | None = None
-    """`X-Group-ID`, the group of samples that this is one of."""
-    min_weight_version: int = 0
-    """`X-Weight-Version`: an engine with older weights may not answer."""
-    prompt_tokens: int = 0
-    """`X-Prompt-Tokens`; 0: not said."""
-    expected_tokens: int = 0
-    """`X-Expected-Tokens`: most that the answer may add, all samples together; 0: not said."""
-    adapter: str | None = None
-    """`X-Adapter`: the adapter that has to be loaded."""
-    prefix_hashes: bytes | None = None
-    """`X-Prefix-Hashes` as it came."""
     origin: bytes | None = None
     """`Origin`: the web page that a browser sends this for."""
     traceparent: bytes = b""

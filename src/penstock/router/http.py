@@ -9,8 +9,8 @@ errors.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import NamedTuple, Protocol
 
 import orjson
 
@@ -72,55 +72,24 @@ def response(
     return head.encode("latin-1") + (b"" if head_only else content)
 
 
-class RequestHints(Protocol):
-    """What a request's headers say, as far as placing it goes. `router.head.RequestHead` is one."""
-
-    @property
-    def session_id(self) -> str | None:
-        """`X-Session-ID`."""
-        ...
-
-    @property
-    def group_id(self) -> str | None:
-        """`X-Group-ID`."""
-        ...
-
-    @property
-    def min_weight_version(self) -> int:
-        """`X-Weight-Version`."""
-        ...
-
-    @property
-    def prompt_tokens(self) -> int:
-        """`X-Prompt-Tokens`; 0: not said."""
-        ...
-
-    @property
-    def expected_tokens(self) -> int:
-        """`X-Expected-Tokens`; 0: not said."""
-        ...
-
-    @property
-    def adapter(self) -> str | None:
-        """`X-Adapter`."""
-        ...
-
-    @property
-    def prefix_hashes(self) -> bytes | None:
-        """`X-Prefix-Hashes` as it came."""
-        ...
-
-
-class Hints(NamedTuple):
-    """`RequestHints` as plain values."""
+@dataclass(eq=False)
+class Hints:
+    """What a request's headers say, as far as placing it goes."""
 
     session_id: str | None = None
+    """`X-Session-ID`, the conversation that this is a turn of."""
     group_id: str | None = None
+    """`X-Group-ID`, the group of samples that this is one of."""
     min_weight_version: int = 0
+    """`X-Weight-Version`: an engine with older weights may not answer."""
     prompt_tokens: int = 0
+    """`X-Prompt-Tokens`; 0: not said."""
     expected_tokens: int = 0
+    """`X-Expected-Tokens`: most that the answer may add, all samples together; 0: not said."""
     adapter: str | None = None
+    """`X-Adapter`: the adapter that has to be loaded."""
     prefix_hashes: bytes | None = None
+    """`X-Prefix-Hashes` as it came."""
 
 
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
@@ -163,87 +132,59 @@ class FramingError(Exception):
     """The bytes are not a body of this framing."""
 
 
-class BodyReader(Protocol):
+class BodyReader:
     """Follows one body."""
 
-    done: bool
-    size: int
+    done = False
+    size: int = 0
     """Bytes so far, chunk sizes, extensions and trailers included."""
-
-    @property
-    def between_chunks(self) -> bool:
-        """Whether the next byte is the first of a chunk."""
-        ...
+    between_chunks = False
+    """Whether the next byte is the first of a chunk."""
 
     def feed(self, data: bytes, start: int = 0) -> int:
         """Follow `data` from `start`, and return the index behind this body's last byte in it.
 
         That is `len(data)` unless the body ended (`done`).
         """
-        ...
-
-
-class LengthReader:
-    """A body of `length` bytes; 0 is a message without one."""
-
-    __slots__ = ("_left", "done", "size")
-    between_chunks = False
-
-    def __init__(self, length: int) -> None:
-        self._left = length
-        self.done = length == 0
-        self.size = 0
-
-    def feed(self, data: bytes, start: int = 0) -> int:
-        """See `BodyReader`."""
-        taken = len(data) - start
-        if taken >= self._left:
-            taken = self._left
-            self.done = True
-        self._left -= taken
-        self.size += taken
-        return start + taken
-
-
-class CloseReader:
-    """A response body that ends with the connection."""
-
-    __slots__ = ("done", "size")
-    between_chunks = False
-
-    def __init__(self) -> None:
-        self.done = False
-        self.size = 0
-
-    def feed(self, data: bytes, start: int = 0) -> int:
-        """See `BodyReader`."""
         self.size += len(data) - start
         return len(data)
 
 
-class ChunkedReader:
+class LengthReader(BodyReader):
+    """A body of `length` bytes; 0 is a message without one."""
+
+    def __init__(self, length: int) -> None:
+        self._left = length
+        self.done = length == 0
+
+    def feed(self, data: bytes, start: int = 0) -> int:
+        """See `BodyReader`."""
+        taken = min(len(data) - start, self._left)
+        self._left -= taken
+        self.size += taken
+        self.done = not self._left
+        return start + taken
+
+
+class CloseReader(BodyReader):
+    """A response body that ends with the connection."""
+
+
+class ChunkedReader(BodyReader):
     """A chunked body with its trailers.
 
     Args:
         payload: where given, the payload of the chunks is appended to it, for a peer that gets other chunks or none.
     """
 
-    __slots__ = ("_after_chunk", "_carry", "_in_trailers", "_left", "_payload", "_trailer_bytes", "done", "size")
+    _carry: bytes = b""
+    _left = 0
+    _after_chunk = False
+    _in_trailers = False
+    _trailer_bytes = 0
 
     def __init__(self, payload: list[bytes] | None = None) -> None:
-        self.done = False
-        self.size = 0
         self._payload = payload
-        self._carry: bytes = b""
-        self._left = 0
-        self._after_chunk = False
-        self._in_trailers = False
-        self._trailer_bytes = 0
-
-    @property
-    def between_chunks(self) -> bool:
-        """See `BodyReader`."""
-        return not (self._left or self._after_chunk or self._carry or self._in_trailers)
 
     def feed(self, data: bytes, start: int = 0) -> int:
         """See `BodyReader`.
@@ -279,6 +220,7 @@ class ChunkedReader:
             self._carry = data[at:]
             at = end
         self.size += at - carried - first
+        self.between_chunks = not (self._left or self._after_chunk or self._carry or self._in_trailers)
         return at - carried
 
     def _chunk(self, data: bytes, at: int, end: int) -> int:

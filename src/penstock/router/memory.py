@@ -1,26 +1,24 @@
-"""Where each session lives, and how much of its context is there."""
+"""Remember what placement needs: sessions, loads, groups of samples, prefixes, and how sessions behave."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from penstock.router.policies import PrefixHolder
 
 
-class SessionRecord:
+@dataclass(slots=True)
+class Session:
     """What is known of one session."""
 
-    __slots__ = ("engine", "tokens", "used")
-
-    def __init__(self, engine: str | None, tokens: int, used: float) -> None:
-        self.engine = engine
-        """Where it lives; None: that engine has left, and its context with it."""
-        self.tokens = tokens
-        """Of its context, as its last request said."""
-        self.used = used
-        """When a turn of it last began or ended, in seconds by the caller's clock."""
+    engine: str | None
+    """Where it lives; None: that engine has left, and its context with it."""
+    tokens: int
+    """Of its context, as its last request said."""
+    used: float
+    """When a turn of it last began or ended, in seconds by the caller's clock."""
 
 
 class SessionTable:
@@ -34,8 +32,8 @@ class SessionTable:
 
     def __init__(self, capacity: int = 262_144) -> None:
         self._capacity = capacity
-        self._counted: OrderedDict[str, SessionRecord] = OrderedDict()
-        self._idle: OrderedDict[str, SessionRecord] = OrderedDict()
+        self._counted: OrderedDict[str, Session] = OrderedDict()
+        self._idle: OrderedDict[str, Session] = OrderedDict()
         """Those that count no more. In both the least recently used comes first."""
         self._counts: dict[str, list[int]] = {}
         """Sessions and counted tokens of each engine."""
@@ -43,7 +41,7 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._counted) + len(self._idle)
 
-    def get(self, session_id: str) -> SessionRecord | None:
+    def get(self, session_id: str) -> Session | None:
         """What is known of it; None: nothing. Not to be changed by the caller."""
         return self._counted.get(session_id) or self._idle.get(session_id)
 
@@ -62,7 +60,7 @@ class SessionTable:
         counts = self._counts.setdefault(engine, [0, 0])
         counts[0] += 1
         counts[1] += tokens
-        self._counted[session_id] = SessionRecord(engine, tokens, now)
+        self._counted[session_id] = Session(engine, tokens, now)
 
     def touch(self, session_id: str, now: float) -> None:
         """It is in use."""
@@ -123,30 +121,26 @@ class SessionTable:
         counts = self._counts.get(engine)
         return (0, 0) if counts is None else (counts[0], counts[1])
 
-    def _discount(self, record: SessionRecord) -> None:
+    def _discount(self, record: Session) -> None:
         if record.engine is not None:
             self._counts[record.engine][1] -= record.tokens
 
 
-class Load(NamedTuple):
-    """What is in flight on one engine."""
-
-    requests: int = 0
-    """Sent and not answered in full."""
-    tokens: int = 0
-    """Prompts of those requests and what they may add."""
-    resident: int = 0
-    """Of `tokens`, what no session's context has yet: all of a request without a session, else what it may add."""
+_NOTHING = (0, 0, 0)
 
 
 class LoadTable:
-    """The load of each engine, added up as requests come and go."""
+    """The load of each engine, added up as requests come and go.
+
+    A load is three numbers: requests in flight, their prompt and expected tokens, and of those tokens the ones that no
+    session's context has yet (all of a request without a session, else what it may add).
+    """
 
     def __init__(self) -> None:
         self._loads: dict[str, tuple[int, int, int]] = {}
 
     def add(self, engine: str, requests: int, tokens: int, resident: int) -> None:
-        """Change the figures of one engine by so much; what was added is taken back in the end."""
+        """Change the load of one engine by so much; what was added is taken back in the end."""
         r, t, c = self._loads.get(engine, _NOTHING)
         if r + requests:
             self._loads[engine] = (r + requests, t + tokens, c + resident)
@@ -154,11 +148,8 @@ class LoadTable:
             self._loads.pop(engine, None)
 
     def of(self, engine: str) -> tuple[int, int, int]:
-        """The `Load` of one engine; zeros for one never heard of."""
+        """The load of one engine; zeros for one never heard of."""
         return self._loads.get(engine, _NOTHING)
-
-
-_NOTHING = Load()
 
 
 class Groups:
@@ -258,19 +249,15 @@ _LEAST_IDLE_S = 3.0
 class SessionStats:
     """How long sessions pause between two turns, and how much of what a turn may add it does add.
 
-    Clients say the most that an answer may add, which is often ten times what it adds; and nobody says when a
-    conversation is over. Both are needed to know how much of a KV cache is taken.
+    Clients say the most that an answer may add, often ten times what it adds, and do not say when a conversation is
+    over. Both are needed to know how much of a KV cache is taken.
     """
-
-    __slots__ = ("_added", "_expected", "_paused_s", "_returns", "ended")
 
     def __init__(self) -> None:
         self.ended = 0
         """Turns that have ended."""
-        self._returns = 0
+        self._returns = self._added = self._expected = 0
         self._paused_s = 0.0
-        self._added = 0
-        self._expected = 0
 
     def came_back(self, paused_s: float, added: int, expected: int) -> None:
         """A session begins another turn.

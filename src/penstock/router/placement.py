@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Self
 
 from penstock.config import RouterConfig
 from penstock.errors import StateError
 from penstock.router.candidates import Candidate, Candidates, new_tuple
-from penstock.router.http import RequestHints
+from penstock.router.http import Hints
 from penstock.router.membership import EngineEntry
-from penstock.router.memory import Groups, LoadTable, Prefixes, SessionRecord, SessionStats, SessionTable
+from penstock.router.memory import Groups, LoadTable, Prefixes, Session, SessionStats, SessionTable
 from penstock.router.policies import Defer, EngineView, PolicyOptions, ReadsPrefixes, RequestView, make_policy
 from penstock.wire import parse_prefix_hashes
 
@@ -41,28 +41,26 @@ class PlacementOptions(PolicyOptions):
         return cls(**named, policies=tuple(config.policy.split(",")), processes=config.workers, seed=process)
 
 
+@dataclass
 class Statistics:
     """Placements so far, counted."""
 
-    __slots__ = ("failed", "moved", "opened", "rehomed", "rules", "single", "stayed", "waited")
-
-    def __init__(self) -> None:
-        self.stayed = 0
-        """Later turns on the engine of their session."""
-        self.moved = 0
-        """Later turns that the policy put elsewhere, though the session's engine could have served them."""
-        self.rehomed = 0
-        """Later turns, and second tries, of sessions whose engine could not serve them."""
-        self.opened = 0
-        """First turns."""
-        self.single = 0
-        """Requests without a session."""
-        self.waited = 0
-        """Times that a request was told to wait for room, `Defer.WAIT`."""
-        self.failed = 0
-        """Placements that ended without a complete answer."""
-        self.rules: Counter[str] = Counter()
-        """Placements by the policy of the list that chose; `draining`: the session's engine takes nothing else."""
+    stayed: int = 0
+    """Later turns on the engine of their session."""
+    moved: int = 0
+    """Later turns that the policy put elsewhere, though the session's engine could have served them."""
+    rehomed: int = 0
+    """Later turns, and second tries, of sessions whose engine could not serve them."""
+    opened: int = 0
+    """First turns."""
+    single: int = 0
+    """Requests without a session."""
+    waited: int = 0
+    """Times that a request had to wait for room, `Defer.WAIT`."""
+    failed: int = 0
+    """Placements that ended without a complete answer."""
+    rules: Counter[str] = field(default_factory=Counter[str])
+    """Placements by the policy of the list that chose; `draining`: the session's engine takes nothing else."""
 
     @property
     def placed(self) -> int:
@@ -153,7 +151,7 @@ class Placement:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def place(self, request: RequestHints, now: float, tried: Collection[str] = ()) -> str | Defer | None:
+    def place(self, request: Hints, now: float, tried: Collection[str] = ()) -> str | Defer | None:
         """Choose an engine; its load and residency are accounted at once, until `done`.
 
         Args:
@@ -192,7 +190,7 @@ class Placement:
             self._groups.note(group_id, answer.name)
         return self._record(request, now, tried, record, home, answer.name, rule)
 
-    def choose(self, request: RequestHints, now: float) -> str | None:
+    def choose(self, request: Hints, now: float) -> str | None:
         """Place a request without a session that is sent past the router; None: it would have to wait.
 
         The choice counts as any other, so the next one follows from it. The load does not: its end would not be known.
@@ -203,11 +201,11 @@ class Placement:
         self.done(request, name, now, ok=True)
         return name
 
-    def could_serve(self, request: RequestHints) -> bool:
+    def could_serve(self, request: Hints) -> bool:
         """Whether an engine may serve the request if those it was tried on are asked again; where `place` says None."""
         return self._candidates.snapshot(request.min_weight_version, request.adapter, (), 0) is not None
 
-    def done(self, request: RequestHints, name: str, now: float, *, ok: bool) -> None:
+    def done(self, request: Hints, name: str, now: float, *, ok: bool) -> None:
         """The request is no longer on the engine that `place` answered, once for each such answer.
 
         Args:
@@ -267,10 +265,10 @@ class Placement:
 
     def _view(
         self,
-        request: RequestHints,
+        request: Hints,
         boundaries: Sequence[tuple[int, bytes]],
         group_id: str | None,
-        record: SessionRecord | None,
+        record: Session | None,
         home: Candidate | None,
     ) -> RequestView:
         """The request as policies see it."""
@@ -296,7 +294,7 @@ class Placement:
             raise StateError(f"there is no engine {name!r}; known: {known}")
         return engine
 
-    def _home(self, name: str | None, request: RequestHints, tried: Collection[str]) -> Candidate | None:
+    def _home(self, name: str | None, request: Hints, tried: Collection[str]) -> Candidate | None:
         """A session's engine, if it may serve this request now or when its gate opens."""
         home = None if name is None else self._engines.get(name)
         if home is None or home.weight_version < request.min_weight_version or name in tried:
@@ -315,10 +313,10 @@ class Placement:
 
     def _record(
         self,
-        request: RequestHints,
+        request: Hints,
         now: float,
         tried: Collection[str],
-        record: SessionRecord | None,
+        record: Session | None,
         home: Candidate | None,
         name: str,
         rule: str,

@@ -336,12 +336,15 @@ class BoundedSticky(Policy):
     reads_prefixes = ReadsPrefixes.OPENING
 
     def __init__(self, options: PolicyOptions) -> None:
-        super().__init__(options)
+        self._prefix_length = options.prefix_length
+        self._processes = options.processes
+        self._kv_admission = options.kv_admission
+        self._balance_factor = options.balance_factor
         self._slack = options.slack_tokens / options.processes
 
     def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:
         """See `Policy`."""
-        bound = self._options.balance_factor * snapshot.resident_tokens / len(snapshot.engines) + self._slack
+        bound = self._balance_factor * snapshot.resident_tokens / len(snapshot.engines) + self._slack
         home = request.home
         if home is not None:
             return home if home.resident_tokens <= bound else self._stay_or_move(home, snapshot, request)
@@ -350,7 +353,7 @@ class BoundedSticky(Policy):
             able = [engine for engine in able if self._has_room(engine, request)]
             if not able:
                 return Defer.WAIT
-        if self._options.processes > 1 and request.session_id is not None:
+        if self._processes > 1 and request.session_id is not None:
             within = [engine for engine in able if engine.resident_tokens <= bound]
             return rendezvous(request.session_id.encode(), within or able)
         if request.group or request.prefix_holders:
@@ -364,7 +367,7 @@ class BoundedSticky(Policy):
         if not engine.kv_capacity or not engine.resident_tokens:
             return True
         context = engine.resident_tokens + request.prompt_tokens + request.expected_tokens
-        return context <= self._options.kv_admission * engine.kv_capacity / self._options.processes
+        return context <= self._kv_admission * engine.kv_capacity / self._processes
 
     def _preferred(self, engines: Sequence[EngineView], request: RequestView) -> Sequence[EngineView]:
         """Of the group's samples the fewest, and of these engines those that hold the prompt's beginning."""
@@ -373,7 +376,7 @@ class BoundedSticky(Policy):
             near = min(map(RESIDENT_TOKENS, engines)) + self._slack
             engines = [engine for engine in engines if engine.resident_tokens <= near]
             engines = lowest(engines, lambda engine: placed.get(engine.name, 0))
-        least = max(self._options.prefix_length, request.prompt_tokens / _SHARED_SHARE)
+        least = max(self._prefix_length, request.prompt_tokens / _SHARED_SHARE)
         holders = {holder.engine for holder in request.prefix_holders if holder.tokens >= least}
         return [engine for engine in engines if engine.name in holders] or engines
 
@@ -387,7 +390,7 @@ class BoundedSticky(Policy):
         #6533).
         """
         context = max(request.home_tokens, request.prompt_tokens)
-        if home.kv_capacity and home.resident_tokens > home.kv_capacity / self._options.processes:
+        if home.kv_capacity and home.resident_tokens > home.kv_capacity / self._processes:
             able = [engine for engine in snapshot.engines if engine is not home and self._has_room(engine, request)]
             cost = 0.0
         elif home.resident_tokens * len(snapshot.engines) > _FAR_OVER * snapshot.resident_tokens:
@@ -440,10 +443,6 @@ class Hierarchy:
             if answer is not _PASS:
                 return name, answer
         return "", _PASS
-
-    def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:
-        """See `Policy`."""
-        return self.ask(snapshot, request)[1]
 
 
 def make_policy(names: Sequence[str], options: PolicyOptions | None = None) -> Hierarchy:
