@@ -243,7 +243,7 @@ def test_an_engine_that_returns_while_it_is_taken_out_is_taken_out(*, paused: bo
             over.set()
             await asyncio.gather(before, removing)
             assert member.state is State.STOPPED
-            assert list(network.router.dispatcher.engines) == ["e1"]
+            assert list(network.router.dispatcher.backends) == ["e1"]
             assert [node.name for node in network.nodes.values() if node.engine.death is None] == ["e1"]
             if paused:
                 await fleet.resume_generation()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from penstock.config import RouterConfig
 from penstock.errors import EngineStartError, StateError, UserError
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import RouterProcess
+from penstock.process import backoff_s
 from penstock.router.admin_client import RouterAdmin, RouterState
 from penstock.router.workers import Workers, listen, share_port
 
@@ -376,3 +378,15 @@ async def test_every_process_asks_for_the_key_and_only_loopback_needs_none() -> 
     with pytest.raises(UserError, match="there is no API key"):
         await workers.start()
     await workers.close()
+
+
+def test_a_router_of_one_process_imports_nothing_of_several() -> None:
+    code = "import sys, penstock.router.__main__; print([m for m in sys.modules if m in sys.argv[1:]])"
+    names = ["penstock.router.workers", "penstock.router.admin_client", "aiohttp"]
+    answer = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, check=True, timeout=60)
+    assert answer.stdout == b"[]\n"
+
+
+def test_waits_before_restarts_double_up_to_a_bound() -> None:
+    assert [backoff_s(failures) for failures in (0, 1, 2, 1000)] == [0.05, 0.1, 0.2, 120.0]
+    assert backoff_s(5, 0.1, 2.0) == 2.0
