@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -19,7 +20,7 @@ import torch
 
 from penstock.errors import StateError, TransferError, WeightsError
 from penstock.weights import collective
-from penstock.weights.broadcast import BroadcastStore
+from penstock.weights.broadcast import BroadcastStore, rank_offsets, world_size
 from penstock.weights.checksum import device_sums
 from penstock.weights.group import GroupSpec
 from penstock.weights.manifest import ALIGNMENT, TensorEntry, WeightManifest
@@ -442,3 +443,26 @@ def test_a_process_that_ends_lets_the_abort_of_its_group_come_back_first() -> No
     """What comes back from torch while Python ends takes the process along, with SIGABRT."""
     ended = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (0, "aborted\n"), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("layouts", "offsets", "size"),
+    [
+        ([], [], 1),
+        ([(2, 1, 1), (2, 1, 1), (2, 1, 1)], [1, 3, 5], 7),
+        # Its index times its own size, as in loops of the field, would give 1, 3, 3 and 9: two engines on one rank.
+        ([(4, 1, 1), (2, 1, 1), (1, 1, 1), (2, 2, 2)], [1, 5, 7, 8], 16),
+        ([(1, 2, 1), (4, 1, 2), (1, 1, 1), (2, 2, 1)], [1, 3, 11, 12], 16),
+    ],
+)
+def test_every_rank_belongs_to_exactly_one_worker(layouts: Any, offsets: list[int], size: int) -> None:
+    assert (rank_offsets(layouts), world_size(layouts)) == (offsets, size)
+    taken = [0]
+    for offset, layout in zip(offsets, layouts, strict=True):
+        taken += range(offset, offset + math.prod(layout))
+    assert taken == list(range(size))
+
+
+def test_an_engine_without_workers_is_refused() -> None:
+    with pytest.raises(WeightsError, match=r"engine 1 of 2 has \(2, 0, 1\)"):
+        rank_offsets([(1, 1, 1), (2, 0, 1)])

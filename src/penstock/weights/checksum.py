@@ -34,7 +34,7 @@ _WARMING = threading.Lock()
 
 
 class DeviceSums:
-    """Checksums of many tensors of one device. `add` queues work on the device, and waits for nothing.
+    """Sums many tensors of one device. `add` queues work on the device, and waits for nothing.
 
     A tensor's bytes, with zeros after them up to a multiple of 8 KiB, are a matrix of 8-byte integers of 1024 columns.
     Its checksum is the sum of all of them modulo 2**64, each times the weight of its place, `2048 f(row) + 2 f(column)
@@ -103,15 +103,22 @@ def _kernel(device: torch.device) -> Kernel | None:
     if device.type != "cuda":
         return None
     try:
-        from penstock.weights.sum_kernel import launch  # noqa: PLC0415 - Triton is there where torch has GPUs
-
+        from penstock.weights.sum_kernel import CompileError, launch  # noqa: PLC0415 - Triton comes with torch for GPUs
+    except ImportError as error:
+        _say_slow(error)
+        return None
+    try:
         launch([torch.zeros(1, dtype=torch.int64, device=device)], [(0, 0)], (_ODD, _EVEN, WIDTH))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - without a compiler, Triton raises whatever the attempt came to
-        logger.warning("checksums are computed by torch, slower, since Triton cannot: %s", error)
+    except CompileError as error:
+        _say_slow(error)
         return None
     return launch
+
+
+def _say_slow(error: Exception) -> None:
+    logger.warning("checksums are computed by torch, slower, since Triton cannot: %s", error)
 
 
 def _bounded(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

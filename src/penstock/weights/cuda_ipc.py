@@ -1,22 +1,15 @@
-"""Device memory that another process maps: the CUDA driver's own calls.
-
-torch has the same in `UntypedStorage._share_cuda_`, made for exactly one receiver of each handle: every receiver counts
-down a counter that starts at one, so memory shown to two engines, or to none, is never freed by its owner. Bare handles
-have no counter; who lends says when it ends (`lease.py`).
-
-Every call needs the device's context on the calling thread: `with torch.cuda.device(d): torch.cuda.synchronize()`.
-Calls as in the CUDA Driver API, "Memory Management".
-
-The lender holds both ends of a pipe; who borrows opens the pipe through `/proc/PID/fd/N` and reads. Nothing is ever
-written: the read ends when the lender closes the pipe, or when its process ends, by any signal. What the lender forks,
-such as the workers of a data loader, would hold the pipe open after it: a forked child closes its copies at once.
+"""Tensors in a trainer's device memory that engines on the same GPU map: the store, its lease, the driver's calls.
 
 A manifest has, for each GPU (by its UUID), the IPC handles of the allocations in which the tensors lie and where in
 them each one begins: numbers and base64, nothing pickled. A trainer that updates its parameters in place shows the same
 allocations every time, so engines map them once.
 
-The tensors are the trainer's: after an update it trains on, in place, and the version that the engines have is then
-nowhere. So there is no `current` version; an engine that joins waits for the next update, and takes part in it.
+torch's `UntypedStorage._share_cuda_` makes each handle for exactly one receiver: memory shown to two engines, or to
+none, is never freed by its owner. Bare handles have no counter; a lease says when the memory ends. The lender holds
+both ends of a pipe; an engine opens the pipe through `/proc/PID/fd/N` and reads. The read ends when the lender closes
+the pipe, or when its process ends, by any signal. A forked child, which would hold the pipe open, closes its copies.
+
+Every driver call needs the device's context on the calling thread, which `torch.cuda.synchronize()` gives it.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnnecessaryComparison=false
@@ -37,12 +30,13 @@ from typing import Any
 import torch
 
 from penstock.errors import StateError, WeightsError
-from penstock.weights.checksum import DeviceSums
-from penstock.weights.manifest import TensorEntry, WeightManifest
-from penstock.weights.pack import checked, dtype_name, layout
+from penstock.weights.manifest import WeightManifest
+from penstock.weights.pack import checked
+from penstock.weights.transfer import describe
 
 HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
+TRANSPORT = "cuda_ipc"
 
 
 class _Handle(ctypes.Structure):
@@ -50,25 +44,23 @@ class _Handle(ctypes.Structure):
 
 
 def block_of(pointer: int) -> tuple[int, int]:
-    """Start and bytes of the allocation in which a device pointer lies."""
+    """Find the allocation in which a device pointer lies: where it starts, and its bytes."""
     start, size = ctypes.c_uint64(), ctypes.c_size_t()
-    status = _driver().cuMemGetAddressRange_v2(ctypes.byref(start), ctypes.byref(size), ctypes.c_uint64(pointer))
-    if status:
-        raise _not_shareable(status)
+    _check_shareable(
+        _driver().cuMemGetAddressRange_v2(ctypes.byref(start), ctypes.byref(size), ctypes.c_uint64(pointer))
+    )
     return start.value, size.value
 
 
 def handle_of(start: int) -> bytes:
-    """The handle by which another process maps an allocation, 64 bytes."""
+    """Make the handle by which another process maps an allocation, 64 bytes."""
     handle = _Handle()
-    status = _driver().cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(start))
-    if status:
-        raise _not_shareable(status)
+    _check_shareable(_driver().cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(start)))
     return bytes(handle)
 
 
 def open_handle(handle: bytes) -> int:
-    """Map another process's allocation on the current device: where it starts here."""
+    """Map another process's allocation on the current device; returns where it starts here."""
     if len(handle) != HANDLE_BYTES:
         raise WeightsError(f"a CUDA IPC handle has {HANDLE_BYTES} bytes, this one {len(handle)}")
     start = ctypes.c_uint64()
@@ -90,12 +82,13 @@ def close_handle(start: int) -> None:
         raise WeightsError(f"cannot unmap device memory at {start:#x}: {_why(status)}")
 
 
-def _not_shareable(status: int) -> WeightsError:
-    return WeightsError(
-        f"the trainer's device memory cannot be shared ({_why(status)}): memory of expandable segments and of "
-        "cudaMallocAsync has no IPC handles; start the trainer without them in PYTORCH_CUDA_ALLOC_CONF, or use another "
-        "transport"
-    )
+def _check_shareable(status: int) -> None:
+    if status:
+        raise WeightsError(
+            f"the trainer's device memory cannot be shared ({_why(status)}): memory of expandable segments and of "
+            "cudaMallocAsync has no IPC handles; start the trainer without them in PYTORCH_CUDA_ALLOC_CONF, or use "
+            "another transport"
+        )
 
 
 def _why(status: int) -> str:
@@ -178,9 +171,6 @@ def borrow(path: str, ended: Callable[[], None]) -> None:
     threading.Thread(target=wait, name="penstock-lease", daemon=True).start()
 
 
-TRANSPORT = "cuda_ipc"
-
-
 class CudaIpcStore:
     """Shows tensors to the engines of their GPU. The tensors must not change from `publish` to the update's end."""
 
@@ -193,7 +183,7 @@ class CudaIpcStore:
             copy: copy every tensor, as it comes: for tensors that are gathered one by one and then freed.
         """
         self.current: WeightManifest | None = None
-        """Always None, see above."""
+        """Always None: after an update the tensors are the trainer's, and change."""
         self._given = tuple(_indexed(torch.device(device)) for device in devices)
         self._copy = copy
         self._copies: dict[tuple[torch.device, str], torch.Tensor] = {}
@@ -222,8 +212,7 @@ class CudaIpcStore:
             raise WeightsError("the transport cuda_ipc needs a GPU, and torch sees none here; use shared_memory")
         with torch.no_grad():
             names, shown = self._show(named_tensors)
-            first = next(iter(shown.values()))
-            entries = _entries(names, first)
+            entries, _ = describe(list(zip(names, next(iter(shown.values()), ()), strict=True)))
         parts = {device: _part(device, tensors) for device, tensors in shown.items()}
         blocks = [part["blocks"] for part in parts.values()]
         if self._lease is None or blocks != self._blocks:
@@ -272,7 +261,6 @@ class CudaIpcStore:
             for device, tensors in shown.items():
                 as_it_is = source.device == device and source.is_contiguous() and not self._copy
                 tensors.append(source if as_it_is else self._copied(device, name, source))
-        layout(list(zip(names, next(iter(shown.values()), ()), strict=True)))  # refuses names, dtypes, no tensors
         return names, shown
 
     def _copied(self, device: torch.device, name: str, source: torch.Tensor) -> torch.Tensor:
@@ -307,17 +295,6 @@ def merge(manifests: Sequence[WeightManifest]) -> WeightManifest:
         if other.transport != TRANSPORT or (other.version, other.tensors) != (first.version, first.tensors):
             raise WeightsError("these manifests do not hold the same tensors of one version, shown by cuda_ipc")
     return replace(first, location={gpu: part for m in manifests for gpu, part in m.location.items()})
-
-
-def _entries(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> tuple[TensorEntry, ...]:
-    sums = DeviceSums(finite=True)
-    sums.add(*tensors)
-    entries: list[TensorEntry] = []
-    for name, tensor, (number, finite) in zip(names, tensors, sums.found(), strict=True):
-        if not finite:
-            raise WeightsError(f"tensor {name!r} holds NaN or infinity; the update was not sent")
-        entries.append(TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, number))
-    return tuple(entries)
 
 
 def _part(device: torch.device, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:

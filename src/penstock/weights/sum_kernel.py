@@ -7,12 +7,17 @@ them takes longer than a small model's bytes take over NVLink.
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
 import triton
 import triton.language as tl
+from triton.errors import TritonError
+
+CompileError = (TritonError, ImportError, OSError, RuntimeError, AttributeError, subprocess.SubprocessError)
+"""What Triton raises of a kernel that it cannot compile or load, such as where there is no C compiler or Python.h."""
 
 PROGRAMS = 128
 """Of each tensor, at most: each sums every 128th row. With one embedding among many small tensors the whole GPU works

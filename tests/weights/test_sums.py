@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -141,3 +146,32 @@ def test_nothing_has_the_sum_zero() -> None:
 def test_many_tensors_at_once_have_the_sums_that_each_has_alone() -> None:
     tensors = [torch.randn(shape) for shape in [(3,), (2048, 7), (0,), (8192,), (1, 1), (100, 100)]]
     assert device_sums(tensors) == [device_sums([tensor])[0] for tensor in tensors]
+
+
+PROGRAM = """
+from penstock.weights import checksum, sum_kernel
+from sum_samples import samples
+
+def found(tensors):
+    sums = checksum.DeviceSums(finite=True)
+    sums.add(*tensors)
+    return sums.found()
+
+by_torch = found(samples())
+assert 0 < sum(finite for _, finite in by_torch) < len(by_torch)
+checksum._kernel = lambda device: sum_kernel.launch
+sum_kernel.PROGRAMS = 3  # each is interpreted
+by_kernel = found(samples())
+assert by_kernel == by_torch, [pair for pair in zip(samples(), by_kernel, by_torch) if pair[1] != pair[2]]
+print(len(by_kernel), "alike")
+"""
+
+
+def test_one_kernel_finds_what_torchs_operations_find() -> None:
+    """By Triton's interpreter, which needs no GPU; `tests/gpu/test_gpu_sums.py` holds it compiled."""
+    pytest.importorskip("triton")
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    argv = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout.endswith("alike\n"), done.stderr[-3000:]

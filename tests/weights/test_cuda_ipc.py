@@ -1,4 +1,4 @@
-"""Who borrows learns that the lease is over, however it ends; and what cuda_ipc refuses without a GPU."""
+"""CUDA IPC without a GPU: leases end however their lender ends, copies have to fit, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -136,3 +137,21 @@ def test_a_store_of_shown_memory_has_no_current_version():
     with pytest.raises(WeightsError, match="'disk'"):
         store.adopt(replace(MANIFEST, transport="disk"))
     store.close()
+
+
+def test_no_room_for_a_copy_is_told_with_what_to_do_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CudaIpcStore()
+    empty = torch.empty
+
+    def full_after_a_kilobyte(shape: Any, **how: Any) -> torch.Tensor:
+        if torch.Size(shape).numel() > 256:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return empty(shape, **how | {"device": "cpu"})
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch, "empty", full_after_a_kilobyte)
+    small, large = torch.zeros(256), torch.zeros(257)
+    with pytest.raises(WeightsError, match=r"cuda:0 has no room .* 'large' \(1028 bytes, of cpu\) beside 1024 bytes"):
+        store.publish(1, [("small", small), ("large", large)])
+    assert store._copies == {}  # memory, which no answer shows
