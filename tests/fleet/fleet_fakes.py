@@ -227,8 +227,8 @@ class FakeStore:
     def commit(self, manifest: WeightManifest) -> None:
         self.current = manifest
 
-    def restore(self) -> WeightManifest | None:
-        return None
+    def weights_for(self, member: Member, version: int) -> WeightManifest | None:
+        return self.current
 
     def close(self) -> None:
         pass

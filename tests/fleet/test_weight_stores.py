@@ -137,7 +137,10 @@ def test_engines_of_other_hosts_cannot_have_a_copy_in_memory() -> None:
     settings = FleetConfig(weight_transport="broadcast", weight_address="10.0.0.1")
     stores = Stores(settings, lambda: [member(THERE)], 10.0)
     stores.commit(stores.publish(5, as_named_tensors(lambda: WEIGHTS)))
-    assert stores.current is stores.restore() is None
+    assert stores.current is stores.weights_for(member(THERE), 5) is None
+    assert stores.weights_for(member(HERE), 5) is not None
+    assert stores.current is not None
+    assert stores.weights_for(member(THERE), 5) is None, "it waits for the next update, and is not refused"
     stores.close()
 
 
@@ -158,14 +161,17 @@ def test_who_gave_a_version_is_asked_for_it_again_and_gives_the_same_or_nothing(
     module = torch.nn.Linear(2, 2)
     stores.commit(stores.publish(3, as_named_tensors(module)))
     assert stores.current is None
-    found = stores.restore()
+    assert stores.weights_for(member(HERE), 2) is None
+    found = stores.weights_for(member(HERE), 3)
     assert found is not None
     assert found == stores.current
     assert (found.version, found.transport) == (3, "shared_memory")
     stores.commit(stores.publish(4, as_named_tensors(module.named_parameters)))
     module.weight.data += 1
     with pytest.raises(WeightsError, match="'weight' the first, are not those of weight version 4"):
-        stores.restore()
+        stores.weights_for(member(HERE), 4)
     stores.commit(stores.publish(5, list(module.named_parameters())))
-    assert stores.restore() is None, "a list may have been changed in place since, and cannot be asked"
+    assert stores.weights_for(member(HERE), 5) is None, (
+        "a list may have been changed in place since, and cannot be asked"
+    )
     stores.close()

@@ -15,7 +15,7 @@ import torch
 
 from penstock.errors import StateError, WeightsError
 from penstock.plugin.ipc import IpcSource
-from penstock.weights.cuda_ipc import CudaIpcStore, Lease, borrow, merge
+from penstock.weights.cuda_ipc import CudaIpcStore, Lease, borrow
 from penstock.weights.manifest import TensorEntry, WeightManifest
 
 CHILD = "from penstock.weights.cuda_ipc import Lease; print(Lease().path, flush=True); input()"
@@ -103,16 +103,6 @@ def test_what_is_no_lease_is_not_read(tmp_path):
     file.write_text("x")
     with pytest.raises(WeightsError, match="not the lease"):
         borrow(str(file), lambda: None)
-
-
-def test_ranks_that_show_the_same_tensors_are_merged():
-    other = replace(MANIFEST, location={"gpu-b": "{}"})
-    assert merge([MANIFEST, other]).location == {"gpu-a": "{}", "gpu-b": "{}"}
-    for wrong in (replace(other, version=4), replace(other, transport="disk"), replace(other, tensors=())):
-        with pytest.raises(WeightsError, match="same tensors"):
-            merge([MANIFEST, wrong])
-    with pytest.raises(WeightsError, match="no manifests"):
-        merge([])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the rest")

@@ -18,7 +18,7 @@ from penstock.fleet.member import SERVABLE, EngineControl, Member, State, why
 from penstock.fleet.native import NativeCalls
 from penstock.fleet.roster import Roster
 from penstock.fleet.stores import Stores
-from penstock.fleet.sync import MEMORY_TAGS, bring_in, source
+from penstock.fleet.sync import MEMORY_TAGS, bring_in
 from penstock.fleet.turns import Turns
 from penstock.fleet.update import Updater
 from penstock.types import KV, PauseMode, UpdateReport
@@ -381,15 +381,15 @@ class Operations:
         """
         await self._adapters.give(member, self._control_s)
         roster, paused, asleep = self._roster, self.paused, self._asleep
-        current = self._store.current
-        if member.weight_version != roster.version and source(roster, current) is None:
-            current = await self._provided()
+        stale = member.weight_version != roster.version or member.torn is not None
+        current = await self._weights_for(member) if stale else None
         serves = await bring_in(member, roster, current, paused=paused, asleep=asleep, deadline_s=self._control_s)
         return None if serves else roster.version
 
-    async def _provided(self) -> WeightManifest | None:
-        """The fleet's version, asked of the trainer that gave it; None: it cannot give it."""
-        asking = asyncio.create_task(in_thread(self._store.restore))
+    async def _weights_for(self, member: Member) -> WeightManifest | None:
+        """Where an engine can have the fleet's version from; the trainer may be asked for it."""
+        version = self._roster.version
+        asking = asyncio.create_task(in_thread(lambda: self._store.weights_for(member, version)))
         try:
             await asyncio.wait((asking,))
         finally:  # should this be cancelled: the thread reads the trainer's tensors until it has ended
@@ -397,8 +397,8 @@ class Operations:
             await asyncio.wait((asking,))
         if asking.cancelled():
             return None
-        if (error := asking.exception()) is not None:  # of the caller's own code: anything
-            logger.warning("weight version %d was not given again: %r", self._roster.version, error)
+        if (error := asking.exception()) is not None:  # of the trainer's own code: anything
+            logger.warning("weight version %d was not given again: %r", version, error)
             return None
         return asking.result()
 

@@ -73,13 +73,16 @@ class Stores:
         self._settings = settings
         self._members = members
         self._timeout_s = timeout_s
-        self._stores: dict[str, Store] = {}
+        self._copies = SharedMemoryStore()
+        self._stores: dict[str, Store] = {"shared_memory": self._copies}
         self._last: Store | None = None
+        self._last_is_copy = False
+        """Of what the trainer lent: engines of other hosts cannot have it."""
         self._ipc_devices: list[str] = []
-        self._offered: Iterable[tuple[str, torch.Tensor]] = ()
-        """The tensors that were published last."""
+        self._provider: TensorProvider | None = None
+        """What gave the version that was published last, if it can be asked again."""
         self._lent: tuple[WeightManifest, TensorProvider] | None = None
-        """The committed version, and who can give it again, where no copy of it is here."""
+        """The committed version, and what can give it again, where the trainer alone has its bytes."""
 
     @property
     def current(self) -> WeightManifest | None:
@@ -90,14 +93,12 @@ class Stores:
         """Choose the transport and publish by it; raises as that store's `publish` does."""
         from penstock.weights.pack import checked  # noqa: PLC0415 - the core must import without torch
 
-        self._offered = named_tensors
+        self._provider = named_tensors if isinstance(named_tensors, TensorProvider) else None
         if self._settings.weight_transport != "auto":
             return self._by(self._settings.weight_transport).publish(version, named_tensors)
         tensors = iter(named_tensors)
         again = tensors is not named_tensors
-        first = next(checked(tensors), None)
-        if first is None:
-            raise WeightsError("no tensors given: pass every parameter of the model, as model.named_parameters() does")
+        first = next(checked(tensors))
         chosen = choose(first[1].device, self._members())
         logger.debug("weight version %d goes by %s", version, chosen)
         begun = itertools.chain([first], tensors)
@@ -111,23 +112,25 @@ class Stores:
         """The version is in force; of one whose bytes the trainer has alone, a copy is kept where that is asked for."""
         store = self._last = self.of(manifest.transport)
         store.commit(manifest)
-        offered, self._offered, self._lent = self._offered, (), None
+        provider, self._provider, self._lent, self._last_is_copy = self._provider, None, None, False
         if isinstance(store, Lending):
-            if isinstance(offered, TensorProvider):
-                self._lent = manifest, offered
+            self._lent = (manifest, provider) if provider is not None else None
             if self._keeps_copy():
                 self._copy(manifest, store.offered())
 
-    def restore(self) -> WeightManifest | None:
-        """Ask who gave the committed version for its tensors again, and keep a copy; blocking.
+    def weights_for(self, member: Member, version: int) -> WeightManifest | None:
+        """Find where an engine that joins can have a version from; blocking.
 
         Returns:
-            None where nobody can be asked, or engines are on other hosts.
+            None where nothing here can give it that version: it waits for the next update.
 
         Raises:
-            WeightsError: the tensors are not those any more. What else the caller's code raises.
+            WeightsError: the trainer was asked again, and its tensors are not those any more; or what its code raises.
         """
-        if self._lent is None or not all(map(_is_local, self._members())):
+        current = self.current
+        if current is not None and current.version == version:
+            return current if _is_local(member) or not self._last_is_copy else None
+        if self._lent is None or self._lent[0].version != version or not _is_local(member):
             return None
         return self._copy(*self._lent)
 
@@ -141,11 +144,12 @@ class Stores:
         """Keep a version in shared memory. WeightsError: the tensors are not those that were sent."""
         from penstock.weights.transfer import check_same_bits  # noqa: PLC0415 - the core must import without torch
 
-        copies = self.of("shared_memory")
+        copies = self._copies
+        copies.current = None  # it is not the fleet's any more: one buffer is enough
         copy = copies.publish(manifest.version, named_tensors)
-        check_same_bits(manifest, copy)
+        check_same_bits(manifest, copy, named_tensors)
         copies.commit(copy)
-        self._last = copies
+        self._last, self._last_is_copy = copies, True
         return copy
 
     def close(self) -> None:
@@ -176,8 +180,6 @@ class Stores:
 
     def _make(self, transport: str) -> Store:
         settings = self._settings
-        if transport == "shared_memory":
-            return SharedMemoryStore()
         if transport == "broadcast":
             return BroadcastStore(address=settings.weight_address, timeout_s=SEND_SHARE * self._timeout_s)
         if transport == "cuda_ipc":

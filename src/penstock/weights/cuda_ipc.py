@@ -23,7 +23,6 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -174,18 +173,16 @@ def borrow(path: str, ended: Callable[[], None]) -> None:
 class CudaIpcStore:
     """Shows tensors to the engines of their GPU. The tensors must not change from `publish` to the update's end."""
 
-    def __init__(self, devices: Sequence[torch.device | str] = (), *, copy: bool = False) -> None:
+    def __init__(self, devices: Sequence[torch.device | str] = ()) -> None:
         """Open a store.
 
         Args:
             devices: GPUs that engines run on, all of them; default: that of the first tensor. A tensor that is not on
                 a device, or not contiguous, gets a copy there, in memory that is kept for the next version.
-            copy: copy every tensor, as it comes: for tensors that are gathered one by one and then freed.
         """
         self.current: WeightManifest | None = None
         """Always None: after an update the tensors are the trainer's, and change."""
         self._given = tuple(_indexed(torch.device(device)) for device in devices)
-        self._copy = copy
         self._copies: dict[tuple[torch.device, str], torch.Tensor] = {}
         self._names: list[str] = []
         self._shown: dict[torch.device, list[torch.Tensor]] = {}
@@ -216,7 +213,8 @@ class CudaIpcStore:
         parts = {device: _part(device, tensors) for device, tensors in shown.items()}
         blocks = [part["blocks"] for part in parts.values()]
         if self._lease is None or blocks != self._blocks:
-            self._end_lease()  # engines unmap what they do not need, so that it can be freed here
+            if self._lease is not None:
+                self._lease.close()  # engines unmap what they do not need, so that it can be freed here
             self._lease, self._blocks = Lease(), blocks
         self._names, self._shown = names, shown
         location = {_uuid(d): json.dumps({"lease": self._lease.path, **part}) for d, part in parts.items()}
@@ -233,18 +231,15 @@ class CudaIpcStore:
 
     def offered(self) -> Iterable[tuple[str, torch.Tensor]]:
         """The tensors that were published last, as engines read them."""
-        return zip(self._names, next(iter(self._shown.values()), ()), strict=True)
+        return list(zip(self._names, next(iter(self._shown.values()), ()), strict=True))
 
     def close(self) -> None:
         """Let go of every tensor; engines that mapped them are told, and unmap them. Closing twice is harmless."""
         self._closed = True
-        self._end_lease()
-        self._names, self._shown = [], {}
-        self._copies = {}
-
-    def _end_lease(self) -> None:
         if self._lease is not None:
             self._lease.close()
+        self._names, self._shown = [], {}
+        self._copies = {}
 
     def _show(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]]
@@ -259,7 +254,7 @@ class CudaIpcStore:
                 shown[source.device if on_gpu else torch.device("cuda", torch.cuda.current_device())] = []
             names.append(name)
             for device, tensors in shown.items():
-                as_it_is = source.device == device and source.is_contiguous() and not self._copy
+                as_it_is = source.device == device and source.is_contiguous()
                 tensors.append(source if as_it_is else self._copied(device, name, source))
         return names, shown
 
@@ -280,21 +275,6 @@ class CudaIpcStore:
                 f"beside {copied} bytes of others: lower the engines' gpu_memory_utilization, or use the transport "
                 "broadcast. Contiguous tensors on an engine's own GPU need no copy"
             ) from error
-
-
-def merge(manifests: Sequence[WeightManifest]) -> WeightManifest:
-    """One manifest of what several trainer ranks show, each on its own GPU, for engines that span these GPUs.
-
-    Raises:
-        WeightsError: they are not of one version and transport, or do not hold the same tensors.
-    """
-    if not manifests:
-        raise WeightsError("no manifests to merge: give one of every trainer rank")
-    first = manifests[0]
-    for other in manifests:
-        if other.transport != TRANSPORT or (other.version, other.tensors) != (first.version, first.tensors):
-            raise WeightsError("these manifests do not hold the same tensors of one version, shown by cuda_ipc")
-    return replace(first, location={gpu: part for m in manifests for gpu, part in m.location.items()})
 
 
 def _part(device: torch.device, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:

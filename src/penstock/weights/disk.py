@@ -314,10 +314,9 @@ def in_order(
     Raises:
         WeightsError: a name twice, no tensor at all, or a dtype no engine loads.
     """
-    from penstock.weights.pack import checked, dtype_name, layout  # noqa: PLC0415 - the core must import without torch
+    from penstock.weights.pack import checked, dtype_name  # noqa: PLC0415 - the core must import without torch
 
     tensors = sorted(checked(named_tensors), key=lambda named: -named[1].element_size())
-    layout(tensors)
     return tensors, [TensorSpec(name, dtype_name(t.dtype), tuple(t.shape)) for name, t in tensors]
 
 

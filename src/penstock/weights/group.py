@@ -17,13 +17,14 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, Self, cast, get_args
+from typing import Any, Literal, Self, get_args
 
 from penstock.errors import TransferError, WeightsError
 from penstock.guard import Strangers, shut
+from penstock.parsing import reading
 
 Backend = Literal["nccl", "tcp"]
 
@@ -39,7 +40,6 @@ MARGIN_S = 5.0
 MAX_VALUE = 2**20
 """Bytes of a key or value; NCCL's unique id has 128."""
 
-_SHOWN = 500
 _NONCE, _PROOF = 32, 32
 _REQUEST, _ANSWER = struct.Struct("!cII"), struct.Struct("!?I")
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
@@ -81,10 +81,8 @@ class GroupSpec:
     @classmethod
     def from_json(cls, data: object) -> Self:
         """Read what `to_json` wrote. Raises WeightsError where a field is missing or makes no sense."""
-        if not isinstance(data, Mapping):
-            raise WeightsError(f"a group is a JSON object, got {type(data).__name__}")
-        fields = cast("Mapping[str, Any]", data)
-        try:
+        fields: Any = data
+        with reading("group", WeightsError):
             spec = cls(
                 address=str(fields["address"]),
                 port=int(fields["port"]),
@@ -95,9 +93,6 @@ class GroupSpec:
                 timeout_s=float(fields["timeout_s"]),
                 key=str(fields["key"]),
             )
-        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            shown = {name: value for name, value in fields.items() if name != "key"}
-            raise WeightsError(f"malformed group {str(shown)[:_SHOWN]}: {error!r}") from error
         if spec.backend not in get_args(Backend):
             raise WeightsError(f"a group's backend is one of {', '.join(get_args(Backend))}, got {spec.backend!r}")
         if not (0 < spec.rank_offset < spec.world_size and 0 < spec.port < 2**16 and 0 < spec.timeout_s < float("inf")):

@@ -22,10 +22,12 @@ def checked(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple
     """Yield the pairs that were given, each computed: a device has done what was queued when its first tensor comes.
 
     Raises:
-        WeightsError: something that is no pair of a name and a tensor, or a tensor whose values are not all here.
+        WeightsError: something that is no pair of a name and a tensor, a name given twice, a tensor whose values are
+            not all here or whose dtype no engine loads, or no tensor at all.
     """
     given: Iterable[Any] = named_tensors
-    seen: set[torch.device] = set()
+    names: set[str] = set()
+    devices: set[torch.device] = set()
     for pair in given:
         match pair:
             case (str() as name, torch.Tensor() as tensor):
@@ -43,29 +45,24 @@ def checked(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple
         if tensor.is_meta or tensor.layout is not torch.strided:
             what = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
             raise WeightsError(f"tensor {name!r} is {what}; only dense tensors with values can be sent")
-        if tensor.is_cuda and tensor.device not in seen:
-            seen.add(tensor.device)
+        if name in names:
+            raise WeightsError(f"tensor {name!r} is given twice")
+        names.add(name)
+        if dtype_name(tensor.dtype) not in DTYPE_BYTES:
+            raise WeightsError(f"tensor {name!r} has dtype {tensor.dtype}, which no engine loads")
+        if tensor.is_cuda and tensor.device not in devices:
+            devices.add(tensor.device)
             torch.cuda.synchronize(tensor.device)  # this thread's stream need not be the one that computes them
         yield name, tensor
+    if not names:
+        raise WeightsError("no tensors given: pass every parameter of the model, as model.named_parameters() does")
 
 
 def layout(tensors: NamedTensors) -> tuple[int, list[int]]:
-    """Return total bytes and the offset of each tensor.
-
-    Raises:
-        WeightsError: no tensors, a name given twice, or a dtype that cannot be sent.
-    """
-    if not tensors:
-        raise WeightsError("no tensors given: pass every parameter of the model, as model.named_parameters() does")
-    seen: set[str] = set()
+    """Return total bytes and the offset of each tensor."""
     offsets: list[int] = []
     end = 0
-    for name, tensor in tensors:
-        if name in seen:
-            raise WeightsError(f"tensor {name!r} is given twice")
-        seen.add(name)
-        if dtype_name(tensor.dtype) not in DTYPE_BYTES:
-            raise WeightsError(f"tensor {name!r} has dtype {tensor.dtype}, which no engine loads")
+    for _, tensor in tensors:
         offsets.append(end)
         end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
     return max(end, ALIGNMENT), offsets

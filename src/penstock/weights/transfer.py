@@ -17,7 +17,7 @@ import torch
 from penstock.errors import TransferError, WeightsError
 from penstock.weights.checksum import DeviceSums
 from penstock.weights.group import BUCKET_BYTES
-from penstock.weights.manifest import ALIGNMENT, DTYPE_BYTES, TensorEntry, WeightManifest
+from penstock.weights.manifest import ALIGNMENT, TensorEntry, WeightManifest
 from penstock.weights.pack import checked, dtype_name, read
 from penstock.weights.shared_memory import open_mapping
 
@@ -89,7 +89,7 @@ def describe(named_tensors: NamedTensors) -> tuple[tuple[TensorEntry, ...], torc
     Raises:
         WeightsError: no tensor, a name twice, a dtype no engine loads, NaN or infinity.
     """
-    entries: dict[str, TensorEntry] = {}
+    entries: list[TensorEntry] = []
     sums = DeviceSums(finite=True)
     together: list[torch.Tensor] = []
     held = 0
@@ -98,37 +98,39 @@ def describe(named_tensors: NamedTensors) -> tuple[tuple[TensorEntry, ...], torc
     device = torch.device("cpu")
     for name, given in checked(named_tensors):
         tensor = given.detach()
-        if name in entries:
-            raise WeightsError(f"tensor {name!r} is given twice")
-        if dtype_name(tensor.dtype) not in DTYPE_BYTES:
-            raise WeightsError(f"tensor {name!r} has dtype {tensor.dtype}, which no engine loads")
         if not entries:
             device = tensor.device
-        entries[name] = TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, 0)
+        entries.append(TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, 0))
         together.append(tensor.to(device))
         held += tensor.numel() * tensor.element_size()
         if held >= limit:
             sums.add(*together)
             together, held = [], 0
-    if not entries:
-        raise WeightsError("no tensors given: pass every parameter of the model, as model.named_parameters() does")
     sums.add(*together)
     summed: list[TensorEntry] = []
-    for entry, (number, finite) in zip(entries.values(), sums.found(), strict=True):
+    for entry, (number, finite) in zip(entries, sums.found(), strict=True):
         if not finite:
             raise WeightsError(f"tensor {entry.name!r} holds NaN or infinity; the update was not sent")
         summed.append(replace(entry, checksum=number))
     return tuple(summed), device
 
 
-def check_same_bits(sent: WeightManifest, copy: WeightManifest) -> None:
-    """Compare a copy in shared memory with a version that was sent: the trainer may have gone on with the tensors.
+def check_same_bits(sent: WeightManifest, copy: WeightManifest, named_tensors: NamedTensors) -> None:
+    """Check that a copy in shared memory is of the version that was sent: the trainer may have changed the tensors.
+
+    Args:
+        sent: what `describe` described.
+        copy: of `named_tensors`.
+        named_tensors: a list is summed again on its device; of what is gathered at each pass, the copy is.
 
     Raises:
         WeightsError: they differ.
     """
-    with memoryview(open_mapping(copy.location["path"], copy.extent)) as mapped:
-        entries, _ = describe(read(mapped, copy.tensors))
+    if isinstance(named_tensors, list):
+        entries, _ = describe(named_tensors)
+    else:
+        with memoryview(open_mapping(copy.location["path"], copy.extent)) as mapped:
+            entries, _ = describe(read(mapped, copy.tensors))
     had = {(entry.name, entry.checksum) for entry in sent.tensors}
     if changed := [entry.name for entry in entries if (entry.name, entry.checksum) not in had]:
         raise WeightsError(
