@@ -1,4 +1,4 @@
-"""What is given as weights and is no pair of a name and a dense tensor, to every store."""
+"""What cannot be sent, to every store: no pairs of a name and a dense tensor, or no weights of a model."""
 
 from __future__ import annotations
 
@@ -57,6 +57,12 @@ def one_rank() -> Iterator[None]:
         ([("w", torch.ones(2), 3)], r"got one of \(str, Tensor, int\)"),
         ([("w", torch.ones(2, device="meta"))], "'w' is on the meta device"),
         ([("w", torch.eye(2).to_sparse())], "'w' is of layout torch.sparse_coo"),
+        ([], "no tensors given"),
+        ([("w", torch.ones(2)), ("w", torch.ones(2))], "'w' is given twice"),
+        ([("w", torch.ones(2, dtype=torch.complex64))], "'w' has dtype torch.complex64, which no engine loads"),
+        ([("v", torch.ones(2)), ("w", torch.tensor([1.0, float("nan")]))], "'w' holds NaN or infinity"),
+        ([("w", torch.tensor([[1.0], [float("-inf")]], dtype=torch.bfloat16))], "'w' holds NaN or infinity"),
+        ([("w", torch.tensor([0.5, float("nan")]).to(torch.float8_e4m3fn))], "'w' holds NaN or infinity"),
     ],
     ids=str,
 )

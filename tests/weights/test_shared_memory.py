@@ -70,21 +70,6 @@ def test_the_current_version_stays_while_the_next_is_written(store):
     assert store.current is first
 
 
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        ([("w", torch.tensor([1.0, float("inf")]))], "'w' holds NaN or infinity"),
-        ([("w", torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn))], "'w' holds NaN or infinity"),
-        ([("w", torch.ones(1)), ("w", torch.ones(1))], "'w' is given twice"),
-        ([("w", torch.ones(1, dtype=torch.complex64))], "complex64"),
-        ([], "no tensors"),
-    ],
-)
-def test_what_cannot_be_sent_is_refused(store, tensors, message):
-    with pytest.raises(WeightsError, match=message):
-        store.publish(1, tensors)
-
-
 def test_a_manifest_longer_than_the_file_and_a_closed_store_are_refused(store):
     manifest = store.publish(1, [("w", torch.ones(4))])
     with pytest.raises(WeightsError, match="the manifest needs"):
