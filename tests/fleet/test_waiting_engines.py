@@ -23,7 +23,7 @@ from penstock.types import PauseMode
 WEIGHTS = [("w", torch.ones(500_000)), ("norm", torch.ones(7))]
 OPTIONS: dict[str, Any] = {
     **SIM, "weight_transport": "broadcast", "control_timeout_s": 30.0, "hang_timeout_s": 15.0,
-    "restart_backoff_s": 0.05, "restart_window_s": 0.5, "max_restarts": 1000,
+    "restart_backoff_s": 0.05, "restart_window_s": 0.5, "max_restarts": 1000, "weight_host_copy": False,
 }  # fmt: skip
 
 
@@ -73,7 +73,8 @@ async def test_the_last_engines_that_die_get_the_version_back_and_no_request_is_
 ) -> None:
     """Of one engine from a copy that is kept by default, of several from the module that gave it."""
     module = torch.nn.Linear(100, 100)
-    async with Fleet.launch("sim-model", engines=engines, log_dir=tmp_path, **OPTIONS) as fleet:
+    options = {**OPTIONS, "weight_host_copy": None}
+    async with Fleet.launch("sim-model", engines=engines, log_dir=tmp_path, **options) as fleet:
         given = module.named_parameters() if engines == 1 else module
         assert (await updated(fleet, given)).version == 1
         params = SamplingParams(max_tokens=400, detokenize=False)
@@ -90,8 +91,7 @@ async def test_the_last_engines_that_die_get_the_version_back_and_no_request_is_
 
 async def test_a_trainer_that_has_gone_on_cannot_give_the_version_back(tmp_path: Any) -> None:
     module = torch.nn.Linear(3, 3)
-    options = {**OPTIONS, "weight_host_copy": False}
-    async with Fleet.launch("sim-model", engines=1, log_dir=tmp_path, **options) as fleet:
+    async with Fleet.launch("sim-model", engines=1, log_dir=tmp_path, **OPTIONS) as fleet:
         await updated(fleet, module.named_parameters)
         module.bias.data += 1
         await killed(fleet, 0)
@@ -102,8 +102,7 @@ async def test_a_trainer_that_has_gone_on_cannot_give_the_version_back(tmp_path:
 
 
 async def test_a_fleet_with_none_left_is_updated_and_serves(tmp_path: Any) -> None:
-    options = {**OPTIONS, "weight_host_copy": False}
-    async with Fleet.launch("sim-model", engines=1, log_dir=tmp_path, **options) as fleet:
+    async with Fleet.launch("sim-model", engines=1, log_dir=tmp_path, **OPTIONS) as fleet:
         await updated(fleet)
         await killed(fleet, 0)
         assert [update.engine for update in (await updated(fleet)).engines] == ["e0"]
