@@ -1,6 +1,6 @@
 # `make demo` and `make test` set themselves up; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: setup demo test test-slow bench lint check-vllm docs dist clean help
+.PHONY: setup demo test test-each test-slow bench lint check-vllm docs dist clean help
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -19,6 +19,9 @@ demo: $(READY) ## train a small model with rollouts from two real vLLM engines, 
 
 test: $(READY) ## every test but the slow ones, in two processes (9 to 12 minutes on two cores)
 	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-each: $(READY) ## the shortest of each slow kind: facade, broadcast, a real death, Ray (2 minutes)
+	@$(BIN)/pytest -m each
 
 test-slow: $(READY) ## the tests that take minutes
 	@$(BIN)/pytest -m slow

@@ -15,7 +15,7 @@ from nano_models import History, changed
 from penstock import Fleet
 from penstock.types import SamplingParams
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.each, pytest.mark.timeout(400)]
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True, detokenize=False)
 

@@ -12,7 +12,7 @@ from nano_models import History, changed
 from penstock import Fleet, SamplingParams
 from penstock.fleet.member import State
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.each, pytest.mark.timeout(400)]
 
 PARAMS = SamplingParams(max_tokens=300, ignore_eos=True, detokenize=False)
 

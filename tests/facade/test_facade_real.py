@@ -41,6 +41,7 @@ def distribution(model, ids):
     return model(torch.tensor([list(ids)])).logits[0].log_softmax(-1)
 
 
+@pytest.mark.each
 def test_text_ids_and_logprobs_are_the_models(service, model):
     out = service.generate("12 34", GREEDY)
     sample = out.outputs[0]

@@ -1,17 +1,34 @@
-"""What the HTTP tests of the simulated engine share: a client session and the parsing of event streams."""
+"""What tests of the simulated engine share: virtual time, a client session, the parsing of event streams."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import wraps
 from typing import Any
 
 import aiohttp
 import orjson
 
-from penstock.sim import SimConfig, SimServer
+from penstock.sim import SimConfig, SimServer, run_virtual
 
 PROMPT = [5, 6, 7]
+
+
+def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test in virtual time."""
+
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        run_virtual(lambda _: test(*args, **kwargs))
+
+    return run
+
+
+def now() -> float:
+    """Virtual seconds."""
+    return asyncio.get_running_loop().time()
 
 
 class Client:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from sim_http import now, virtual
 
 from penstock.errors import EngineDeadError, RequestError, StateError
-from penstock.sim import SimConfig, SimEngine, run_virtual, verify
+from penstock.sim import SimConfig, SimEngine, verify
 from penstock.types import PauseMode, SamplingParams, VersionSpan
 from penstock.weights.manifest import TensorEntry, WeightManifest
 
@@ -29,307 +30,269 @@ def in_flight(engine: SimEngine, params: SamplingParams) -> asyncio.Task:
     return asyncio.create_task(engine.generate(PROMPT, params))
 
 
-def test_pause_keep_freezes_and_goes_on():
-    async def main(_):
-        params = SamplingParams(max_tokens=100, n=3)
-        undisturbed = await SimEngine().generate(PROMPT, params)
-        engine = SimEngine()
-        task = in_flight(engine, params)
-        await asyncio.sleep(20 * STEP)
-        await engine.pause(PauseMode.KEEP)
-        made = engine.stats.generation_tokens
-        late = in_flight(engine, SamplingParams(max_tokens=1))
-        await asyncio.sleep(1000)
-        assert engine.stats.generation_tokens == made > 0
-        assert not late.done()
-        await engine.resume()
-        assert await task == undisturbed
-        await late
-
-    run_virtual(main)
+@virtual
+async def test_pause_keep_freezes_and_goes_on():
+    params = SamplingParams(max_tokens=100, n=3)
+    undisturbed = await SimEngine().generate(PROMPT, params)
+    engine = SimEngine()
+    task = in_flight(engine, params)
+    await asyncio.sleep(20 * STEP)
+    await engine.pause(PauseMode.KEEP)
+    made = engine.stats.generation_tokens
+    late = in_flight(engine, SamplingParams(max_tokens=1))
+    await asyncio.sleep(1000)
+    assert engine.stats.generation_tokens == made > 0
+    assert not late.done()
+    await engine.resume()
+    assert await task == undisturbed
+    await late
 
 
-def test_pause_wait_returns_when_running_requests_have_finished():
-    async def main(_):
-        engine = SimEngine()
-        task = in_flight(engine, SamplingParams(max_tokens=100))
-        await asyncio.sleep(20 * STEP)
-        pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
-        await asyncio.sleep(STEP)
-        assert engine.paused
-        assert not pausing.done()
-        late = in_flight(engine, SamplingParams(max_tokens=1))
-        await pausing
-        assert len((await task)[0].token_ids) == 100
-        await asyncio.sleep(10)
-        assert not late.done()
-        await engine.resume()
-        assert (await late)[0].finish_reason == "length"
-
-    run_virtual(main)
+@virtual
+async def test_pause_wait_returns_when_running_requests_have_finished():
+    engine = SimEngine()
+    task = in_flight(engine, SamplingParams(max_tokens=100))
+    await asyncio.sleep(20 * STEP)
+    pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
+    await asyncio.sleep(STEP)
+    assert engine.paused
+    assert not pausing.done()
+    late = in_flight(engine, SamplingParams(max_tokens=1))
+    await pausing
+    assert len((await task)[0].token_ids) == 100
+    await asyncio.sleep(10)
+    assert not late.done()
+    await engine.resume()
+    assert (await late)[0].finish_reason == "length"
 
 
-def test_pause_abort_gives_partials_and_a_second_one_aborts_the_queue():
-    async def main(_):
-        engine = SimEngine()
-        task = in_flight(engine, SamplingParams(max_tokens=100, n=2))
-        await asyncio.sleep(20 * STEP)
-        await engine.pause(PauseMode.ABORT, release=True)
-        for i, sample in enumerate(await task):
-            assert sample.finish_reason == "abort"
-            assert 0 < len(sample.token_ids) < 100
-            assert verify(PROMPT, sample, seeds=[i]) == []
-        queued = in_flight(engine, SamplingParams(max_tokens=5))
-        await asyncio.sleep(1)
-        assert not queued.done()
-        await engine.pause(PauseMode.ABORT, release=True)
-        assert (await queued)[0].token_ids == ()
-        await engine.resume()
-        assert len((await engine.generate(PROMPT, {"max_tokens": 5}))[0].token_ids) == 5
-
-    run_virtual(main)
+@virtual
+async def test_pause_abort_gives_partials_and_a_second_one_aborts_the_queue():
+    engine = SimEngine()
+    task = in_flight(engine, SamplingParams(max_tokens=100, n=2))
+    await asyncio.sleep(20 * STEP)
+    await engine.pause(PauseMode.ABORT, release=True)
+    for i, sample in enumerate(await task):
+        assert sample.finish_reason == "abort"
+        assert 0 < len(sample.token_ids) < 100
+        assert verify(PROMPT, sample, seeds=[i]) == []
+    queued = in_flight(engine, SamplingParams(max_tokens=5))
+    await asyncio.sleep(1)
+    assert not queued.done()
+    await engine.pause(PauseMode.ABORT, release=True)
+    assert (await queued)[0].token_ids == ()
+    await engine.resume()
+    assert len((await engine.generate(PROMPT, {"max_tokens": 5}))[0].token_ids) == 5
 
 
-def test_abort_without_a_pause():
-    async def main(_):
-        engine = SimEngine()
-        tasks = [in_flight(engine, SamplingParams(max_tokens=100)) for _ in range(3)]
-        await asyncio.sleep(10 * STEP)
-        assert engine.abort(["nobody"]) == 0
-        assert engine.abort() == 3
-        assert {(await t)[0].finish_reason for t in tasks} == {"abort"}
-        assert not engine.paused
-        assert engine.scheduler.pool.usage == 0
-
-    run_virtual(main)
+@virtual
+async def test_abort_without_a_pause():
+    engine = SimEngine()
+    tasks = [in_flight(engine, SamplingParams(max_tokens=100)) for _ in range(3)]
+    await asyncio.sleep(10 * STEP)
+    assert engine.abort(["nobody"]) == 0
+    assert engine.abort() == 3
+    assert {(await t)[0].finish_reason for t in tasks} == {"abort"}
+    assert not engine.paused
+    assert engine.scheduler.pool.usage == 0
 
 
-def test_versions_across_an_update_in_mid_generation():
-    async def main(_):
-        engine = SimEngine()
-        params = SamplingParams(max_tokens=90, n=2)
-        task = in_flight(engine, params)
-        for version in (1, 2):
-            await asyncio.sleep(30 * STEP)
-            report = await update(engine, version)
-            assert report["version"] == version
-            assert report["preempted"] == 2
-            assert report["seconds"]["load"] == pytest.approx(engine.config.load_seconds)
-            assert report["seconds"]["bubble"] >= report["seconds"]["load"]
-        for i, sample in enumerate(await task):
-            assert [span.version for span in sample.spans] == [0, 1, 2]
-            assert verify(PROMPT, sample, params=params, seeds=[i]) == []
-            wrong = VersionSpan(0, 0, 90)
-            assert verify(PROMPT, type(sample)(sample.token_ids, "length", sample.logprobs, (wrong,)), params=params)
-        assert engine.scheduler.stats.preemptions == 4
-
-    run_virtual(main)
-
-
-def test_stale_kv_shows():
-    async def main(_):
-        engine = SimEngine()
-        task = in_flight(engine, SamplingParams(max_tokens=60))
+@virtual
+async def test_versions_across_an_update_in_mid_generation():
+    engine = SimEngine()
+    params = SamplingParams(max_tokens=90, n=2)
+    task = in_flight(engine, params)
+    for version in (1, 2):
         await asyncio.sleep(30 * STEP)
-        assert (await update(engine, 1, clear_cache=False))["preempted"] == 0
-        sample = (await task)[0]
-        cut = sample.spans[0].end
-        wrong = verify(PROMPT, sample, params=SamplingParams(max_tokens=60))
-        assert {m.position for m in wrong} == set(range(cut, 60))
-        stale_hit = (await engine.generate(PROMPT, {"max_tokens": 20}))[0]
-        assert verify(PROMPT, stale_hit, params=SamplingParams(max_tokens=20))
-        assert engine.reset_prefix_cache()
-        clean = (await engine.generate(PROMPT, {"max_tokens": 20}))[0]
-        assert verify(PROMPT, clean, params=SamplingParams(max_tokens=20)) == []
-
-    run_virtual(main)
-
-
-def test_apply_keeps_a_paused_engine_paused_and_needs_a_prepare():
-    async def main(_):
-        engine = SimEngine()
-        with pytest.raises(StateError, match="not prepared"):
-            await engine.apply(1)
-        await engine.pause(PauseMode.KEEP)
-        await update(engine, 1)
-        assert engine.paused
-        await engine.resume()
-        with pytest.raises(StateError, match="not prepared"):
-            await engine.apply(1)
-        assert (await engine.generate(PROMPT, {"max_tokens": 2}))[0].versions() == (1, 1)
-
-    run_virtual(main)
+        report = await update(engine, version)
+        assert report["version"] == version
+        assert report["preempted"] == 2
+        assert report["seconds"]["load"] == pytest.approx(engine.config.load_seconds)
+        assert report["seconds"]["bubble"] >= report["seconds"]["load"]
+    for i, sample in enumerate(await task):
+        assert [span.version for span in sample.spans] == [0, 1, 2]
+        assert verify(PROMPT, sample, params=params, seeds=[i]) == []
+        wrong = VersionSpan(0, 0, 90)
+        assert verify(PROMPT, type(sample)(sample.token_ids, "length", sample.logprobs, (wrong,)), params=params)
+    assert engine.scheduler.stats.preemptions == 4
 
 
-def test_checksums_are_equal_for_equal_weights_only():
-    async def main(_):
-        one, two = SimEngine(), SimEngine()
-        first = {(await update(e, 1))["checksum"] for e in (one, two)}
-        second = {(await update(e, 2))["checksum"] for e in (one, two)}
-        assert len(first) == len(second) == 1
-        assert first != second
+@virtual
+async def test_stale_kv_shows():
+    engine = SimEngine()
+    task = in_flight(engine, SamplingParams(max_tokens=60))
+    await asyncio.sleep(30 * STEP)
+    assert (await update(engine, 1, clear_cache=False))["preempted"] == 0
+    sample = (await task)[0]
+    cut = sample.spans[0].end
+    wrong = verify(PROMPT, sample, params=SamplingParams(max_tokens=60))
+    assert {m.position for m in wrong} == set(range(cut, 60))
+    stale_hit = (await engine.generate(PROMPT, {"max_tokens": 20}))[0]
+    assert verify(PROMPT, stale_hit, params=SamplingParams(max_tokens=20))
+    assert engine.reset_prefix_cache()
+    clean = (await engine.generate(PROMPT, {"max_tokens": 20}))[0]
+    assert verify(PROMPT, clean, params=SamplingParams(max_tokens=20)) == []
 
-    run_virtual(main)
+
+@virtual
+async def test_apply_keeps_a_paused_engine_paused_and_needs_a_prepare():
+    engine = SimEngine()
+    with pytest.raises(StateError, match="not prepared"):
+        await engine.apply(1)
+    await engine.pause(PauseMode.KEEP)
+    await update(engine, 1)
+    assert engine.paused
+    await engine.resume()
+    with pytest.raises(StateError, match="not prepared"):
+        await engine.apply(1)
+    assert (await engine.generate(PROMPT, {"max_tokens": 2}))[0].versions() == (1, 1)
 
 
-def test_native_update_protocol():
-    async def main(_):
-        engine = SimEngine()
-        with pytest.raises(StateError, match="not initialized"):
-            engine.start_update()
-        engine.weights.initialised = True
-        with pytest.raises(StateError, match="must be called before"):
-            await engine.update_weights()
-        await engine.pause(PauseMode.KEEP)
+@virtual
+async def test_checksums_are_equal_for_equal_weights_only():
+    one, two = SimEngine(), SimEngine()
+    first = {(await update(e, 1))["checksum"] for e in (one, two)}
+    second = {(await update(e, 2))["checksum"] for e in (one, two)}
+    assert len(first) == len(second) == 1
+    assert first != second
+
+
+@virtual
+async def test_native_update_protocol():
+    engine = SimEngine()
+    with pytest.raises(StateError, match="not initialized"):
         engine.start_update()
-        with pytest.raises(StateError, match="already active"):
-            engine.start_update()
+    engine.weights.initialised = True
+    with pytest.raises(StateError, match="must be called before"):
         await engine.update_weights()
-        await engine.finish_update("7")
-        await engine.resume()
-        assert (await engine.generate(PROMPT, {"max_tokens": 3}))[0].versions() == (7, 7, 7)
-
-    run_virtual(main)
-
-
-def test_native_start_while_requests_run_kills():
-    async def main(_):
-        engine = SimEngine()
-        engine.weights.initialised = True
-        task = in_flight(engine, SamplingParams(max_tokens=100))
-        await asyncio.sleep(10 * STEP)
-        with pytest.raises(EngineDeadError):
-            engine.start_update()
-        with pytest.raises(EngineDeadError):
-            await task
-        with pytest.raises(EngineDeadError):
-            await engine.generate(PROMPT)
-
-    run_virtual(main)
-
-
-def test_generation_on_weights_left_half_way_kills():
-    async def main(_):
-        engine = SimEngine()
-        engine.weights.initialised = True
+    await engine.pause(PauseMode.KEEP)
+    engine.start_update()
+    with pytest.raises(StateError, match="already active"):
         engine.start_update()
-        with pytest.raises(EngineDeadError, match="unfit"):
-            await engine.generate(PROMPT)
+    await engine.update_weights()
+    await engine.finish_update("7")
+    await engine.resume()
+    assert (await engine.generate(PROMPT, {"max_tokens": 3}))[0].versions() == (7, 7, 7)
 
-    run_virtual(main)
 
-
-def test_new_weights_under_the_old_label_show():
-    async def main(_):
-        engine = SimEngine()
-        engine.weights.initialised = True
+@virtual
+async def test_native_start_while_requests_run_kills():
+    engine = SimEngine()
+    engine.weights.initialised = True
+    task = in_flight(engine, SamplingParams(max_tokens=100))
+    await asyncio.sleep(10 * STEP)
+    with pytest.raises(EngineDeadError):
         engine.start_update()
-        await engine.update_weights()
-        await engine.finish_update(None)
-        sample = (await engine.generate(PROMPT, {"max_tokens": 5}))[0]
-        assert sample.versions() == (0,) * 5
-        assert verify(PROMPT, sample, params=SamplingParams(max_tokens=5))
-
-    run_virtual(main)
-
-
-def test_batching_shares_a_step_and_max_num_seqs_queues():
-    async def seconds(clock, config, count):
-        engine, begin = SimEngine(config), clock.now
-        await asyncio.gather(*(engine.generate(PROMPT, {"max_tokens": 100}) for _ in range(count)))
-        return clock.now - begin
-
-    async def main(clock):
-        alone = await seconds(clock, SimConfig(), 1)
-        together = await seconds(clock, SimConfig(), 64)
-        queued = await seconds(clock, SimConfig(max_num_seqs=16), 64)
-        assert alone == pytest.approx(0.1, rel=0.01)
-        assert together < 1.5 * alone
-        assert queued > 3.5 * alone
-
-    run_virtual(main)
-
-
-def test_prefill_takes_time_and_the_prefix_cache_saves_it():
-    async def main(clock):
-        engine = SimEngine(SimConfig(prefill_tokens_per_second=1000))
-        prompt, times = list(range(1, 1001)), []
-        for _ in range(2):
-            begin = clock.now
-            await engine.generate(prompt, {"max_tokens": 1})
-            times.append(clock.now - begin)
-        assert times[0] == pytest.approx(1.0 + STEP)
-        # 62 of 62.5 blocks of 16 are found again.
-        assert times[1] == pytest.approx((1000 - 62 * 16) / 1000 + STEP)
-        assert (engine.scheduler.stats.queries, engine.scheduler.stats.hits) == (2000, 992)
-        await engine.pause(PauseMode.KEEP)
-        await engine.resume()
-        begin = clock.now
-        await engine.generate(prompt, {"max_tokens": 1})
-        assert clock.now - begin == pytest.approx(times[0]), "a pause that clears the cache clears it"
-
-    run_virtual(main)
-
-
-def test_kv_pressure_preempts_and_loses_nothing():
-    async def main(_):
-        config = SimConfig(kv_blocks=40, block_size=16, max_model_len=640)
-        engine = SimEngine(config)
-        params = SamplingParams(max_tokens=300)
-        prompts = [[i, *PROMPT] for i in range(1, 9)]
-        answers = await asyncio.gather(*(engine.generate(p, params) for p in prompts))
-        assert engine.scheduler.stats.preemptions > 0
-        assert engine.scheduler.pool.usage == 0
-        for prompt, (sample,) in zip(prompts, answers, strict=True):
-            assert verify(prompt, sample, params=params) == []
-        assert engine.stats.generation_tokens == 8 * 300
-
-    run_virtual(main)
-
-
-def test_reset_prefix_cache_while_running():
-    async def main(_):
-        engine = SimEngine()
-        task = in_flight(engine, SamplingParams(max_tokens=50))
-        await asyncio.sleep(10.5 * STEP)
-        assert not engine.reset_prefix_cache()
-        assert engine.reset_prefix_cache(reset_running_requests=True)
-        assert verify(PROMPT, (await task)[0], params=SamplingParams(max_tokens=50)) == []
-        assert engine.scheduler.stats.preemptions == 1
-
-    run_virtual(main)
-
-
-def test_sleep_and_wake_up_in_parts():
-    async def main(_):
-        engine = SimEngine()
-        await engine.sleep(1)
-        task = in_flight(engine, SamplingParams(max_tokens=1))
-        assert not await engine.wake_up(["weights"])
-        await asyncio.sleep(1)
-        assert not task.done()
-        assert await engine.wake_up(["kv_cache"])
+    with pytest.raises(EngineDeadError):
         await task
+    with pytest.raises(EngineDeadError):
+        await engine.generate(PROMPT)
 
-    run_virtual(main)
+
+@virtual
+async def test_generation_on_weights_left_half_way_kills():
+    engine = SimEngine()
+    engine.weights.initialised = True
+    engine.start_update()
+    with pytest.raises(EngineDeadError, match="unfit"):
+        await engine.generate(PROMPT)
 
 
-def test_lora_switches_in_mid_sequence_without_a_marker():
-    async def main(_):
-        engine = SimEngine()
-        engine.adapters.load("style", "a1")
-        task = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=40), lora="style"))
-        await asyncio.sleep(20 * STEP)
-        engine.adapters.load("style", "a2", in_place=True)
-        sample = (await task)[0]
-        assert len(sample.spans) == 1
-        params = SamplingParams(max_tokens=40)
-        made_by_first = {m.position for m in verify(PROMPT, sample, params=params, adapter="a2")}
-        made_by_second = {m.position for m in verify(PROMPT, sample, params=params, adapter="a1")}
-        assert made_by_first | made_by_second == set(range(40))
-        assert made_by_first.isdisjoint(made_by_second)
+@virtual
+async def test_new_weights_under_the_old_label_show():
+    engine = SimEngine()
+    engine.weights.initialised = True
+    engine.start_update()
+    await engine.update_weights()
+    await engine.finish_update(None)
+    sample = (await engine.generate(PROMPT, {"max_tokens": 5}))[0]
+    assert sample.versions() == (0,) * 5
+    assert verify(PROMPT, sample, params=SamplingParams(max_tokens=5))
 
-    run_virtual(main)
+
+@virtual
+async def test_batching_shares_a_step_and_max_num_seqs_queues():
+    async def seconds(config, count):
+        engine, begin = SimEngine(config), now()
+        await asyncio.gather(*(engine.generate(PROMPT, {"max_tokens": 100}) for _ in range(count)))
+        return now() - begin
+
+    alone, together = await seconds(SimConfig(), 1), await seconds(SimConfig(), 64)
+    assert alone == pytest.approx(0.1, rel=0.01)
+    assert together < 1.5 * alone
+    assert await seconds(SimConfig(max_num_seqs=16), 64) > 3.5 * alone
+
+
+@virtual
+async def test_prefill_takes_time_and_the_prefix_cache_saves_it():
+    engine = SimEngine(SimConfig(prefill_tokens_per_second=1000))
+    prompt, times = list(range(1, 1001)), []
+    for _ in range(2):
+        begin = now()
+        await engine.generate(prompt, {"max_tokens": 1})
+        times.append(now() - begin)
+    assert times[0] == pytest.approx(1.0 + STEP)
+    # 62 of 62.5 blocks of 16 are found again.
+    assert times[1] == pytest.approx((1000 - 62 * 16) / 1000 + STEP)
+    assert (engine.scheduler.stats.queries, engine.scheduler.stats.hits) == (2000, 992)
+    await engine.pause(PauseMode.KEEP)
+    await engine.resume()
+    begin = now()
+    await engine.generate(prompt, {"max_tokens": 1})
+    assert now() - begin == pytest.approx(times[0]), "a pause that clears the cache clears it"
+
+
+@virtual
+async def test_kv_pressure_preempts_and_loses_nothing():
+    config = SimConfig(kv_blocks=40, block_size=16, max_model_len=640)
+    engine = SimEngine(config)
+    params = SamplingParams(max_tokens=300)
+    prompts = [[i, *PROMPT] for i in range(1, 9)]
+    answers = await asyncio.gather(*(engine.generate(p, params) for p in prompts))
+    assert engine.scheduler.stats.preemptions > 0
+    assert engine.scheduler.pool.usage == 0
+    for prompt, (sample,) in zip(prompts, answers, strict=True):
+        assert verify(prompt, sample, params=params) == []
+    assert engine.stats.generation_tokens == 8 * 300
+
+
+@virtual
+async def test_reset_prefix_cache_while_running():
+    engine = SimEngine()
+    task = in_flight(engine, SamplingParams(max_tokens=50))
+    await asyncio.sleep(10.5 * STEP)
+    assert not engine.reset_prefix_cache()
+    assert engine.reset_prefix_cache(reset_running_requests=True)
+    assert verify(PROMPT, (await task)[0], params=SamplingParams(max_tokens=50)) == []
+    assert engine.scheduler.stats.preemptions == 1
+
+
+@virtual
+async def test_sleep_and_wake_up_in_parts():
+    engine = SimEngine()
+    await engine.sleep(1)
+    task = in_flight(engine, SamplingParams(max_tokens=1))
+    assert not await engine.wake_up(["weights"])
+    await asyncio.sleep(1)
+    assert not task.done()
+    assert await engine.wake_up(["kv_cache"])
+    await task
+
+
+@virtual
+async def test_lora_switches_in_mid_sequence_without_a_marker():
+    engine = SimEngine()
+    engine.adapters.load("style", "a1")
+    task = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=40), lora="style"))
+    await asyncio.sleep(20 * STEP)
+    engine.adapters.load("style", "a2", in_place=True)
+    sample = (await task)[0]
+    assert len(sample.spans) == 1
+    params = SamplingParams(max_tokens=40)
+    made_by_first = {m.position for m in verify(PROMPT, sample, params=params, adapter="a2")}
+    made_by_second = {m.position for m in verify(PROMPT, sample, params=params, adapter="a1")}
+    assert made_by_first | made_by_second == set(range(40))
+    assert made_by_first.isdisjoint(made_by_second)
 
 
 @pytest.mark.parametrize(
@@ -343,32 +306,26 @@ def test_lora_switches_in_mid_sequence_without_a_marker():
         ([1], {"n": 257}, "max_num_seqs"),
     ],
 )
-def test_bad_requests(prompt, params, message):
-    async def main(_):
-        engine = SimEngine()
-        with pytest.raises(RequestError, match=message):
-            await engine.generate(prompt, params)
-        assert len((await engine.generate(PROMPT, {"max_tokens": 2}))[0].token_ids) == 2
-
-    run_virtual(main)
+@virtual
+async def test_bad_requests(prompt, params, message):
+    engine = SimEngine()
+    with pytest.raises(RequestError, match=message):
+        await engine.generate(prompt, params)
+    assert len((await engine.generate(PROMPT, {"max_tokens": 2}))[0].token_ids) == 2
 
 
-def test_clamping_the_context_as_vllm_0_32_does():
-    async def main(_):
-        engine = SimEngine(SimConfig(context_overflow="clamp"))
-        sample = (await engine.generate([1] * 4000, {"max_tokens": 200}))[0]
-        assert (len(sample.token_ids), sample.finish_reason) == (96, "length")
-        assert verify([1] * 4000, sample, params=SamplingParams(max_tokens=200), context=4096) == []
-
-    run_virtual(main)
+@virtual
+async def test_clamping_the_context_as_vllm_0_32_does():
+    engine = SimEngine(SimConfig(context_overflow="clamp"))
+    sample = (await engine.generate([1] * 4000, {"max_tokens": 200}))[0]
+    assert (len(sample.token_ids), sample.finish_reason) == (96, "length")
+    assert verify([1] * 4000, sample, params=SamplingParams(max_tokens=200), context=4096) == []
 
 
-def test_a_caller_that_gives_up_frees_its_blocks():
-    async def main(_):
-        engine = SimEngine()
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(engine.generate(PROMPT, {"max_tokens": 1000}), 10 * STEP)
-        assert engine.scheduler.pool.usage == 0
-        assert list(engine.scheduler) == []
-
-    run_virtual(main)
+@virtual
+async def test_a_caller_that_gives_up_frees_its_blocks():
+    engine = SimEngine()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(engine.generate(PROMPT, {"max_tokens": 1000}), 10 * STEP)
+    assert engine.scheduler.pool.usage == 0
+    assert list(engine.scheduler) == []

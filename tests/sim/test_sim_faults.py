@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
-from sim_http import PROMPT, parse_events, sim_client
+from sim_http import PROMPT, parse_events, sim_client, virtual
 
 from own_answers import samples_of
 from penstock.errors import ConfigError
 from penstock.process import ChildProcess
-from penstock.sim import Fault, FaultKind, Phase, SimConfig, run_virtual, verify
+from penstock.sim import Fault, FaultKind, Phase, SimConfig, verify
 from penstock.sim.faults import FaultPlan
 from penstock.types import SamplingParams
 from penstock.weights.manifest import TensorEntry, WeightManifest
@@ -77,16 +77,14 @@ async def test_hang_until_cleared(phase):
     ],
     ids=lambda met: " and ".join(fault.kind for fault in met),
 )
-def test_who_meets_several_faults_meets_none_of_them_after_they_were_cleared(met):
-    async def main(_):
-        plan = FaultPlan(tuple(met))
-        visit = asyncio.create_task(plan.at(Phase.REQUEST))
-        await asyncio.sleep(1.0)
-        assert not visit.done()
-        plan.clear()
-        await visit
-
-    run_virtual(main)
+@virtual
+async def test_who_meets_several_faults_meets_none_of_them_after_they_were_cleared(met):
+    plan = FaultPlan(tuple(met))
+    visit = asyncio.create_task(plan.at(Phase.REQUEST))
+    await asyncio.sleep(1.0)
+    assert not visit.done()
+    plan.clear()
+    await visit
 
 
 @pytest.mark.parametrize("phase", [*PHASES, "now"])

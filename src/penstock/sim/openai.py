@@ -51,13 +51,14 @@ class Shape(ABC):
         self._eos = eos_token_id
         self._head: dict[str, Any] = {"id": request_id, "created": int(time.time()), "model": model}
         self._return_ids = bool(body.get("return_token_ids"))
-        self._prompt_sent: set[int] = set()
+        self._begun: set[int] = set()
+        """Choices of which an event was sent."""
         self._written: dict[int, int] = {}
 
     def answer(self, requests: Sequence[SimRequest], usage: Mapping[str, Any]) -> dict[str, Any]:
         """The whole answer."""
         sequences = [s for request in requests for s in request.sequences]
-        choices = [self.choice(i, sequence) for i, sequence in enumerate(sequences)]
+        choices = [self._choice(i, sequence) for i, sequence in enumerate(sequences)]
         rest = dict.fromkeys(_UNUSED)
         return {**self._head, "object": self.object_name, "choices": choices, "usage": usage, **rest}
 
@@ -69,7 +70,7 @@ class Shape(ABC):
         """The event for new tokens of choice `index`."""
         choice = {
             "index": index,
-            **self._content(self._new_text(index, sequence, delta)),
+            **self._content(self._new_text(index, sequence, delta), whole=False),
             "logprobs": self._logprobs(sequence, delta.start, delta.end),
             "finish_reason": sequence.finish_reason if delta.finished else None,
             "stop_reason": sequence.stop_reason if delta.finished else None,
@@ -83,12 +84,19 @@ class Shape(ABC):
         del requests
         return iter(())
 
-    @abstractmethod
-    def choice(self, index: int, sequence: SimSequence) -> dict[str, Any]:
-        """Choice `index` of the whole answer."""
+    def _choice(self, index: int, sequence: SimSequence) -> dict[str, Any]:
+        return {
+            "index": index,
+            **self._content(sequence.text, whole=True),
+            "logprobs": self._logprobs(sequence, 0, len(sequence.output)),
+            "finish_reason": sequence.finish_reason,
+            "stop_reason": sequence.stop_reason,
+            "token_ids": sequence.output if self._return_ids else None,
+            "routed_experts": None,
+        }
 
     @abstractmethod
-    def _content(self, new_text: str) -> dict[str, Any]: ...
+    def _content(self, text: str, *, whole: bool) -> dict[str, Any]: ...
 
     @abstractmethod
     def _logprobs(self, sequence: SimSequence, start: int, end: int) -> dict[str, Any] | None: ...
@@ -102,7 +110,7 @@ class Shape(ABC):
         if delta.finished:
             whole = sequence.text
         else:
-            # What might be the beginning of a stop string is held back, as vLLM does.
+            # vLLM too holds back what might be the beginning of a stop string.
             whole = decode(sequence.output[: delta.end], self._eos)
             whole = whole[: max(start, len(whole) - max(map(len, stops)) + 1)]
         self._written[index] = len(whole)
@@ -114,31 +122,21 @@ class CompletionShape(Shape):
 
     object_name = chunk_name = "text_completion"
 
-    def choice(self, index: int, sequence: SimSequence) -> dict[str, Any]:
-        """A CompletionResponseChoice."""
-        ids = self._return_ids
-        return {
-            "index": index,
-            "text": sequence.text,
-            "logprobs": self._logprobs(sequence, 0, len(sequence.output)),
-            "finish_reason": sequence.finish_reason,
-            "stop_reason": sequence.stop_reason,
-            "token_ids": sequence.output if ids else None,
-            "prompt_logprobs": None,
-            "routed_experts": None,
-            "prompt_token_ids": sequence.request.prompt_ids if ids else None,
-        }
-
     def chunk(self, index: int, sequence: SimSequence, delta: Delta) -> dict[str, Any]:
-        """The first event of a choice tells the prompt's ids."""
+        """The first event of a choice has the prompt's ids."""
         chunk = super().chunk(index, sequence, delta)
-        if self._return_ids and index not in self._prompt_sent:
-            self._prompt_sent.add(index)
+        if self._return_ids and index not in self._begun:
+            self._begun.add(index)
             chunk["choices"][0]["prompt_token_ids"] = sequence.request.prompt_ids
         return chunk
 
-    def _content(self, new_text: str) -> dict[str, Any]:
-        return {"text": new_text}
+    def _choice(self, index: int, sequence: SimSequence) -> dict[str, Any]:
+        prompt_ids = sequence.request.prompt_ids if self._return_ids else None
+        return {**super()._choice(index, sequence), "prompt_logprobs": None, "prompt_token_ids": prompt_ids}
+
+    def _content(self, text: str, *, whole: bool) -> dict[str, Any]:
+        del whole
+        return {"text": text}
 
     def _logprobs(self, sequence: SimSequence, start: int, end: int) -> dict[str, Any] | None:
         if not sequence.request.params.logprobs:
@@ -160,33 +158,23 @@ class ChatShape(Shape):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def choice(self, index: int, sequence: SimSequence) -> dict[str, Any]:
-        """A ChatCompletionResponseChoice."""
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": sequence.text, "refusal": None, "reasoning": None},
-            "logprobs": self._logprobs(sequence, 0, len(sequence.output)),
-            "finish_reason": sequence.finish_reason,
-            "stop_reason": sequence.stop_reason,
-            "token_ids": sequence.output if self._return_ids else None,
-            "routed_experts": None,
-        }
-
     def answer(self, requests: Sequence[SimRequest], usage: Mapping[str, Any]) -> dict[str, Any]:
-        """The prompt's ids are told once, where completions tell them in each choice."""
+        """The prompt's ids come once, in completions in each choice."""
         prompt_ids = requests[0].prompt_ids if self._return_ids else None
         return {**super().answer(requests, usage), "prompt_logprobs": None, "prompt_token_ids": prompt_ids}
 
     def opening(self, requests: Sequence[SimRequest]) -> Iterator[dict[str, Any]]:
-        """Each choice's role comes first, the prompt's ids with it."""
+        """Each choice's role comes first, with the prompt's ids."""
         for sequence in requests[0].sequences:
             delta = {"role": "assistant", "content": ""}
             choice = {"index": sequence.index, "delta": delta, "logprobs": None, "finish_reason": None}
             ids = {"prompt_token_ids": requests[0].prompt_ids} if self._return_ids else {}
             yield {**self.chunk_head(), "choices": [choice], **ids}
 
-    def _content(self, new_text: str) -> dict[str, Any]:
-        return {"delta": {"content": new_text}}
+    def _content(self, text: str, *, whole: bool) -> dict[str, Any]:
+        if whole:
+            return {"message": {"role": "assistant", "content": text, "refusal": None, "reasoning": None}}
+        return {"delta": {"content": text}}
 
     def _logprobs(self, sequence: SimSequence, start: int, end: int) -> dict[str, Any] | None:
         if not sequence.request.params.logprobs:
@@ -195,19 +183,17 @@ class ChatShape(Shape):
         for token_id, logprob in zip(sequence.output[start:end], sequence.logprobs[start:end], strict=True):
             token = character_of(token_id)
             entry = {"token": token, "logprob": logprob, "bytes": list(token.encode())}
-            wanted = bool(self.body.get("top_logprobs"))
-            content.append({**entry, "top_logprobs": [entry] if wanted else []})
+            content.append({**entry, "top_logprobs": [entry] if self.body.get("top_logprobs") else []})
         return {"content": content}
 
 
 _TOKENS_UNUSED = (
     "prompt_token_id_logprobs", "mm_placeholders", "metrics", "kv_transfer_params", "ec_transfer_params",
 )  # fmt: skip
-"""Fields of vLLM's answer that the simulated engine has no use for."""
 
 
 async def generate(http: web.Request) -> web.StreamResponse:
-    """VLLM's ServingTokens."""
+    """`POST /inference/v1/generate`."""
     engine = engine_of(http)
     body = await json_body(http)
     name, lora = model_asked_for(engine, body)
@@ -252,7 +238,7 @@ def checked_ids(value: Any, name: str) -> list[int]:
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    """VLLM's UsageInfo."""
+    """Make the UsageInfo of vLLM."""
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,

@@ -1,8 +1,8 @@
-"""What the simulated model says: pure functions, so that any token can be checked against where it claims to be from.
+"""The simulated model: pure functions, so that any token can be checked against its prompt, position and version.
 
 A token depends on every token before it, on its position, on the weights and on the seed. So a token that is lost,
-doubled, moved to another request or labelled with another weight version shows in what follows or in its own logprob;
-and a request that goes on elsewhere with prompt + partial gives the same continuation, as a real model's would.
+doubled, moved to another request or labelled with another version shows in what follows or in its own logprob. A
+request that continues elsewhere with prompt + partial gets the same tokens, as from a real model.
 
 As text, a token is one character. Id 0 is EOS; ids 1 to 95 are the printable ASCII characters; higher ids are
 characters from U+4E00 on. Decoding and encoding again gives the same ids. A character without an id (a newline among
@@ -53,7 +53,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What makes one simulated model unlike another; equal for all engines of a fleet.
+    """One simulated model; equal for all engines of a fleet.
 
     Attributes:
         vocab_size: ids lie in `[0, vocab_size)`.
@@ -115,7 +115,7 @@ def expected_logprob(prefix: Prefix, token_id: int, weights: Weights, *, tempera
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Something in a sample that is not what its claims say."""
+    """Something in a sample that contradicts its claims."""
 
     position: int
     """Index in the output; its length where the sample as a whole is wrong."""
@@ -136,7 +136,7 @@ def verify(
 
     Args:
         prompt_ids: shape `[P]`.
-        sample: as the engine interface gives it; it may have been put together from several engines' parts.
+        sample: as the engine interface gives it, possibly of several engines' parts.
         model: of the engines (`SimConfig.model`).
         params: of the request.
         seeds: a token may come from any of these. Default: `[s, s + n)` for the request's (or the model's) seed `s`;
