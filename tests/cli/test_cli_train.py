@@ -80,7 +80,7 @@ def _interrupted(folder: Path, *args: str, when: Callable[[], bool]) -> str:
     return log.read_text()
 
 
-NO_CHECKPOINT = "and there is no checkpoint yet (train.checkpoint_every=20); begin anew with: {command} --fresh"
+NO_CHECKPOINT = "and there is no checkpoint yet (train.checkpoint_every=20); start over with: {command} --fresh"
 
 
 @pytest.mark.parametrize(

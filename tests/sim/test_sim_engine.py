@@ -315,14 +315,6 @@ async def test_bad_requests(prompt, params, message):
 
 
 @virtual
-async def test_clamping_the_context_as_vllm_0_32_does():
-    engine = SimEngine(SimConfig(context_overflow="clamp"))
-    sample = (await engine.generate([1] * 4000, {"max_tokens": 200}))[0]
-    assert (len(sample.token_ids), sample.finish_reason) == (96, "length")
-    assert verify([1] * 4000, sample, params=SamplingParams(max_tokens=200), context=4096) == []
-
-
-@virtual
 async def test_a_caller_that_gives_up_frees_its_blocks():
     engine = SimEngine()
     with pytest.raises(TimeoutError):

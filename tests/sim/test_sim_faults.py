@@ -134,8 +134,12 @@ async def test_hang_after_k_tokens():
     async with sim_client() as sim:
         await sim.post("/sim/fault", {"kind": "hang", "phase": "tokens", "after_tokens": 10})
         task = asyncio.create_task(sim.generate(50))
-        await asyncio.sleep(0.2)
-        assert sim.server.engine.stats.generation_tokens == 10
+        stats = sim.server.engine.stats
+        async with asyncio.timeout(20.0):
+            while stats.generation_tokens < 10:  # noqa: ASYNC110 - no event says so
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert stats.generation_tokens == 10
         await sim.post("/sim/fault", {"clear": True})
         params = SamplingParams(max_tokens=50)
         assert verify(PROMPT, samples_of(await task, None, params)[0], params=params) == []

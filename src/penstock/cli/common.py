@@ -1,4 +1,4 @@
-"""What commands share: checks before anything starts, an end by signal, a spinner meanwhile."""
+"""Shared by commands: checks before anything starts, an end by signal, a spinner."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Interrupted(BaseException):
 def run_until_signal(main: Coroutine[Any, Any, T]) -> T:
     """Run `main`; the first SIGINT, SIGTERM or SIGHUP cancels it, so its context managers end what it started.
 
-    SIGHUP, of a terminal that closes, goes unheard where it was ignored before, as under `nohup`.
+    SIGHUP, of a terminal that closes, stays ignored if it was before, as under `nohup`.
 
     A second signal, `SAME_S` later or more, ends this process at once; children then end by their lifelines. A `main`
     that catches the cancellation and returns has its value returned.

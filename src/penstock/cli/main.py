@@ -62,7 +62,7 @@ def root(
 
 @fleet.callback()
 def show_help(context: typer.Context) -> None:
-    """What is shown in the place of a command that was not given."""
+    """Show the help if no command was given."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

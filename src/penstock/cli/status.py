@@ -48,7 +48,7 @@ def status(
 
 
 async def _collect(url: str, api_key: str | None) -> dict[str, Any]:
-    """What the router knows, and what each engine says of itself."""
+    """Ask the router and each engine."""
     from dataclasses import asdict  # noqa: PLC0415
 
     from penstock.router.admin_client import RouterAdmin  # noqa: PLC0415
@@ -98,7 +98,7 @@ def _not_routed(fleet: FleetState | None, state: RouterState) -> list[dict[str, 
 async def _engine(
     load: EngineLoad, router: RouterState, member: MemberState | None, api_key: str | None, url: str
 ) -> dict[str, Any]:
-    """What an engine says of itself, or the router of one that is not to be asked from here."""
+    """Ask an engine; for one that must not be asked from here, use what the router knows."""
     from dataclasses import asdict  # noqa: PLC0415
 
     from penstock.fleet.service import beyond_reach  # noqa: PLC0415

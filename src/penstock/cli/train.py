@@ -71,7 +71,7 @@ def _train(settings: RunConfig, *, resume: bool, fresh: bool) -> None:
 
 
 def _written(folder: Path) -> int | None:
-    """When the config in a run's folder was, in ns: another run of the name that lies there is told from ours by it."""
+    """Time of the run folder's config, in ns, which distinguishes an earlier run of this name from ours."""
     from penstock.observe.run_folder import CONFIG  # noqa: PLC0415
 
     file = folder / CONFIG
@@ -88,7 +88,7 @@ def _advice(folder: Path, settings: RunConfig, command: str) -> str:
         return f"{done}; go on with: {command} --resume"
     every = settings.train.checkpoint_every
     return (
-        f"{done}, and there is no checkpoint yet (train.checkpoint_every={every}); begin anew with: {command} --fresh"
+        f"{done}, and there is no checkpoint yet (train.checkpoint_every={every}); start over with: {command} --fresh"
     )
 
 

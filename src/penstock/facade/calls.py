@@ -20,7 +20,7 @@ from penstock.rollout.tokenizer import Tokenizer
 FORMS = "a string, token ids, a TextPrompt or TokensPrompt, or a list of those"
 NOT_FOUND = 404
 LOAD_TIMEOUT_S = 120.0
-"""Of one adapter on one engine: a few hundred megabytes from a slow disk."""
+"""Deadline of one adapter on one engine: a few hundred megabytes from a slow disk."""
 _ALWAYS = (
     "n", "max_tokens", "temperature", "top_p", "top_k", "min_p",
     "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -153,7 +153,7 @@ def _as_json(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """What one `generate` asks for.
+    """Arguments of one `generate`, checked.
 
     Attributes:
         prompts: as given.

@@ -1,4 +1,4 @@
-"""What vLLM calls an engine's arguments, as options of `Fleet.launch`."""
+"""Translate vLLM's engine arguments to options of `Fleet.launch`."""
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REFUSED = {
 
 
 def launch_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of `Fleet.launch`, with what only vLLM knows in `extra_args`, as it stands on a command line.
+    """Return options of `Fleet.launch`; those that only vLLM knows are in `extra_args`, as on a command line.
 
     Args:
         given: fields of vLLM's AsyncEngineArgs, and of EngineConfig, FleetConfig and RouterConfig, by name.
@@ -57,7 +57,7 @@ def launch_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_fields(engine_args: Any) -> dict[str, Any]:
-    """The model of vLLM's `AsyncEngineArgs` and what else in them is not as vLLM has it by default.
+    """Return the model and all other fields of vLLM's `AsyncEngineArgs` that differ from their defaults.
 
     Raises:
         ConfigError: it is something else.
@@ -103,7 +103,7 @@ def _plain(value: Any) -> Any:
 
 
 def model_metadata(config: EngineConfig, served: str | None) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """What an update of this engine's weights has to bring, by checkpoint name, in the dtype that the engine serves.
+    """Return dtype and shape of each tensor of an update, by checkpoint name, in the dtype that the engine serves.
 
     From the checkpoint's headers, or from the model's config where only that is at hand.
 

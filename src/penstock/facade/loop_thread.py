@@ -30,7 +30,7 @@ class LoopThread:
         self._changing = threading.RLock()
         self._closing = False
         self._open: set[Future[Any]] = set()
-        """What was submitted and has not ended."""
+        """Work that has not ended."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -62,7 +62,7 @@ class LoopThread:
         try:
             return future.result()
         except CancelledError:
-            raise StateError(_ENDED) from None  # nobody else has the future
+            raise StateError(_ENDED) from None  # no one else has the future
         finally:
             future.cancel()
 

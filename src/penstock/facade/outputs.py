@@ -25,7 +25,7 @@ ID_PREFIX = "token_id:"
 def request_output(answer: Mapping[str, Any], prompt: Prompt, params: Any, lora: Any, decode: Decode) -> RequestOutput:
     """One prompt's answer as vLLM's offline API has it, finished.
 
-    `weight_versions` of its outputs (vLLM 0.32) are exact; with vLLM 0.26 they are an attribute besides.
+    `weight_versions` of its outputs (vLLM 0.32) are exact; vLLM 0.26 has no such field, so they are an extra attribute.
 
     Args:
         answer: with token ids, in the body and in the place of tokens' texts.

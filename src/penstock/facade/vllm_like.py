@@ -1,7 +1,6 @@
-"""`AsyncVLLM`: a fleet used as vLLM's `LLM` is, blocking, in and out in vLLM's own types (R12).
+"""`AsyncVLLM`: a fleet behind the blocking interface of vLLM's `LLM`, with vLLM's own types.
 
 Names and arguments are those of `torchrl.modules.llm.AsyncVLLM` (TorchRL 0.14), so that its users change an import.
-Engines, router and updates are a `Fleet`'s; what is here translates.
 """
 # pyright: reportUnknownMemberType=false
 
@@ -45,9 +44,9 @@ _AWAY = frozenset({State.DEAD, State.LAUNCHING, State.SYNCING, State.STOPPED})
 class AsyncVLLM:
     """Engines on this machine behind one router, for blocking code; get one with `from_pretrained` or `launch`.
 
-    Every method blocks but `generate_async`, and may be called from any thread: an event loop in a thread of its own
-    does the work. Errors are `PenstockError`; a timeout is a `TimeoutError` too. `shutdown` ends the engines, as does
-    the end of the program or of the last reference.
+    Every method but `generate_async` blocks, and any thread may call it: an event loop in its own thread does the work.
+    Errors are `PenstockError`; a timeout is a `TimeoutError` too. `shutdown` ends the engines, as does the end of the
+    program or of the last reference.
 
     Attributes:
         engine_args: what each engine was launched with.
@@ -181,15 +180,14 @@ class AsyncVLLM:
         Args:
             prompts: a string, token ids, a TextPrompt or TokensPrompt, or a list of those.
             sampling_params: of vLLM; one, or one for each prompt. Default: `SamplingParams()`, 16 tokens. `logprobs`
-                are those of what tokens are drawn from (vLLM's `processed_logprobs`), after penalties, temperature and
-                cuts; see `GenerateOutput.response_logprobs`.
+                are vLLM's `processed_logprobs`; see `GenerateOutput.response_logprobs`.
             prompt_token_ids: instead of `prompts`, ids `[P]` or ragged `[B][P_i]`.
             use_tqdm: ignored.
             lora_request: vLLM's LoRARequest; engines need `enable_lora=True`. They load it at its first use.
-            prompt_adapter_request: refused; vLLM has none any more.
+            prompt_adapter_request: refused, as vLLM no longer has it.
             guided_options_request: refused; see `SamplingParams(structured_outputs=...)`.
-            timeout_seconds: for all of it; then everything is cancelled on the engines. None or not positive: no limit
-                but `request_timeout_s`.
+            timeout_seconds: for the whole call; then the engines cancel it. None or not positive: only
+                `request_timeout_s` applies.
             actor_index: the engine that must serve it; default: the router chooses for each prompt.
 
         Returns:
@@ -346,7 +344,7 @@ class AsyncVLLM:
 
 
 DEFAULT_STRATEGIES = ("prefix-aware", "requests")
-"""Of TorchRL."""
+"""As in TorchRL."""
 
 
 class LoadBalancer:

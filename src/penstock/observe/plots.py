@@ -20,13 +20,13 @@ from penstock.observe.summary import STALENESS_PREFIX
 Row = Mapping[str, float]
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#8A8A8A"
-"""The palette of Okabe and Ito (2008), told apart by every kind of colour vision; grey for what matters less."""
+"""The palette of Okabe and Ito (2008), distinct in every kind of colour vision; grey for what matters less."""
 SMOOTHING = 9
 """Steps in the moving mean of noisy curves."""
 LOGPROB_BAR = 1e-4
 """Largest difference of fp32 logprobs at equal weights that we accept (invariant 1)."""
 AFTER_A_STEP = ("seconds/evaluation", "seconds/checkpoint")
-"""Of what was done after a step was recorded; the row of the next one tells of it."""
+"""Columns about the time after the step before: the next row has them."""
 
 
 def draw_plots(folder: RunFolder) -> list[Path]:

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a live panel on a terminal, a plain line every few steps elsewhere."""
+"""Show a run: a live panel on a terminal, a plain line every few steps elsewhere."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class RunDisplay(Reporter):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._live is not None and self._phase == PREPARING:
-            self._live.transient = True  # nothing was started, and the error says why: an empty panel tells nothing
+            self._live.transient = True  # nothing was started, and the error says why: an empty panel is useless
         self._stop_live()
 
     # --- Reporter ----------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class RunDisplay(Reporter):
             self._line(self._phase)
 
     def on_step(self, metrics: Mapping[str, float]) -> None:
-        """Show the figures of one step."""
+        """Show the metrics of one step."""
         self._last = metrics
         self._step = int(metrics["step"])
         self._rewards.append(metrics["reward_mean"])
@@ -284,13 +284,13 @@ def _seconds(seconds: Mapping[str, float]) -> RenderableType:
     return bars
 
 
-def _bars(shares: Mapping[str, float], figures: Mapping[str, str]) -> Table:
+def _bars(shares: Mapping[str, float], values: Mapping[str, str]) -> Table:
     grid = Table.grid(padding=(0, 1))
     grid.add_column(no_wrap=True)
     grid.add_column(style="cyan", width=BAR_WIDTH)
     grid.add_column(justify="right")
     for name, share in shares.items():
-        grid.add_row(name, bar(share, BAR_WIDTH), figures[name])
+        grid.add_row(name, bar(share, BAR_WIDTH), values[name])
     return grid
 
 

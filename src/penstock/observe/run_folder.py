@@ -5,7 +5,7 @@
     evaluations.jsonl    held-out accuracy: `step` (0: before the first) and `accuracy`, a fraction
     trajectories.jsonl   a few trajectories of each step, every token with its text, logprob and weight version
     trajectories.md      some of them, to read
-    summary.json         the figures of the whole run (`penstock.observe.summary.Summary`)
+    summary.json         the totals of the run (`penstock.observe.summary.Summary`)
     run.log              what Penstock logged
     checkpoints          written by `penstock.train.checkpoint`
 
@@ -66,7 +66,7 @@ CONFIG = "config.yaml"
 RECORDS = ("metrics.jsonl", "evaluations.jsonl", "trajectories.jsonl")
 """Files of one row for each step, or some steps."""
 MAY_CHANGE = ("train.steps", "run_dir")
-"""Keys that a resumed run may set anew: how far it goes, and where the folder lies."""
+"""Keys that a resumed run may change: how far it goes, and where the folder lies."""
 
 _locks: set[int] = set()
 """File descriptors of the locks that this process holds."""
@@ -263,7 +263,7 @@ class RunFolder:
         _replace(self.path / "trajectories.md", to_markdown(self.trajectories()))
 
     def summary(self) -> dict[str, Any]:
-        """What summary.json holds. Raises UserError where the run has not ended."""
+        """Read summary.json. Raises UserError if the run has not ended."""
         try:
             text = (self.path / "summary.json").read_bytes()
         except FileNotFoundError:

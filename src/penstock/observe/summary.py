@@ -1,4 +1,4 @@
-"""The figures of a whole run, computed from its rows of metrics; what summary.json and the closing table show."""
+"""Totals of a run, computed from its rows of metrics, for summary.json and the closing table."""
 
 from __future__ import annotations
 

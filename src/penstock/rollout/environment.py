@@ -29,7 +29,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the environment says after a response, in an episode of more than one turn."""
+    """The environment's answer to a response, in an episode of several turns."""
 
     observation: str
 
@@ -54,9 +54,9 @@ class Environment(ABC):
         """Reward of the decoded response, special tokens left out. Never raises for any text a policy could write."""
 
     async def step(self, task: Task, responses: Sequence[str]) -> Turn | None:
-        """What follows the latest of the policy's `responses` so far; None ends the episode.
+        """Answer the latest of the policy's `responses`; None ends the episode.
 
-        Nothing calls it yet: episodes have one turn so far, and `load_environment` refuses who overrides it.
+        Nothing calls it yet: episodes have one turn so far, and `load_environment` refuses a class that overrides it.
         """
         del task, responses
         return None

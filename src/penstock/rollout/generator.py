@@ -113,7 +113,7 @@ class Generator(ABC):
     @property
     @abstractmethod
     def tokenizer(self) -> Tokenizer:
-        """Of the policy; reads trajectories for a person."""
+        """The policy's tokenizer, to show trajectories as text."""
 
     @abstractmethod
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:

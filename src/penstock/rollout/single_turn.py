@@ -47,7 +47,7 @@ class SingleTurnGenerator(Generator):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Of the policy."""
+        """The policy's tokenizer."""
         return self._tokenizer
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:

@@ -1,7 +1,7 @@
 """A simulated engine that speaks vLLM's HTTP with deterministic tokens.
 
 `SimServer(SimConfig())` in a test, `python -m penstock.sim` as a process, `SimEngine` without HTTP under virtual time
-(`run_virtual`); `verify` tells whether every token of an answer is where it belongs.
+(`run_virtual`); `verify` checks every token of an answer.
 """
 
 from penstock.sim.clock import DeadlockError, VirtualClock, run_virtual

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from penstock.errors import ConfigError
 from penstock.sim.faults import Fault
@@ -28,16 +27,14 @@ class SimConfig:
     eos_share: float = 0.0
     """Probability that a token is EOS; 0: samples end at `max_tokens` or a stop token only."""
     seed: int = 0
-    """Of requests that carry none. Equal on all engines of a fleet, their answers are too."""
+    """For requests without one. With the same seed, all engines give the same answers."""
     max_model_len: int = 4096
-    context_overflow: Literal["refuse", "clamp"] = "refuse"
-    """Prompt + max_tokens over the context: vLLM up to 0.26 refuses with 400, 0.32 clamps max_tokens. Refusing is the
-    default because a client that lives with it lives with both."""
+    """A longer prompt + max_tokens is refused with 400, as by vLLM 0.26; 0.32 clamps max_tokens."""
 
     tokens_per_second: float = 1000.0
     """Decoding rate of one sample alone."""
     sequence_seconds: float = 5e-6
-    """What one more sample in the batch adds to a step."""
+    """Added to a step by each further sample of the batch."""
     prefill_tokens_per_second: float = 200_000.0
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
@@ -46,30 +43,26 @@ class SimConfig:
     kv_blocks: int = 16_384
     enable_prefix_caching: bool = True
 
-    prepare_seconds: float = 0.0
-    pause_seconds: float = 0.0
     load_seconds: float = 0.005
-    resume_seconds: float = 0.0
     tensor_specs: tuple[TensorSpec, ...] | None = None
-    """What an update must hold; None: anything."""
+    """Tensors of an update; None: any."""
     max_loras: int = 16
     logprobs_mode: str = "processed_logprobs"
-    """What it says of its logprobs; they are the same in any mode."""
+    """Reported only; logprobs are the same in any mode."""
     data_parallel_size: int = 1
     """Ranks, each with a scheduler and a cache of its own, behind one address."""
 
     plain: bool = False
-    """Speak as vLLM without Penstock's plugin. What its owner gave it is in the rest of this section, which goes
-    without effect where the plugin is."""
+    """Speak as vLLM without Penstock's plugin; the options below have an effect only then."""
     vllm_version: str = "0.32.0"
-    """Before 0.32 it neither keeps nor tells weight versions."""
+    """Before 0.32 vLLM has no weight versions."""
     dev_mode: bool = True
     """VLLM_SERVER_DEV_MODE=1."""
     scale_out: bool = True
     """`--enable-scale-out`: the token endpoint."""
     enable_sleep_mode: bool = True
     weight_transfer_backend: str = "nccl"
-    """Of `--weight-transfer-config`; empty: none was given."""
+    """From `--weight-transfer-config`; empty: not given."""
     faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
@@ -87,7 +80,7 @@ class SimConfig:
 
     @property
     def keeps_versions(self) -> bool:
-        """It keeps the version of its weights, and tells it of each token."""
+        """It has weight versions, and labels tokens with them."""
         return not self.plain or tuple(map(int, self.vllm_version.split(".")[:2])) >= (0, 32)
 
     @property

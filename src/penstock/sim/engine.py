@@ -139,14 +139,14 @@ class SimEngine:
         max_tokens: int | None = None,
         parts: Sequence[Partial] = (),
     ) -> SimRequest:
-        """Queue a request; wait on what comes back, then `drop` it.
+        """Queue a request; wait for it, then `drop` it.
 
         Args:
             prompt_ids: shape `[P]`.
             params: of all its samples.
-            request_id: by which it can be aborted; default: a number.
+            request_id: to abort it by; default: a number.
             lora: name of a loaded adapter.
-            max_tokens: limit in place of the one in `params`, which cannot say 0 or "as many as fit".
+            max_tokens: replaces the limit of `params`, which cannot be 0 or "as many as fit".
             parts: what its samples have already.
         """
         await self.at(Phase.REQUEST)
@@ -241,14 +241,11 @@ class SimEngine:
         self.kick()
         if self._loop is not None and not self._loop.done():
             await asyncio.wait({self._loop})
-        await asyncio.sleep(self.config.pause_seconds)
         self.check_alive()
         return self._clear_cache() if clear_cache else 0
 
     async def _resume(self) -> None:
         await self.at(Phase.RESUME)
-        await asyncio.sleep(self.config.resume_seconds)
-        self.check_alive()
         self._frozen = False
         self.scheduler.admitting = True
         self.kick()
@@ -266,8 +263,6 @@ class SimEngine:
             WeightsError: it does not fit.
         """
         await self.at(Phase.PREPARE)
-        await asyncio.sleep(self.config.prepare_seconds)
-        self.check_alive()
         if manifest.transport == BROADCAST:
             self.weights.group.check(manifest)
         self.weights.prepared = (manifest, check_manifest(manifest, self.config.tensor_specs))
@@ -450,7 +445,7 @@ class SimEngine:
                 f"{len(prompt_ids)} input tokens, which exceeds this limit even without any output tokens. "
                 "Please reduce the length of the input prompt."
             )
-        if wanted > room and config.context_overflow == "refuse" and max_tokens is None:
+        if wanted > room and max_tokens is None:
             raise RequestError(
                 f"This model's maximum context length is {config.max_model_len} tokens. However, you requested "
                 f"{wanted} output tokens and your prompt contains {len(prompt_ids)} input tokens, for a total of "

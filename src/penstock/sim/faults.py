@@ -12,7 +12,7 @@ from penstock.errors import ConfigError, EngineError
 
 
 class FaultKind(StrEnum):
-    """What goes wrong."""
+    """Kinds of fault."""
 
     EXIT = "exit"
     """The process is gone at once: connections break, the port is closed."""

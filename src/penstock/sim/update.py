@@ -121,7 +121,7 @@ def _has_nan(raw: bytes, dtype: str) -> bool:
 
 
 class SimGroup:
-    """Of one engine, which is one worker. Needs torch from the first `join` on."""
+    """The engine's place in a broadcast group, as its one worker. Needs torch from the first `join` on."""
 
     def __init__(self) -> None:
         self._group: Group | None = None

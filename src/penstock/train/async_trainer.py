@@ -136,7 +136,7 @@ class _Run:
         if served >= wanted:
             raise StateError(
                 f"the engines serve weight version {served} and the learner starts at {wanted}: a run needs engines "
-                "freshly loaded from the model; start them anew"
+                "freshly loaded from the model; restart them"
             )
         log.info("taking up the run after step %d", self.progress.step)
         await _to_the_end(self.client.update_weights(self.learner.served_tensors(), version=wanted))

@@ -1,7 +1,7 @@
 """Taking up a run where its last checkpoint left it, with no step recorded twice and none missing.
 
 A checkpoint holds the learner (weights, optimiser, random state) and `Progress`. Rollouts are not in it: the task of
-group `i` is a function of the seed and `i` alone, so the groups in flight at a kill are generated anew from the same
+group `i` is a function of the seed and `i` alone, so the groups in flight at a kill are generated again from the same
 tasks, under weights that are never older than those before. In a synchronous run (`max_staleness` 0) so are their
 sampling seeds and weights, and the resumed run equals one that was never cut off.
 """
@@ -22,7 +22,7 @@ from penstock.train.learner import Learner
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run is; what a checkpoint holds besides the learner.
+    """How far a run is; what a checkpoint holds next to the learner.
 
     Attributes:
         step: finished steps.

@@ -121,7 +121,7 @@ def _learner(config: RunConfig) -> Learner:
 
 
 def _served_dtype(config: RunConfig) -> ServedDtype:
-    """What the engines serve in, as far as that is known here; `auto`, the checkpoint's own, is what all of them take.
+    """Return the engines' dtype as far as it is known here; `auto`, the checkpoint's own, fits all of them.
 
     Engines that Penstock starts on CPUs serve in fp32, whatever the checkpoint has, and would get rounded weights by
     `auto`. Of servers that others started, and of what a Ray cluster has, nothing is known.

@@ -53,7 +53,7 @@ class StalenessWindow:
 
     @classmethod
     def after(cls, step: int, *, groups_per_batch: int, max_staleness: int, total_steps: int, version: int) -> Self:
-        """The window after `step` finished steps, when `version` is served: later groups are submitted anew."""
+        """The window after `step` finished steps, when `version` is served: later groups are submitted again."""
         return cls(
             groups_per_batch=groups_per_batch,
             max_staleness=max_staleness,
