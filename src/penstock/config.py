@@ -330,9 +330,9 @@ class FleetConfig(Section):
     """Ray cluster, as `ray.init` takes it; default: RAY_ADDRESS, else the cluster of this process, else a new one on
     this machine, which ends with the fleet."""
     ray_cpus: Annotated[float, Field(ge=0)] | None = None
-    """CPUs that Ray reserves for each engine; default: one for each of its ranks."""
-    ray_gpus: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share that Ray reserves of each GPU of an engine; less than 1 leaves room for a trainer's actor beside it."""
+    """CPUs that Ray sets aside for each engine; default: one for each of its ranks."""
+    ray_gpus: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share that Ray sets aside of each GPU of an engine, so that a trainer's actor can have the rest; default: 1."""
     ray_placement_group: Annotated[str, Field(pattern="^[0-9a-f]+$")] | None = None
     """Id (`group.id.hex()`) of a placement group, whose bundles the engines take in their order, one for each GPU;
     default: each engine has a group of its own."""

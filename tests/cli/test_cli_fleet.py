@@ -89,6 +89,20 @@ def test_an_interrupted_order_is_said_to_go_on(tmp_path: Path) -> None:
         assert states(str(tmp_path))[home] == "draining"
 
 
+def test_status_shows_an_engine_that_starts(tmp_path: Path) -> None:
+    kept = {"PENSTOCK_RUNTIME_DIR": str(tmp_path)}
+    with serving(tmp_path / "log", *SERVE, "fleet.restart_backoff_s=60", **kept) as server:
+        url = json.loads(penstock("fleet", "list", "--json", **kept).stdout)["members"][1]["url"]
+        [victim] = [process for process in server.family if url.rpartition(":")[2] in process.cmdline()]
+        victim.kill()
+        wait_for_text(tmp_path / "log", "engine e1: serving -> dead")
+        status = penstock("status", server.url, "--json", **kept)
+        shown = {engine["name"]: engine["state"] for engine in json.loads(status.stdout)["engines"]}
+        assert shown.keys() == {"e0", "e1"}
+        assert shown["e1"] != "serving"
+        assert "e1" in penstock("status", server.url, **kept).stdout
+
+
 def test_what_cannot_be_done_is_one_line(server: Server, runtime: str, tmp_path: Path) -> None:
     for args, says in (
         (("drain", "e9"), "there is no engine 'e9'; the fleet has e0, e1"),

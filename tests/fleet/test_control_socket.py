@@ -24,6 +24,7 @@ from penstock.errors import (
     ConfigError,
     DeadlineError,
     EngineDeadError,
+    EngineError,
     EngineHTTPError,
     EngineStartError,
     PenstockError,
@@ -37,8 +38,11 @@ from penstock.fleet import ray_engines
 from penstock.fleet import remote as link_module
 from penstock.fleet.member import State
 from penstock.fleet.remote import AdoptedRoster, FleetClient
-from penstock.fleet.service import folder, present, socket_of
+from penstock.fleet.service import folder, present, refuse_second, shown, socket_of, state_of
 from penstock.http import HttpTransport
+from penstock.router.admin_client import RouterAdmin
+from penstock.sim.config import SimConfig
+from penstock.sim.server import SimServer
 
 PARAMS = SamplingParams(max_tokens=400, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(12)]
@@ -128,7 +132,7 @@ async def test_a_detached_fleet_asks_for_the_key_that_it_was_given_and_for_none_
             assert refused.value.status == 401
 
 
-async def test_everything_a_fleet_can_do_can_be_done_by_who_adopted_it() -> None:
+async def test_everything_a_fleet_can_do_can_be_done_by_who_adopted_it(caplog: pytest.LogCaptureFixture) -> None:
     async with detached() as fleet:
         running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
         await in_flight(fleet, lambda requests: requests == len(PROMPTS))
@@ -169,6 +173,9 @@ async def test_everything_a_fleet_can_do_can_be_done_by_who_adopted_it() -> None
         assert [s.state for s in await fleet.engines()] == [State.STOPPED, State.STOPPED, State.SERVING]
         assert fleet.weight_version == 8
         await check_serves(fleet, engines=1)
+        async with SimServer(SimConfig(served_model_name="other")) as other:
+            assert len(await fleet.attach(other.url)) == 1
+            assert "serves other and knows no model sim-model" in caplog.text
 
 
 async def test_the_weights_of_a_trainer_that_was_killed_are_those_of_engines_that_return() -> None:
@@ -212,7 +219,7 @@ async def test_when_the_holder_dies_or_hangs_nobody_waits(
         holder.send_signal(number)
         with pytest.raises((EngineDeadError, DeadlineError)):
             await asyncio.wait_for(waiting, 60.0)
-        with pytest.raises(EngineDeadError, match="is coming back"):
+        with pytest.raises(EngineDeadError, match=f"is coming back .*its log is {tmp_path}/fleet.log"):
             await asyncio.wait_for(fleet.sample([1], 1, PARAMS), 60.0)
         tensors = iter([("w", torch.ones(2))])
         with pytest.raises((EngineDeadError, DeadlineError)):
@@ -439,13 +446,21 @@ async def test_a_login_and_a_job_of_one_user_find_the_same_fleets(
     assert folder() == job
 
 
-async def test_a_folder_that_others_can_enter_is_refused() -> None:
-    folder().chmod(0o755)
-    with pytest.raises(UserError, match="that nobody else can enter"):
-        socket_of("http://127.0.0.1:8000")
+def test_a_folder_that_others_may_enter_or_that_lies_elsewhere_is_refused(runtime: Path, tmp_path: Path) -> None:
+    name = f"penstock-{os.getuid()}"
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (runtime / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="must be a folder of this user that nobody else can enter"):
+        folder()
+    (runtime / name).unlink()
+    (runtime / name).mkdir()
+    (runtime / name).chmod(0o750)
+    for call in (folder, lambda: socket_of("http://127.0.0.1:1"), lambda: refuse_second(None)):
+        with pytest.raises(UserError, match="chmod 700"):
+            call()
     assert socket_of("http://example.org:8000") is None
-    with pytest.raises(UserError, match="that nobody else can enter"):
-        await Fleet.launch("sim-model", profile="sim")
+    (runtime / name).chmod(0o700)
+    assert folder() == runtime / name
 
 
 async def test_a_folder_that_cannot_be_made_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,3 +475,29 @@ async def test_a_folder_that_cannot_be_made_is_one_line(monkeypatch: pytest.Monk
 async def test_what_is_no_address_is_said_so(url: str) -> None:
     with pytest.raises(UserError, match=r"is not an address; give one such as http://127\.0\.0\.1:8000"):
         await Fleet.connect(url)
+
+
+async def test_a_process_of_the_same_user_gets_the_keys_and_nothing_shows_them() -> None:
+    async with Fleet.launch("sim-model", engines=2, api_key="of-clients", **SIM) as fleet:
+        async with FleetClient.to(fleet.url) as link:
+            state = await link.state()
+        key = state.admin_key
+        assert {m.name: m.api_key for m in state.members} == {
+            s.name: fleet.key_of(s.name) for s in await fleet.engines()
+        }
+        assert key is not None
+        assert key == fleet.key_of("e0")
+        assert key not in f"{state}{shown(state)}"
+        admin = RouterAdmin(fleet.url, key)
+        await admin.set_policy("round-robin")
+        await admin.close()
+        async with Fleet.connect(fleet.url) as adopted:  # without the clients' key too
+            await adopted.add_engines()
+            await check_serves(adopted, engines=3)
+            assert adopted.key_of("e2") == key
+
+
+def test_a_state_that_cannot_be_read_shows_no_key() -> None:
+    with pytest.raises(EngineError, match=r"cannot be read \(.*admin_key.*\)") as refused:
+        state_of({"admin_key": ["secret"]})
+    assert "secret" not in str(refused.value)

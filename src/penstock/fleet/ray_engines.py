@@ -267,7 +267,7 @@ def bundles_of(config: EngineConfig, fleet: FleetConfig) -> list[dict[str, float
     cpus = float(ranks if fleet.ray_cpus is None else fleet.ray_cpus)
     if config.profile != "gpu":
         return [{"CPU": cpus}]
-    return [{"GPU": fleet.ray_gpus, "CPU": cpus / ranks} for _ in range(ranks)]
+    return [{"GPU": fleet.ray_gpus or 1.0, "CPU": cpus / ranks} for _ in range(ranks)]
 
 
 def capacity(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> int:
