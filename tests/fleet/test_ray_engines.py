@@ -103,7 +103,9 @@ async def test_a_lost_node_is_engines_lost_and_they_come_back_elsewhere(nodes: R
     shared = {"weight_transport": "disk", "weight_folder": tmp_path}
     async with Fleet.launch("sim-model", engines=2, **options(nodes, ray_cpus=2, **shared)) as fleet:
         groups = left(await nodes.groups())
-        assert [(g["state"], g["strategy"], g["bundles"]) for g in groups] == [("CREATED", "PACK", [{"CPU": 2.0}])] * 2
+        assert [(g["state"], g["strategy"], g["bundles"]) for g in groups] == [
+            ("CREATED", "STRICT_PACK", [{"CPU": 2.0}])
+        ] * 2
         placed = hosts(await fleet.engines())
         assert (
             sorted(placed.values()) == ["127.0.0.2", "127.0.0.3"] == sorted(node for g in groups for node in g["nodes"])
@@ -175,6 +177,17 @@ async def test_what_cannot_be_is_said_and_nothing_is_left(
 
 
 @pytest.mark.slow
+async def test_a_driver_that_dies_is_engines_lost_and_a_new_one_takes_its_place(nodes: RayNodes) -> None:
+    async with Fleet.launch("sim-model", **options(nodes)) as fleet:
+        (driver,) = processes("fleet.ray_driver")
+        os.kill(driver.pid, signal.SIGKILL)
+        await fleet._roster.until(lambda: fleet._roster.members[0].state is State.DEAD, deadline_s=10.0)
+        await fleet._roster.until(lambda: fleet._roster.members[0].state is State.SERVING, deadline_s=60.0)
+        await check_serves(fleet, engines=1)
+        assert len(left(await nodes.groups())) == 1
+
+
+@pytest.mark.slow
 async def test_engines_share_a_placement_group_that_they_are_given(nodes: RayNodes) -> None:
     group = await nodes.make_group(2)
     async with Fleet.launch("sim-model", engines=2, **options(nodes, ray_placement_group=group)) as fleet:
@@ -185,14 +198,3 @@ async def test_engines_share_a_placement_group_that_they_are_given(nodes: RayNod
         await fleet.remove("e0")
         assert await fleet.add_engines(1) == ("e2",), "in the bundle of the one that left"
     assert len(left(await nodes.groups())) == 1, "it is not ours to remove"
-
-
-@pytest.mark.slow
-async def test_a_driver_that_dies_is_engines_lost_and_a_new_one_takes_its_place(nodes: RayNodes) -> None:
-    async with Fleet.launch("sim-model", **options(nodes)) as fleet:
-        (driver,) = processes("fleet.ray_driver")
-        os.kill(driver.pid, signal.SIGKILL)
-        await fleet._roster.until(lambda: fleet._roster.members[0].state is State.DEAD, deadline_s=10.0)
-        await fleet._roster.until(lambda: fleet._roster.members[0].state is State.SERVING, deadline_s=60.0)
-        await check_serves(fleet, engines=1)
-        assert len(left(await nodes.groups())) == 1

@@ -184,7 +184,7 @@ class RayDriver:
             ray.init(**options)
             if group is not None:
                 group_id = importlib.import_module("ray._raylet").PlacementGroupID.from_hex(group)
-                self._given = ray.util.placement_group.PlacementGroup(group_id)
+                self._given = importlib.import_module("ray.util.placement_group").PlacementGroup(group_id)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise ConfigError(
                 f"cannot join the Ray cluster at {address}: {_one_line(error)}; {_token_hint()}start one with "
