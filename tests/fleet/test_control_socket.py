@@ -312,20 +312,6 @@ def gone(processes: set[psutil.Process]) -> bool:
     return not left
 
 
-async def test_an_order_to_a_holder_that_hangs_is_not_waited_for() -> None:
-    async with detached() as fleet, FleetClient.to(fleet.url) as link:
-        holder = await holder_of(fleet)
-        holder.suspend()
-        try:
-            with pytest.MonkeyPatch.context() as soon:
-                soon.setattr(link_module, "ANSWER_S", 0.5)
-                soon.setattr(link_module, "QUIET_S", 0.5)
-                with pytest.raises(DeadlineError, match="within 1 s"):
-                    await asyncio.wait_for(link.state(), 60.0)
-        finally:
-            holder.resume()
-
-
 async def test_whoever_adopted_a_fleet_that_is_stopped_is_told_so() -> None:
     async with detached() as fleet:
         holder = await holder_of(fleet)
