@@ -340,7 +340,8 @@ class FleetConfig(Section):
     @field_validator("ray_address", "ray_cpus", "ray_gpus", "ray_placement_group")
     @classmethod
     def _of_ray(cls, given: str | float | None, info: ValidationInfo) -> str | float | None:
-        if given is not None and info.data.get("launcher") == "local":
+        default = cls.model_fields[str(info.field_name)].default  # a config that is written out holds it
+        if given != default and info.data.get("launcher") == "local":
             raise ValueError("has an effect with the launcher 'ray' only")
         return given
 
