@@ -82,10 +82,11 @@ class DataClient:
         params = SamplingParams.of(batch.sampling_params)
         sessions: Sequence[SessionId | None] = [None] * len(batch) if batch.session_ids is None else batch.session_ids
         if batch.prompt_token_ids is not None:
-            given = enumerate(batch.prompt_token_ids)
-            prompts = [self._checked_ids(ids, f"prompt_token_ids[{i}]") for i, ids in given]
+            numbered = enumerate(batch.prompt_token_ids)
+            prompts = [self._checked_ids(ids, f"prompt_token_ids[{i}]") for i, ids in numbered]
         else:
-            prompts = await all_or_first_error(self.tokenize(prompt) for prompt in batch.prompts or ())
+            given = () if batch.prompts is None else batch.prompts  # numpy's arrays have no truth
+            prompts = await all_or_first_error(self.tokenize(prompt) for prompt in given)
             if [] in prompts:
                 raise RequestError(f"prompts[{prompts.index([])}] has no token; give at least one")
         groups = await all_or_first_error(
