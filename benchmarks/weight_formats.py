@@ -20,9 +20,8 @@ from types import SimpleNamespace
 import _common
 import torch
 
-from penstock.plugin.checksum import weights_checksum
+from penstock.plugin.core import HostBytes
 from penstock.plugin.sources import Source, make_source
-from penstock.plugin.worker import HostBytes
 from penstock.weights.delta import DeltaStore
 from penstock.weights.disk import DiskStore
 from penstock.weights.manifest import WeightManifest
@@ -53,27 +52,20 @@ class Engine:
         for name, tensor in tensors.items():
             self.model.register_parameter(name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
         self.worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: self.model), device="cpu")
-        self._bytes, self._version = HostBytes(), 0
-        self._path: str | None = None
+        self._bytes = HostBytes()
         self._sources: dict[str, Source] = {}
 
     def prepare(self, manifest: WeightManifest) -> WeightManifest:
         """Both halves."""
-        local = self._bytes.check(manifest, self._version)
+        local = self._bytes.check(manifest)
         self._source(local).prepare(local)
         return local
 
     def apply(self, local: WeightManifest) -> None:
         """Copy what is brought."""
         source = self._source(local)
-        source.partial = True
         for entry, tensor in source.tensors(local, lambda _: None):
             self.model.get_parameter(entry.name).copy_(tensor)
-        self._version, self._path = local.version, local.location.get("path")
-
-    def confirm(self) -> None:
-        """What the worker does after each load, of whatever transport."""
-        self.worker.penstock_in_force = self._version, weights_checksum(self.model), self._path
 
     def _source(self, manifest: WeightManifest) -> Source:
         if manifest.transport not in self._sources:
@@ -93,7 +85,6 @@ def one_round(
     prepared = time.perf_counter()
     engine.apply(local)
     applied = time.perf_counter()
-    engine.confirm()
     store.commit(manifest)
     nbytes = sum(file.stat().st_size for file in folder.glob("v*") if file.name not in before)
     return Round(nbytes, published - began, prepared - published, applied - prepared)

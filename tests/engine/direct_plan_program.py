@@ -147,7 +147,7 @@ class Bench:
 class Sent:
     """A source of these tensors."""
 
-    compares, partial, asked_for_places = True, False, False
+    compares, asked_for_places = True, False
 
     def __init__(self, sent: dict[str, torch.Tensor]) -> None:
         self._sent = sent

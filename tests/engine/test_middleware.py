@@ -7,9 +7,10 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import orjson
 import pytest
 
-from penstock.errors import EngineError, StateError
+from penstock.errors import StateError, WeightsError
 from penstock.plugin.middleware import PenstockMiddleware
 
 
@@ -34,7 +35,13 @@ async def status(method: str, path: str, key: str | None, **fields: bytes) -> in
 
 
 async def answer(
-    method: str, path: str, key: str | None = None, app: Any = App, kind: str = "http", **fields: bytes
+    method: str,
+    path: str,
+    key: str | None = None,
+    app: Any = App,
+    kind: str = "http",
+    body: bytes = b"{}",
+    **fields: bytes,
 ) -> list[dict[str, Any]]:
     headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
     headers += [(name.encode(), value) for name, value in fields.items()]
@@ -44,7 +51,7 @@ async def answer(
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"{}"}
+        return {"type": "http.request", "body": body}
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
@@ -53,29 +60,16 @@ async def answer(
     return sent
 
 
-GUARDED = [
-    ("POST", "/collective_rpc"),
-    ("POST", "/pause"),
-    ("POST", "/update_weights"),
-    ("POST", "/tokenize"),
-    ("POST", "/v1/completions"),
-]
-
-
-@pytest.mark.parametrize(("method", "path"), GUARDED)
-async def test_nobody_controls_an_engine_without_its_key(method: str, path: str, monkeypatch) -> None:
+@pytest.mark.parametrize("path", ["/collective_rpc", "/pause", "/update_weights", "/tokenize", "/v1/completions"])
+async def test_nobody_controls_an_engine_without_its_key(path: str, monkeypatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    assert [await status(method, path, key) for key in (None, "wrong", "", "secret")] == [401, 401, 401, 200]
+    assert [await status("POST", path, key) for key in (None, "wrong", "", "secret")] == [401, 401, 401, 200]
 
 
-async def test_our_own_routes_ask_for_it_too(monkeypatch) -> None:
+async def test_our_routes_ask_for_the_key_and_probes_do_not(monkeypatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    assert await status("POST", "/penstock/weights/apply", None) == 401
-    assert await status("POST", "/penstock/weights/apply", "secret") == 400  # the body lacks a version
-
-
-async def test_probes_need_no_key_and_without_one_nobody_is_asked(monkeypatch) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert await status("POST", "/penstock/weights/label", None) == 401
+    assert await status("POST", "/penstock/weights/label", "secret") == 400  # the body lacks a version
     assert await status("GET", "/health", None) == 200
     assert await status("OPTIONS", "/v1/completions", None) == 200, "a browser's preflight carries none"
     monkeypatch.delenv("VLLM_API_KEY")
@@ -110,126 +104,138 @@ async def test_a_websocket_needs_the_key_too(monkeypatch: pytest.MonkeyPatch) ->
     assert (await answer("", "/v1/realtime", "secret", kind="websocket"))[0]["type"] != "websocket.close"
 
 
-@pytest.mark.parametrize(("keys", "port"), [(["secret"], 4001), ([], None)])
-async def test_the_core_has_no_port_where_there_is_no_key(keys: list[str], port: int | None) -> None:
-    async def call(method: str, *args: Any) -> int:
-        assert (method, args) == ("penstock_control_port", (["secret"],))
-        return 4001
-
-    engine = SimpleNamespace(
-        engine_core=SimpleNamespace(call_utility_async=call),
-        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1)),
-    )
-    middleware = PenstockMiddleware(behind)
-    middleware._expect = lambda _: None  # type: ignore[method-assign]
-    assert await middleware._control_port(engine, keys) == port
-
-
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-async def test_it_tells_which_logprobs_the_server_gives(mode: str, monkeypatch) -> None:
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-
-    async def version() -> str:
-        return "3"
-
-    async def paused() -> bool:
-        return False
-
-    async def on_workers(method: str, **_: Any) -> list[None]:
-        assert method == "penstock_warm_up"
-        return [None]
-
-    model = SimpleNamespace(
-        get_vocab_size=lambda: 32, max_model_len=64, enable_sleep_mode=False, logprobs_mode=mode, dtype="torch.bfloat16"
-    )
-    parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=2)
-    engine = SimpleNamespace(
-        output_processor=SimpleNamespace(add_request=object, process_outputs=object),
-        engine_core=SimpleNamespace(add_request_async=object),
-        vllm_config=SimpleNamespace(model_config=model, parallel_config=parallel, lora_config=None),
-        get_weight_version=version,
-        update_weight_version=version,
-        is_paused=paused,
-        collective_rpc=on_workers,
-    )
-    app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
-    start, body = await answer("GET", "/penstock/info", app=app)
-    told = json.loads(body["body"])
-    assert (start["status"], told["weight_version"], told["logprobs_mode"]) == (200, 3, mode)
-    assert told["lora"] is False
-    assert told["dtype"] == "bfloat16"
-
-
 class Cores:
-    """An AsyncLLM of vLLM 0.32 over several cores, which all do what is asked here once, in this order."""
+    """An AsyncLLM of vLLM 0.32 over two cores; each does what is asked here, in this order."""
 
-    def __init__(self) -> None:
+    def __init__(self, cores: int = 2) -> None:
         self.done: list[str] = []
-        self.asleep: str | None = None
         self.label = "default"
-        self.loads: dict[str, Any] = {"checksum": "c", "seconds": {"load": 0.1, "checksum": 0.01}}
+        self.replies: dict[str, Any] = {}
+        """What the second core replies to a step."""
         self.loading = self.may_load = asyncio.Event()
         self.may_load.set()
-        self.engine_core, self.output_processor = self, SimpleNamespace(request_states={})
-        self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(is_moe=False), parallel_config=SimpleNamespace(data_parallel_size=2)
-        )
-        self.finish_weight_update = None
+        self.engine_core = self
+        self.core_engines = list(range(cores))
+        self.output_processor = SimpleNamespace(add_request=object, process_outputs=object)
+        self.add_request_async = self.finish_weight_update = None
+        model = SimpleNamespace(
+            is_moe=False, get_vocab_size=lambda: 32, max_model_len=64, enable_sleep_mode=False,
+            logprobs_mode="processed_logprobs", dtype="torch.bfloat16", model="nowhere", hf_config=None,
+        )  # fmt: skip
+        parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=cores)
+        self.vllm_config = SimpleNamespace(model_config=model, parallel_config=parallel, lora_config=None)
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
-        self.done.append(" ".join(map(str, (method, *args))))
-        return self.asleep if method == "penstock_check_awake" else None
+        return (await asyncio.gather(*(self._call_utility_async(method, *args, engine=e) for e in self.core_engines)))[
+            0
+        ]
 
-    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:  # noqa: FBT001 - as vLLM has it
-        self.done.append(f"pause {mode} {clear_cache}")
+    async def _call_utility_async(self, method: str, *args: Any, engine: int) -> Any:
+        if method == "penstock_control":
+            path, data = args
+            step = path.removeprefix("/penstock/weights/")
+            self.done.append(f"{step} {engine}")
+            if step == "load":
+                self.loading.set()
+                await self.may_load.wait()
+            loaded = {"checksum": "c", "seconds": {"pause": 0.1, "load": 0.2 + engine}, "preempted": 3}
+            loaded["version"] = orjson.loads(data).get("version")
+            return self.replies.get(step, [200, loaded]) if engine else [200, loaded]
+        if engine == 0:
+            self.done.append(" ".join(map(str, (method, *args))))
+        return {"penstock_control_port": 4001, "penstock_kv_kept": 3}.get(method)
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        self.done.append(f"{method}{args or ''}")
-        if method == "penstock_load":
-            self.loading.set()
-            await self.may_load.wait()
-        return [4 if method == "penstock_prepared" else self.loads] * 2
+    async def collective_rpc(self, method: str) -> list[Any]:
+        self.done.append(method)
+        return [None]
+
+    async def is_paused(self) -> bool:
+        return False
 
     async def update_weight_version(self, label: str) -> None:
-        self.done.append(f"label {label}")
         self.label = label
 
     async def get_weight_version(self) -> str:
         return self.label
 
 
-ROUND = {"version": 4, "clear_cache": True}
+ROUND = b'{"version": 4, "clear_cache": true}'
 
 
-async def test_a_round_over_several_cores_holds_them_before_it_pauses_them() -> None:
+async def info(cores: Cores, keys: list[str]) -> dict[str, Any]:
+    start, body = await answer(
+        "GET", "/penstock/info", *keys, app=SimpleNamespace(state=SimpleNamespace(engine_client=cores))
+    )
+    assert start["status"] == 200
+    return json.loads(body["body"])
+
+
+@pytest.mark.parametrize(("keys", "cores", "port"), [(["secret"], 1, 4001), ([], 1, None), (["secret"], 2, None)])
+async def test_one_core_has_a_port_where_there_is_a_key(
+    keys: list[str], cores: int, port: int | None, monkeypatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "".join(keys))
+    engine = Cores(cores)
+    assert (await info(engine, keys))["control_port"] == port
+    assert ("penstock_control_port ['secret']" in engine.done) == (port is not None)
+
+
+async def test_info_says_what_the_engine_is_and_warms_it_up_once(monkeypatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
     cores, middleware = Cores(), PenstockMiddleware(behind)
-    assert (await middleware._apply(cores, ROUND))["version"] == 4
-    assert cores.done == [
-        "penstock_check_awake", "penstock_prepared", "penstock_weights_are_out", "pause keep True",
-        "penstock_load(4,)", "label 4", "penstock_weights_are_in",
-    ]  # fmt: skip
+    cores.label = "3"
+    said = await middleware._info([], cores, b"")
+    await middleware._info([], cores, b"")
+    assert cores.done.count("penstock_warm_up") == 1
+    assert (said["weight_version"], said["kv_kept"], said["logprobs_mode"]) == (3, True, "processed_logprobs")
+    assert (said["lora"], said["dtype"], said["dp"]) == (False, "bfloat16", 2)
+    cores.vllm_config.model_config.logprobs_mode, cores.label = "raw_logprobs", "4"
+    said = await middleware._info([], cores, b"")
+    assert (said["logprobs_mode"], said["kv_kept"]) == ("raw_logprobs", False)
 
 
-async def test_whether_a_round_over_several_cores_kept_the_cache_is_known_until_the_next() -> None:
-    cores, middleware = Cores(), PenstockMiddleware(behind)
-    await middleware._apply(cores, ROUND | {"clear_cache": False})
-    assert await middleware._kept_under(cores) == 4
-    await middleware._apply(cores, ROUND)
-    assert await middleware._kept_under(cores) is None
+async def test_every_core_has_loaded_before_one_goes_on() -> None:
+    cores = Cores()
+    said = await PenstockMiddleware(behind)._apply(cores, ROUND)
+    assert cores.done == ["load 0", "load 1", "commit 0", "commit 1"]
+    assert (said["version"], said["preempted"], said["checksum"]) == (4, 6, "c-c")
+    assert (said["seconds"]["pause"], said["seconds"]["load"]) == (0.1, 1.2)
+    assert said["seconds"].keys() >= {"resume", "bubble"}
 
 
-async def test_a_round_over_several_cores_that_sleep_changes_nothing() -> None:
-    cores, middleware = Cores(), PenstockMiddleware(behind)
-    cores.asleep = "the engine's weights are asleep"
-    with pytest.raises(StateError, match="the engine's weights are asleep"):
-        await middleware._apply(cores, ROUND)
-    assert cores.done == ["penstock_check_awake"]
+@pytest.mark.parametrize(
+    ("route", "step", "reply"),
+    [
+        ("apply", "load", [409, {"error": "the trainer is gone", "torn": True}]),
+        ("apply", "load", [500, {"error": "no memory"}]),
+        ("prepare", "prepare", [400, {"error": "it does not fit"}]),
+        ("group", "group", [400, {"error": "there is no such rank"}]),
+    ],
+)
+async def test_a_core_that_fails_fails_for_all_and_none_goes_on(
+    route: str, step: str, reply: list[Any], monkeypatch
+) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    cores = Cores()
+    cores.replies[step] = reply
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=cores))
+    start, body = await answer("POST", f"/penstock/weights/{route}", app=app, body=ROUND)
+    assert [start["status"], json.loads(body["body"])] == reply
+    assert cores.done == [f"{step} 0", f"{step} 1"]
+
+
+async def test_replicas_of_other_weights_do_not_go_on() -> None:
+    cores = Cores()
+    cores.replies["load"] = [200, {"checksum": "d", "seconds": {"load": 0.1}, "preempted": 0}]
+    with pytest.raises(WeightsError, match="replica 1 has on rank 0 weights of checksum d, replica 0 of c"):
+        await PenstockMiddleware(behind)._apply(cores, ROUND)
+    assert cores.done == ["load 0", "load 1"]
 
 
 async def test_a_sleep_waits_for_a_round_that_loads() -> None:
     cores, middleware = Cores(), PenstockMiddleware(behind)
     cores.loading, cores.may_load = asyncio.Event(), asyncio.Event()
-    middleware._spans.pausing.install(cores)
+    middleware._hooks.pausing.install(cores)
     update = asyncio.create_task(middleware._apply(cores, ROUND))
     await cores.loading.wait()
     sleep = asyncio.create_task(cores.sleep_async(1, "keep"))
@@ -237,26 +243,19 @@ async def test_a_sleep_waits_for_a_round_that_loads() -> None:
         await asyncio.sleep(0)
     cores.may_load.set()
     await asyncio.gather(update, sleep)
-    assert cores.done[-2:] == ["penstock_weights_are_in", "penstock_sleep 1 keep"]
+    assert cores.done[-3:] == ["commit 0", "commit 1", "penstock_sleep 1 keep"]
 
 
-async def test_an_error_that_nobody_foresaw_ends_a_round_over_several_cores_as_what_it_is() -> None:
-    cores, middleware = Cores(), PenstockMiddleware(behind)
-    cores.loads = {"fault": "RuntimeError: CUDA error"}
-    with pytest.raises(EngineError, match="RuntimeError: CUDA error"):
-        await middleware._apply(cores, ROUND)
-    assert "penstock_weights_are_in" not in cores.done
-
-
-async def test_a_pause_leaves_the_cache_of_processed_images_alone() -> None:
+@pytest.mark.parametrize("older", [{}, {"wait_for_inflight_requests": True}])
+async def test_a_pause_is_the_cores_and_leaves_the_cache_of_processed_images_alone(older: dict[str, bool]) -> None:
     cores = Cores()  # without vLLM's renderer, which has the sending half
-    PenstockMiddleware(behind)._spans.pausing.install(cores)
-    await cores.pause_generation(mode="keep", clear_cache=True)
-    assert cores.done == ["penstock_pause keep True"]
+    PenstockMiddleware(behind)._hooks.pausing.install(cores)
+    await cores.pause_generation(mode="keep", clear_cache=True, **older)
+    assert cores.done == [f"penstock_pause {'wait' if older else 'keep'} True"]
 
 
 async def test_a_label_that_is_no_version_is_named() -> None:
     cores = Cores()
     cores.label = "step-100"
     with pytest.raises(StateError, match=r"labelled 'step-100', and a version is a whole number; relabel them by"):
-        await PenstockMiddleware(behind)._current_version(cores)
+        await PenstockMiddleware(behind)._info([], cores, b"")

@@ -1,4 +1,4 @@
-"""A sample that is taken up in the middle: the answer is that of an undisturbed one, wherever it was cut.
+"""A sample that is resumed: the answer is that of an undisturbed one, wherever it was cut.
 
 VLLM's own front end does the work; the seam lies once behind every token, also inside of characters of several bytes,
 of stop strings and before `min_tokens`.
@@ -134,21 +134,15 @@ async def test_text_is_that_of_all_tokens_together():
     assert choices[0]["text"] == TEXT == tokenizer().decode(choices[0]["ids"])
 
 
-async def test_versions_are_exact_across_a_seam():
+@pytest.mark.parametrize("labels", [True, False], ids=["labelled", "as 0.26"])
+async def test_versions_are_exact_across_a_seam(labels):
     given = {"max_tokens": 11, "detokenize": False}
-    for cuts in ([], *([first] for first in range(12))):
-        whole, spans, _ = await run([list(range(11))], cuts, given, stream=False)
+    for cuts in ([], *([first] for first in range(12))) if labels else ([],):  # without labels a seam has none to seed
+        whole, spans, _ = await run([list(range(11))], cuts, given, stream=False, labels=labels)
         assert spans == [[[0, 0, 4], [1, 4, 8], [2, 8, 11]]]
-        if whole[0]["versions"] is None:  # vLLM 0.26
-            continue
-        native = [[int(v.version.replace("default", "0")), v.start, v.end] for v in whole[0]["versions"]]
-        assert native == spans[0]
-
-
-async def test_versions_are_exact_where_vllm_labels_nothing():
-    """As 0.26; there the state has no labels to take up either, so a seam needs nothing of it."""
-    _, spans, _ = await run([list(range(11))], [], {"max_tokens": 11}, stream=False, labels=False)
-    assert spans == [[[0, 0, 4], [1, 4, 8], [2, 8, 11]]]
+        if labels and whole[0]["versions"] is not None:  # not vLLM 0.26
+            native = [[int(v.version.replace("default", "0")), v.start, v.end] for v in whole[0]["versions"]]
+            assert native == spans[0]
 
 
 async def test_what_the_core_gets_is_prompt_and_partial_and_what_is_left_of_the_limits():
@@ -183,48 +177,36 @@ async def test_what_cannot_be_taken_up_in_the_middle_says_so(given, whole_only):
     assert news["whole_only"] is whole_only
 
 
+LOGPROBS = ["[[[1, -1.0, 1, null]], [[2, -1.0, 1, null]], [[3, -1.0, 1, null]]]"]
+PART = {"ids": [1, 2, 3], "logprobs": LOGPROBS, "versions": [[0, 3]], "finish": None, "stop_reason": None}
+NONE = {"ids": [], "logprobs": [], "versions": [], "finish": None, "stop_reason": None}
+OTHER = ['[[["x", -1.0, 1, null]], [[2, -1.0, 1, null]], [[3, -1.0, 1, null]]]']
+
+
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("parts", "message"),
     [
-        ({"ids": [1, 257, 3]}, "outside the vocabulary"),
-        ({"ids": [1, -1, 3]}, "outside the vocabulary"),
-        ({"ids": [1, True, 3]}, "outside the vocabulary"),
-        ({"versions": [[0, 2]]}, "do not cover 3 tokens"),
-        ({"logprobs": []}, "3 tokens but 0 logprobs"),
-        ({"ids": [1] * 10, "versions": [[0, 10]]}, "leave no room"),
-        (
-            {"logprobs": ['[[["x", -1.0, 1, null]], [[2, -1.0, 1, null]], [[3, -1.0, 1, null]]]']},
-            "not those of token 1",
-        ),
-        ({"versions": [["x", 3]]}, "do not cover 3 tokens"),
-        ({"finish": "zzz"}, "finish reason 'zzz'"),
+        ([{**PART, "ids": [1, 257, 3]}], "outside the vocabulary"),
+        ([{**PART, "ids": [1, -1, 3]}], "outside the vocabulary"),
+        ([{**PART, "ids": [1, True, 3]}], "outside the vocabulary"),
+        ([{**PART, "versions": [[0, 2]]}], "do not cover 3 tokens"),
+        ([{**PART, "versions": [["x", 3]]}], "do not cover 3 tokens"),
+        ([{**PART, "logprobs": []}], "3 tokens but 0 logprobs"),
+        ([{**PART, "logprobs": OTHER}], "not those of token 1"),
+        ([{**PART, "ids": [1] * 10, "versions": [[0, 10]]}], "leave no room"),
+        ([{**PART, "finish": "zzz"}], "finish reason 'zzz'"),
+        ([NONE, {**NONE, "finish": 7}], "finish reason 7"),
+        ([NONE] * 3, "3 samples where"),
     ],
 )
-async def test_what_would_end_the_core_is_refused_and_leaves_nothing_behind(wrong, message):
+async def test_what_would_end_the_core_is_refused_and_leaves_nothing_behind(parts, message):
     from vllm.exceptions import VLLMValidationError
     from vllm_frontend import FrontEnd
 
-    logprobs = ["[[[1, -1.0, 1, null]], [[2, -1.0, 1, null]], [[3, -1.0, 1, null]]]"]
-    part = {"ids": [1, 2, 3], "logprobs": logprobs, "versions": [[0, 3]], "finish": None, "stop_reason": None, **wrong}
     front = FrontEnd(tokenizer(), [list(range(30))], PROMPT, labels=True)
-    asked = params(stream=False, max_tokens=10)
-    asked.extra_args = {RESUME_ARG: orjson.dumps([part])}
+    asked = params(stream=False, max_tokens=10, n=min(len(parts), 2))
+    asked.extra_args = {RESUME_ARG: orjson.dumps(parts)}
     with pytest.raises(VLLMValidationError, match=message):
         await front.submit(asked)
     assert not front.running
     assert not front.processor.request_states
-
-
-async def test_a_second_sample_that_does_not_fit_leaves_no_first_one_behind():
-    from vllm.exceptions import VLLMValidationError
-    from vllm_frontend import FrontEnd
-
-    none = {"ids": [], "logprobs": [], "versions": [], "finish": None, "stop_reason": None}
-    for parts, message in (([none, {**none, "finish": 7}], "finish reason 7"), ([none] * 3, "3 samples where")):
-        front = FrontEnd(tokenizer(), [list(range(30))], PROMPT, labels=True)
-        asked = params(stream=False, n=2)
-        asked.extra_args = {RESUME_ARG: orjson.dumps(parts)}
-        with pytest.raises(VLLMValidationError, match=message):
-            await front.submit(asked)
-        assert not front.running
-        assert not front.processor.request_states

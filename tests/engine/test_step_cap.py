@@ -93,13 +93,14 @@ class Loop:
 
 
 def test_prepare_is_told_when_what_was_launched_before_has_ended_and_steps_are_small_until_apply():
-    loop, told = Loop(), []
+    loop = Loop()
     assert loop.steps(3) == ["launch 1", "launch 2", "end 1", "launch 3", "end 2"]
     cap = StepCap(loop.core)
-    cap.begin(lambda: told.append(list(loop.done)))
-    assert told == []
-    assert loop.steps(2) == ["launch 4", "end 3", "launch 5", "end 4"]
-    assert [done[-1] for done in told] == ["end 3"]
+    prepared = cap.begin()
+    assert not prepared.done()
+    assert loop.steps(1) == ["launch 4", "end 3"]
+    assert prepared.result(0) == {"ok": True}
+    assert loop.steps(1) == ["launch 5", "end 4"]
     cap.end()
     assert loop.steps(2) == ["launch 6", "end 5", "launch 7", "end 6"]
     assert loop.scheduler.budgets == [8192] * 3 + [1024] * 2 + [8192] * 2
@@ -107,32 +108,30 @@ def test_prepare_is_told_when_what_was_launched_before_has_ended_and_steps_are_s
 
 
 def test_of_nothing_under_way_prepare_is_told_at_once_and_again():
-    loop, told = Loop(), []
+    loop = Loop()
     cap = StepCap(loop.core)
-    cap.begin(lambda: told.append("a"))
-    assert told == ["a"]
+    assert cap.begin().done()
     loop.steps(2)
-    cap.begin(lambda: told.append("b"))
-    assert told == ["a", "b"], "what is under way is small already"
+    assert cap.begin().done(), "what is under way is small already"
     cap.end()
     assert loop.scheduler.max_num_scheduled_tokens == 8192
 
 
 def test_an_apply_that_comes_before_the_large_step_has_ended_leaves_no_prepare_unanswered():
-    loop, told = Loop(), []
+    loop = Loop()
     loop.steps(2)
     cap = StepCap(loop.core)
     usual = loop.core.step_fn
-    cap.begin(lambda: told.append("a"))
+    prepared = cap.begin()
     cap.end()
-    assert (told, loop.core.step_fn) == (["a"], usual)
+    assert (prepared.done(), loop.core.step_fn) == (True, usual)
 
 
 def test_an_update_that_does_not_come_leaves_no_small_steps(monkeypatch: pytest.MonkeyPatch):
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(pause, "time", clock)
     loop = Loop()
-    StepCap(loop.core).begin(lambda: None)
+    StepCap(loop.core).begin()
     loop.steps(1)
     clock.now += pause.CAP_S + 1
     loop.steps(2)
@@ -140,12 +139,12 @@ def test_an_update_that_does_not_come_leaves_no_small_steps(monkeypatch: pytest.
 
 
 def test_a_step_that_was_under_way_when_everything_is_paused_is_waited_for():
-    loop, told = Loop(), []
+    loop = Loop()
     loop.steps(2)
-    StepCap(loop.core).begin(lambda: told.append(True))
+    prepared = StepCap(loop.core).begin()
     loop.scheduler.requests = False
     loop.steps(1)
-    assert (told, list(loop.core.batch_queue), loop.done[-1]) == ([True], [], "end 2")
+    assert (prepared.done(), list(loop.core.batch_queue), loop.done[-1]) == (True, [], "end 2")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +165,7 @@ def test_a_small_step_has_room_for_every_running_request_and_keeps_no_prompt_wai
     vars(loop.scheduler).update(given, scheduler_config=_config(**config))
     before = loop.scheduler.max_num_scheduled_tokens
     cap = StepCap(loop.core)
-    cap.begin(lambda: None)
+    cap.begin()
     assert loop.scheduler.max_num_scheduled_tokens == tokens
     cap.end()
     assert loop.scheduler.max_num_scheduled_tokens == before

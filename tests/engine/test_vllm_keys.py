@@ -11,7 +11,8 @@ from penstock.router.access import CONTROL_PATHS
 
 pytestmark = pytest.mark.vllm
 
-OURS = ["info", "pause", "resume", "core", *(f"weights/{step}" for step in ("prepare", "apply", "group", "label"))]
+STEPS = ["prepare", "apply", "load", "commit", "group", "label"]
+OURS = ["info", "pause", "resume", "core", *(f"weights/{step}" for step in STEPS)]
 ROUTES = sorted({*(path.decode() for path in CONTROL_PATHS), *(f"/penstock/{name}" for name in OURS), "/server_info"})
 ODD = ["/pause%0a", "/collective_rpc%0a", "/%70ause", "//pause", "/pause/", "/PAUSE", "/penstock/../pause"]
 EVIL = {"Origin": "http://evil", "Content-Type": "text/plain"}

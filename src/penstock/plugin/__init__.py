@@ -1,6 +1,6 @@
-"""The only code that runs inside vLLM, hung in by vLLM's own extension points.
+"""The only code that runs inside vLLM, by vLLM's own extension points.
 
-- `register` (entry point `vllm.general_plugins`): our weight-transfer backend, and a wake-up that stays paused.
+- `register` (entry point `vllm.general_plugins`): our weight-transfer backend, and control in the engine core.
 - `worker.WorkerExtension` (`--worker-extension-cls`): loads and checksums weights on a worker.
 - `middleware.PenstockMiddleware` (`--middleware`): our routes on the API server.
 - `server`: starts vLLM's API server as a child that ends with its launcher.
@@ -22,13 +22,11 @@ def register() -> None:
         WeightTransferEngineFactory,
     )
 
+    from penstock.plugin import core, patches  # noqa: PLC0415 - only inside vLLM
+
     if BACKEND not in WeightTransferEngineFactory._registry:  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
         WeightTransferEngineFactory.register_engine(
             BACKEND, "penstock.plugin.native", "SharedMemoryWeightTransferEngine"
         )
-    from penstock.plugin import core, patches  # noqa: PLC0415 - only inside vLLM
-    from penstock.plugin.pause import extend_core  # noqa: PLC0415 - only inside vLLM
-
-    extend_core()
     core.install()
     patches.install()

@@ -19,36 +19,22 @@ from penstock.weights.manifest import TensorEntry, WeightManifest
 from penstock.weights.transfer import receive
 
 
-class BroadcastWorker:
-    """Mixed into vLLM's Worker; the group is one for the worker's whole life, until the next one takes its place."""
-
-    _penstock_group: Group | None
-
-    def penstock_join_group(self, body: dict[str, Any]) -> str | None:
-        """Begin to join a group (`GroupSpec` as JSON), in a thread: the engine's steps go on meanwhile.
-
-        Returns:
-            Why it cannot be joined, if so; whether it was is told to the trainer, through the group's store.
-        """
-        try:
-            spec = GroupSpec.from_json(body)
-        except WeightsError as error:
-            return str(error)
-        rank = spec.rank_offset + _rank_of(self.vllm_config.parallel_config)
-        if rank >= spec.world_size:
-            return f"this worker would be rank {rank} of {spec.world_size}: the engine has more workers than was said"
-        try:
-            leave_group(self, f"group {spec.epoch} takes its place")
-            device = self.device if spec.backend == "nccl" else torch.device("cpu")
-            self._penstock_group = Group(spec, rank, device)
-            threading.Thread(target=_join, args=(self._penstock_group,), name="penstock-join", daemon=True).start()
-        except Exception as error:  # noqa: BLE001 - answered: see `WorkerExtension` for what becomes of one that is raised
-            return f"{type(error).__name__}: {error}"
-        return None
+def join_group(worker: Any, body: dict[str, Any]) -> None:
+    """Let vLLM's worker begin to join a group (`GroupSpec` as JSON). WeightsError: it cannot."""
+    spec = GroupSpec.from_json(body)
+    rank = spec.rank_offset + _rank_of(worker.vllm_config.parallel_config)
+    if rank >= spec.world_size:
+        raise WeightsError(
+            f"this worker would be rank {rank} of {spec.world_size}: the engine has more workers than was said"
+        )
+    leave_group(worker, f"group {spec.epoch} takes its place")
+    device = worker.device if spec.backend == "nccl" else torch.device("cpu")
+    worker._penstock_group = Group(spec, rank, device)  # noqa: SLF001
+    threading.Thread(target=_join, args=(worker._penstock_group,), name="penstock-join", daemon=True).start()  # noqa: SLF001
 
 
 def group_of(worker: Any) -> Group | None:
-    """The group that a worker has joined last, or is joining."""
+    """The group that a worker joined last, or is joining."""
     return getattr(worker, "_penstock_group", None)
 
 
@@ -67,17 +53,13 @@ def _join(group: Group) -> None:
 
 
 def _rank_of(parallel: Any) -> int:
-    """Among the workers of the engine: its replicas one after the other, in each its TP and PP ranks.
-
-    Not `data_parallel_rank`, which vLLM resets to 0 in the workers of dense models.
-    """
+    # Not `data_parallel_rank`, which vLLM resets to 0 in the workers of dense models.
     return parallel.data_parallel_index * parallel.world_size + parallel.rank
 
 
 class BroadcastSource:
     """Receives over the group that the worker has joined; tensors go where `place` says, without a copy, over NCCL."""
 
-    partial = False
     compares = True
 
     def __init__(self, worker: Any) -> None:
@@ -88,19 +70,14 @@ class BroadcastSource:
         self._group(manifest)
 
     def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """Every tensor as it arrives; all have, and are those that were sent, when the iterator ends.
-
-        Raises:
-            TransferError: the transfer was cut, or what came is not what was sent: the model is torn.
-        """
+        """Yield every tensor as it arrives. TransferError: it was cut, or is not what was sent; the model is torn."""
         try:
             group = self._group(manifest)
         except WeightsError as error:  # it ended since `prepare`; the trainer knows, and forms another one
             raise TransferError(str(error)) from error
         entries, bucket_bytes = manifest.tensors, int(manifest.location["bucket_bytes"])
         coming = receive(group, entries, bucket_bytes=bucket_bytes, place=place)
-        # In host memory there is room for all of it, and vLLM's reload, which takes layers apart, cannot begin anew
-        # where it was cut: it begins when everything is here.
+        # Host memory has room for all of it, and vLLM's reload cannot go on where it was cut: it begins at the end.
         yield from list(coming) if group.spec.backend == "tcp" else coming
 
     def _group(self, manifest: WeightManifest) -> Group:

@@ -1,11 +1,10 @@
 """What vLLM 0.26 to 0.31 lacks or does otherwise. The end of their support is one commit: this file, and what calls it.
 
-vLLM 0.32 labels its weights, and every token with them. Before, the version in force is kept here, on both sides. That
-is exact too: the core sends its outputs and a mark of each update over one ordered channel. After a pause, every output
-of the old weights was processed once the queue behind that channel is empty (`TokenVersions.settle`), and none of the
-new ones exists.
+vLLM 0.32 labels its weights, and every token with them. Before, the version in force is kept here, on both sides, and
+is as exact: the core sends its outputs and a mark of each update over one ordered channel. After a pause, all outputs
+of the old weights were processed once the queue behind that channel is empty (`TokenVersions.settle`).
 
-Two more pieces leave with 0.26: `adapters.py`, and `trainer_send_weights` of `shm_backend.py`.
+`trainer_send_weights` of `native.py` leaves with 0.26 too.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -16,11 +15,12 @@ import functools
 import importlib.util
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from penstock.plugin.preparing import version_of
-from penstock.wire import INITIAL_VERSION, version_of_tokens
+from penstock.errors import StateError
+from penstock.wire import INITIAL_VERSION, version_number, version_of_tokens
 
 VERSION_MARK = "penstock-weight-version:"
 """Begins the id of an output that belongs to no request: outputs after it are of the version that the id ends in."""
@@ -48,12 +48,12 @@ def core_label(core: Any) -> int | None:
 def core_version(core: Any) -> int:
     """The version of a core's weights: its own label, else that of the last update of ours."""
     if hasattr(core, "get_weight_version"):
-        return version_of(core.get_weight_version())
+        return _version_of(core.get_weight_version())
     return getattr(core, "_penstock_version", 0)
 
 
 def label_core(core: Any, version: int) -> None:
-    """Tokens that this core makes from here on are of this version."""
+    """Label tokens that this core makes from here on."""
     if hasattr(core, "set_weight_version"):
         core.set_weight_version(str(version))
         return
@@ -74,7 +74,7 @@ def labels_weights(engine: Any) -> bool:
 
 
 def pause_mode(mode: str, wait_for_inflight_requests: bool | None) -> str:  # noqa: FBT001 - as vLLM's
-    """What `AsyncLLM.pause_generation` is asked for; the route of 0.26 says `wait` by an older name."""
+    """The mode of `AsyncLLM.pause_generation`; the route of 0.26 says `wait` by an older name."""
     return "wait" if wait_for_inflight_requests else mode
 
 
@@ -97,16 +97,16 @@ class TokenVersions:
         return process_outputs(outputs, *args, **kwargs)
 
     def of_newest(self, state: Any) -> int:
-        """Of the tokens that a RequestState has got last."""
+        """The version of the newest tokens of a RequestState."""
         labels = getattr(state, "weight_version_starts", None)
         return version_of_tokens(labels[-1][0]) if labels else self.version
 
     async def in_force(self, engine: Any) -> int:
-        """The version of the engine's weights."""
-        return version_of(await engine.get_weight_version()) if labels_weights(engine) else self.version
+        """The version of the engine's weights. StateError: their label is no version."""
+        return _version_of(await engine.get_weight_version()) if labels_weights(engine) else self.version
 
     async def label(self, engine: Any, version: int) -> None:
-        """Tokens from here on are of this version; the engine must be paused."""
+        """Label tokens from here on; the engine must be paused."""
         if labels_weights(engine):
             await engine.update_weight_version(str(version))
         else:
@@ -114,7 +114,9 @@ class TokenVersions:
             self.version = version
 
     async def settle(self, engine: Any) -> None:
-        """After a pause: return when every output that the core made before it has been counted."""
+        """After a pause, return when every output that the cores made before it has been counted."""
+        if labels_weights(engine):
+            return
         queue = engine.engine_core.outputs_queue
         while not queue.empty():  # noqa: ASYNC110 - vLLM's queue has no event for this
             await asyncio.sleep(0)  # lets the output handler, in this same loop, go on
@@ -129,3 +131,40 @@ def seed_versions(state: Any, versions: Sequence[Sequence[int]]) -> None:
         for version, tokens in versions:
             state.weight_version_starts.append((INITIAL_VERSION if version == 0 else str(version), start))
             start += tokens
+
+
+def _version_of(label: str) -> int:
+    try:
+        return version_number(label)
+    except ValueError:
+        raise StateError(
+            f"the engine's weights are labelled {label!r}, and a version is a whole number; relabel them by POST "
+            '/update_weight_version with {"new_version": "0"}, or the number that they have'
+        ) from None
+
+
+# --- on a worker -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """Put layers that LoRA wraps in the place of their wrappers while weights are loaded. No step may run.
+
+    In 0.26 the model's own `load_weights` does not find `qkv_proj.weight` as `qkv_proj.base_layer.weight`; in 0.32 the
+    wrappers know the names of what they wrap.
+    """
+    from vllm.lora.layers import BaseLayerWithLoRA  # noqa: PLC0415 - slow, and not needed by models without
+
+    wrappers = [
+        (module, name, child)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if isinstance(child, BaseLayerWithLoRA)
+    ]
+    for module, name, child in wrappers:
+        setattr(module, name, child.base_layer)
+    try:
+        yield
+    finally:
+        for module, name, child in wrappers:
+            setattr(module, name, child)

@@ -1,41 +1,44 @@
-"""A whole weight update as one piece of work of vLLM's engine core: pause, load, label, resume.
+"""Control of one engine core, in its own process: checks, pauses and weight updates between two of its steps.
 
-Made of calls on the API server it takes five rounds through that process's event loop, and each waits behind the tokens
-of every stream that is being served there, while the GPU stands still: 2.3 to 3.1 s with 256 streams where 0.13 s are
-needed. Here the core does all of it between two of its steps. `core_server.py` brings the request to it past the API
-server. The checks before it (`preparing.py`) take the same way, each in the thread of its connection, and only what
-workers do for them is a piece of the core's own work.
+An update made of calls on the API server waits five times behind the tokens of every stream: 2.3 to 3.1 s with 256
+streams, where the weights need 0.13 s. Here it is one piece of the core's own work. Calls come to the core's own port
+(`core_http.py`). The API server forwards those that come to it, and leads several cores (`middleware.py`).
 
-`EngineCoreProc`, the core's process, has no extension point for this. Three things are hung in, all in vLLM 0.26 and
-0.32: one more kind of item in its input queue, a utility method that tells where `core_server.py` listens, and one that
-takes what only the API server knows.
+vLLM (0.26 to 0.33) has no extension point for this: `install` adds utility methods and a kind of item to the core's
+input queue.
 """
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from penstock.errors import EngineError, StateError, TransferError
+from penstock.errors import EngineError, StateError, TransferError, WeightsError
 from penstock.plugin import compat
-from penstock.plugin.core_http import CoreServer
-from penstock.plugin.pause import clear_kv, holds_of, mode_in_core, step_cap_of
-from penstock.plugin.preparing import Preparing, group_of, raise_refusal
-from penstock.plugin.spec import WeightSpec
+from penstock.plugin.core_http import CoreServer, Route, respond
+from penstock.plugin.delta import DeltaBase
+from penstock.plugin.patches import attempt
+from penstock.plugin.pause import PauseState, StepCap, clear_kv, mode_in_core
+from penstock.plugin.spec import WeightSpec, check_tensors, expected_weights
+from penstock.weights import delta, disk, shared_memory
+from penstock.weights.manifest import WeightManifest
+from penstock.weights.shared_memory import open_mapping
 
+SPEC_TIMEOUT_S = 600.0
+"""For the core to end its step and find its tensors; callers have deadlines of their own."""
 READS = frozenset({"compute_weight_checksums", "get_model_inspection", "update_max_model_len"})
-"""Worker methods of vLLM's own that are called from outside and leave the weights as they are; any other may not."""
-
+"""vLLM's worker methods that are called from outside and leave the weights as they are; any other may not."""
 _CALL = object()
 """The kind of an item in the core's input queue that is a function to call."""
 
 
 def install() -> None:
-    """Hang into this process's EngineCoreProc; more than once is harmless."""
+    """Extend this process's EngineCoreProc; more than once is harmless."""
     from vllm.v1.engine.core import EngineCoreProc  # noqa: PLC0415 - only inside vLLM
 
     if hasattr(EngineCoreProc, "penstock_control_port"):
@@ -51,238 +54,282 @@ def install() -> None:
 
     EngineCoreProc._handle_client_request = handle_or_call  # noqa: SLF001
     EngineCoreProc.collective_rpc = _sendable(EngineCoreProc.collective_rpc)
-    EngineCoreProc.penstock_control_port = _control_port  # pyright: ignore[reportAttributeAccessIssue]
-    EngineCoreProc.penstock_expect = _expect  # pyright: ignore[reportAttributeAccessIssue]
-    EngineCoreProc.penstock_kv_kept = _kv_kept  # pyright: ignore[reportAttributeAccessIssue]
+    for name in ("control_port", "kv_kept", "control"):
+        setattr(EngineCoreProc, f"penstock_{name}", _utility(getattr(CoreControl, name), control_of))
+    for name in ("pause", "resume", "sleep", "wake_up", "weights_are_in"):
+        method = _utility(getattr(PauseState, name), lambda core: control_of(core).pausing)
+        setattr(EngineCoreProc, f"penstock_{name}", method)
+
+
+def _utility(method: Callable[..., Any], owner: Callable[[Any], Any]) -> Callable[..., Any]:
+    @functools.wraps(method)  # vLLM reads the signature
+    def call(core: Any, *args: Any) -> Any:
+        return method(owner(core), *args)
+
+    return call
 
 
 def _sendable(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
-    """`EngineCore.collective_rpc`, which fails where what workers answer cannot be sent to who asked.
-
-    The core's output thread, which would find that out, ends of it (vLLM 0.26 to 0.32): no request is answered again.
-    """
+    """`EngineCore.collective_rpc`, which fails if its result cannot be sent: vLLM's output thread would end."""
     from vllm.v1.serial_utils import MsgpackEncoder, UtilityResult  # noqa: PLC0415 - only inside vLLM
 
     @functools.wraps(collective_rpc)  # vLLM reads the signature
     def call(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        count_foreign(core, method)
+        control_of(core).count_foreign(method)
         results = collective_rpc(core, method, *args, **kwargs)
-        try:
-            MsgpackEncoder().encode(UtilityResult(results))
-        except Exception as error:
+        _, error = attempt(lambda: MsgpackEncoder().encode(UtilityResult(results)), f"sending what {method!r} returned")
+        if error is not None:
             raise TypeError(f"what {method!r} returns cannot be sent to another process: {error}") from error
         return results
 
     return call
 
 
-def count_foreign(core: Any, method: Any) -> None:
-    """Note a call of a worker method that may change the weights and is not one of our updates."""
-    if not (isinstance(method, str) and (method.startswith("penstock_") or method in READS)):
-        core._penstock_foreign = getattr(core, "_penstock_foreign", 0) + 1  # noqa: SLF001
+def control_of(core: Any) -> CoreControl:
+    """The control of vLLM's EngineCore, in its process."""
+    if not hasattr(core, "_penstock_control"):
+        core._penstock_control = CoreControl(core)  # noqa: SLF001
+    return core._penstock_control  # noqa: SLF001
 
 
-def _control_port(core: Any, keys: list[str]) -> int:
-    """Of the server in this core's process; started by the first call, which says what API keys it takes."""
-    server: CoreServer | None = getattr(core, "_penstock_server", None)
-    if server is None:
-        server = core._penstock_server = CoreServer(_routes(core), keys)  # noqa: SLF001
-    return server.port
+class HostBytes:
+    """Checks the bytes of versions on the host; of the transport `delta` it keeps the last version whole."""
+
+    def __init__(self) -> None:
+        self._base = DeltaBase()
+
+    def check(self, manifest: WeightManifest) -> WeightManifest:
+        """Read every byte that the host can read, and return the manifest for the workers.
+
+        Raises:
+            WeightsError: bytes are gone, are not those that were sent, or hold NaN or infinity.
+        """
+        if manifest.transport == shared_memory.TRANSPORT:
+            buffer = memoryview(open_mapping(manifest.location.get("path", ""), manifest.extent))
+            check_tensors(manifest.tensors, lambda entry: buffer[entry.offset : entry.offset + entry.nbytes])
+        elif manifest.transport == disk.TRANSPORT:
+            with disk.open_version(manifest) as file:
+                check_tensors(manifest.tensors, lambda entry: file.read(entry.offset, entry.nbytes))
+        elif manifest.transport == delta.TRANSPORT:
+            return self._base.bring(manifest)
+        return manifest
 
 
-def _expect(core: Any, spec: Any) -> None:
-    """Take the spec of the engine's weights (`WeightSpec` as JSON), or why there is none."""
-    _preparing_of(core).expect(spec if isinstance(spec, str) else WeightSpec.from_json(spec))
+class CoreControl:
+    """Control of one engine core; routes run in their caller's thread, all else in the core's, between two steps."""
 
+    def __init__(self, core: Any) -> None:
+        self.core = core
+        self.pausing = PauseState(core)
+        self.step_cap = StepCap(core)
+        self.kept_version: int | None = None
+        """Version of the last update of ours, if that kept the KV cache."""
+        self.routes: dict[str, Route] = {
+            "/penstock/weights/prepare": self._prepare,
+            "/penstock/weights/group": self._join_group,
+            "/penstock/weights/apply": lambda body: self.in_core(self._update(body).apply),
+            "/penstock/weights/load": lambda body: self.in_core(self._update(body).load),
+            "/penstock/weights/commit": lambda body: self.in_core(self._update(body).commit),
+            "/penstock/pause": self._pause,
+            "/penstock/resume": lambda _: self.in_core(self.pausing.resume),
+            "/penstock/core": lambda _: self.in_core(self._state),
+            "/penstock/core/gone": lambda _: Future(),  # no answer: its connection breaks when this process ends
+        }
+        self._foreign = 0
+        self._spec: WeightSpec | None = None
+        self._bytes = HostBytes()
+        self._server: CoreServer | None = None
 
-def _preparing_of(core: Any) -> Preparing:
-    if not hasattr(core, "_penstock_preparing"):
-        core._penstock_preparing = Preparing()  # noqa: SLF001
-    return core._penstock_preparing  # noqa: SLF001
+    def in_core(self, work: Callable[[], Any]) -> Future[Any]:
+        """Let the core's thread call `work` between two steps; a future that it returns is waited for."""
+        done: Future[Any] = Future()
+        self.core.input_queue.put_nowait((_CALL, lambda: settle(done, work)))
+        return done
 
+    # Utility methods, which the API server calls.
 
-def _routes(core: Any) -> dict[str, Callable[[Any], Future[Any]]]:
-    """What a body says is read before the core is asked."""
-    preparing = _preparing_of(core)
+    def control_port(self, keys: list[str]) -> int:
+        """The port of this core's server; the first call starts it, with the API keys that it takes."""
+        if self._server is None:
+            self._server = CoreServer(self.routes, keys)
+            self.in_core(self._find_spec)  # now, since the first update would wait for it
+        return self._server.port
 
-    def apply(body: Any) -> Future[Any]:
-        version, clear_cache = int(body["version"]), bool(body["clear_cache"])
-        return _in_core(core, lambda done: _Round(core, version, clear_cache, done).begin())
+    def control(self, path: str, data: bytes) -> Future[tuple[int, Any]]:
+        """Status and answer of a route, as this core's port would give them."""
+        done: Future[tuple[int, Any]] = Future()
+        work = functools.partial(respond, self.routes[path], data)
+        threading.Thread(target=settle, args=(done, work), name="penstock-forwarded", daemon=True).start()
+        return done
 
-    def prepare(body: Any) -> Future[Any]:
-        in_force = functools.partial(compat.core_version, core)
-        return _checked(lambda: preparing.check(body, in_force), functools.partial(_prepare, core))
+    def kv_kept(self) -> int | None:
+        """Version of the last update of ours, if that kept the KV cache."""
+        return self.kept_version
 
-    def group(body: Any) -> Future[Any]:
-        return _checked(lambda: group_of(body), functools.partial(_join_group, core))
+    def count_foreign(self, method: Any) -> None:
+        """Count a call of a worker method that may change the weights and is not one of our updates."""
+        if not (isinstance(method, str) and (method.startswith("penstock_") or method in READS)):
+            self._foreign += 1
 
-    def _checked(check: Callable[[], Any], work: Callable[[Any, Future[Any]], None]) -> Future[Any]:
-        """Check in this thread; then let the core work with what came of it, and end the future."""
-        try:
-            given = check()
-        except Exception as error:  # noqa: BLE001 - handed to who asked
-            refused: Future[Any] = Future()
-            refused.set_exception(error)
-            return refused
-        return _in_core(core, lambda done: work(given, done))
+    # Routes.
 
-    def pause(body: Any) -> Future[Any]:
-        mode, clear_cache = mode_in_core(str(body["mode"])), bool(body["clear_cache"])
-        return _in_core(core, lambda done: _pause(core, mode, clear_cache, done))
+    def _prepare(self, body: Any) -> Future[Any]:
+        """Check a version in this thread, then let the workers prepare it."""
+        checked: Future[dict[str, Any]] = Future()
+        settle(checked, lambda: self._checked(body))
 
-    return {
-        "/penstock/weights/prepare": prepare,
-        "/penstock/weights/group": group,
-        "/penstock/weights/apply": apply,
-        "/penstock/pause": pause,
-        "/penstock/resume": lambda _: _in_core(core, lambda done: done.set_result(holds_of(core).resume())),
-        "/penstock/core": lambda _: _in_core(core, lambda done: done.set_result(_state(core))),
-        "/penstock/core/gone": lambda _: Future(),  # never answered: its connection breaks when this process ends
-    }
+        def work() -> Future[dict[str, Any]]:
+            self.pausing.require_awake()
+            self._call_workers("penstock_prepare", checked.result(0))
+            return self.step_cap.begin()
 
+        return checked if checked.exception(0) else self.in_core(work)
 
-def _in_core(core: Any, work: Callable[[Future[Any]], None]) -> Future[Any]:
-    """Let the core's own thread do something between two steps; the work has to end the future."""
-    done: Future[Any] = Future()
+    def _checked(self, body: Any) -> dict[str, Any]:
+        manifest = WeightManifest.from_json(field(body, "manifest"))
+        # Found between two steps: to build a model without weights, transformers changes torch's default dtype.
+        spec = self._spec or self.in_core(self._find_spec).result(SPEC_TIMEOUT_S)
+        spec.check(manifest)
+        return self._bytes.check(manifest).to_json()
 
-    def call() -> None:
-        try:
-            work(done)
-        except Exception as error:  # noqa: BLE001 - handed to who asked; it must not end the core's loop
-            done.set_exception(error)
+    def _find_spec(self) -> WeightSpec:
+        if self._spec is not None:
+            return self._spec
+        config = self.core.vllm_config.model_config
+        spec, error = attempt(lambda: expected_weights(config), "finding the tensors of the engine's model")
+        if error is not None:
+            raise EngineError(
+                f"the tensors of the engine's model could not be found out: {type(error).__name__}: {error}"
+            ) from error
+        self._spec = spec
+        return spec
 
-    core.input_queue.put_nowait((_CALL, call))
-    return done
+    def _join_group(self, body: Any) -> Future[Any]:
+        if not isinstance(body, dict):
+            raise WeightsError("the body must be a JSON object that describes a group")
 
+        return self.in_core(lambda: self._call_workers("penstock_join_group", body))
 
-def _pause(core: Any, mode: str, clear_cache: bool, done: Future[Any]) -> None:  # noqa: FBT001
-    paused: Future[Any] | None = holds_of(core).pause(mode, clear_cache)
-    if paused is None:
-        done.set_result(None)
-    else:
-        paused.add_done_callback(lambda paused: _copy(paused, done))
+    def _call_workers(self, method: str, given: Any) -> dict[str, Any]:
+        for problem in self.core.collective_rpc(method, args=(given,)):
+            if problem is not None:
+                raise WeightsError(problem)
+        return {"ok": True}
 
+    def _pause(self, body: Any) -> Future[Any]:
+        mode, clear_cache = mode_in_core(str(field(body, "mode"))), bool(field(body, "clear_cache"))
+        return self.in_core(lambda: self.pausing.pause(mode, clear_cache))
 
-def _copy(ended: Future[Any], done: Future[Any]) -> None:
-    error = ended.exception()
-    if error is None:
-        done.set_result(ended.result())
-    else:
-        done.set_exception(error)
+    def _update(self, body: Any) -> CoreUpdate:
+        return CoreUpdate(self, int(field(body, "version")), clear_cache=bool(field(body, "clear_cache")))
 
-
-def _prepare(core: Any, manifest: dict[str, Any], done: Future[Any]) -> None:
-    if asleep := holds_of(core).check_awake():
-        raise StateError(asleep)
-    raise_refusal(core.collective_rpc("penstock_prepare", args=(manifest,)))
-    step_cap_of(core).begin(lambda: done.set_result({"ok": True}))
-
-
-def _join_group(core: Any, group: dict[str, Any], done: Future[Any]) -> None:
-    raise_refusal(core.collective_rpc("penstock_join_group", args=(group,)))
-    done.set_result({"ok": True})
-
-
-def _kv_kept(core: Any) -> int | None:
-    """The version of the last update of ours, if that kept the KV cache."""
-    return getattr(core, "_penstock_kv_kept", None)
-
-
-def _state(core: Any) -> dict[str, Any]:
-    running, waiting = core.scheduler.get_request_counts()
-    holds = holds_of(core)
-    return {
-        "paused": core.is_scheduler_paused(),
-        "running": running,
-        "waiting": waiting,
-        "held_s": holds.held_s,
-        "asleep": bool(holds.asleep),
-        "torn": holds.without_weights,
-        "weight_version": compat.core_label(core),
-        "foreign": getattr(core, "_penstock_foreign", 0),
-    }
-
-
-class _Round:
-    """One update; its methods run in the core's own thread, one after the other."""
-
-    def __init__(self, core: Any, version: int, clear_cache: bool, done: Future[Any]) -> None:  # noqa: FBT001
-        self._core = core
-        self._version = version
-        self._clear_cache = clear_cache
-        self._done = done
-        self._began = time.perf_counter()
-        self._preempted = core.scheduler.get_num_unfinished_requests()
-
-    def begin(self) -> None:
-        """Pause. With a step on the device, vLLM answers with a future that ends when it is done."""
-        step_cap_of(self._core).end()
-        if asleep := holds_of(self._core).check_awake():
-            raise StateError(asleep)
-        held = self._core.collective_rpc("penstock_prepared")
-        if any(version != self._version for version in held):
-            raise StateError(f"weight version {self._version} is not prepared here (prepared: {held})")
-        # Also where it is paused: a pause that waits lets requests go on, and one that keeps may wait for a step yet.
-        holds_of(self._core).begin_update()
-        paused: Future[Any] | None = self._core.pause_scheduler("keep", False)  # noqa: FBT003 - cleared in `_load`
-        if paused is None:
-            self._load(None)
-        else:
-            paused.add_done_callback(self._load)
-
-    def _load(self, paused: Future[Any] | None) -> None:
-        try:
-            if paused is not None:
-                paused.result(0)
-                self._check_still_awake()
-            self._done.set_result(self._load_and_resume())
-        except Exception as error:  # noqa: BLE001 - handed to who asked; the engine stays paused
-            self._done.set_exception(error)
-        # Called when a step has ended, this runs where the core is about to wait for its next input.
-        self._core.input_queue.put_nowait((_CALL, lambda: None))
-
-    def _check_still_awake(self) -> None:
-        """Of those that wait for a step, vLLM lets the last go first: a sleep that came later has happened by now."""
-        holds = holds_of(self._core)
-        if asleep := holds.check_awake():
-            holds.drop_update()
-            raise StateError(f"weight version {self._version} was not loaded: {asleep}")
-
-    def _load_and_resume(self) -> dict[str, Any]:
-        core, holds = self._core, holds_of(self._core)
-        paused = time.perf_counter()
-        holds.weights_are_out()
-        if self._clear_cache:
-            clear_kv(core)
-        ranks = core.collective_rpc("penstock_load", args=(self._version,))
-        raise_failure(ranks)
-        compat.label_core(core, self._version)
-        core._penstock_kv_kept = None if self._clear_cache else self._version  # noqa: SLF001
-        loaded = time.perf_counter()
-        holds.weights_are_in()  # and goes on, unless somebody has paused it or put it to sleep
-        end = time.perf_counter()
-        slowest = max(ranks, key=lambda rank: rank["seconds"]["load"])
+    def _state(self) -> dict[str, Any]:
+        running, waiting = self.core.scheduler.get_request_counts()
         return {
-            "version": self._version,
-            "seconds": {
-                "pause": paused - self._began,
-                "load": loaded - paused,
-                "resume": end - loaded,
-                "bubble": end - self._began,
-                **{f"load.{name}": seconds for name, seconds in slowest["seconds"].items()},
-            },
-            "preempted": self._preempted,
-            "checksum": "-".join(rank["checksum"] for rank in ranks),
+            "paused": self.core.is_scheduler_paused(),
+            "running": running,
+            "waiting": waiting,
+            "held_s": self.pausing.held_s,
+            "asleep": bool(self.pausing.asleep),
+            "torn": self.pausing.without_weights,
+            "weight_version": compat.core_label(self.core),
+            "foreign": self._foreign,
         }
 
 
-def raise_failure(ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Of what the ranks answered to `penstock_load`; the model must not run.
+class CoreUpdate:
+    """One update of one core; its methods run in the core's thread."""
 
-    Raises:
-        EngineError: something unforeseen: the same weights again may meet with the same.
-        TransferError: a version that comes whole makes it good.
-    """
+    def __init__(self, control: CoreControl, version: int, *, clear_cache: bool) -> None:
+        self._control = control
+        self._core = control.core
+        self._version = version
+        self._clear_cache = clear_cache
+        self._commits = False
+        self._began = 0.0
+
+    def apply(self) -> Any:
+        """Load and commit: the whole update of an engine with one core."""
+        self._commits = True
+        return self.load()
+
+    def load(self) -> Any:
+        """Pause, load the prepared version, and stay held until `commit`; a future if a step is under way."""
+        self._began = time.perf_counter()
+        self._control.step_cap.end()
+        self._control.pausing.require_awake()
+        prepared = self._core.collective_rpc("penstock_prepared")
+        if any(version != self._version for version in prepared):
+            raise StateError(f"weight version {self._version} is not prepared here (prepared: {prepared})")
+        # Also if it is paused: a pause that waits lets requests go on, and one that keeps may still wait for a step.
+        self._control.pausing.begin_update()
+        paused: Future[Any] | None = self._core.pause_scheduler("keep", False)  # noqa: FBT003 - see `_load_paused`
+        if paused is None:
+            return self._load_paused()
+        done: Future[Any] = Future()
+        paused.add_done_callback(functools.partial(self._load_after, done))
+        return done
+
+    def _load_after(self, done: Future[Any], paused: Future[Any]) -> None:
+        def work() -> dict[str, Any]:
+            paused.result(0)
+            try:  # vLLM serves the last of those that wait for a step first: a later sleep has happened by now
+                self._control.pausing.require_awake()
+            except StateError as error:
+                self._control.pausing.drop_update()
+                raise StateError(f"weight version {self._version} was not loaded: {error}") from error
+            return self._load_paused()
+
+        settle(done, work)
+        # vLLM calls this when a step has ended and the core is about to wait for its next input: here is one.
+        self._core.input_queue.put_nowait((_CALL, lambda: None))
+
+    def _load_paused(self) -> dict[str, Any]:
+        core, paused = self._core, time.perf_counter()
+        preempted = core.scheduler.get_num_unfinished_requests()
+        self._control.pausing.weights_are_out()
+        if self._clear_cache:
+            clear_kv(core)
+        ranks = core.collective_rpc("penstock_load", args=(self._version,))
+        _raise_failure(ranks)
+        self._control.kept_version = None if self._clear_cache else self._version
+        slowest = max(ranks, key=lambda rank: rank["seconds"]["load"])
+        loaded = time.perf_counter()
+        seconds = {"pause": paused - self._began, "load": loaded - paused}
+        seconds |= {f"load.{name}": taken for name, taken in slowest["seconds"].items()}
+        if self._commits:
+            self.commit()
+            end = time.perf_counter()
+            seconds |= {"resume": end - loaded, "bubble": end - self._began}
+        checksum = "-".join(rank["checksum"] for rank in ranks)
+        return {"version": self._version, "seconds": seconds, "preempted": preempted, "checksum": checksum}
+
+    def commit(self) -> None:
+        """Label the loaded weights; the core goes on unless a client has paused it or put it to sleep."""
+        compat.label_core(self._core, self._version)
+        self._control.pausing.weights_are_in()
+
+
+def settle(done: Future[Any], work: Callable[[], Any]) -> None:
+    """End `done` with what `work` returns, the result of a future that it returns, or what it raises."""
+    result, error = attempt(work, "control of the engine core")
+    if error is not None:
+        done.set_exception(error)
+    elif isinstance(result, Future):
+        result.add_done_callback(lambda ended: settle(done, ended.result))
+    else:
+        done.set_result(result)
+
+
+def field(body: Any, name: str) -> Any:
+    """A field of a request's body. WeightsError: it has none of that name."""
+    if not isinstance(body, dict) or name not in body:
+        raise WeightsError(f"the body must be a JSON object with {name!r}")
+    return body[name]
+
+
+def _raise_failure(ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Raise for a rank that did not load: EngineError for the unforeseen, else TransferError (send it again)."""
     for key, error in (("fault", EngineError), ("error", TransferError)):
         if problem := next((rank[key] for rank in ranks if key in rank), None):
             raise error(problem)

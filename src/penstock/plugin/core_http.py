@@ -1,8 +1,7 @@
 """An HTTP server inside the engine core's process, for control that must not wait behind tokens.
 
-The API server's event loop is busy with every token of every stream. This one has a thread of its own, and hands what
-it is asked to the core's loop. It listens where the API server does (`PENSTOCK_CONTROL_HOST`, else 127.0.0.1), on a
-port that `/penstock/info` tells, and takes the same API key.
+The API server's event loop is busy with every token of every stream. This server has threads of its own. It listens
+where the API server does (`PENSTOCK_CONTROL_HOST`, else 127.0.0.1), and takes the same API key.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ REQUEST_S = 60.0
 STRANGER_S, STRANGERS = 10.0, 32
 """Seconds that a connection has for its first request, and how many there may be that have not shown the key."""
 WORK_S = 3600.0
-"""Who asks has a deadline of its own; this one ends the thread of one that went away."""
+"""Ends the thread of a call whose caller went away; callers have deadlines of their own."""
 
 _PIECE = 2**16
 _MOST_DIGITS = 15
@@ -41,8 +40,20 @@ _BAD_LENGTH = "a body says how many bytes it has, in one Content-Length of digit
 Route = Callable[[Any], Future[Any]]
 
 
-def refusal(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and answer that say what went wrong. 400: nothing was changed; 409: not in this state; 500: anything."""
+def respond(route: Route, data: bytes) -> tuple[int, Any]:
+    """Status and answer of a route for a body in JSON, once its work has ended."""
+    try:
+        asked = route(orjson.loads(data) if data else {})
+        error = asked.exception(WORK_S)
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as malformed:
+        return 400, {"error": f"malformed body: {malformed!r}"}
+    except (PenstockError, TimeoutError) as refused:
+        return refusal(refused)
+    return (200, asked.result()) if error is None else refusal(error)
+
+
+def refusal(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """Status and answer for an error. 400: nothing was changed; 409: not in this state; 500: anything."""
     if isinstance(error, WeightsError):
         return 400, {"error": str(error)}
     if isinstance(error, TransferError):
@@ -53,14 +64,10 @@ def refusal(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 class CoreServer:
-    """Answers `POST PATH` with what the route's future brings, or `refusal`.
+    """Answers `POST PATH` with what the route of that path returns, to callers with one of `keys`.
 
-    Each connection has a thread of its own, in which a route may take its time. One that has not shown the key has
-    `STRANGER_S` seconds for its first request, and gives way to the next when there are `STRANGERS` of them.
-
-    Args:
-        routes: path to what is called with the body.
-        keys: one of them is asked for.
+    Each connection has a thread of its own. One without the key has `STRANGER_S` seconds for its first request, and
+    gives way to the next when there are `STRANGERS` of them.
 
     Raises:
         StateError: there is no key, so that the port would obey every user of the machine.
@@ -68,7 +75,7 @@ class CoreServer:
 
     def __init__(self, routes: Mapping[str, Route], keys: Sequence[str]) -> None:
         if not keys:
-            raise StateError("the engine core takes calls only from who has the API key, and there is none")
+            raise StateError("the engine core takes calls only with the API key, and there is none")
         strangers = Strangers(STRANGERS)
         handler = type("_Handler", (_Handler,), {"routes": dict(routes), "keys": tuple(keys), "strangers": strangers})
         host = os.environ.get("PENSTOCK_CONTROL_HOST", "127.0.0.1")
@@ -93,20 +100,20 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that broke says nothing of us."""
+        """Pass over connections that broke."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
 
 class _Timed(io.RawIOBase):
-    """A connection to read from, until a time that holds for a whole request; `OSError` after it."""
+    """Reads from a connection until a deadline of the whole request; `OSError` after it."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._until = 0.0
 
     def allow(self, seconds: float) -> None:
-        """From now on."""
+        """Move the deadline so many seconds from now."""
         self._until = time.monotonic() + seconds
 
     def readable(self) -> bool:
@@ -136,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._known = False
 
     def handle_one_request(self) -> None:
-        """One request, all of it by one deadline that begins with its first byte."""
+        """Read one request by a deadline that begins with its first byte."""
         try:
             self._timed.allow(IDLE_S if self._known else STRANGER_S)
             if not self._buffered.peek(1):
@@ -149,14 +156,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         given = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in self.headers.raw_items()]
-        status, error = self._may(given)
-        if status == 0:
-            self._known = True
-            self.strangers.remove(self.request)
-            self._timed.allow(REQUEST_S)
         length = self._length(given)
-        if status == 0 and (length is None or length > MAX_BODY):
-            status, error = 400, _BAD_LENGTH if length is None else f"the body is larger than {MAX_BODY} bytes"
+        status, error = self._refusal(given, length)
         if status:
             self.close_connection = True
             self._skip(min(length or 0, 2 * MAX_BODY))
@@ -166,36 +167,26 @@ class _Handler(BaseHTTPRequestHandler):
         if len(data) != length:
             self.close_connection = True
             self._answer(400, {"error": f"the body ended after {len(data)} bytes, and Content-Length said {length}"})
-            return
-        self._do(data)
-
-    def _do(self, data: bytes) -> None:
-        route = self.routes.get(self.path)
-        if route is None:
+        elif (route := self.routes.get(self.path)) is None:
             self._answer(404, {"error": f"no such route: POST {self.path}"})
-            return
-        try:
-            body: Any = orjson.loads(data) if data else {}
-            asked = route(body)
-        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            self._answer(400, {"error": f"malformed body: {error!r}"})
-            return
-        try:
-            answer = asked.result(WORK_S)
-        except Exception as error:  # noqa: BLE001 - whatever went wrong in the core, who asked has to know
-            self._answer(*refusal(error))
         else:
-            self._answer(200, answer)
+            self._answer(*respond(route, data))
 
-    def _may(self, fields: Sequence[tuple[bytes, bytes]]) -> tuple[int, str]:
-        """Status and reason where this caller may not call; 0: it may."""
+    def _refusal(self, fields: Sequence[tuple[bytes, bytes]], length: int | None) -> tuple[int, str]:
+        """Status and reason if this caller may not call, or not with such a body; 0: it may."""
         if (why := cross_site(fields)) is not None:
             return 403, why
-        given = next((value for name, value in fields if name == b"authorization"), b"")
-        return (0, "") if has_key(given, self.keys) else (401, "Unauthorized")
+        if not has_key(next((value for name, value in fields if name == b"authorization"), b""), self.keys):
+            return 401, "Unauthorized"
+        self._known = True
+        self.strangers.remove(self.request)
+        self._timed.allow(REQUEST_S)
+        if length is None:
+            return 400, _BAD_LENGTH
+        return (400, f"the body is larger than {MAX_BODY} bytes") if length > MAX_BODY else (0, "")
 
     def _length(self, fields: Sequence[tuple[bytes, bytes]]) -> int | None:
-        """Bytes of the body; None where that is not said, or in two ways."""
+        """Bytes of the body; None if the head does not say, or says it in two ways."""
         said = [value.strip() for name, value in fields if name == b"content-length"]
         if any(name == b"transfer-encoding" for name, _ in fields) or len(said) > 1:
             return None
@@ -204,7 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
         return int(said[0]) if said[0].isdigit() and len(said[0]) <= _MOST_DIGITS else None
 
     def _skip(self, length: int) -> None:
-        """Read a body and keep nothing of it: to one that is still being sent, an answer may get lost."""
+        """Read a body and keep nothing of it: a client that is still sending may lose the answer."""
         while length > 0 and (piece := self.rfile.read(min(length, _PIECE))):
             length -= len(piece)
 
@@ -220,4 +211,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
-        """Silent: the one who asks logs."""
+        """Log nothing: the caller does."""

@@ -34,12 +34,11 @@ class DeltaBase:
         """Numbers of the tensors in which the image differs from the whole version."""
         self._lock = threading.Lock()
 
-    def bring(self, manifest: WeightManifest, in_force: int = 0) -> WeightManifest:
+    def bring(self, manifest: WeightManifest) -> WeightManifest:
         """Make the image that version.
 
         Args:
             manifest: of the transport `delta`.
-            in_force: unused.
 
         Returns:
             The manifest for workers, of the transport `shared_memory`.
@@ -47,7 +46,6 @@ class DeltaBase:
         Raises:
             WeightsError: a file is gone or damaged, or a tensor that resulted is not what was sent, or not finite.
         """
-        del in_force
         with self._lock:
             self._make(manifest)
         location = {"path": f"/proc/{os.getpid()}/fd/{self._fd}"}

@@ -1,12 +1,8 @@
-"""Updates of a model that are plain copies, where that is proved; they are as fast as the memory.
+"""Updates by plain copies, as fast as the memory, for models whose loading is proved to be copies.
 
-The copies are found by running the model's own `load_weights` on tensors without memory and noting every `copy_`. The
-first update goes through vLLM's layerwise reload all the same, and proves them: what it put in force has to be, bit for
-bit, what the copies would have made of the same tensors. From then on updates are copied; where it is not, vLLM's
-reload goes on, which is right for any model and takes ten times as long.
-
-The reload takes a layer apart, gathers its tensors, loads and processes them in new memory, and copies the result to
-where kernels look. For an unquantised model on a GPU all of this comes down to copies, and no value decides which ones.
+1. `trace` runs the model's own `load_weights` on tensors without memory, and notes every `copy_`.
+2. The first update goes through vLLM's reload, and proves the copies: they would have made the same bits.
+3. Later updates are copied. Without the proof vLLM's reload goes on: right for any model, ten times as slow.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -29,11 +25,12 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.v1.attention.backend import AttentionImplBase
 
 from penstock.errors import PenstockError
+from penstock.plugin.patches import attempt
 from penstock.weights.checksum import DeviceSums, device_sums
 from penstock.weights.manifest import TensorEntry
 
 logger = logging.getLogger("vllm.penstock")
-"""Below vLLM's own, which alone has a handler in a worker: what is said here is in the engine's log."""
+"""Below vLLM's own, which alone has a handler in a worker."""
 
 PLAIN_METHODS = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"})
 """vLLM's methods that keep nothing else of the weights than the parameters themselves."""
@@ -83,25 +80,21 @@ class DirectPlan:
 
 
 def make_plan(model: torch.nn.Module, entries: Sequence[TensorEntry]) -> DirectPlan | None:
-    """The copies that load tensors of these names, dtypes and shapes, to be proved; None where there is more to it.
+    """Find the copies that load such tensors, to be proved; None: there is more to it. Steps may run meanwhile."""
 
-    The model's weights stay as they are, and steps may run.
-    """
-    try:
+    def plan() -> DirectPlan:
         _refuse_what_derives(model, entries)
         with torch.no_grad(), _nothing_kept(model):
             return DirectPlan(trace(model, entries))
-    except Exception as error:  # noqa: BLE001 - it runs the model's own code; vLLM's reload is right in any case
+
+    found, error = attempt(plan, "planning copies")  # runs the model's own code; vLLM's reload is right in any case
+    if error is not None:
         _say_slow(error)
-        return None
+    return found
 
 
 class Proof:
-    """Compares what a reload put in force with what the copies of a plan would have made of the same tensors.
-
-    Values that are equal prove nothing: of two tensors that hold zeros, either is in the other's place. It is the
-    others that tell how a layer is loaded.
-    """
+    """Compares what a reload put in force with what a plan's copies would have made of the same tensors."""
 
     def __init__(self, plan: DirectPlan) -> None:
         self._plan = plan
@@ -109,7 +102,7 @@ class Proof:
         self._targets: list[tuple[str, torch.Tensor]] = []
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
-        """A tensor that is about to be loaded, on the model's device."""
+        """Note a tensor that is about to be loaded, on the model's device."""
         pieces = self._plan.pieces.get(name, ())
         tensor = tensor.contiguous()
         if pieces:
@@ -156,7 +149,7 @@ def _say_slow(error: Exception) -> None:
 
 
 def trace(model: torch.nn.Module, entries: Sequence[TensorEntry]) -> dict[str, list[Piece]]:
-    """What loading copies of each tensor; nothing is copied. NotDirectError: it does other things with them."""
+    """Find what loading copies of each tensor, and copy nothing. NotDirectError: it does more than copy."""
     tensors = {e.name: torch.empty(e.shape, dtype=dtype_of(e), device="meta") for e in entries}
     sources = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}  # noqa: SLF001
     load_weights: Any = model.load_weights
@@ -214,7 +207,7 @@ def _arguments_written(func: Any) -> list[tuple[int, str]]:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Where the memory begins of which this is a view."""
+    """The address of the memory of which this is a view."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -227,7 +220,7 @@ def dtype_of(entry: TensorEntry) -> torch.dtype:
 
 
 def _refuse_what_derives(model: torch.nn.Module, entries: Sequence[TensorEntry]) -> None:
-    """Raise NotDirectError for what computes other tensors from weights once they are loaded: only a reload does so."""
+    """Raise NotDirectError for layers that compute other tensors from loaded weights, as only a reload does."""
     if scales := [entry.name for entry in entries if entry.name.endswith(KV_SCALES)]:
         raise NotDirectError(f"{scales[0]} scales a KV cache, which is more than a copy")
     for name, module in model.named_modules():
@@ -243,7 +236,7 @@ def _refuse_what_derives(model: torch.nn.Module, entries: Sequence[TensorEntry])
 
 
 def _derives_nothing(layer: Any, after_loading: Callable[..., None]) -> bool:
-    """Whether a layer with a method of its own for what comes after loading (0.26 to 0.33) derives nothing there."""
+    """Whether a layer's own `process_weights_after_loading` (0.26 to 0.33) derives nothing."""
     if after_loading is MMEncoderAttention.process_weights_after_loading:
         return True  # reads scales of a file
     if after_loading is not Attention.process_weights_after_loading:
@@ -259,10 +252,7 @@ def _derives_nothing(layer: Any, after_loading: Callable[..., None]) -> bool:
 
 @contextmanager
 def _nothing_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Raise NotDirectError where a module, or what computes for it, holds other tensors afterwards, and undo that.
-
-    A model's `load_weights` may compute such from what it has loaded; parameters and buffers are not meant.
-    """
+    """Raise NotDirectError if a module, or what computes for it, holds other tensors afterwards, and undo that."""
     owners = (
         (module, getattr(module, "impl", None), getattr(module, "quant_method", None)) for module in model.modules()
     )

@@ -1,11 +1,10 @@
-"""Follows every generation request through vLLM: which version made which token, what it has, and where it goes on.
+"""Follows every generation request through vLLM: the version of each token, progress, and resumed samples.
 
-Three methods are wrapped, since vLLM (0.26 to 0.33) has no extension point there. Its issue 54443 asks for versions of
-tokens, which 0.32 and newer have on the token endpoint alone:
+Three methods are wrapped, since vLLM (0.26 to 0.33) has no extension point there (its issue 54443 asks for versions):
 
-- `OutputProcessor.add_request`, to know the samples of an HTTP request and to take up one that was cut;
-- `make_request_output` of each sample's state, which vLLM calls with every output, after counting its tokens;
-- `EngineCoreClient.add_request_async`, to keep from the core what had ended before.
+- `OutputProcessor.add_request` adds the samples of an HTTP request, and resumes one that was cut;
+- `make_request_output` of each sample's state counts tokens: vLLM calls it with every output;
+- `EngineCoreClient.add_request_async` keeps from the core a sample that had ended before.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -26,8 +25,7 @@ from penstock.wire import GENERATE, PROGRESS_HEADER
 GENERATION = frozenset({GENERATE, "/v1/completions", "/v1/chat/completions"})
 ABORTS = frozenset({"/abort_requests", "/inference/v1/abort_requests"})
 BEAM = re.compile("-[0-9a-f]{16}-beam-[0-9]+$")
-"""What vLLM makes of beam search: a request for every token of every beam. Of answers put together of such, which beam
-they were for and in what order is not known here, so nothing is told of their versions, nor of how far they are."""
+"""vLLM's beam search makes a request of every token of every beam, so neither versions nor progress are reported."""
 
 
 class RequestHooks:
@@ -52,10 +50,10 @@ class RequestHooks:
         self.versions.install(engine)
 
     async def pass_on(self, app: Any, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Serve a request of vLLM's own, and tell what it makes (`progress.py`)."""
+        """Serve a request of vLLM's own, and report its progress (`progress.py`)."""
         posted = scope["path"] if scope["type"] == "http" and scope["method"] == "POST" else None
         if posted in ABORTS:
-            names, receive = await _named(receive)
+            names, receive = await _names_in(receive)
             for request in self._in_flight:
                 request.asked |= names is None or not names.isdisjoint(request.names)
         elif posted in ROUTES:
@@ -94,20 +92,20 @@ class RequestHooks:
         part = resume.part_of(request, request_index, samples, self._model)
         add_request(request, prompt, parent_req, request_index, queue)
         state = processor.request_states[request.request_id]
-        made = in_flight.add(request, state)
+        sample = in_flight.add(request, state)
         if part is not None:
             resume.seed(request, state, part)
-            made.begin(part["versions"])
+            sample.begin(part["versions"])
             if part["finish"] is not None:
-                in_flight.to_finish[request.request_id] = (made, part)
+                in_flight.to_finish[request.request_id] = (sample, part)
             else:
                 resume.emit(state, part)
-        state.make_request_output = functools.partial(self._note, in_flight, made, state.make_request_output)
+        state.make_request_output = functools.partial(self._count, in_flight, sample, state.make_request_output)
 
-    def _note(
+    def _count(
         self,
         in_flight: RequestProgress,
-        made: SampleProgress,
+        sample: SampleProgress,
         make_request_output: Any,
         new_token_ids: Any,
         pooling_output: Any,
@@ -116,7 +114,7 @@ class RequestHooks:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        in_flight.note(made, self.versions.of_newest(made.state), finish_reason, stop_reason)
+        in_flight.count(sample, self.versions.of_newest(sample.state), finish_reason, stop_reason)
         output = make_request_output(new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
         return in_flight.lighten(output)
 
@@ -131,18 +129,18 @@ class RequestHooks:
         parent = state.parent_req
         if parent is not None and state.request_index < parent.n - 1:
             return
-        # All samples of this prompt are known to vLLM, so that one which ends now does not seem to be the last.
-        for request_id, (made, part) in tuple(in_flight.to_finish.items()):
-            if made.state.parent_req is parent and (parent is not None or made.state is state):
+        # vLLM has all samples of this prompt now, so it does not take one that ends for the last.
+        for request_id, (sample, part) in tuple(in_flight.to_finish.items()):
+            if sample.state.parent_req is parent and (parent is not None or sample.state is state):
                 del in_flight.to_finish[request_id]
-                resume.emit(made.state, part)
-                processor._finish_request(made.state)  # noqa: SLF001 - as vLLM does at the end of a request
+                resume.emit(sample.state, part)
+                processor._finish_request(sample.state)  # noqa: SLF001 - as vLLM does at the end of a request
 
 
-async def _named(receive: Any) -> tuple[frozenset[str] | None, Any]:
-    """The requests that a call to abort some names, None where it is for all; and what gives its body again.
+async def _names_in(receive: Any) -> tuple[frozenset[str] | None, Any]:
+    """Names of the requests in an abort call (None: all), and a `receive` that gives its body again.
 
-    A call that vLLM refuses, or whose client leaves before all of it is here, names none.
+    A call that vLLM refuses, or whose client leaves too early, names none.
     """
     messages: list[dict[str, Any]] = []
     while not messages or messages[-1].get("more_body"):
@@ -155,10 +153,8 @@ async def _named(receive: Any) -> tuple[frozenset[str] | None, Any]:
         body = orjson.loads(b"".join(message.get("body", b"") for message in messages))
     except orjson.JSONDecodeError:
         body = None
-    if not isinstance(body, dict):
-        return frozenset(), again
-    ids = body.get("request_ids")
-    if not ids:
+    ids = body.get("request_ids") if isinstance(body, dict) else {}
+    if not ids and isinstance(body, dict):
         return None, again
     names = [ids] if isinstance(ids, str) else ids if isinstance(ids, list) else ()
     return frozenset(name for name in names if isinstance(name, str)), again

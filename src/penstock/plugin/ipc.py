@@ -1,4 +1,4 @@
-"""A worker's view of tensors that lie in a trainer's memory on the same GPU (`weights/cuda_ipc.py`)."""
+"""Reads tensors that lie in a trainer's memory on the worker's GPU (`weights/cuda_ipc.py`)."""
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from penstock.weights.manifest import TensorEntry, WeightManifest, malformed
 class IpcSource:
     """Maps the trainer's allocations in `prepare`, and keeps them mapped while the trainer shows the same ones."""
 
-    partial = False
     compares = True
 
     def __init__(self, worker: Any) -> None:
@@ -56,7 +55,7 @@ class IpcSource:
                 raise TransferError(f"tensor {entry.name!r} was changed by the trainer while the engine loaded it")
 
     def _part(self, manifest: WeightManifest) -> dict[str, Any]:
-        """What the manifest says of this worker's GPU."""
+        """The manifest's part for this worker's GPU."""
         if self._device.type != "cuda":
             raise WeightsError(f"the transport cuda_ipc needs an engine on a GPU; this one runs on {self._device}")
         uuid = str(torch.cuda.get_device_properties(self._device).uuid)
@@ -90,10 +89,7 @@ class IpcSource:
 
 
 class Mapped:
-    """Allocations of another process, on one device, for as long as it lends them.
-
-    Hold `lock` while using views: when the lease ends, another thread unmaps them.
-    """
+    """Allocations that another process lends on one device; hold `lock` while using views, since a lease may end."""
 
     def __init__(self, lease: str, blocks: list[tuple[bytes, int]], device: torch.device) -> None:
         """Map `blocks`, the handle and the bytes of each. WeightsError: they are not lent, or not any more."""

@@ -1,14 +1,13 @@
-"""Our routes on vLLM's API server, as an ASGI middleware (`--middleware`): info, prepare, apply.
+"""Our routes on vLLM's API server, as an ASGI middleware (`--middleware`): info, and control for every core.
 
-An engine with one core does all but info and label itself (`core.py`), where it is reached past this server.
+The cores do the work (`core.py`). Their clients call the port of an engine's one core; here are the calls for several
+cores, which pause, load and resume together, and for a core whose port is closed or out of reach.
 """
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -17,21 +16,20 @@ from typing import Any
 
 import orjson
 
-from penstock.errors import EngineError, StateError, TransferError, WeightsError
+from penstock.errors import EngineError, PenstockError, WeightsError
 from penstock.guard import DATA_PATHS, OPEN_PATHS, cross_site, has_key
-from penstock.plugin.checksum import check_replicas
-from penstock.plugin.core import raise_failure
+from penstock.parsing import parse_json
+from penstock.plugin.core import field
 from penstock.plugin.core_http import MAX_BODY, refusal
 from penstock.plugin.hooks import RequestHooks
-from penstock.plugin.patches import on_every_rank
-from penstock.plugin.preparing import Preparing, field, group_of, raise_refusal
+from penstock.plugin.patches import call_every_core
 from penstock.plugin.sources import SOURCES
-from penstock.plugin.spec import expected_weights
-
-logger = logging.getLogger(__name__)
+from penstock.plugin.spec import check_replicas
 
 WEBSOCKET_REFUSED, WEBSOCKET_REASON = 1008, 120
 """Close code of a policy (RFC 6455, 7.4.1), and bytes of a reason that fit."""
+_WEIGHTS = "/penstock/weights/"
+_OK = 200
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -48,12 +46,8 @@ class PenstockMiddleware:
 
     def __init__(self, app: Any) -> None:
         self.app = app
-        self._preparing = Preparing()
-        self._expecting: asyncio.Task[bool] | None = None
+        self._hooks = RequestHooks()
         self._warm = False
-        self._kv_kept: int | None = None
-        """Of several cores: the version of the last update, if that kept the KV cache."""
-        self._spans = RequestHooks()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
@@ -65,40 +59,39 @@ class PenstockMiddleware:
                 await _answer(send, status, {"error": error})
             return
         if scope["type"] != "http" or not scope["path"].startswith("/penstock/"):
-            await self._spans.pass_on(self.app, scope, receive, send)
+            await self._hooks.pass_on(self.app, scope, receive, send)
             return
         route = {
             ("GET", "/penstock/info"): functools.partial(self._info, _keys(scope)),
-            ("POST", "/penstock/weights/group"): self._group,
-            ("POST", "/penstock/weights/prepare"): self._prepare,
-            ("POST", "/penstock/weights/apply"): self._apply,
-            ("POST", "/penstock/weights/label"): self._label,
+            ("POST", _WEIGHTS + "group"): functools.partial(self._forward, "group"),
+            ("POST", _WEIGHTS + "prepare"): functools.partial(self._forward, "prepare"),
+            ("POST", _WEIGHTS + "apply"): self._apply,
+            ("POST", _WEIGHTS + "label"): self._label,
         }.get((scope["method"], scope["path"]))
         if route is None:
             await _answer(send, 404, {"error": f"no such route: {scope['method']} {scope['path']}"})
             return
         try:
-            body = await _body(receive)
-            status, answer = 200, await route(scope["app"].state.engine_client, body)
-        except orjson.JSONDecodeError as error:
-            status, answer = 400, {"error": str(error)}
-        except (WeightsError, TransferError, StateError, EngineError) as error:
+            status, answer = _OK, await route(scope["app"].state.engine_client, await _body(receive))
+        except _RefusedError as error:
+            status, answer = error.reply
+        except PenstockError as error:
             status, answer = refusal(error)
         await _answer(send, status, answer)
 
-    async def _info(self, keys: list[str], engine: Any, _body: Any) -> dict[str, Any]:
+    async def _info(self, keys: list[str], engine: Any, _data: bytes) -> dict[str, Any]:
         config = engine.vllm_config
         parallel = config.parallel_config
-        self._spans.install(engine)
+        self._hooks.install(engine)
         if not self._warm:
-            await on_every_rank(engine, "penstock_warm_up")
+            await engine.collective_rpc("penstock_warm_up")
             self._warm = True
-        version = await self._current_version(engine)
+        version = await self._hooks.versions.in_force(engine)
         return {
             "engine": "vllm",
             "vllm": _vllm_version(),
             "weight_version": version,
-            "kv_kept": version == await self._kept_under(engine),
+            "kv_kept": version == await engine.engine_core.call_utility_async("penstock_kv_kept"),
             "paused": await engine.is_paused(),
             "tp": parallel.tensor_parallel_size,
             "pp": parallel.pipeline_parallel_size,
@@ -115,110 +108,63 @@ class PenstockMiddleware:
         }
 
     async def _control_port(self, engine: Any, keys: list[str]) -> int | None:
-        """Where the engine's one core listens: None without an API key, and for several cores, paused together here."""
-        if not _one_core(engine):
-            return None
-        self._expect(engine)
-        if not keys:  # what listens there obeys whoever has the key, and without one it would obey everybody
+        """Port of the engine's one core; None for several, and without a key, since it would obey every caller."""
+        if not keys or engine.vllm_config.parallel_config.data_parallel_size > 1:
             return None
         return await engine.engine_core.call_utility_async("penstock_control_port", keys)
 
-    async def _kept_under(self, engine: Any) -> int | None:
-        return await engine.engine_core.call_utility_async("penstock_kv_kept") if _one_core(engine) else self._kv_kept
+    async def _forward(self, step: str, engine: Any, data: bytes) -> Any:
+        """Let every core do a step of an update while the engine generates."""
+        self._hooks.install(engine)
+        return (await _on_cores(engine, step, data))[0]
 
-    async def _group(self, engine: Any, body: Any) -> dict[str, Any]:
-        """Let every worker begin to join a group, while the engine generates."""
-        raise_refusal(await on_every_rank(engine, "penstock_join_group", (group_of(body),)))
-        return {"ok": True}
-
-    async def _prepare(self, engine: Any, body: Any) -> dict[str, Any]:
-        """Check a version in a thread of this process, then on the workers: the engine generates on."""
-        loop = asyncio.get_running_loop()
-
-        def in_force() -> int:
-            return asyncio.run_coroutine_threadsafe(self._current_version(engine), loop).result()
-
-        self._spans.install(engine)
-        self._expect(engine)
-        # Where this loop has many streams to serve, every await costs it a round over them: these share one.
-        manifest, asleep = await asyncio.gather(
-            asyncio.to_thread(self._preparing.check, body, in_force),
-            engine.engine_core.call_utility_async("penstock_check_awake"),
-        )
-        if asleep:
-            raise StateError(asleep)
-        raise_refusal(await on_every_rank(engine, "penstock_prepare", (manifest,)))
-        return {"ok": True}
-
-    def _expect(self, engine: Any) -> None:
-        """Begin to find out what tensors the model has, for whoever checks; again where that has failed."""
-        if self._expecting is None or (self._expecting.done() and not self._expecting.result()):
-            self._expecting = asyncio.create_task(self._find_spec(engine))
-
-    async def _find_spec(self, engine: Any) -> bool:
-        try:
-            spec = await asyncio.to_thread(expected_weights, engine.vllm_config.model_config)
-        except Exception as error:
-            logger.exception("the tensors of the engine's model could not be found out")
-            spec = f"{type(error).__name__}: {error}"
-        self._preparing.expect(spec)
-        if _one_core(engine):
-            told = spec if isinstance(spec, str) else spec.to_json()
-            await engine.engine_core.call_utility_async("penstock_expect", told)
-        return not isinstance(spec, str)
-
-    async def _apply(self, engine: Any, body: Any) -> dict[str, Any]:
-        """A round over several cores, paused and resumed together; of one core, `core.py` does it there."""
-        version, clear_cache = int(field(body, "version")), bool(field(body, "clear_cache"))
-        async with self._spans.pausing.changing:
-            if asleep := await engine.engine_core.call_utility_async("penstock_check_awake"):
-                raise StateError(asleep)
-            held = await on_every_rank(engine, "penstock_prepared")
-            if any(prepared != version for prepared in held):
-                raise StateError(f"weight version {version} is not prepared here (prepared: {held})")
-            return await self._load(engine, version, clear_cache=clear_cache)
-
-    async def _label(self, engine: Any, body: Any) -> dict[str, Any]:
-        """Tokens from here on are of this version; the engine must be paused, its weights loaded."""
-        version = int(field(body, "version"))
-        await self._spans.versions.label(engine, version)
-        await self._spans.pausing.weights_are_in(engine)
-        return {"version": version}
-
-    async def _load(self, engine: Any, version: int, *, clear_cache: bool) -> dict[str, Any]:
-        begin = time.perf_counter()
-        await engine.engine_core.call_utility_async("penstock_weights_are_out")  # nobody else's resume counts
-        # Also where it is paused already: of several cores, each has to see the same order of calls.
-        await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
-        in_flight = len(engine.output_processor.request_states)
-        paused = time.perf_counter()
-        ranks = await on_every_rank(engine, "penstock_load", (version,))
-        raise_failure(ranks)
-        checksums = [rank["checksum"] for rank in ranks]
-        if not engine.vllm_config.model_config.is_moe:
-            check_replicas(checksums, engine.vllm_config.parallel_config.data_parallel_size)
-        loaded = time.perf_counter()
-        await self._label(engine, {"version": version})
-        self._kv_kept = None if clear_cache else version
+    async def _apply(self, engine: Any, data: bytes) -> dict[str, Any]:
+        """Update every core: all have loaded before one goes on."""
+        began = time.perf_counter()
+        async with self._hooks.pausing.changing:
+            cores = await _on_cores(engine, "load", data)
+            checksum = "-".join(core["checksum"] for core in cores)
+            if not engine.vllm_config.model_config.is_moe:
+                check_replicas(checksum.split("-"), len(cores))
+            loaded = time.perf_counter()
+            await self._hooks.versions.settle(engine)
+            await _on_cores(engine, "commit", data)
+        slowest = max((core["seconds"] for core in cores), key=lambda seconds: seconds["load"])
         end = time.perf_counter()
         return {
-            "version": await self._current_version(engine),
-            "seconds": {
-                "pause": paused - begin,
-                "load": loaded - paused,
-                "resume": end - loaded,
-                "bubble": end - begin,
-            },
-            "preempted": in_flight,
-            "checksum": "-".join(checksums),
+            "version": cores[0]["version"],
+            "seconds": {**slowest, "resume": end - loaded, "bubble": end - began},
+            "preempted": sum(core["preempted"] for core in cores),
+            "checksum": checksum,
         }
 
-    async def _current_version(self, engine: Any) -> int:
-        return await self._spans.versions.in_force(engine)
+    async def _label(self, engine: Any, data: bytes) -> dict[str, Any]:
+        """Label tokens from here on with this version; the engine must be paused, its weights loaded."""
+        version = int(field(parse_json(data, "the body", WeightsError), "version"))
+        await self._hooks.versions.label(engine, version)
+        await self._hooks.pausing.weights_are_in(engine)
+        return {"version": version}
+
+
+class _RefusedError(EngineError):
+    """A core's answer that is no success."""
+
+    def __init__(self, reply: tuple[int, Any]) -> None:
+        super().__init__(str(reply))
+        self.reply = reply
+
+
+async def _on_cores(engine: Any, step: str, data: bytes) -> list[Any]:
+    """Let every core do a step of an update, and return their answers. _RefusedError: the worst of those that fail."""
+    replies = await call_every_core(engine, "penstock_control", _WEIGHTS + step, data)
+    status, answer = max(replies, key=lambda reply: reply[0])
+    if status != _OK:
+        raise _RefusedError((status, answer))
+    return [answer for _, answer in replies]
 
 
 def _refusal(scope: Scope) -> tuple[int, str] | None:
-    """Status and reason where this caller may not call this; nothing was done."""
+    """Status and reason if this caller may not call this; nothing was done."""
     if scope["path"] not in DATA_PATHS:
         options = getattr(scope["app"].state, "args", None)
         if (why := cross_site(scope["headers"], {str(getattr(options, "host", None)).lower()})) is not None:
@@ -231,14 +177,10 @@ def _refusal(scope: Scope) -> tuple[int, str] | None:
 
 
 def _keys(scope: Scope) -> list[str]:
-    """What vLLM takes: those of `--api-key`, else the one of its variable."""
+    """The keys that vLLM takes: those of `--api-key`, else the one of its variable."""
     options = getattr(scope["app"].state, "args", None)
     keys: list[str] = [key for key in getattr(options, "api_key", None) or [] if key]
     return keys or [key for key in (os.environ.get("VLLM_API_KEY"),) if key]
-
-
-def _one_core(engine: Any) -> bool:
-    return engine.vllm_config.parallel_config.data_parallel_size == 1
 
 
 def _takes_adapters() -> bool:
@@ -255,7 +197,7 @@ def _vllm_version() -> str:
     return "unknown"
 
 
-async def _body(receive: Receive) -> Any:
+async def _body(receive: Receive) -> bytes:
     data = bytearray()
     while True:
         message = await receive()
@@ -263,7 +205,7 @@ async def _body(receive: Receive) -> Any:
         if len(data) > MAX_BODY:
             raise WeightsError(f"the body is larger than {MAX_BODY} bytes")
         if not message.get("more_body"):
-            return orjson.loads(bytes(data)) if data else None
+            return bytes(data)
 
 
 async def _answer(send: Send, status: int, answer: dict[str, Any]) -> None:

@@ -1,8 +1,4 @@
-"""vLLM weight-transfer backend over shared memory: maps the trainer's bytes and loads them by vLLM's layerwise reload.
-
-vLLM's native calls drive it: `/start_weight_update`, `/update_weights`, `/finish_weight_update`. Our one call,
-`/penstock/weights/apply`, does the same without it (`reload.py`).
-"""
+"""vLLM's weight-transfer backend over shared memory, for vLLM's native calls (`/start_weight_update` and so on)."""
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
@@ -45,7 +41,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         """Nothing to do: the manifest of each update says where its bytes are."""
 
     def start_weight_update(self) -> None:
-        """Put the layers into loading state. From here to `finish_weight_update` the model cannot run."""
+        """Put the layers into loading state; until `finish_weight_update` the model cannot run."""
         reload.begin(self.model)
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
@@ -64,6 +60,6 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
-        """VLLM 0.26 asks for a sender here; ours is `penstock.weights.shared_memory.SharedMemoryStore`."""
+        """Refuse: vLLM 0.26 asks for a sender here, and ours is `SharedMemoryStore`."""
         del iterator, trainer_args
         raise TypeError("publish with penstock.weights.shared_memory.SharedMemoryStore; workers only read")

@@ -1,17 +1,14 @@
-"""Pauses and sleeps that end no request, wake-ups that start none too early, and small steps before an update.
+"""Pauses and sleeps that end no request, wake-ups that do not resume too early, and small steps before an update.
 
-vLLM's pause with `abort`, and its sleep, finish every request in flight. Its one API process then builds all those
-answers, and a client that cannot send its request again gets half an answer. Here both do what `keep` does: requests
-give up their KV and wait in the core's queue. At resume they are computed again from prompt and tokens; their clients
-see a delay. `POST /pause?mode=abort&release=true` is vLLM's own abort, for an engine that will not be resumed: requests
-of our client go on elsewhere. `/abort_requests` ends requests as ever.
+vLLM's pause with `abort`, and its sleep, finish every request in flight. Here both act as `keep`: requests give up
+their KV and wait in the core's queue. At resume they are computed again from prompt and tokens, and their clients see
+a delay. `POST /pause?mode=abort&release=true` is vLLM's own abort, for an engine that will not be resumed: requests of
+our client go on elsewhere.
 
-So there is something in the queue when an engine wakes up. vLLM's wake-up resumes the scheduler even if a client has
-paused it, and after a sleep of level 2 before there are weights. A resume while the memory is away ends the engine.
-`PauseState`, in the core's own process, says whether generation may go on: nobody has paused, nothing sleeps, and
-weights that were dropped have been replaced (by an update of ours, a native one, or `reload_weights`).
+vLLM's wake-up resumes the scheduler even if a client has paused it, and after a sleep of level 2 before there are
+weights; a step without memory ends the engine. `PauseState`, in the core's process, decides whether tokens are made.
 
-vLLM (0.26 to 0.33) has no extension point for this: the API server's calls on the core are led to functions of ours.
+vLLM (0.26 to 0.33) has no extension point for this: `PauseControl` leads the API server's calls on the core here.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -21,11 +18,12 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any
 from urllib.parse import parse_qs
 
-from penstock.errors import EngineError
+from penstock.errors import EngineError, StateError
 from penstock.plugin import compat
 from penstock.plugin.patches import collect_all_dp_replies
 
@@ -36,7 +34,7 @@ SCHEDULING = frozenset({"scheduling"})
 DROPS_WEIGHTS = 2
 """The sleep level whose wake-up brings memory and no weights."""
 CAP_S = 5.0
-"""After a version was prepared; the slowest engine of a fleet may take so long for what this one has done already."""
+"""After a version was prepared; the slowest engine of a fleet may take that long to prepare."""
 CAP_TOKENS = 1024
 """Of a step: prompts of so many tokens take an H200 about as long as the next tokens of 256 long contexts."""
 
@@ -48,7 +46,7 @@ _release: ContextVar[bool] = ContextVar("penstock_release", default=False)
 
 
 class PauseState:
-    """What holds the generation of one engine core. Its methods run in the core's own thread, between two steps."""
+    """What holds the generation of one engine core; methods run in the core's thread, between two steps."""
 
     def __init__(self, core: Any) -> None:
         self.paused = False
@@ -57,14 +55,14 @@ class PauseState:
         self.updating = False
         """An update waits for the step under way, and has changed nothing yet."""
         self.without_weights = False
-        """They were dropped, or an update has begun to write them and has not come to its end."""
+        """They were dropped, or an update has begun to write them and has not ended."""
         self._core = core
         self._held_s = 0.0
         self._since: float | None = None
 
     @property
     def held_s(self) -> float:
-        """Seconds of the core's life in which something held it, from when that was asked for."""
+        """Seconds of the core's life in which something held it, from the call on."""
         return self._held_s + (0.0 if self._since is None else time.perf_counter() - self._since)
 
     def pause(self, mode: str, clear_cache: bool) -> Any:  # noqa: FBT001 - as vLLM has it
@@ -88,7 +86,7 @@ class PauseState:
         return done
 
     def wake_up(self, tags: list[str] | None) -> Any:
-        """`/wake_up`: vLLM's, whose last word, the resume, is left out, and said if it may be."""
+        """`/wake_up`: vLLM's without its resume, which follows only if nothing else holds the core."""
         # Asked for memory that is there already, vLLM takes back none of the rest.
         missing = None if tags is None else [tag for tag in tags if tag in self.asleep]
         self._core.resume_scheduler = lambda: None
@@ -103,34 +101,35 @@ class PauseState:
         self.go_on()
         return awake
 
-    def check_awake(self) -> str | None:
-        """Why weights cannot be loaded now: where they belong there is no memory."""
+    def require_awake(self) -> None:
+        """Raise StateError if the weights' memory is away."""
         if "weights" in self.asleep:
-            return "the engine's weights are asleep: wake them (wake_up with the tag weights) before an update"
-        return None
+            raise StateError(
+                "the engine's weights are asleep: wake them (wake_up with the tag weights) before an update"
+            )
 
     def begin_update(self) -> None:
-        """Weights are about to be written: no other resume counts from here on."""
+        """Hold the core: weights are about to be written."""
         self._hold()
         self.updating = True
 
     def drop_update(self) -> None:
-        """They are not written after all: what is there stays in force."""
+        """End an update that has written nothing."""
         self.updating = False
         self.go_on()
 
     def weights_are_out(self) -> None:
-        """Nothing may be computed before weights are in."""
+        """Hold the core until `weights_are_in`: its weights are gone or torn."""
         self._hold()
         self.without_weights = True
 
     def weights_are_in(self) -> None:
-        """New weights are in force, and labelled."""
+        """Let go: new weights are in force, and labelled."""
         self.updating = self.without_weights = False
         self.go_on()
 
     def go_on(self) -> None:
-        """Let tokens be made unless something holds them."""
+        """Resume unless something holds the core."""
         if not (self.paused or self.asleep or self.updating or self.without_weights):
             self._core.resume_scheduler()
             self._held_s, self._since = self.held_s, None
@@ -141,65 +140,66 @@ class PauseState:
 
 
 class StepCap:
-    """Small steps of one engine core between `prepare` and `apply`: a pause waits for what was launched.
+    """Small steps of one engine core between `prepare` and `apply`, since a pause waits for the steps under way.
 
-    vLLM launches a step before the last one has ended, and a step may be of 8,192 prompt tokens: 0.2 s of an 8B model
-    on an H200, four times what its weights take to come. Nothing takes back a step that was launched, so `prepare` is
-    answered when the larger ones have ended, and `apply` finds small ones. It costs tokens/s for the milliseconds
-    between them, or for `CAP_S` where no `apply` comes. Its methods run in the core's own thread, between two steps.
+    A step of 8,192 prompt tokens takes an 8B model on an H200 0.2 s, four times as long as its weights take to load.
+    No step can be taken back, so `prepare` is answered when the larger ones have ended. Small steps cost tokens/s until
+    `apply`, or for `CAP_S`. Methods run in the core's thread, between two steps.
     """
 
     def __init__(self, core: Any) -> None:
         self._core = core
-        self._usual: Callable[[], Any] | None = None
-        """The core's own `step_fn`, while there is another in its place."""
+        self._step_fn: Callable[[], Any] | None = None
+        """The core's own `step_fn`, while ours is in its place."""
         self._tokens = 0
         self._until = 0.0
         self._large: Any = None
-        """The last step that was launched before they became small, until it has ended."""
-        self._waiting: list[Callable[[], None]] = []
+        """The last step that was launched before steps became small, until it has ended."""
+        self._waiting: list[Future[dict[str, Any]]] = []
 
-    def begin(self, then: Callable[[], None]) -> None:
-        """Make small steps until `end`, or for `CAP_S`; call `then` once no larger one is under way."""
+    def begin(self) -> Future[dict[str, Any]]:
+        """Make small steps until `end`, or for `CAP_S`; the future ends once no larger one is under way."""
         core, scheduler = self._core, self._core.scheduler
-        if self._usual is None:
+        if self._step_fn is None:
             self._large = core.batch_queue[0] if core.batch_queue else None
             self._tokens = scheduler.max_num_scheduled_tokens
             scheduler.max_num_scheduled_tokens = min(self._tokens, _small(scheduler))
-            self._usual, core.step_fn = core.step_fn, self._step
+            self._step_fn, core.step_fn = core.step_fn, self._step
         self._until = time.monotonic() + CAP_S
-        self._waiting.append(then)
-        self._tell()
+        done: Future[dict[str, Any]] = Future()
+        self._waiting.append(done)
+        self._answer()
+        return done
 
     def end(self) -> None:
-        """Make steps as ever; more than once is harmless."""
-        if self._usual is not None:
-            self._core.step_fn, self._usual = self._usual, None
+        """Make steps of the usual size; more than once is harmless."""
+        if self._step_fn is not None:
+            self._core.step_fn, self._step_fn = self._step_fn, None
             self._core.scheduler.max_num_scheduled_tokens = self._tokens
         self._large = None
-        self._tell()
+        self._answer()
 
     def _step(self) -> Any:
         """In place of the core's `step_fn`, for which vLLM (0.26 to 0.33) has no hook."""
-        if self._usual is None or time.monotonic() > self._until:
+        if self._step_fn is None or time.monotonic() > self._until:
             self.end()
             return self._core.step_fn()
-        made = self._usual()
-        self._tell()
-        return made
+        result = self._step_fn()
+        self._answer()
+        return result
 
-    def _tell(self) -> None:
+    def _answer(self) -> None:
         if self._large is None or not any(step is self._large for step in self._core.batch_queue):
             self._large = None
             waiting, self._waiting = self._waiting, []
-            for then in waiting:
-                then()
+            for done in waiting:
+                done.set_result({"ok": True})
 
 
 def _small(scheduler: Any) -> int:
-    """Enough for a token of every request that runs, and for a block of a prompt, or all of it where it is not cut.
+    """Tokens that hold one of every running request and a block of a prompt, or a whole prompt that cannot be cut.
 
-    Nor is an image cut for a model that looks at all of it at once (`disable_chunked_mm_input`): what does not fit in a
+    An image is not cut for a model that needs all of it at once (`disable_chunked_mm_input`): what does not fit in a
     step would wait, and all new requests behind it.
     """
     decoding = scheduler.max_num_running_reqs * (1 + scheduler.num_spec_tokens)
@@ -209,15 +209,8 @@ def _small(scheduler: Any) -> int:
     return max(CAP_TOKENS, decoding + scheduler.block_size, whole)
 
 
-def step_cap_of(core: Any) -> StepCap:
-    """Of vLLM's EngineCore, in its process."""
-    if not hasattr(core, "penstock_step_cap"):
-        core.penstock_step_cap = StepCap(core)
-    return core.penstock_step_cap
-
-
 def clear_kv(core: Any) -> None:
-    """Empty what a paused core caches of its weights. What depends on none stays (see `patches.keep_image_cache`).
+    """Empty the caches of a paused core that depend on its weights (see `patches.keep_image_cache`).
 
     Raises:
         EngineError: vLLM could not; the core must not go on.
@@ -228,43 +221,20 @@ def clear_kv(core: Any) -> None:
 
 
 def mode_in_core(mode: str) -> str:
-    """The mode of vLLM for ours: nothing is ended."""
+    """Return vLLM's mode for ours, which ends no request."""
     return "keep" if mode == "abort" else mode
-
-
-def holds_of(core: Any) -> PauseState:
-    """Of vLLM's EngineCore, in its process."""
-    if not hasattr(core, "penstock_holds"):
-        core.penstock_holds = PauseState(core)
-    return core.penstock_holds
-
-
-def extend_core() -> None:
-    """Make the methods of `PauseState` callable on the core, as `penstock_pause` and so on; again is harmless."""
-    from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - only inside vLLM
-
-    for name in ("pause", "resume", "sleep", "wake_up", "weights_are_out", "weights_are_in", "check_awake"):
-        setattr(EngineCore, f"penstock_{name}", _on_state(getattr(PauseState, name)))
-
-
-def _on_state(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)  # vLLM reads the signature
-    def call(core: Any, *args: Any) -> Any:
-        return method(holds_of(core), *args)
-
-    return call
 
 
 # --- in the API server's process -------------------------------------------------------------------------------------
 
 
 class PauseControl:
-    """Leads the control calls of one API server to `PauseState`."""
+    """Leads the control calls of one API server to `PauseState`, in the cores."""
 
     def __init__(self) -> None:
         self._core: Any = None
         self.changing = asyncio.Lock()
-        """Held by what takes memory away and by what writes weights into it, for as long as it takes."""
+        """Held by a sleep, which takes memory away, and by an update, which writes to it."""
 
     def install(self, engine: Any) -> None:
         """Hook into the AsyncLLM, once."""
@@ -281,12 +251,12 @@ class PauseControl:
             engine.finish_weight_update = functools.partial(self._finish, engine.finish_weight_update)
 
     def read(self, query: bytes) -> None:
-        """Note what a request to one of `ROUTES` says beyond vLLM's own parameters."""
+        """Read the parameter of ours in a query to one of `ROUTES`."""
         asked = parse_qs(query.decode(errors="replace")).get("release", [""])
         _release.set(asked[-1].lower() in {"true", "1"})
 
     async def weights_are_in(self, engine: Any) -> None:
-        """New weights are in force, and labelled: let generation go on unless something else holds it."""
+        """Let generation go on unless something else holds it: new weights are in force, and labelled."""
         self.install(engine)
         await self._core.call_utility_async("penstock_weights_are_in")
 
@@ -297,9 +267,9 @@ class PauseControl:
         clear_cache: bool = True,
         wait_for_inflight_requests: bool | None = None,
     ) -> None:
-        """`AsyncLLM.pause_generation`, without its 20 ms of sleep, "not required for correctness" by its comment.
+        """`AsyncLLM.pause_generation` without its 20 ms of sleep, "not required for correctness" by its comment.
 
-        And without emptying the cache of processed images, whose other half stays as it is too.
+        It leaves the cache of processed images, whose other half stays too.
         """
         mode = compat.pause_mode(mode, wait_for_inflight_requests)
         await self._core.call_utility_async("penstock_pause", _mode(mode), clear_cache)

@@ -1,11 +1,11 @@
-"""What every request in flight has made, and how it is reported: in vLLM's answer, and while it is made.
+"""What every request in flight has made, and how its client learns of it.
 
-Added to vLLM's answers are the version of each token and, where a client asks, what each sample has so far:
+vLLM's answers get the version of each token and, if the client asks, what each sample has so far:
 - Without `PROGRESS_HEADER`, in one piece: the header `SPANS_HEADER`. As a stream: a comment before `[DONE]`, and
-  before that the ends of choices of which vLLM says nothing.
+  before that the ends of choices that vLLM leaves out.
 - With a number in it, for an answer in one piece: lines of JSON, `{"samples": [...]}` whenever a sample has so many
-  tokens more, and at last `{"status", "samples", "versions", "answer"}`, vLLM's own answer in it, of the token endpoint
-  without the tokens, which the samples of these lines are.
+  more tokens, and last `{"status", "samples", "versions", "answer"}`, where `answer` is vLLM's own. That of the token
+  endpoint comes without the tokens, which these lines have brought.
 - With `stream`, for a stream: the header `PROGRESS_HEADER`, and a comment with `{"samples": [...]}` before every event
   that has tokens.
 """
@@ -36,7 +36,7 @@ DONE = b"data: [DONE]"
 EVENT = b"data: {"
 ABORTED = b'"finish_reason":"abort"'
 EMPTY: dict[str, dict[str, Any]] = {"/v1/completions": {"text": ""}, "/v1/chat/completions": {"delta": {}}}
-"""What a choice of a stream holds that has no text."""
+"""A stream's choice without text."""
 OK = 200
 FLOOR = -9999.0
 """Of logprobs, as vLLM's own answers have it."""
@@ -73,12 +73,12 @@ class SampleProgress:
         return self.unreported > 0 or (self.finish is not None and not self._finish_reported)
 
     def begin(self, versions: list[list[int]]) -> None:
-        """It was taken up with these tokens of another engine, which its reader has."""
+        """Start with these tokens of another engine, which the reader has."""
         self.versions = [list(part) for part in versions]
         self._counted = self._reported = sum(tokens for _, tokens in versions)
 
     def count(self, version: int) -> None:
-        """Its new tokens are of this version."""
+        """Count its new tokens under this version."""
         total = self.state.detokenizer.num_output_tokens()
         if total == self._counted:
             return
@@ -89,7 +89,7 @@ class SampleProgress:
         self._counted = total
 
     def take_updates(self, *, asked: bool) -> SampleReport:
-        """What `engine.partial.Partial.add` reads, each part once."""
+        """Take what was not reported yet, as `engine.partial.Partial.add` reads it."""
         start, self._reported = self._reported, self._counted
         versions, self._unreported = self._unreported, []
         self._finish_reported = self.finish is not None
@@ -105,7 +105,7 @@ class SampleProgress:
         }
 
     def spans(self) -> list[list[int]]:
-        """`[version, start, end]`, which cover its tokens exactly."""
+        """Return `[version, start, end]` parts that cover its tokens exactly."""
         return spans_of(self.versions)
 
 
@@ -115,7 +115,7 @@ class RequestProgress:
     Attributes:
         asked: a client asked for its abort.
         moved: set when a sample has a chunk to report; cleared by its reporter.
-        streamed: its reader gets every token by `take_updates`, and needs none of them in the answer.
+        streamed: the client gets every token by `take_updates`, and needs none in the answer.
     """
 
     def __init__(self, chunk_tokens: int = 0, *, streamed: bool = False) -> None:
@@ -127,7 +127,7 @@ class RequestProgress:
         self.names: set[str] = set()
         """Of its prompts, by which others can abort them."""
         self.to_finish: dict[str, tuple[SampleProgress, dict[str, Any]]] = {}
-        """Samples that had ended on another engine, and what they have."""
+        """Samples that had ended on another engine, and their partials."""
         self._chunk_tokens = chunk_tokens
 
     def add(self, request: Any, state: Any) -> SampleProgress:
@@ -141,24 +141,24 @@ class RequestProgress:
             or params.prompt_logprobs is not None
             or request.prompt_token_ids is None
         )
-        made = SampleProgress(state, _prompt_number(external) * samples + state.request_index, whole_only=whole_only)
-        self.samples[request.request_id] = made
+        sample = SampleProgress(state, _prompt_number(external) * samples + state.request_index, whole_only=whole_only)
+        self.samples[request.request_id] = sample
         self.names.add(external)
-        return made
+        return sample
 
-    def note(self, made: SampleProgress, version: int, finish: Any, stop_reason: int | str | None) -> None:
-        """A sample has new tokens, or has ended."""
-        made.count(version)
+    def count(self, sample: SampleProgress, version: int, finish: Any, stop_reason: int | str | None) -> None:
+        """Count a sample's new tokens, and its end."""
+        sample.count(version)
         if finish is not None:
-            made.finish, made.stop_reason = str(finish), stop_reason
-        if self._chunk_tokens and made.unreported >= self._chunk_tokens:
+            sample.finish, sample.stop_reason = str(finish), stop_reason
+        if self._chunk_tokens and sample.unreported >= self._chunk_tokens:
             self.moved.set()
 
     def lighten(self, output: Any) -> Any:
-        """Leave the tokens out of vLLM's RequestOutput where their reader has them.
+        """Leave the tokens out of vLLM's RequestOutput if the client has them.
 
-        vLLM makes several objects of each, and JSON of those, at once: 10 ms of its event loop for 512 tokens. 0.26 has
-        None for samples that it is yet to add; an exception here would end its output handler, and so every request.
+        vLLM needs 10 ms of its event loop to write 512 tokens. 0.26 has None for samples that it has not added yet; an
+        exception here would end its output handler, and so every request.
         """
         if self.streamed and output is not None:
             for completion in filter(None, output.outputs):
@@ -167,12 +167,12 @@ class RequestProgress:
         return output
 
     def take_updates(self) -> list[SampleReport]:
-        """What each sample has that was not reported yet."""
-        return [made.take_updates(asked=self.asked) for made in self.samples.values() if made.has_updates]
+        """Take what was not reported yet, of each sample."""
+        return [sample.take_updates(asked=self.asked) for sample in self.samples.values() if sample.has_updates]
 
     def spans(self) -> list[list[list[int]]]:
         """For each sample, prompt by prompt; a sample without a token has no span."""
-        by_place = {made.place: made.spans() for made in self.samples.values()}
+        by_place = {sample.place: sample.spans() for sample in self.samples.values()}
         return [by_place.get(place, []) for place in range(1 + max(by_place, default=-1))]
 
 
@@ -197,48 +197,53 @@ def _prompt_number(external_request_id: str) -> int:
 
 
 async def serve(app: Any, scope: Any, receive: Any, send: Any, request: RequestProgress, wanted: bytes | None) -> None:
-    """Let `app` answer, and add what `wanted` (the value of `PROGRESS_HEADER`) says."""
+    """Let `app` answer, and add what `wanted` (the value of `PROGRESS_HEADER`) asks for."""
     if wanted is not None and wanted.isdigit():
         await _LineReporter(send, request).serve(app, scope, receive)
-    else:
-        await app(
-            scope, receive, _with_spans(send, request, scope["path"], progress=wanted == STREAM_PROGRESS.encode())
-        )
+        return
+    reporter = _AnswerReporter(send, request, scope["path"], progress=wanted == STREAM_PROGRESS.encode())
+    await app(scope, receive, reporter.send)
 
 
-def _with_spans(send: Any, request: RequestProgress, path: str, *, progress: bool) -> Any:
-    streams = False
-    aborts = _Aborts(request, path)
+class _AnswerReporter:
+    """Adds a header to vLLM's answer, or comments to its stream."""
 
-    async def send_more(message: dict[str, Any]) -> None:
-        nonlocal streams
+    def __init__(self, send: Any, request: RequestProgress, path: str, *, progress: bool) -> None:
+        self._send = send
+        self._request = request
+        self._progress = progress
+        self._streams = False
+        self._aborts = _Aborts(request, path)
+
+    async def send(self, message: dict[str, Any]) -> None:
         if message["type"] == "http.response.start":
-            streams = any(
-                k.lower() == b"content-type" and v.startswith(b"text/event-stream") for k, v in message["headers"]
-            )
-            spans = b"" if streams else orjson.dumps(request.spans())
-            if streams and progress:
-                message = {**message, "headers": [*message["headers"], STREAM_REPORTS]}
-            if len(spans) > len(b"[]") and len(spans) < MAX_SPANS_HEADER:
-                message = {**message, "headers": [*message["headers"], (SPANS_HEADER.lower().encode(), spans)]}
-        elif streams and (body := message.get("body")):
-            aborts.read(body)
-            if progress and (updates := request.take_updates()):
-                body = comment({"samples": updates}) + body
-            place = body.rfind(DONE)
-            if place >= 0:
-                last = aborts.missing_ends() + comment({"versions": request.spans()})
-                body = body[:place] + last + body[place:]
-            message = {**message, "body": body}
-        await send(message)
+            message = {**message, "headers": [*message["headers"], *self._more_headers(message["headers"])]}
+        elif self._streams and (body := message.get("body")):
+            message = {**message, "body": self._more_body(body)}
+        await self._send(message)
 
-    return send_more
+    def _more_headers(self, headers: Any) -> list[tuple[bytes, bytes]]:
+        kind = next((value for name, value in headers if name.lower() == b"content-type"), b"")
+        self._streams = kind.startswith(b"text/event-stream")
+        if self._streams:
+            return [STREAM_REPORTS] if self._progress else []
+        spans = orjson.dumps(self._request.spans())
+        return [(SPANS_HEADER.lower().encode(), spans)] if len(b"[]") < len(spans) < MAX_SPANS_HEADER else []
+
+    def _more_body(self, body: bytes) -> bytes:
+        self._aborts.read(body)
+        if self._progress and (updates := self._request.take_updates()):
+            body = comment({"samples": updates}) + body
+        before, done, after = body.rpartition(DONE)
+        if not done:
+            return body
+        return before + self._aborts.missing_ends() + comment({"versions": self._request.spans()}) + done + after
 
 
 class _Aborts:
     """Ends that vLLM's streams leave out.
 
-    It sends no event without a token before a choice's first one, so one that is aborted while it waits would end
+    vLLM sends no event without a token before a choice's first one. A choice that is aborted while it waits would end
     without a finish reason, as if it were whole. Needed until vLLM sends those events; 0.26 and 0.32 do not.
     """
 
@@ -249,7 +254,7 @@ class _Aborts:
         self._ended: set[int] = set()
 
     def read(self, body: bytes) -> None:
-        """Note what a part of the stream says, which is one event of vLLM's."""
+        """Read a part of the stream, which is one event of vLLM's."""
         if not body.startswith(EVENT):
             return
         self._first = self._first or body
@@ -258,14 +263,14 @@ class _Aborts:
             self._ended.update(choice["index"] for choice in choices if choice.get("finish_reason") == "abort")
 
     def missing_ends(self) -> bytes:
-        """An event for each choice that was aborted and whose reader has no end of it."""
+        """An event for each aborted choice whose end the stream lacks."""
         samples = self._request.samples.values() if self._path in EMPTY else ()
-        places = sorted({made.place for made in samples if made.finish == "abort"} - self._ended)
+        places = sorted({sample.place for sample in samples if sample.finish == "abort"} - self._ended)
         first = _event(self._first) if places and self._first else {}
-        if "error" in first:
+        if not places or "error" in first:
             return b""
         head = {key: first[key] for key in ("id", "object", "created", "model") if key in first}
-        end = {**EMPTY[self._path], "logprobs": None, "finish_reason": "abort", "stop_reason": None} if places else {}
+        end = {**EMPTY[self._path], "logprobs": None, "finish_reason": "abort", "stop_reason": None}
         events = ({**head, "choices": [{"index": place, **end}]} for place in places)
         return b"".join(b"data: " + orjson.dumps(event) + b"\n\n" for event in events)
 
@@ -310,7 +315,7 @@ class _LineReporter:
             await self._line(orjson.dumps({"samples": self._request.take_updates()}) + b"\n")
 
     def _json(self) -> bytes:
-        """The answer as it is: vLLM's JSON is one line. What is none, such as a proxy's error page, as a string."""
+        """The answer as it is, since vLLM's JSON is one line; anything else, such as an error page, as a string."""
         types = [value for name, value in self._start["headers"] if name.lower() == b"content-type"]
         is_json = types and types[0].startswith(b"application/json")
         return bytes(self._answer) if is_json else orjson.dumps(self._answer.decode(errors="replace"))

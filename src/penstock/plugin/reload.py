@@ -1,9 +1,10 @@
-"""Puts the tensors of a version into the model of a worker: in place where that is proved, else by vLLM's reload."""
+"""Loads a version into a worker's model: by copies if they are proved (`direct.py`), else by vLLM's reload."""
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,14 +16,14 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.platforms import current_platform
 
-from penstock.plugin.adapters import without_adapters
+from penstock.plugin.compat import without_adapters
 from penstock.plugin.direct import DirectPlan, Proof, make_plan
 from penstock.plugin.sources import Source
 from penstock.weights.manifest import WeightManifest
 
 
 class Loader:
-    """Loads versions into one worker's model; it remembers the plan for tensors of the same names and shapes."""
+    """Loads versions into one worker's model; it keeps the plan for tensors of the same names and shapes."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
@@ -31,13 +32,10 @@ class Loader:
         self._planned: tuple[Any, ...] | None = None
 
     def prepare(self, manifest: WeightManifest) -> None:
-        """Make the plan, if it is not made; the weights in force stay as they are.
-
-        On CPUs there is none: their kernels keep packed copies of the weights.
-        """
+        """Make the plan, unless it is made; the weights in force stay as they are."""
         planned = tuple((e.name, e.dtype, e.shape) for e in manifest.tensors)
         if self._worker.device.type != "cuda" or planned == self._planned:
-            return
+            return  # kernels of CPUs keep packed copies of the weights
         with without_adapters(self._model):
             self._plan = make_plan(self._model, manifest.tensors)
         self._planned, self._proved = planned, False
@@ -46,13 +44,12 @@ class Loader:
         """Put every tensor of a prepared manifest in force; the engine must be paused.
 
         Returns:
-            Whether what is in force is known to be what was sent: compared on this device, and put in place by copies.
+            Whether what is in force was compared with what was sent.
 
         Raises:
-            TransferError: of the source. The model is torn then, and must not run.
+            TransferError: the model is torn, and must not run.
         """
         plan = self._plan if self._proved else None
-        source.partial = plan is not None  # vLLM's reload takes a layer apart until all of it has come
         if plan is None:
             self._reload(manifest, source)
             return False
@@ -63,13 +60,13 @@ class Loader:
         return source.compares
 
     def _reload(self, manifest: WeightManifest, source: Source) -> None:
-        """By vLLM's own way, which proves the plan or ends it."""
+        """Load by vLLM's reload, which proves the plan or ends it."""
         proof = None if self._plan is None else Proof(self._plan)
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             for entry, tensor in source.tensors(manifest, lambda _: None):
-                # Copied in any case: vLLM keeps them until their layer is complete, some until `finish`, and what a
-                # source yields is its own again, or unmapped, once the next is asked for.
+                # Copied in any case: vLLM keeps tensors until their layer is complete, some until `finish`, and what
+                # a source yields is valid until the next one.
                 copy = tensor.to(self._worker.device, copy=True)
                 if proof is not None:
                     proof.note(entry.name, copy)
@@ -89,7 +86,7 @@ class Loader:
 
 
 def begin(model: Any) -> None:
-    """Put the layers into loading state. From here to `finish` the model cannot run."""
+    """Put the layers into loading state; until `finish` the model cannot run."""
     with without_adapters(model):
         if current_platform.is_cpu():
             _rebuild_experts(model)
@@ -97,13 +94,11 @@ def begin(model: Any) -> None:
 
 
 def receive(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load checkpoint tensors into a model that `begin` has prepared. After an error it can begin anew."""
-    with without_adapters(model):
-        try:
-            model.load_weights(tensors)
-        except BaseException:
-            _put_back(model)  # else the next reload would count what came of this one as its own
-            raise
+    """Load checkpoint tensors into a model that `begin` has prepared. After an error it can begin again."""
+    with without_adapters(model), ExitStack() as undo:
+        undo.callback(_put_back, model)  # else the next reload would count what came of this one as its own
+        model.load_weights(tensors)
+        undo.pop_all()
 
 
 def finish(model: Any, model_config: Any) -> None:
@@ -126,13 +121,12 @@ def _put_back(model: Any) -> None:
 
 
 # --- Two repairs that vLLM's reload needs on CPU ---------------------------------------------------------------------
-# Both seen on 0.32.0, and without them outputs are silently stale. On CPU vLLM packs weight matrices into a kernel's
-# own layout after loading, and computes with the packed copy. Both end with the release of vLLM that repacks in
-# `finalize_layerwise_reload` (no issue of vLLM's names them; its RFC 54477 would replace the mechanism).
+# On CPU vLLM computes with packed copies of weights, and its reload leaves some of them stale (seen on 0.32.0). Both
+# end with the release that repacks in `finalize_layerwise_reload` (no issue names them; RFC 54477 would replace it).
 
 
 def _rebuild_experts(model: torch.nn.Module) -> None:
-    """`UnquantizedFusedMoEMethod` packs again only where it has no kernel: take that away."""
+    """Take their kernel away: `UnquantizedFusedMoEMethod` packs again only without one."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -140,10 +134,7 @@ def _rebuild_experts(model: torch.nn.Module) -> None:
 
 
 def _pack_again(model: torch.nn.Module) -> None:
-    """Pack what kept a usable weight beside its packed copy.
-
-    `ParallelLMHead` shares a tied embedding's weight: the reload fills the embedding and never packs the head again.
-    """
+    """Pack tied heads: the reload fills the embedding, and never packs the `ParallelLMHead` that shares its weight."""
     for module in model.modules():
         weight: Any = getattr(module, "weight", None)
         if hasattr(module, "cpu_linear") and weight.numel() > 0:

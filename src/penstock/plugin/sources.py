@@ -17,29 +17,23 @@ from penstock.weights.pack import read, view
 from penstock.weights.shared_memory import open_mapping
 
 Place = Callable[[TensorEntry], torch.Tensor | None]
-"""Where a tensor lies in the model's own memory, contiguous, of the entry's dtype and shape; None: nowhere as such."""
+"""The tensor's contiguous memory in the model, of the entry's dtype and shape, or None."""
 
 
 class Source(Protocol):
     """One transport, on one worker; it lives as long as the worker."""
 
-    partial: bool
-    """Set by who loads: tensors may be left out that are in force as they are."""
     compares: bool
-    """Every tensor is compared with its sender's sum (`weights/checksum.py`), where it lies on this device."""
+    """Every tensor is compared with its sender's checksum, on this device."""
 
     def prepare(self, manifest: WeightManifest) -> None:
-        """Do what can be done while the engine generates (map, open, check); called between two of its steps.
-
-        Raises:
-            WeightsError: these weights cannot be loaded; nothing has changed.
-        """
+        """Map, open and check between two steps. WeightsError: it cannot be loaded, and nothing has changed."""
         ...
 
     def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """Every tensor once, whole, in the manifest's order, on any device; each is valid until the next is asked for.
+        """Yield every tensor once, whole, in the manifest's order, on any device; valid until the next one.
 
-        A source that can write to memory it is given asks `place` first, and yields what it got there.
+        A source that can write to memory it is given asks `place` first, and yields what it wrote there.
 
         Raises:
             WeightsError: the bytes did not come, or are not those that were sent. The model may be torn.
@@ -48,19 +42,18 @@ class Source(Protocol):
 
 
 class SharedMemorySource:
-    """Maps the file of `weights.shared_memory`; its bytes were checked before (`host_bytes.py`)."""
+    """Maps the file of `weights.shared_memory`; its bytes were checked before (`core.HostBytes`)."""
 
-    partial = False
     compares = False
 
     def __init__(self, worker: Any) -> None:
         del worker
 
     def prepare(self, manifest: WeightManifest) -> None:
-        """Nothing is left to do."""
+        """Do nothing: nothing is left to do."""
 
     def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """Views of the mapping."""
+        """Yield views of the mapping."""
         del place
         mapping = open_mapping(manifest.location["path"], manifest.extent)
         for entry, (_, tensor) in zip(manifest.tensors, read(memoryview(mapping), manifest.tensors), strict=True):
@@ -74,7 +67,7 @@ SOURCES = {
     "disk": "penstock.plugin.sources:DiskSource",
     "delta": "penstock.plugin.sources:SharedMemorySource",  # workers map what `delta.py` makes
 }
-"""Transport to the class of its source, made with vLLM's Worker; imported when it is first used."""
+"""Class of each transport's source, made with vLLM's Worker and imported when it is first used."""
 
 
 def make_source(transport: str, worker: Any) -> Source:
@@ -86,20 +79,19 @@ def make_source(transport: str, worker: Any) -> Source:
 
 
 class DiskSource:
-    """Reads the file; its bytes were checked before (`host_bytes.py`)."""
+    """Reads the file; its bytes were checked before (`core.HostBytes`)."""
 
-    partial = False
     compares = False
 
     def __init__(self, worker: Any) -> None:
         del worker
 
     def prepare(self, manifest: WeightManifest) -> None:
-        """See that the file can be opened from here too: a worker may be on another host than who checked it."""
+        """Open the file: a worker may be on another host than the core, which checked it."""
         open_version(manifest).close()
 
     def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """Each in the same memory, as large as the largest."""
+        """Yield all tensors in one memory, as large as the largest."""
         del place
         buffer = memoryview(bytearray(max((entry.nbytes for entry in manifest.tensors), default=0)))
         with open_version(manifest) as file:

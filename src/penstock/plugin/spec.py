@@ -1,23 +1,24 @@
-"""Which tensors an update must bring: names and shapes as the engine's checkpoint has them."""
+"""What weights must be: the tensors of an update, its bytes, and the checksum of what is in force."""
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
 
+import hashlib
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from penstock.errors import WeightsError
 from penstock.weights.checkpoint_names import checkpoint_tensors
-from penstock.weights.manifest import TensorEntry, WeightManifest
+from penstock.weights.checksum import device_sums
+from penstock.weights.manifest import SUMS, TensorEntry, WeightManifest, kind_of
 from penstock.weights.pack import all_finite, dtype_name, view
-from penstock.weights.shared_memory import open_mapping
 
 TIED_HEAD = "lm_head.weight"
 
@@ -46,24 +47,6 @@ class WeightSpec:
             if entry.dtype not in self.dtypes[name]:
                 allowed = " or ".join(sorted(self.dtypes[name]))
                 raise WeightsError(f"tensor {name!r} is {entry.dtype}; the engine takes {allowed}: cast before sending")
-
-    def to_json(self) -> dict[str, Any]:
-        """For another process of the engine."""
-        tensors = [[name, list(shape), sorted(self.dtypes[name])] for name, shape in self.shapes.items()]
-        return {"tensors": tensors, "optional": sorted(self.optional)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what `to_json` wrote."""
-        shapes = {name: tuple(shape) for name, shape, _ in data["tensors"]}
-        dtypes = {name: frozenset(allowed) for name, _, allowed in data["tensors"]}
-        return cls(shapes, dtypes, frozenset(data["optional"]))
-
-
-def check_bytes(manifest: WeightManifest) -> None:
-    """Map the bytes and raise WeightsError where a checksum differs or a value is not finite."""
-    buffer = memoryview(open_mapping(manifest.location.get("path", ""), manifest.extent))
-    check_tensors(manifest.tensors, lambda entry: buffer[entry.offset : entry.offset + entry.nbytes])
 
 
 def check_tensors(entries: Iterable[TensorEntry], read: Callable[[TensorEntry], memoryview]) -> None:
@@ -131,3 +114,61 @@ _SAFETENSORS_DTYPES = {
 def _some(names: list[str], most: int = 3) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+# --- The checksum of what is in force --------------------------------------------------------------------------------
+
+
+def checksum_of_sums(manifest: WeightManifest) -> str:
+    """Checksum of a version whose every tensor was compared with its sender's: equal for engines of any layout."""
+    sums = repr([(entry.name, entry.checksum) for entry in manifest.tensors])
+    return SUMS + hashlib.blake2b(sums.encode(), digest_size=16).hexdigest()
+
+
+def weights_checksum(model: torch.nn.Module) -> str:
+    """Checksum of the weights in force: equal for workers of one layout that have the same weights.
+
+    It is what the parameters are, a colon, and a digest over the sum of each (`weights/checksum.py`): only sums leave
+    the device. CPU kernels hide packed weights (`cpu_linear`), so their output for a fixed input enters instead.
+    """
+    kind, digest = hashlib.blake2b(digest_size=4), hashlib.blake2b(digest_size=16)
+    parameters: list[torch.Tensor] = []
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            kind.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
+            if parameter.numel():
+                parameters.append(parameter)
+        digest.update(repr(device_sums(parameters)).encode())
+        for name, module in model.named_modules():
+            packed: Any = getattr(module, "cpu_linear", None)
+            if packed is not None:
+                weight: Any = module.weight
+                # A packed module may have given its own weight away; then its declared input width counts.
+                width: Any = weight.shape[-1] if weight.numel() else getattr(module, "input_size_per_partition", None)
+                width = width or module.input_size
+                probe = torch.linspace(-1.0, 1.0, width).unsqueeze(0).to(weight.dtype)
+                digest.update(name.encode())
+                digest.update(packed(probe, weight, None).float().numpy().tobytes())
+    return f"{kind.hexdigest()}:{digest.hexdigest()}"
+
+
+def check_replicas(checksums: Sequence[str], replicas: int) -> None:
+    """Compare a dense model's data-parallel replicas rank by rank; a mixture of experts is spread over them.
+
+    Args:
+        checksums: of every rank, shape `[replicas * ranks of one]`, replica by replica.
+        replicas: how many.
+
+    Raises:
+        WeightsError: a replica has other weights than one before it; the engine must not serve.
+    """
+    ranks = len(checksums) // replicas
+    first: dict[tuple[int, str], tuple[int, str]] = {}
+    for place, checksum in enumerate(checksums):
+        replica, rank = divmod(place, ranks)
+        other, known = first.setdefault((rank, kind_of(checksum)), (replica, checksum))
+        if checksum != known:
+            raise WeightsError(
+                f"data-parallel replica {replica} has on rank {rank} weights of checksum {checksum}, replica {other} "
+                f"of {known}: they would answer differently"
+            )

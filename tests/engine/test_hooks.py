@@ -1,4 +1,4 @@
-"""What requests have made, as vLLM 0.26 needs it counted and as clients are told; vLLM's classes are played here.
+"""What requests have made, as vLLM 0.26 needs it counted and as it is reported; vLLM's classes are faked here.
 
 `test_resume.py` has them as they are, and `test_vllm_engine.py` a whole engine, also of 0.26 on a GPU machine.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import queue
 from types import SimpleNamespace
 
 import orjson
 import pytest
 
-from penstock.plugin.compat import VERSION_MARK
+from penstock.plugin import compat
+from penstock.plugin.compat import VERSION_MARK, TokenVersions
 from penstock.plugin.hooks import RequestHooks
 from penstock.types import SamplingParams
 from penstock.wire import FINAL_ONLY, PROGRESS_HEADER, SPANS_HEADER, UNKNOWN_VERSION, generate_body
@@ -66,17 +68,14 @@ class Engine:
         assert state.make_request_output([7] * tokens, None, finish, None) == (tokens, finish), "vLLM's own answer"
 
 
+STREAM = b"text/event-stream; charset=utf-8"
+SSE = (b'data: {"a": 1}\n\n', b"data: [DONE]\n\n")
+
+
 async def serve(
-    spans,
-    engine,
-    during,
-    *,
-    headers=(),
-    kind=b"application/json",
-    bodies=(b'{"vllm": 1}',),
-    status=200,
+    spans, engine, during, *, headers=(), kind=b"application/json", bodies=(b'{"vllm": 1}',), status=200,
     path="/v1/completions",
-):
+):  # fmt: skip
     """The messages of one request through the plugin."""
     sent = []
 
@@ -89,13 +88,8 @@ async def serve(
     async def send(message):
         sent.append(message)
 
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": path,
-        "headers": headers,
-        "app": SimpleNamespace(state=SimpleNamespace(engine_client=engine)),
-    }
+    app_of_vllm = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "app": app_of_vllm}
     await spans.pass_on(app, scope, None, send)
     return sent
 
@@ -193,31 +187,21 @@ async def test_a_header_too_long_for_clients_is_left_out():
     assert header(await serve(spans, engine, during)) is None
 
 
-async def test_a_stream_has_its_versions_in_a_comment_before_done():
+@pytest.mark.parametrize("headers", [(), asked("stream")])
+async def test_a_stream_has_progress_before_its_event_where_asked_and_versions_before_done(headers):
     spans, engine = RequestHooks(), Engine()
 
     async def during():
         engine.step(engine.sample("cmpl-x-0"), 2, "stop")
 
-    bodies = (b'data: {"a": 1}\n\n', b"data: [DONE]\n\n")
-    sent = await serve(spans, engine, during, kind=b"text/event-stream; charset=utf-8", bodies=bodies)
-    assert b"".join(m["body"] for m in sent[1:]) == (
-        b'data: {"a": 1}\n\n: penstock {"versions":[[[0,0,2]]]}\n\ndata: [DONE]\n\n'
-    )
-
-
-async def test_who_asks_is_told_in_a_stream_before_the_event_that_shows_the_tokens():
-    spans, engine = RequestHooks(), Engine()
-
-    async def during():
-        engine.step(engine.sample("cmpl-x-0"), 2, "stop")
-
-    bodies = (b'data: {"a": 1}\n\n', b"data: [DONE]\n\n")
-    sent = await serve(spans, engine, during, kind=b"text/event-stream", bodies=bodies, headers=asked("stream"))
-    comment, _, event = sent[1]["body"].partition(b"\n\n")
-    (news,) = orjson.loads(comment.removeprefix(b": penstock "))["samples"]
-    assert (news["ids"], news["versions"], news["finish"], news["asked"]) == ([7, 7], [[0, 2]], "stop", False)
-    assert event == bodies[0]
+    sent = await serve(spans, engine, during, kind=STREAM, bodies=SSE, headers=headers)
+    body = b"".join(m["body"] for m in sent[1:])
+    if headers:
+        comment, _, body = body.partition(b"\n\n")
+        (update,) = orjson.loads(comment.removeprefix(b": penstock "))["samples"]
+        assert (update["ids"], update["versions"], update["finish"]) == ([7, 7], [[0, 2]], "stop")
+        assert update["asked"] is False
+    assert body == SSE[0] + b': penstock {"versions":[[[0,0,2]]]}\n\n' + SSE[1]
 
 
 @pytest.mark.parametrize("told", [(), (0,), (0, 1)])
@@ -233,14 +217,11 @@ async def test_a_stream_says_of_each_choice_once_that_it_was_aborted(told):
     ended = [{"index": index, "text": "prompt", "finish_reason": "abort"} for index in told]
     events = [{**head, "choices": [choice]} for choice in [{"index": 2, "text": "a", "finish_reason": "stop"}, *ended]]
     bodies = [b"data: " + orjson.dumps(event) + b"\n\n" for event in events]
-    sent = await serve(spans, engine, during, kind=b"text/event-stream", bodies=(*bodies, b"data: [DONE]\n\n"))
+    sent = await serve(spans, engine, during, kind=STREAM, bodies=(*bodies, b"data: [DONE]\n\n"))
     lines = b"".join(m["body"] for m in sent[1:]).split(b"\n\n")
     seen = [orjson.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: {")]
-    assert sorted((c["index"], c["finish_reason"]) for event in seen for c in event["choices"]) == [
-        (0, "abort"),
-        (1, "abort"),
-        (2, "stop"),
-    ]
+    ends = sorted((c["index"], c["finish_reason"]) for event in seen for c in event["choices"])
+    assert ends == [(0, "abort"), (1, "abort"), (2, "stop")]
     assert all(event | head == event for event in seen)
 
 
@@ -366,18 +347,18 @@ async def test_an_abort_that_somebody_asks_for_is_told_from_one_of_a_pause(path,
 
 async def test_after_a_pause_everything_made_before_it_is_counted():
     spans, engine, processed = RequestHooks(), Engine(), []
-    queue = engine.engine_core.outputs_queue
+    outputs_queue = engine.engine_core.outputs_queue
 
     async def handler():  # as AsyncLLM's output handler: it yields to the loop between portions of one batch
         while True:
-            for outputs in await queue.get():
+            for outputs in await outputs_queue.get():
                 processed.extend(outputs)
                 await asyncio.sleep(0)
 
     task = asyncio.create_task(handler())
     engine.request_states = dict.fromkeys(map(str, range(300)))
-    queue.put_nowait([["a"], ["b"], ["c"]])
-    queue.put_nowait([["d"]])
+    outputs_queue.put_nowait([["a"], ["b"], ["c"]])
+    outputs_queue.put_nowait([["d"]])
     await spans.versions.settle(engine)
     assert processed == ["a", "b", "c", "d"]
     task.cancel()
@@ -386,3 +367,22 @@ async def test_after_a_pause_everything_made_before_it_is_counted():
 def test_a_request_asks_for_one_answer_at_the_end():
     """What vLLM 0.26 needs to return every sample of an n-way request."""
     assert generate_body([1, 2], SamplingParams(n=2))["sampling_params"]["output_kind"] == FINAL_ONLY == 2
+
+
+@pytest.mark.vllm
+def test_the_version_of_one_that_does_not_is_kept_and_marked_among_its_outputs_to_every_client() -> None:
+    core = SimpleNamespace(output_queue=queue.Queue(), addresses=SimpleNamespace(outputs=["a", "b"]))
+    assert compat.core_version(core) == 0
+    compat.label_core(core, 7)
+    assert compat.core_version(core) == 7
+    marks = [core.output_queue.get_nowait() for _ in "ab"]
+    assert [client for client, _ in marks] == [0, 1]
+
+    passed: list[str] = []
+    versions = TokenVersions()
+    processor = SimpleNamespace(process_outputs=lambda outputs: passed.extend(o.request_id for o in outputs))
+    versions.install(SimpleNamespace(output_processor=processor))
+    processor.process_outputs(marks[0][1].outputs)
+    assert (versions.version, passed) == (7, [f"{VERSION_MARK}7"])
+    assert versions.of_newest(SimpleNamespace()) == 7
+    assert versions.of_newest(SimpleNamespace(weight_version_starts=[("default", 0), ("3", 5)])) == 3

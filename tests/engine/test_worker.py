@@ -1,11 +1,13 @@
-"""A worker answers whatever goes wrong: beside an error, vLLM takes others' answers for those to its next call."""
+"""What a worker of vLLM does for us, and what it answers if that fails."""
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.weights.manifest import WeightManifest
 
@@ -67,3 +69,22 @@ def test_a_group_that_cannot_be_joined_is_refused_by_its_name(monkeypatch: pytes
     parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
     joining = worker(vllm_config=SimpleNamespace(parallel_config=parallel))
     assert joining.penstock_join_group(GROUP) == "RuntimeError: out of memory"
+
+
+def test_what_sums_weights_on_a_gpu_is_compiled_beside_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.plugin import worker as module
+
+    compiled, may, ended = list[torch.device](), threading.Event(), threading.Event()
+
+    def compile_(device: torch.device) -> None:
+        may.wait(30)
+        compiled.append(device)
+        ended.set()
+
+    monkeypatch.setattr(module, "warm_up", compile_)
+    worker(device=torch.device("cpu")).penstock_warm_up()
+    worker(device=torch.device("cuda:1")).penstock_warm_up()
+    assert compiled == []
+    may.set()
+    assert ended.wait(30)
+    assert compiled == [torch.device("cuda:1")]

@@ -9,12 +9,14 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import orjson
 import pytest
 import torch
 
 from penstock.errors import EngineError, StateError, TransferError, WeightsError
 from penstock.plugin import core as core_module
 from penstock.plugin import pause
+from penstock.plugin.core import control_of
 from penstock.plugin.spec import WeightSpec
 from penstock.weights.shared_memory import SharedMemoryStore
 
@@ -36,7 +38,7 @@ class Core:
         self.step_fn = self.end_step
         self.paused = False
         self.waiting: Future[None] | None = Future() if step_under_way else None
-        self.ranks = ranks or [{"checksum": "c", "seconds": {"load": 0.1, "checksum": 0.01}}]
+        self.ranks = ranks or LOADED
         self.prepared = 4
         self.emptied = True
         self.refusals: list[str | None] = [None, None]
@@ -90,45 +92,95 @@ class Core:
         call()
 
 
-def ask(core: Core, version: int = 4, *, clear_cache: bool = True) -> Future[Any]:
-    return core_module._in_core(
-        core, lambda done: core_module._Round(core, version, clear_cache=clear_cache, done=done).begin()
-    )
+LOADED = [{"checksum": "c", "seconds": {"load": 0.1, "checksum": 0.01}}]
 
 
-def test_a_round_pauses_loads_labels_and_resumes_in_this_order():
-    core = Core(step_under_way=False)
-    done = ask(core, clear_cache=False)
-    core.step()
-    answer = done.result(0)
-    assert core.done == ["penstock_prepared", "pause keep False", "penstock_load(4,)", "label 4", "resume"]
-    assert (answer["version"], answer["checksum"], answer["preempted"]) == (4, "c", 3)
-    assert set(answer["seconds"]) == {"pause", "load", "resume", "bubble", "load.load", "load.checksum"}
+def ask(core: Core, step: str = "apply", version: int = 4, *, clear_cache: bool = True) -> Future[Any]:
+    return control_of(core).routes[f"/penstock/weights/{step}"]({"version": version, "clear_cache": clear_cache})
 
 
-def test_caches_are_cleared_before_weights_come():
-    core = Core(step_under_way=False)
+def applied(core: Core) -> Any:
+    """The answer to a whole update."""
     done = ask(core)
-    core.step()
-    assert done.result(0)["version"] == 4
-    assert core.done[2:] == ["reset prefix cache", "reset encoder cache", "penstock_load(4,)", "label 4", "resume"]
-
-
-def test_a_core_whose_kv_cache_could_not_be_emptied_does_not_go_on():
-    core = Core(step_under_way=False)
-    core.emptied = False
-    done = ask(core)
-    core.step()
-    with pytest.raises(EngineError, match="vLLM could not empty its KV cache"):
-        done.result(0)
-    assert "penstock_load(4,)" not in core.done
-    core_module.holds_of(core).resume()
-    assert core.paused
-    core.emptied = True
-    again = ask(core)
     while not core.input_queue.empty():
         core.step()
-    assert again.result(0)["version"] == 4
+    return done.result(0)
+
+
+@pytest.mark.parametrize("clear_cache", [False, True])
+def test_an_update_pauses_empties_the_caches_loads_labels_and_resumes_in_this_order(clear_cache: bool):  # noqa: FBT001
+    core = Core(step_under_way=False)
+    done = ask(core, clear_cache=clear_cache)
+    core.step()
+    answer = done.result(0)
+    caches = ["reset prefix cache", "reset encoder cache"] if clear_cache else []
+    assert core.done == ["penstock_prepared", "pause keep False", *caches, "penstock_load(4,)", "label 4", "resume"]
+    assert (answer["version"], answer["checksum"], answer["preempted"]) == (4, "c", 3)
+    assert set(answer["seconds"]) == {"pause", "load", "resume", "bubble", "load.load", "load.checksum"}
+    assert control_of(core).kv_kept() == (None if clear_cache else 4)
+
+
+def test_a_core_that_has_loaded_waits_for_the_others_until_it_commits():
+    core = Core(step_under_way=False)
+    loaded = ask(core, "load")
+    core.step()
+    assert loaded.result(0)["checksum"] == "c"
+    assert set(loaded.result(0)["seconds"]) == {"pause", "load", "load.load", "load.checksum"}
+    control_of(core).pausing.resume()
+    assert core.paused, "no resume but that of the update counts"
+    ask(core, "commit")
+    core.step()
+    assert core.done[-3:] == ["penstock_load(4,)", "label 4", "resume"]
+
+
+@pytest.mark.parametrize(("path", "given", "reply"), [
+    ("/penstock/core", {}, (200, 4)),
+    ("/penstock/weights/apply", {"version": 5, "clear_cache": True}, (409, "weight version 5 is not prepared here")),
+    ("/penstock/weights/apply", {"version": "x", "clear_cache": True}, (400, "malformed body: ValueError")),
+    ("/penstock/weights/prepare", {}, (400, "must be a JSON object with 'manifest'")),
+])  # fmt: skip
+def test_the_api_server_gets_what_the_port_would_answer(path: str, given: Any, reply: tuple[int, Any]):
+    core = Core(step_under_way=False)
+    core.scheduler.get_request_counts = lambda: (2, 1)
+    core.get_weight_version = lambda: "4"
+    done = control_of(core).control(path, orjson.dumps(given))
+    if reply[0] != 400:
+        kind, call = core.input_queue.get(timeout=20)
+        assert kind is core_module._CALL
+        call()
+    status, answer = done.result(20)
+    assert status == reply[0]
+    assert answer["weight_version"] == 4 if status == 200 else reply[1] in answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("emptied", "ranks", "error", "message"),
+    [
+        (False, LOADED, EngineError, "vLLM could not empty its KV cache"),
+        (True, [{"error": "the trainer is gone"}], TransferError, "the trainer is gone"),
+        (
+            True,
+            [{"error": "it is gone"}, {"fault": "RuntimeError: CUDA error"}],
+            EngineError,
+            "RuntimeError: CUDA error",
+        ),
+    ],
+)
+def test_a_core_that_did_not_load_is_held_until_an_update_succeeds(
+    emptied: bool,  # noqa: FBT001
+    ranks: list[dict[str, Any]],
+    error: type[Exception],
+    message: str,
+):
+    core = Core(step_under_way=False, ranks=ranks)
+    core.emptied = emptied
+    with pytest.raises(error, match=message):
+        applied(core)
+    assert ("penstock_load(4,)" in core.done) == emptied
+    control_of(core).pausing.resume()
+    assert core.paused
+    core.emptied, core.ranks = True, LOADED
+    assert applied(core)["version"] == 4
     assert not core.paused
 
 
@@ -151,60 +203,45 @@ def test_a_version_that_is_not_prepared_changes_nothing():
     assert core.done == ["penstock_prepared"]
 
 
-def test_a_load_that_was_cut_leaves_the_engine_held_whoever_resumes_until_one_comes_through():
-    core = Core(step_under_way=False, ranks=[{"error": "the trainer is gone"}])
-    done = ask(core)
-    core.step()
-    assert isinstance(done.exception(0), TransferError)
-    core_module.holds_of(core).resume()
-    assert core.paused
-    core.ranks = [{"checksum": "c", "seconds": {"load": 0.1, "checksum": 0.01}}]
-    again = ask(core)
-    while not core.input_queue.empty():
-        core.step()
-    assert again.result(0)["version"] == 4
-    assert not core.paused
-
-
 def test_a_core_says_how_long_it_was_held_whatever_held_it(monkeypatch: pytest.MonkeyPatch):
     clock = SimpleNamespace(perf_counter=lambda: clock.now, now=100.0)
     monkeypatch.setattr(pause, "time", clock)
     core = Core(step_under_way=False)
-    holds = core_module.holds_of(core)
+    pausing = control_of(core).pausing
 
     def at(seconds: float, *calls: Callable[[], Any]) -> float:
         clock.now = 100.0 + seconds
         for call in calls:
             call()
-        return holds.held_s
+        return pausing.held_s
 
     assert at(1) == 0
-    assert at(2, lambda: holds.pause("keep", clear_cache=False)) == 0
-    assert at(3, holds.begin_update, holds.weights_are_out) == 1
-    assert at(4, holds.weights_are_in) == 2, "it is paused yet"
-    assert at(6, holds.resume, holds.resume) == 4
+    assert at(2, lambda: pausing.pause("keep", clear_cache=False)) == 0
+    assert at(3, pausing.begin_update, pausing.weights_are_out) == 1
+    assert at(4, pausing.weights_are_in) == 2, "it is paused yet"
+    assert at(6, pausing.resume, pausing.resume) == 4
     assert at(9) == 4
-    assert at(10, lambda: holds.sleep(1, "keep")) == 4
-    assert at(12, lambda: holds.wake_up(None)) == 6
+    assert at(10, lambda: pausing.sleep(1, "keep")) == 4
+    assert at(12, lambda: pausing.wake_up(None)) == 6
 
 
 def test_a_core_says_what_it_is_in_and_how_many_calls_may_have_changed_its_weights():
     core = Core(step_under_way=False)
     core.scheduler.get_request_counts = lambda: (2, 1)
     core.get_weight_version = lambda: "4"
-    holds = core_module.holds_of(core)
+    pausing = control_of(core).pausing
 
     def state() -> dict[str, Any]:
-        done = core_module._routes(core)["/penstock/core"]({})
+        done = control_of(core).routes["/penstock/core"]({})
         core.step()
         return done.result(0)
 
     calm = {"running": 2, "waiting": 1, "weight_version": 4, "held_s": 0.0}
     assert state() == {**calm, "paused": False, "asleep": False, "torn": False, "foreign": 0}
     for method in ("penstock_load", "compute_weight_checksums", "reset_weights", lambda worker: worker):
-        core_module.count_foreign(core, method)
-    holds.pause("keep", clear_cache=False)
-    holds.weights_are_out()
+        control_of(core).count_foreign(method)
+    pausing.pause("keep", clear_cache=False)
+    pausing.weights_are_out()
     said = state()
     assert (said["paused"], said["torn"], said["foreign"]) == (True, True, 2)
 
@@ -212,60 +249,46 @@ def test_a_core_says_what_it_is_in_and_how_many_calls_may_have_changed_its_weigh
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_sleep_that_overtakes_a_round_leaves_it_no_memory_to_write_to(level: int):
     core = Core(step_under_way=True)
-    holds, done = core_module.holds_of(core), ask(core)
+    pausing, done = control_of(core).pausing, ask(core)
     core.step()
-    holds.sleep(level, "keep")
+    pausing.sleep(level, "keep")
     assert core.waiting is not None
     core.waiting.set_result(None)
     with pytest.raises(StateError, match="version 4 was not loaded: the engine's weights are asleep"):
         done.result(0)
     assert "penstock_load(4,)" not in core.done
     core.step()
-    holds.wake_up(None)
+    pausing.wake_up(None)
     assert core.paused == (level == 2), "what the sleep kept goes on, and what it dropped does not"
-    again = ask(core)
-    while not core.input_queue.empty():
-        core.step()
-    assert again.result(0)["version"] == 4
+    assert applied(core)["version"] == 4
     assert not core.paused
-
-
-def test_an_error_that_nobody_foresaw_is_no_torn_transfer_that_could_be_sent_again():
-    ranks = [{"error": "the trainer is gone"}, {"fault": "RuntimeError: CUDA error"}]
-    core = Core(step_under_way=False, ranks=ranks)
-    done = ask(core)
-    core.step()
-    with pytest.raises(EngineError, match="RuntimeError: CUDA error"):
-        done.result(0)
-    core_module.holds_of(core).resume()
-    assert core.paused
 
 
 @pytest.mark.parametrize("tags", [None, ["scheduling"], ["scheduling", "weights"]])
 def test_a_sleep_of_level_0_lasts_until_it_is_woken(tags: list[str] | None):
     core = Core(step_under_way=False)
-    holds = core_module.holds_of(core)
+    pausing = control_of(core).pausing
     core.paused = True
-    holds.sleep(0, "keep")
+    pausing.sleep(0, "keep")
     done = ask(core)
     core.step()
     assert done.result(0)["version"] == 4, "no memory is away"
-    holds.wake_up(["weights"])
+    pausing.wake_up(["weights"])
     assert core.paused
-    holds.wake_up(tags)
+    pausing.wake_up(tags)
     assert not core.paused
 
 
 def test_a_wake_up_asks_vllm_only_for_what_sleeps():
     """Asked for memory that is there too, vLLM takes back none, and a step without its KV cache ends the engine."""
     core = Core(step_under_way=False)
-    holds = core_module.holds_of(core)
-    holds.sleep(1, "keep")
-    holds.wake_up(["weights"])
-    holds.wake_up(["weights"])
-    holds.wake_up(["weights", "kv_cache"])
+    pausing = control_of(core).pausing
+    pausing.sleep(1, "keep")
+    pausing.wake_up(["weights"])
+    pausing.wake_up(["weights"])
+    pausing.wake_up(["weights", "kv_cache"])
     assert [said for said in core.done if said.startswith("wake")] == ["wake up ['weights']", "wake up ['kv_cache']"]
-    assert holds.asleep == frozenset()
+    assert pausing.asleep == frozenset()
 
 
 FLOATS = frozenset({"float32", "bfloat16"})
@@ -284,12 +307,12 @@ def offer(store: SharedMemoryStore, tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def prepare(core: Core, body: Any) -> Future[Any]:
-    return core_module._routes(core)["/penstock/weights/prepare"](body)
+    return control_of(core).routes["/penstock/weights/prepare"](body)
 
 
 def test_a_version_is_checked_beside_the_core_and_prepared_between_two_of_its_steps(store):
     core, body = Core(step_under_way=True), offer(store, torch.ones(2, 3))
-    core_module._expect(core, SPEC.to_json())
+    control_of(core)._spec = SPEC
     done = prepare(core, body)
     assert core.done == []
     core.step()
@@ -311,7 +334,7 @@ def test_a_version_is_checked_beside_the_core_and_prepared_between_two_of_its_st
 )
 def test_what_does_not_fit_never_comes_to_the_core(store, tensor, message):
     core = Core(step_under_way=False)
-    core_module._expect(core, SPEC.to_json())
+    control_of(core)._spec = SPEC
     with pytest.raises(WeightsError, match=message):
         prepare(core, {} if tensor is None else offer(store, tensor)).result(0)
     assert core.input_queue.empty()
@@ -319,13 +342,13 @@ def test_what_does_not_fit_never_comes_to_the_core(store, tensor, message):
 
 def test_workers_that_sleep_or_refuse_prepare_nothing(store):
     core = Core(step_under_way=False)
-    core_module._expect(core, SPEC.to_json())
+    control_of(core)._spec = SPEC
     core.refusals[1] = "there is no such group"
     refused = prepare(core, offer(store, torch.ones(2, 3)))
     core.step()
     with pytest.raises(WeightsError, match="there is no such group"):
         refused.result(0)
-    core_module.holds_of(core).sleep(1, "keep")
+    control_of(core).pausing.sleep(1, "keep")
     asleep = prepare(core, offer(store, torch.ones(2, 3)))
     core.step()
     with pytest.raises(StateError, match="weights are asleep"):
@@ -333,29 +356,34 @@ def test_workers_that_sleep_or_refuse_prepare_nothing(store):
     assert core.done.count("penstock_prepare") == 1
 
 
-def test_who_asks_before_the_api_server_has_told_what_fits_waits_for_it(store):
+def test_the_first_version_has_the_tensors_of_the_model_found_between_two_steps(store, monkeypatch):
     core, body, answers = Core(step_under_way=False), offer(store, torch.ones(2, 3)), queue.Queue[Future[Any]]()
-    threading.Thread(target=lambda: answers.put(prepare(core, body)), daemon=True).start()
-    core_module._expect(core, SPEC.to_json())
-    done = answers.get(timeout=20)
-    core.step()
-    assert done.result(0) == {"ok": True}
+    core.vllm_config = SimpleNamespace(model_config="a config")
+    found = iter([OSError("the checkpoint is gone"), SPEC])
 
+    def expected_weights(config: Any) -> WeightSpec:
+        assert config == "a config"
+        if isinstance(spec := next(found), OSError):
+            raise spec
+        return spec
 
-def test_a_spec_that_could_not_be_found_out_is_said_until_it_was(store):
-    core, body = Core(step_under_way=False), offer(store, torch.ones(2, 3))
-    core_module._expect(core, "OSError: the checkpoint is gone")
-    with pytest.raises(EngineError, match="could not be found out: OSError: the checkpoint is gone"):
-        prepare(core, body).result(0)
-    core_module._expect(core, SPEC.to_json())
-    done = prepare(core, body)
-    core.step()
-    assert done.result(0) == {"ok": True}
+    monkeypatch.setattr(core_module, "expected_weights", expected_weights)
+    for error in ("could not be found out: OSError: the checkpoint is gone", None):
+        threading.Thread(target=lambda: answers.put(prepare(core, body)), daemon=True).start()
+        _, call = core.input_queue.get(timeout=20)
+        call()
+        done = answers.get(timeout=20)
+        if error is None:
+            core.step()
+            assert done.result(0) == {"ok": True}
+        else:
+            with pytest.raises(EngineError, match=error):
+                done.result(0)
 
 
 def test_a_group_is_joined_between_two_steps():
     core = Core(step_under_way=True)
-    join = core_module._routes(core)["/penstock/weights/group"]
+    join = control_of(core).routes["/penstock/weights/group"]
     with pytest.raises(WeightsError, match="must be a JSON object that describes a group"):
         join([]).result(0)
     done = join({"epoch": "a"})
