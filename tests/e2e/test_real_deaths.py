@@ -138,7 +138,7 @@ async def test_an_engine_that_somebody_else_pauses_goes_on_and_one_with_other_we
     await http.post(*zero, timeout_s=60.0)
     await http.close()
     await returned(fleet, 1, before)
-    assert "somebody else" in member.lifecycle.history[before].reason
+    assert "another process" in member.lifecycle.history[before].reason
     await serves_the_weights_in_force(fleet, history, member)
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from nano_models import History, changed
 from penstock import Fleet
-from penstock.errors import EngineHTTPError, WeightsError
+from penstock.errors import EngineHTTPError, StateError, WeightsError
 from penstock.types import PauseMode, SamplingParams
 
 pytestmark = pytest.mark.vllm
@@ -95,6 +95,30 @@ async def test_requests_wait_through_a_pause_and_none_fails(fleet, history):
     await fleet.resume_generation()
     for sample in [*_samples(await running), *await late]:
         assert history.worst_difference([5, 6], sample) < 1e-4
+
+
+async def test_a_pause_that_waits_is_taken_back_by_a_resume_and_ended_by_an_abort(fleet, history):
+    longer = replace(LONG, max_tokens=450)
+    for how in ("resume", "cancel", "abort"):
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=[[5, 6]] * 6, sampling_params=longer))
+        await _made(fleet, 50)
+        pausing = asyncio.create_task(fleet.pause_generation(PauseMode.WAIT))
+        await asyncio.wait({pausing}, timeout=0.1)
+        match how:
+            case "resume":
+                await fleet.resume_generation()
+                with pytest.raises(StateError, match="ended while it waited"):
+                    await pausing
+            case "cancel":
+                pausing.cancel()
+            case _:
+                await fleet.abort_generation()
+                await asyncio.wait_for(pausing, 60.0)
+                await fleet.resume_generation()
+        samples = _samples(await running)
+        assert {sample.stop_reason for sample in samples} == ({"abort"} if how == "abort" else {"length"})
+        for sample in samples:
+            assert history.worst_difference([5, 6], sample) < 1e-4
 
 
 async def test_the_four_prompt_forms_and_n(fleet, nano_path):

@@ -302,7 +302,7 @@ def test_an_engine_that_waits_for_weights_is_asked_for_none():
         member.process.kill()
 
         async def waits():
-            assert await service.fleet._roster.until(lambda: member.waits, deadline_s=30.0)
+            assert await service.fleet._roster.until(lambda: member.awaiting_weights, deadline_s=30.0)
 
         service.call(waits())
         with pytest.raises(EngineDeadError, match="engine e1: it is syncing: waits for the next update_weights"):

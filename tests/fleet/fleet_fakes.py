@@ -54,6 +54,9 @@ class FakeEngine:
         self.tokens = 10
         self.busy = asyncio.Event()
         self.busy.set()
+        self.idle = asyncio.Event()
+        """It has no request in flight, for which a pause waits."""
+        self.idle.set()
 
     async def at(self, phase: str) -> None:
         self.journal.append((self.name, phase))
@@ -94,6 +97,8 @@ class FakeEngine:
     async def pause(self, mode: PauseMode, *, clear_cache: bool = True, timeout_s: float | None = None) -> None:
         self.calls["pause"] = (mode, clear_cache, timeout_s)
         await self.at("pause")
+        if mode is PauseMode.WAIT:
+            await self.idle.wait()
         self.paused = True
 
     async def resume(self) -> None:
@@ -102,6 +107,7 @@ class FakeEngine:
 
     async def abort(self) -> None:
         await self.at("abort")
+        self.idle.set()
 
     async def reset_prefix_cache(self) -> None:
         await self.at("reset")
@@ -258,7 +264,7 @@ class Bench:
         )
 
     async def started(self) -> Bench:
-        await self.roster.push()
+        await self.roster.push_membership()
         self.journal.clear()
         return self
 

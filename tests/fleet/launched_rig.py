@@ -10,9 +10,9 @@ from typing import Any
 from penstock import Fleet
 from penstock.config import EngineConfig, FleetConfig
 from penstock.errors import ConfigError
-from penstock.fleet.assemble import assemble
 from penstock.fleet.attach import AttachedServers
 from penstock.fleet.engines import LaunchedEngines
+from penstock.fleet.launch import Terms, assemble
 from penstock.fleet.member import Lifecycle
 from penstock.fleet.router_process import OpenRouter
 from penstock.router.admin_client import RouterAdmin
@@ -56,7 +56,7 @@ class Process:
 
 
 class Launcher:
-    """Engines in this process (`launched_engines.Launcher`), on `gpus` GPUs."""
+    """Engines in this process (`engines.EngineFactory`), on `gpus` GPUs."""
 
     def __init__(self, gpus: int) -> None:
         self.processes: list[Process] = []
@@ -119,10 +119,7 @@ async def launched(count: int, *, gpus: int = 8, **options: Any) -> AsyncIterato
                 OpenRouter(router.url, admin),
                 members,
                 owned,
-                fleet=FleetConfig(engines=count, **options),
-                api_key=None,
-                control_timeout_s=5.0,
-                request_timeout_s=60.0,
+                Terms(FleetConfig(engines=count, **options), None, 5.0, 60.0),
                 engines=engines,
                 attached=attached,
             )

@@ -12,6 +12,7 @@ import torch
 from sim_fleets import SIM, check, check_serves, generated, in_flight
 
 from penstock import Fleet, SamplingParams
+from penstock.aio import all_or_first_error
 from penstock.config import ServerSpec
 from penstock.errors import (
     ConfigError,
@@ -158,8 +159,9 @@ async def test_joins_that_are_given_up_do_not_go_on() -> None:
         url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
         servers = AttachedServers(api_key=None, control_timeout_s=30.0)
         lives = [Lifecycle("e0"), Lifecycle("e1")]
+        specs = [ServerSpec(url=url), ServerSpec(url="http://127.0.0.1:9")]
         with pytest.raises(EngineDeadError, match="e1"):
-            await servers.join_all(lives, [ServerSpec(url=url), ServerSpec(url="http://127.0.0.1:9")])
+            await all_or_first_error(servers.join(*pair) for pair in zip(lives, specs, strict=True))
         left = [task for task in asyncio.all_tasks() if "AttachedServers" in repr(task.get_coro())]
         await servers.close()
         for task in left:
@@ -209,7 +211,7 @@ async def test_one_that_dies_is_out_and_in_again_with_the_fleets_weights() -> No
 
 
 async def test_a_plain_one_comes_back_when_it_says_the_fleets_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operations, "LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr(operations, "RECHECK_S", 0.05)
     async with server(plain=True) as lasting, server(plain=True) as dying:
         port = int(dying.url.rpartition(":")[2])
         async with plain_fleet(lasting, dying) as fleet:
@@ -238,7 +240,7 @@ async def test_a_plain_one_comes_back_when_it_says_the_fleets_version(monkeypatc
 async def test_weights_torn_by_an_update_do_not_serve_again_under_their_old_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(operations, "LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr(operations, "RECHECK_S", 0.05)
     async with server(plain=True) as only, plain_fleet(only) as fleet:
         await fleet.init_weight_update_communicator({})
         await fleet.pause_generation()
@@ -256,7 +258,7 @@ async def test_weights_torn_by_an_update_do_not_serve_again_under_their_old_name
 async def test_weights_are_torn_though_a_health_check_was_the_first_to_find_the_engine_dead(
     monkeypatch: pytest.MonkeyPatch, *, plain: bool
 ) -> None:
-    monkeypatch.setattr(operations, "LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr(operations, "RECHECK_S", 0.05)
     timeouts = {"control_timeout_s": 60.0, "hang_timeout_s": 0.3}
     async with server(plain=plain) as only, Fleet.connect([only.url], **timeouts, **QUICK) as fleet:
         if plain:

@@ -124,7 +124,7 @@ async def test_a_second_hand_on_another_machine_is_noticed(caplog: pytest.LogCap
         await admin.set_engines(99, [EngineEntry("e1", servers[1].url)])
         await admin.close()
         await first.update_weights(GOOD)
-        assert "somebody else has told this fleet's router its engines" in caplog.text
+        assert "another process has sent this fleet's router its engines" in caplog.text
         await check_serves(first, engines=2)
 
 
@@ -291,7 +291,7 @@ async def test_what_an_engine_of_others_has_not_ended_when_it_is_removed_goes_on
 
 
 async def test_an_engine_that_hangs_is_left_out_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.fleet.assemble.JOIN_S", 0.3)
+    monkeypatch.setattr("penstock.fleet.member.CONNECT_S", 0.3)
     async with engines(2) as servers:
         async with asyncio.timeout(60.0):
             with socket.create_server(("127.0.0.1", 0)) as silent:

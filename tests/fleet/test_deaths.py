@@ -128,7 +128,7 @@ async def test_one_death_of_a_core_costs_a_request_one_try_and_the_engine_one_re
 ) -> None:
     """Its server lives on for 0.3 s, and answers everything at once with an error."""
     caplog.set_level("INFO", "penstock.fleet.supervise")
-    monkeypatch.setattr("penstock.fleet.supervise.LOOK_S", 10.0)
+    monkeypatch.setattr("penstock.fleet.supervise.PROBE_ALL_S", 10.0)
     options = {"max_restarts": 1, "restart_backoff_s": 0.05, "log_dir": tmp_path}
     async with AsyncExitStack() as stack:
         holder = await stack.enter_async_context(Fleet.launch("sim-model", engines=2, **SIM, **options))
@@ -142,7 +142,7 @@ async def test_one_death_of_a_core_costs_a_request_one_try_and_the_engine_one_re
         # The router sends on what has had no byte yet; of the others each counts once.
         assert fleet.counters.deaths <= len(PROMPTS) // 2
         await returned(holder, member, before)
-        assert caplog.text.count("engine e1 is started anew in 0.05 s") == 1
+        assert caplog.text.count("engine e1 is restarted in 0.05 s") == 1
 
 
 async def test_all_die_at_once_and_requests_wait_for_them(mortal: Fleet) -> None:

@@ -18,7 +18,7 @@ from penstock.engine.vanilla.control import VanillaControl
 from penstock.errors import DeadlineError, EngineError, EngineStartError, PenstockError, StateError, UserError
 from penstock.fleet import attach
 from penstock.fleet.engines import LaunchedEngines
-from penstock.fleet.member import Lifecycle, Member, State
+from penstock.fleet.member import Lifecycle, Member, State, Substate
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import PauseMode
@@ -236,7 +236,7 @@ def test_an_engine_that_returns_while_it_is_taken_out_is_taken_out(*, paused: bo
             member, over = fleet._roster.members[0], asyncio.Event()
             next(iter(network.nodes.values())).kill()
             await fleet._roster.until(lambda: member.state is State.LAUNCHING)
-            before = begun(fleet._operations.turns.take(over.wait))
+            before = begun(fleet._operations.queue.run(over.wait))
             removing = begun(fleet.remove("e0"))
             await fleet._roster.until(lambda: member.state is State.SYNCING)
             await asyncio.sleep(1.0)  # virtual: it waits for its turn to be admitted, behind the removal's
@@ -262,11 +262,11 @@ async def test_one_whose_removal_was_given_up_and_that_dies_serves_again_when_it
         home = next(i for i, engine in enumerate(engines) if engine.scheduler.running)
         member = fleet._roster.members[home]
         removing = begun(fleet.remove(home))
-        await until(lambda: member.leaving and not fleet._operations.turns.taken)
+        await until(lambda: member.drain_mode is Substate.ALL and not fleet._operations.queue.busy)
         await give_up(removing)
         launcher.processes[home].kill()
         await fleet._roster.until(lambda: member.state is State.SERVING)
-        await until(lambda: not fleet._operations.turns.taken)
+        await until(lambda: not fleet._operations.queue.busy)
         known = (await fleet._roster.admin.engines()).engines
         assert {engine.name: engine.eligible for engine in known} == {"e0": True, "e1": True}
         assert len((await busy)[0].token_ids) == 400
@@ -277,7 +277,7 @@ async def test_a_drain_ends_with_the_fleet() -> None:
         await fleet.sample([1, 2], 1, {"max_tokens": 2}, session_id="s")
         home = next(s.name for s in await fleet.engines() if s.stats is not None and s.stats.generation_tokens)
         draining = begun(fleet.drain(home))
-        await until(lambda: fleet._elastic.find(home).state is State.DRAINING and not fleet._operations.turns.taken)
+        await until(lambda: fleet._elastic.find(home).state is State.DRAINING and not fleet._operations.queue.busy)
         await fleet.teardown()
         with pytest.raises(StateError, match="torn down"):
             await asyncio.wait_for(draining, 5.0)
@@ -290,7 +290,7 @@ async def test_nobody_is_watched_once_the_watch_has_ended() -> None:
         with pytest.raises(StateError, match="engine e0 cannot join: this fleet was torn down"):
             supervisor.watch(fleet._roster.members[0])
         before = asyncio.all_tasks()
-        await supervisor.look()
+        await supervisor.probe_all()
         assert asyncio.all_tasks() == before
 
 

@@ -204,7 +204,7 @@ class FleetMachine(RuleBasedStateMachine):
         for _, _, task in self.asked:
             if task.done():
                 task.result()
-        if not self.fleet._operations.turns.taken:
+        if not self.fleet._operations.queue.busy:
             for member in self.fleet._roster.live():
                 engine = self.network.nodes[member.url].engine
                 assert engine.death or engine.paused == self.fleet._operations.paused, f"{member.name}: {member.state}"
@@ -278,7 +278,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     def whole(self) -> bool:
         """Every engine is where it stays."""
-        return all(not m.coming for m in self.fleet._roster.members)
+        return all(not m.is_restarting for m in self.fleet._roster.members)
 
     def unnoticed(self) -> list[str]:
         """Engines that hang, and those that have died and are taken to live."""

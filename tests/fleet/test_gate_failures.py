@@ -115,7 +115,7 @@ async def test_an_update_whose_engines_the_router_does_not_take_is_committed_all
     assert bench.store.current.version == bench.roster.version == 1
     assert not router.closed
     assert router.serves() == {"a": 0, "b": 0}
-    assert "the router was not told that its engines serve weight version 1: router http" in caplog.text
+    assert "the router does not know yet that its engines serve weight version 1: router http" in caplog.text
     await bench.roster.check_router()
     bench.check_belief()
 
@@ -124,7 +124,7 @@ async def test_an_engine_that_the_router_does_not_hear_of_has_joined_all_the_sam
     """It is well, and serves the fleet's weights: to start it anew for a call that came late would help nobody."""
     bench, router = await failing()
     member = bench.roster.members[1]
-    await bench.roster.bury(member, "died")
+    await bench.roster.mark_dead(member, "died")
     member.lifecycle.to(State.LAUNCHING, "is started anew")
     member.lifecycle.to(State.SYNCING, "answers")
     router.failures["set"] = [LATE]
@@ -158,7 +158,7 @@ async def test_a_gate_that_cannot_be_opened_fails_nothing_and_is_opened_by_who_w
     report = await bench.operations.update([], None)
     assert report.version == 1
     assert router.closed
-    assert "the router was not told that its gate is open now" in caplog.text
+    assert "the router does not know yet that its gate is open now" in caplog.text
     async with watched(bench):
         router.gate = close  # type: ignore[method-assign]
         await until(lambda: not router.closed)
@@ -230,8 +230,8 @@ async def test_a_router_that_answers_lives_though_it_does_not_take_its_engines()
     async with watched(bench, hang_timeout_s=0.3) as child:
         router.failures["set"] = [BUSY] * 60
         with pytest.raises(EngineHTTPError):
-            await bench.roster.push()
-        await until(lambda: not bench.roster.in_doubt)
+            await bench.roster.push_membership()
+        await until(lambda: not bench.roster.router_uncertain)
         assert not child.killed
 
 
@@ -290,7 +290,7 @@ async def test_a_gate_that_failed_to_close_is_not_taken_for_closed_by_a_restorat
     router.gate = gate  # type: ignore[method-assign]
     go.set()
     await restoring
-    await until(lambda: bench.roster.in_doubt)
+    await until(lambda: bench.roster.router_uncertain)
     assert not closing.done()
     assert not router.closed
     await bench.roster.restore()

@@ -82,7 +82,7 @@ async def test_what_else_is_refused_before_anything_is_done():
 
 async def test_who_follows_the_fleet_is_told_before_any_engine_makes_such_tokens() -> None:
     bench = await Bench().started()
-    told = asyncio.create_task(bench.roster.until(lambda: bench.roster.kept == {1}))
+    told = asyncio.create_task(bench.roster.until(lambda: bench.roster.kv_kept_versions == {1}))
     apply, heard = bench.engine["a"].apply_weights, list[bool]()
 
     async def apply_weights(version: int, *, clear_cache: bool = True) -> EngineUpdate:

@@ -9,10 +9,11 @@ from fleet_fakes import Bench, until
 from launched_rig import CONFIG, Launcher
 from supervise_rig import begins_to_return, dies_and_returns, restarting, until_serves
 
+from penstock.engine.control import ControlClient
 from penstock.errors import PenstockError, StateError
 from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.fan_out import fan_out
-from penstock.fleet.member import EngineControl, Lifecycle, Member, State
+from penstock.fleet.member import Lifecycle, Member, State
 
 
 async def asked(bench: Bench) -> None:
@@ -32,7 +33,7 @@ async def test_what_was_asked_of_an_engine_that_died_is_no_failure_of_its_succes
         for engine in bench.engine.values():
             engine.busy = asyncio.Event()
 
-        async def abort(engine: EngineControl) -> None:
+        async def abort(engine: ControlClient) -> None:
             await bench.engine["b"].busy.wait()
             await engine.abort()
 
@@ -50,7 +51,7 @@ async def test_an_engine_lives_though_its_predecessor_fails_a_command_late(*, re
         go = asyncio.Event()
         bench.engine["a"].faults["abort"] = "refuse"
 
-        async def abort(engine: EngineControl) -> None:
+        async def abort(engine: ControlClient) -> None:
             if engine is old:
                 await go.wait()
             await engine.abort()

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from penstock.errors import StateError
-from penstock.fleet.member import TRANSITIONS, Lifecycle, State
+from penstock.fleet.member import SUBSTATES, TRANSITIONS, Lifecycle, State, Substate
 
 EDGES = {
     "launching": {"syncing", "dead"},
@@ -73,3 +73,31 @@ def test_changes_are_stamped_by_the_injected_clock_and_logged_with_their_reason(
     assert [change.at for change in life.history] == [10.0, 15.0, 20.0]
     assert caplog.messages[-1] == "engine e: serving -> dead: its process exited with status -9"
     assert caplog.records[-1].levelno == logging.WARNING
+
+
+@pytest.mark.parametrize(("state", "substate"), list(itertools.product(EDGES, Substate)))
+def test_a_state_has_its_own_substates_only(state: str, substate: Substate) -> None:
+    life = engine_in(state)
+    before = life.substate
+    assert before == SUBSTATES.get(State(state), (None,))[0] or state == "dead"
+    if substate in SUBSTATES.get(State(state), ()):
+        life.stay(substate, "why")
+        assert life.reason == "why"
+        assert life.substate is substate or state == "dead"
+    else:
+        with pytest.raises(StateError, match=f"engine e: {state} has no substate {substate}"):
+            life.stay(substate)
+        assert life.substate is before
+
+
+def test_a_dead_engine_restarts_or_is_final_and_a_change_of_state_ends_a_substate() -> None:
+    life = engine_in("syncing")
+    life.stay(Substate.AWAITING_WEIGHTS)
+    life.restarts = True
+    life.to(State.DEAD, "killed")
+    assert life.substate is Substate.RESTARTING
+    life.restarts = False
+    assert life.substate is Substate.FINAL
+    life.to(State.LAUNCHING, "test")
+    life.to(State.SYNCING, "test")
+    assert life.substate is None

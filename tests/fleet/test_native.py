@@ -45,7 +45,7 @@ async def test_engines_that_take_weights_in_different_ways_are_told_nothing() ->
             await bench.operations.native_update(info, 1)
     assert bench.journal == []
     assert {member.state for member in bench.roster.members} == {State.PAUSED}
-    assert bench.roster.used == 0, "the number is free still"
+    assert bench.roster.highest_version == 0, "the number is free still"
     await bench.operations.resume()
     bench.check_belief()
 
@@ -119,7 +119,7 @@ async def test_kv_that_a_native_update_keeps_is_labelled() -> None:
             await bench.operations.reset_prefix_cache()
         await bench.operations.native_update(NAMES, version)
         await bench.operations.resume()
-    assert bench.roster.kept == {2}
+    assert bench.roster.kv_kept_versions == {2}
     bench.check_belief()
 
 
@@ -141,7 +141,7 @@ async def test_one_engine_labels_it_too() -> None:
 async def test_a_server_that_rejoins_a_paused_fleet_keeps_no_prefix_for_a_native_update() -> None:
     bench = await Bench("ab").started()
     member = bench.roster.members[1]
-    await bench.roster.bury(member, "died")
+    await bench.roster.mark_dead(member, "died")
     member.process = None  # of others
     await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
     member.lifecycle.to(State.LAUNCHING, "answers again")
@@ -149,6 +149,6 @@ async def test_a_server_that_rejoins_a_paused_fleet_keeps_no_prefix_for_a_native
     await bench.operations.admit(member)
     assert bench.engine["b"].calls["pause"][:2] == (PauseMode.KEEP, True)
     await bench.operations.native_update(NAMES, 1)
-    assert bench.roster.kept == set()
+    assert bench.roster.kv_kept_versions == set()
     await bench.operations.resume()
     bench.check_belief()

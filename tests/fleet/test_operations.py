@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fleet_fakes import DEADLINE_S, Bench, until
@@ -129,10 +131,85 @@ async def test_who_cannot_go_on_after_a_pause_that_was_taken_back_is_dead() -> N
         await bench.operations.pause(PauseMode.WAIT, clear_cache=True, timeout_s=0.0)
 
 
+# --- a pause that waits for requests ---------------------------------------------------------------------------------
+
+
+async def waiting_for_requests(bench: Bench, *queued: Callable[[], Coroutine[Any, Any, None]]) -> Sequence[Any]:
+    """A pause that waits for the requests of engine b, and what was queued behind it as it was queued itself."""
+    bench.engine["b"].busy.clear()
+    bench.engine["b"].idle.clear()
+    update = asyncio.create_task(bench.operations.update([], None))
+    await asyncio.sleep(0)
+    tasks = [asyncio.create_task(pause(bench, PauseMode.WAIT))]
+    for operation in queued:
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(operation()))
+    await asyncio.sleep(0)
+    bench.engine["b"].busy.set()
+    await update
+    await until(lambda: ("b", "pause") in bench.journal)
+    return tasks
+
+
+@pytest.mark.parametrize("when", ["queued", "waiting"])
+async def test_an_abort_passes_a_pause_that_waits_and_so_ends_it(when: str) -> None:
+    bench = await Bench("ab").started()
+    abort = bench.operations.abort
+    pausing, *aborting = await waiting_for_requests(bench, *([abort] if when == "queued" else []))
+    async with asyncio.timeout(5.0):
+        await (aborting[0] if aborting else abort())
+        await pausing
+    assert {bench.state(name) for name in "ab"} == {State.PAUSED}
+    bench.check_belief()
+
+
+@pytest.mark.parametrize("when", ["queued", "waiting"])
+async def test_a_resume_ends_a_pause_that_waits(when: str) -> None:
+    bench = await Bench("ab").started()
+    resume = bench.operations.resume
+    pausing, *resuming = await waiting_for_requests(bench, *([resume] if when == "queued" else []))
+    async with asyncio.timeout(5.0):
+        await (resuming[0] if resuming else resume())
+        assert not bench.router.closed
+        bench.check_belief()
+        with pytest.raises(StateError, match="ended while it waited for requests; every engine goes on as before"):
+            await pausing
+
+
+async def test_a_resume_as_a_pause_has_ended_its_wait_resumes() -> None:
+    bench = await Bench("ab").started()
+    (pausing,) = await waiting_for_requests(bench)
+    bench.engine["b"].idle.set()
+    async with asyncio.timeout(5.0):
+        await bench.operations.resume()
+        await asyncio.gather(pausing, return_exceptions=True)
+    assert not bench.operations.paused
+    bench.check_belief()
+
+
+async def test_cancelling_a_pause_that_waits_ends_it() -> None:
+    bench = await Bench("ab").started()
+    (pausing,) = await waiting_for_requests(bench)
+    pausing.cancel()
+    async with asyncio.timeout(5.0):
+        await bench.operations.reset_prefix_cache()  # takes its turn
+    assert not bench.router.closed
+    bench.check_belief()
+
+
+async def test_closing_ends_a_pause_that_waits() -> None:
+    bench = await Bench("ab").started()
+    (pausing,) = await waiting_for_requests(bench)
+    async with asyncio.timeout(5.0):
+        await bench.operations.close()
+        with pytest.raises(StateError, match="torn down in the middle"):
+            await pausing
+
+
 async def test_what_is_in_flight_on_every_rank_of_a_server_that_died_is_broken_off() -> None:
     bench = await Bench("ab").started()
     bench.roster.members[0].ranks = 2
-    await bench.roster.bury(bench.roster.members[0], "test")
+    await bench.roster.mark_dead(bench.roster.members[0], "test")
     assert bench.router.cut == ("a.dp0", "a.dp1")
     assert bench.router.serves() == {"b": 0}
 
@@ -388,24 +465,24 @@ async def test_after_a_close_nothing_begins_and_what_runs_is_cut_short() -> None
 async def test_the_fleet_has_the_last_word_on_a_router_that_another_spoke_to() -> None:
     bench = await Bench("ab").started()
     bench.router.epoch = 40
-    await bench.roster.bury(bench.roster.members[0], "gone")
+    await bench.roster.mark_dead(bench.roster.members[0], "gone")
     assert (bench.router.epoch, bench.router.serves()) == (41, {"b": 0})
 
 
 async def test_an_engine_dies_though_the_router_cannot_be_told() -> None:
     bench = await Bench("ab").started()
     bench.router.gone = True
-    await bench.roster.bury(bench.roster.members[0], "gone")
+    await bench.roster.mark_dead(bench.roster.members[0], "gone")
     assert bench.state("a") is State.DEAD
     bench.router.gone = False
-    await bench.roster.push()
+    await bench.roster.push_membership()
     bench.check_belief()
 
 
 async def test_an_engine_of_another_version_is_not_admitted() -> None:
     bench = Bench("ab")
     member = bench.roster.members[1]
-    await bench.roster.bury(member, "gone")
+    await bench.roster.mark_dead(member, "gone")
     member.lifecycle.to(State.LAUNCHING, "test")
     member.lifecycle.to(State.SYNCING, "test")
     bench.roster.version = 3

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from penstock.engine.control import CoreState
-from penstock.fleet.probe import YOUNG, CoreSilentError, Occupation, probe
+from penstock.fleet.fan_out import Occupation
+from penstock.fleet.probe import YOUNG, CoreSilentError, probe
 from penstock.sim import VirtualClock, run_virtual
 
 HANG_S = 6.0

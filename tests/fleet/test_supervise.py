@@ -129,9 +129,22 @@ async def test_a_core_may_be_silent_while_a_call_of_ours_keeps_it_busy() -> None
             assert bench.state("a") is State.SERVING, "its silence is that of the call"
             engine.busy.set()
             await busy
-        await until(lambda: bench.roster.members[0].foreign is not None)  # else a mend asks, with a long deadline
         engine.faults["question"] = "hang"
         await until_dead(bench, "a")
+
+
+async def test_a_core_that_hangs_as_it_is_put_right_holds_up_no_operation() -> None:
+    bench = await Bench("ab").started()
+    bench.operations = Operations(
+        bench.roster, bench.store, min_engines=1, control_timeout_s=3600.0, request_timeout_s=3600.0
+    )
+    said = CoreState(paused=True, weight_version=0)
+    bench.engine["a"].faults["question"] = "hang"
+    mending = asyncio.create_task(bench.operations.mend(bench.roster.members[0], said, 0.15))
+    await until(lambda: ("a", "question") in bench.journal)
+    async with asyncio.timeout(30.0):
+        await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
+        await mending
 
 
 async def test_a_pause_that_waits_hides_no_core_that_hangs() -> None:
@@ -176,10 +189,10 @@ async def test_an_engine_that_somebody_else_pauses_or_resumes_is_put_right(caplo
         await until(lambda: bench.engine["b"].paused)
         await bench.operations.resume()
         bench.check_belief()
-    told = [record.getMessage() for record in caplog.records if "by somebody else" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "by another process" in record.getMessage()]
     assert told == [
-        "engine a was paused by somebody else, and is resumed again",
-        "engine b was resumed by somebody else, and is paused again",
+        "engine a was paused by another process, and is resumed again",
+        "engine b was resumed by another process, and is paused again",
     ]
 
 
@@ -190,13 +203,13 @@ async def test_a_teardown_meets_no_mend(when: str) -> None:
     bench.engine["a"].paused = True
     bench.engine["a"].busy.clear()
     said = CoreState(paused=True, weight_version=0, torn=False, foreign=0)
-    mending = asyncio.create_task(bench.operations.mend(member, said))
+    mending = asyncio.create_task(bench.operations.mend(member, said, 30.0))
     if when == "meanwhile":
         await until(lambda: ("a", "question") in bench.journal)
     await bench.operations.close()
     async with asyncio.timeout(60.0):
         await mending
-        await bench.operations.mend(member, said)
+        await bench.operations.mend(member, said, 30.0)
 
 
 @pytest.mark.parametrize("what", ["version", "torn", "foreign"])
@@ -210,7 +223,7 @@ async def test_an_engine_whose_weights_somebody_else_changed_gets_those_of_the_f
         await until(lambda: bool(restarts.engines.starts))
         await until_serves(bench, "a", 1)
         (reason,) = [change.reason for change in member.lifecycle.history if change.new is State.DEAD]
-        assert reason.startswith(("somebody else", "its weights were dropped or half written by somebody else"))
+        assert reason.startswith(("another process", "its weights were dropped or half written by another process"))
         bench.check_belief()
 
 
@@ -248,7 +261,7 @@ async def test_who_has_seen_an_engine_die_waits_until_it_gets_no_more_requests()
         bench.engine["c"].faults["health"] = "hang"
         restarts.engines.gate.clear()
         begin = asyncio.get_running_loop().time()
-        await asyncio.gather(*(restarts.supervisor.look() for _ in range(100)))
+        await asyncio.gather(*(restarts.supervisor.probe_all() for _ in range(100)))
         assert asyncio.get_running_loop().time() - begin < 30.0
         assert bench.router.serves() == {"a": 0, "c": 0}
         assert bench.journal.count(("b", "health")) == 1, "asked once for all"

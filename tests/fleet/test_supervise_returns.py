@@ -82,7 +82,7 @@ async def test_a_guard_that_ends_is_logged_and_nobody_waits_for_its_engine(caplo
     restarts.engines.start = breaks
     bench.process["a"].kill()
     await until(lambda: "engine a is watched no more: KeyError('version')" in caplog.text)
-    assert not bench.roster.members[0].returns
+    assert not bench.roster.members[0].restarts
     with pytest.raises(KeyError):
         await restarts.supervisor.stop()
 
@@ -185,7 +185,7 @@ async def test_weights_that_nobody_has_are_waited_for_until_the_next_update(capl
         assert "weight version 5 came by update_named_weights, of which no copy is kept" in caplog.text
         await bench.operations.resume()
         bench.process["a"].kill()
-        waits = "waits for the next update_weights: nobody has the fleet's weights of version 5 any more"
+        waits = "waits for the next update_weights: no process has the fleet's weights of version 5 any more"
         await until(lambda: bench.roster.members[0].lifecycle.reason.startswith(waits))
         assert f"engine a stays syncing: {waits}" in caplog.text
         await asyncio.sleep(0.05)
@@ -207,7 +207,7 @@ async def test_starts_that_fail_are_tried_again_after_twice_the_wait_until_the_b
     async with restarting(bench, fleet) as restarts:
         restarts.engines.failing = 9
         bench.process["a"].kill()
-        await until(lambda: not bench.roster.members[0].returns)
+        await until(lambda: not bench.roster.members[0].restarts)
         assert restarts.waits == [0.5, 1.0, 2.0, 4.0]
         assert bench.state("a") is State.DEAD
         assert bench.router.serves() == {"b": 0}
@@ -244,7 +244,7 @@ async def test_when_none_is_left_and_none_comes_back_it_is_said() -> None:
         for name in "ab":
             bench.process[name].kill()
             await until_dead(bench, name)
-        await until(lambda: not any(m.coming for m in bench.roster.members))
+        await until(lambda: not any(m.is_restarting for m in bench.roster.members))
         with pytest.raises(EngineDeadError, match=r"no engine is left, and none is coming back \(a, b dead: its"):
             await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
         with pytest.raises(UpdateError, match="0 engines were good before it began"):

@@ -186,7 +186,7 @@ async def test_too_few_engines_before_the_gate_leave_the_rest_untouched() -> Non
 
 async def test_no_engine_at_all() -> None:
     bench = await Bench("a").started()
-    await bench.roster.bury(bench.roster.members[0], "gone")
+    await bench.roster.mark_dead(bench.roster.members[0], "gone")
     with pytest.raises(UpdateError, match="0 engines were good before it began, min_engines is 1; a dead: gone"):
         await bench.operations.update([], None)
 
@@ -196,7 +196,7 @@ async def test_an_engine_that_dies_by_itself_during_the_update_is_not_counted() 
     bench.engine["b"].busy.clear()
     update = asyncio.create_task(bench.operations.update([], None))
     await until(lambda: ("b", "prepare") in bench.journal)
-    await bench.roster.bury(bench.roster.members[1], "its process exited with status -9")
+    await bench.roster.mark_dead(bench.roster.members[1], "its process exited with status -9")
     bench.engine["b"].busy.set()
     report = await update
     assert report.failures == {"b": "its process exited with status -9"}

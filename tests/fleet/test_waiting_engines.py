@@ -42,7 +42,7 @@ async def killed(fleet: Fleet, index: int) -> None:
     member = fleet._roster.members[index]
     engine_process(member.url).kill()
     assert await fleet._roster.until(lambda: member.state is State.DEAD, deadline_s=10.0)
-    assert await fleet._roster.until(lambda: member.waits, deadline_s=20.0)
+    assert await fleet._roster.until(lambda: member.awaiting_weights, deadline_s=20.0)
 
 
 async def updated(fleet: Fleet, tensors: Any = WEIGHTS) -> Any:
@@ -131,7 +131,9 @@ async def test_tensors_that_never_come_hold_nothing(fleet: Fleet, monkeypatch: p
             await asyncio.wait_for(fleet.update_weights(Stuck()), 15.0)
         assert fleet.weight_version == version
         assert not (await fleet._roster.admin.engines()).gate_closed, "the gate"
-        assert await fleet._roster.until(lambda: all(m.waits for m in fleet._roster.members), deadline_s=20.0)
+        assert await fleet._roster.until(
+            lambda: all(m.awaiting_weights for m in fleet._roster.members), deadline_s=20.0
+        )
         assert len((await updated(fleet)).engines) == 2
         await serve_again(fleet, 2)
     finally:
@@ -173,7 +175,7 @@ async def test_no_second_group_and_nobody_with_half_a_version_serves(
         store.invite = invite
     assert len(calls) == 1
     assert (await fleet._roster.admin.engines()).engines == ()
-    assert await fleet._roster.until(lambda: all(m.waits for m in fleet._roster.members), deadline_s=20.0)
+    assert await fleet._roster.until(lambda: all(m.awaiting_weights for m in fleet._roster.members), deadline_s=20.0)
     assert len((await updated(fleet)).engines) == 2
     await serve_again(fleet, 2)
 
@@ -195,7 +197,7 @@ async def test_a_report_names_who_died_while_the_group_formed(fleet: Fleet) -> N
         store.invite = invite
     assert list(report.failures) == ["e1"]
     assert [update.engine for update in report.engines] == ["e0"]
-    assert await fleet._roster.until(lambda: victim.waits, deadline_s=20.0)
+    assert await fleet._roster.until(lambda: victim.awaiting_weights, deadline_s=20.0)
     await updated(fleet)
     await serve_again(fleet, 2)
 
@@ -205,12 +207,12 @@ async def test_a_report_names_who_died_while_the_group_formed(fleet: Fleet) -> N
 
 async def waiting(bench: Bench, index: int) -> asyncio.Task[None]:
     member = bench.roster.members[index]
-    await bench.roster.bury(member, "gone")
+    await bench.roster.mark_dead(member, "gone")
     member.lifecycle.to(State.LAUNCHING, "test")
     member.lifecycle.to(State.SYNCING, "test")
     member.weight_version = bench.engine[member.name].version = 0
     admitting = asyncio.create_task(bench.operations.admit(member))
-    await until(lambda: member.waits)
+    await until(lambda: member.awaiting_weights)
     return admitting
 
 
@@ -233,10 +235,10 @@ async def test_it_misses_no_update_where_one_follows_another_at_once() -> None:
     bench.store.commit = lambda _: None  # type: ignore[method-assign] - nothing is kept of any
     await bench.operations.update([], None)
     member = bench.roster.members[1]
-    await bench.roster.bury(member, "gone")
+    await bench.roster.mark_dead(member, "gone")
     bench.engine["a"].busy.clear()
     first = asyncio.create_task(bench.operations.update([], None))
-    await until(lambda: bench.operations.turns.taken)
+    await until(lambda: bench.operations.queue.busy)
     member.lifecycle.to(State.LAUNCHING, "test")
     member.lifecycle.to(State.SYNCING, "test")
     member.weight_version = bench.engine["b"].version = 0
@@ -255,10 +257,10 @@ async def test_it_waits_on_where_the_update_does_not_commit() -> None:
     bench.engine["a"].faults["apply-load"] = "die"
     with pytest.raises(UpdateError, match="2 engines were good when it was applied"):
         await bench.operations.update([], None)
-    assert bench.roster.members[2].waits
+    assert bench.roster.members[2].awaiting_weights
     admitting.cancel()
     await asyncio.wait((admitting,))
-    assert not bench.roster.members[2].waits
+    assert not bench.roster.members[2].awaiting_weights
 
 
 @pytest.mark.parametrize("error", [WeightsError("the second pass"), OSError("no space left")])

@@ -21,8 +21,8 @@ from virtual_http import Call, Exchange, Session, refused
 from penstock import Fleet
 from penstock.config import EngineConfig, FleetConfig, RouterConfig
 from penstock.errors import EngineHTTPError, EngineStartError
-from penstock.fleet.assemble import assemble, join
-from penstock.fleet.member import Lifecycle, Member, State
+from penstock.fleet.launch import Terms, assemble
+from penstock.fleet.member import Lifecycle, Member, State, connect_engine
 from penstock.fleet.router_process import OpenRouter
 from penstock.http import HttpTransport
 from penstock.router.admin_client import EngineLoad, RouterState
@@ -271,7 +271,7 @@ class _Waiting(Waiter):
 
 
 class VirtualEngines:
-    """Starts simulated engines (`member.Engines`)."""
+    """Starts simulated engines (`engines.LaunchedEngines`)."""
 
     def __init__(self, network: Network) -> None:
         self.config = EngineConfig(model="sim-model", profile="sim")
@@ -280,14 +280,14 @@ class VirtualEngines:
         self._network = network
         self._nodes: dict[Lifecycle, Node] = {}
 
-    async def start(self, lifecycle: Lifecycle, gpus: Sequence[str]) -> Member:  # noqa: ARG002 - as Engines has it
+    async def start(self, lifecycle: Lifecycle, gpus: Sequence[str]) -> Member:  # noqa: ARG002 - as LaunchedEngines has it
         await asyncio.sleep(START_S)
         if self.failures:
             self.failures -= 1
             lifecycle.to(State.DEAD, "did not start")
             raise EngineStartError("did not start", engine=lifecycle.engine)
         node = self._nodes[lifecycle] = self._network.add(lifecycle.engine)
-        return await join(
+        return await connect_engine(
             lifecycle, node.url, AsyncExitStack(), api_key=None, control_timeout_s=DEADLINE_S, process=node
         )
 
@@ -302,7 +302,7 @@ class VirtualEngines:
         for lifecycle in tuple(self._nodes):
             await self.end(lifecycle)
 
-    async def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:  # noqa: ARG002 - as Engines has it
+    async def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:  # noqa: ARG002 - as LaunchedEngines has it
         return ()
 
 
@@ -337,11 +337,8 @@ async def open_fleet(network: Network, engines: VirtualEngines, count: int, **op
             OpenRouter(ROUTER, network.router),
             members,
             owned,
-            fleet=FleetConfig(engines=count, **options),
-            api_key=None,
-            control_timeout_s=DEADLINE_S,
-            request_timeout_s=3600.0,
-            engines=engines,
+            Terms(FleetConfig(engines=count, **options), None, DEADLINE_S, 3600.0),
+            engines=engines,  # type: ignore[arg-type]
         )
 
 

@@ -56,7 +56,7 @@ class FleetAdapters:
         """Load one on every engine; a core says nothing while it does, and is not dead of it.
 
         Raises:
-            UserError: the name stands for another path, or for other files there; nobody was asked.
+            UserError: the name stands for another path, or for other files there; no engine was asked.
             EngineHTTPError: one refused it, or another error of the first that failed; the others have it.
         """
         async with self._loading:

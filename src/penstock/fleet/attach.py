@@ -1,4 +1,4 @@
-"""Servers that someone else started: joined to a fleet, and again where they come back; never ended."""
+"""Servers that someone else started: joined to a fleet, again when they come back, and never ended."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, TypeVar
 
-from penstock.aio import all_or_first_error
 from penstock.config import ServerSpec
 from penstock.engine.request import ClientState
 from penstock.engine.vanilla.control import VanillaControl, VersionHistory
 from penstock.engine.vanilla.requests import VanillaReplies
 from penstock.errors import EngineError, EngineHTTPError, PenstockError, UserError
-from penstock.fleet.assemble import JOIN_S, join
-from penstock.fleet.member import Lifecycle, Member, State
+from penstock.fleet.member import CONNECT_S, Lifecycle, Member, State, connect_engine
 from penstock.fleet.roster import Roster
 from penstock.http import HttpTransport
 from penstock.parsing import reading
@@ -30,7 +28,7 @@ class AttachedServers:
     Args:
         api_key: what they ask for, since they were started with it; the same that the router asks of clients.
         control_timeout_s: deadline of a control call.
-        served_as: what clients of the fleet call its model; None: nobody has said.
+        served_as: what clients of the fleet call its model; None: unknown.
     """
 
     def __init__(self, *, api_key: str | None, control_timeout_s: float, served_as: str | None = None) -> None:
@@ -57,19 +55,18 @@ class AttachedServers:
             PenstockError: it does not answer, or is no engine; it is DEAD.
             UserError: it is a router, serves another model, or has fewer ranks than are to be addressed.
         """
-        try:
-            member = await self._joined(lifecycle, spec.url)
+        async with AsyncExitStack() as failed:
             try:
+                member = await self._joined(lifecycle, spec.url)
+                failed.push_async_callback(member.control.close)
                 if self._served_as is not None:
                     member.warning = await self._ask(spec.url, partial(_other_name, name=self._served_as))
                 _refuse_other_model(member, beside)
                 member.ranks = _ranks(member, spec)
-            except BaseException:
-                await member.control.close()
+            except PenstockError as error:
+                lifecycle.to(State.DEAD, f"does not join: {error}")
                 raise
-        except PenstockError as error:
-            lifecycle.to(State.DEAD, f"does not join: {error}")
-            raise
+            failed.pop_all()
         member.spec = spec
         return member
 
@@ -79,7 +76,7 @@ class AttachedServers:
 
     async def _joined(self, lifecycle: Lifecycle, url: str) -> Member:
         try:
-            return await join(
+            return await connect_engine(
                 lifecycle,
                 url,
                 self._connections,
@@ -98,15 +95,11 @@ class AttachedServers:
         finally:
             await http.close()
 
-    async def join_all(self, lives: Sequence[Lifecycle], specs: Sequence[ServerSpec]) -> list[Member]:
-        """Join several; PenstockError of the first that does not, and the others are given up."""
-        return await all_or_first_error(self.join(*pair) for pair in zip(lives, specs, strict=True))
-
 
 async def _refuse_router(http: HttpTransport) -> None:
-    """A router refuses to say what its engines are, in words that do not say that it is one."""
+    """Say that a router is none of the engines: its own refusal does not."""
     try:
-        await http.get_text("/router/health", timeout_s=JOIN_S)
+        await http.get_text("/router/health", timeout_s=CONNECT_S)
     except EngineHTTPError:
         return
     raise UserError(f"{http.url} is a router of Penstock, not an engine; give the addresses of its engines")
@@ -114,7 +107,7 @@ async def _refuse_router(http: HttpTransport) -> None:
 
 async def _other_name(http: HttpTransport, name: str) -> str:
     """A warning: OpenAI requests name the model, and are passed on as they came; those by token ids do not."""
-    models: Any = await http.get("/v1/models", timeout_s=JOIN_S)
+    models: Any = await http.get("/v1/models", timeout_s=CONNECT_S)
     with reading(f"answer of {http.url} to /v1/models", EngineError):
         names = [str(model["id"]) for model in models["data"]]
         first = names[0]

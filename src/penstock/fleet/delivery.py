@@ -1,47 +1,34 @@
-"""Weights that travel while the engines take them: the group over which they do, and what is done where it breaks."""
+"""Weights sent by broadcast: the group of trainer and engines, and what is done when it breaks."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from contextlib import ExitStack, asynccontextmanager, suppress
+from types import TracebackType
+from typing import Any, TypeVar
 
 from penstock.aio import cancelled, in_thread
+from penstock.engine.control import ControlClient
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, TransferError, WeightsError
-from penstock.fleet.fan_out import Call, FanOut, OnFailure, fan_out
-from penstock.fleet.member import EngineControl, Member, updatable
+from penstock.fleet.fan_out import Call, FanOut, fan_out
+from penstock.fleet.member import Member, updatable
 from penstock.fleet.roster import Roster
 from penstock.types import EngineUpdate
-from penstock.weights.broadcast import Layout
-from penstock.weights.manifest import WeightManifest
+from penstock.weights.broadcast import BroadcastStore
 
 T = TypeVar("T")
 
 ANSWER_S = 5.0
-"""Who has not said so long after a transfer was cut that it was, hangs; the others wait for it behind the gate."""
-
-
-@runtime_checkable
-class Sender(Protocol):
-    """A store that sends what was published; `weights.broadcast.BroadcastStore` is the real one."""
-
-    def invite(self, layouts: Sequence[Layout]) -> list[dict[str, Any]]: ...  # noqa: D102 - as in BroadcastStore, all
-    def form(self) -> None: ...  # noqa: D102
-    def absent(self, layouts: Sequence[Layout]) -> list[int]: ...  # noqa: D102
-    def formed(self) -> bool: ...  # noqa: D102
-    def addressed(self, manifest: WeightManifest) -> WeightManifest: ...  # noqa: D102
-    def send(self) -> None: ...  # noqa: D102
-    def interrupt(self, why: str) -> None: ...  # noqa: D102
-    def forget(self) -> None: ...  # noqa: D102
+"""An engine that gives no answer for so long after a transfer was cut hangs; the others wait for it behind the gate."""
 
 
 class Delivery:
     """Keeps one group for as long as the same engines are there.
 
     Args:
-        roster: the engines; a death that it is told of cuts the group at once.
+        roster: the engines; a death that it learns of cuts the group at once.
         deadline_s: seconds that each engine has for each call.
     """
 
@@ -50,14 +37,14 @@ class Delivery:
         self._deadline_s = deadline_s
         self.fresh = False
         """The last `gather` formed a group, and did not find it."""
-        self._joined: tuple[EngineControl, ...] = ()
+        self._joined: tuple[ControlClient, ...] = ()
 
-    def holds(self, sender: Sender, members: Sequence[Member]) -> bool:
-        """Whether the group is whole, and of these engines; one that was started anew is another."""
+    def holds(self, sender: BroadcastStore, members: Sequence[Member]) -> bool:
+        """Whether the group is whole, and of these engines; one that was restarted is another."""
         return sender.formed() and self._joined == tuple(member.control for member in members)
 
-    async def gather(self, sender: Sender, members: Sequence[Member], *, torn: bool = False) -> list[Member]:
-        """Form the group of these engines while they generate, unless it is there; who does not come is DEAD.
+    async def gather(self, sender: BroadcastStore, members: Sequence[Member], *, torn: bool = False) -> list[Member]:
+        """Form the group of these engines while they generate, unless it is there; one that does not join is DEAD.
 
         Args:
             sender: opens it.
@@ -65,10 +52,10 @@ class Delivery:
             torn: they have half of the version that is sent already.
 
         Returns:
-            Those who are in it.
+            The engines in it.
 
         Raises:
-            WeightsError: an engine refuses to join, so it cannot; or nobody can reach the trainer.
+            WeightsError: an engine refuses to join; or none can reach the trainer.
         """
         left, self.fresh = updatable(members), False
         while left and not self.holds(sender, left):
@@ -78,10 +65,12 @@ class Delivery:
             left = updatable(left)
         return left
 
-    async def send(self, sender: Sender, members: Sequence[Member], call: Call[EngineUpdate]) -> FanOut[EngineUpdate]:
+    async def send(
+        self, sender: BroadcastStore, members: Sequence[Member], call: Call[EngineUpdate]
+    ) -> FanOut[EngineUpdate]:
         """Send to the group what was published, while `call` makes every engine take it.
 
-        One that fails is DEAD. One whose transfer was cut is torn and paused, its outcome a `TransferError`.
+        An engine that fails is DEAD. One whose transfer was cut is torn and paused, its outcome a `TransferError`.
 
         Raises:
             WeightsError: the tensors are not those that were published, or do not come; all engines are torn.
@@ -91,7 +80,7 @@ class Delivery:
             if isinstance(error, TransferError):
                 sender.interrupt(str(error))  # which names it; the others would wait for it
             else:
-                await self._roster.bury(member, f"apply of new weights failed: {error}", torn=True)
+                await self._roster.mark_dead(member, f"apply of new weights failed: {error}", torn=True)
 
         answers = _Answers()
         async with self._cut_by_a_death(sender, members):
@@ -99,10 +88,15 @@ class Delivery:
             sending.add_done_callback(answers.expect)
             whole = False
             try:
-                outcome = await self._asked(members, lambda engine: answers.of(call(engine)), failed)
+                outcome = await fan_out(
+                    members,
+                    lambda engine: answers.of(call(engine)),
+                    deadline_s=self._deadline_s,
+                    on_failure=failed,
+                )
                 whole = not outcome.failures
             finally:
-                # Who has sent all of it to all is about to see that; whoever else still sends, does so to nobody.
+                # If all have all of it, the sending is about to end; else it sends to engines that are gone.
                 await asyncio.wait((sending,), timeout=ANSWER_S if whole else 0.0)
                 if not sending.done():
                     sender.interrupt("every engine has answered")
@@ -114,24 +108,29 @@ class Delivery:
             raise error
         return outcome
 
-    async def _form(self, sender: Sender, members: Sequence[Member], *, torn: bool) -> bool:
-        """One try; False: somebody has left, or did not come."""
+    async def _form(self, sender: BroadcastStore, members: Sequence[Member], *, torn: bool) -> bool:
+        """Try once; False: an engine has left, or did not join."""
         layouts = [member.layout for member in members]
         invited = await in_thread(lambda: sender.invite(layouts))
-        bodies: Mapping[EngineControl, Mapping[str, Any]] = dict(
+        bodies: Mapping[ControlClient, Mapping[str, Any]] = dict(
             zip((member.control for member in members), invited, strict=True)
         )
 
         async def failed(member: Member, error: PenstockError) -> None:
             if isinstance(error, (WeightsError, EngineHTTPError)):
-                sender.interrupt(f"somebody does not join: {error}")
+                sender.interrupt(f"an engine does not join: {error}")
             else:
-                await self._roster.bury(member, f"did not join the group for new weights: {error}", torn=torn)
+                await self._roster.mark_dead(member, f"did not join the group for new weights: {error}", torn=torn)
 
         async with self._cut_by_a_death(sender, members):
             forming = asyncio.create_task(in_thread(sender.form), name="form-group")
             try:
-                outcome = await self._asked(members, lambda engine: engine.join_group(bodies[engine]), failed)
+                outcome = await fan_out(
+                    members,
+                    lambda engine: engine.join_group(bodies[engine]),
+                    deadline_s=self._deadline_s,
+                    on_failure=failed,
+                )
                 await asyncio.wait((forming,))
             except asyncio.CancelledError:
                 sender.interrupt("the update was given up")
@@ -147,17 +146,16 @@ class Delivery:
             raise problem
         absent = sender.absent(layouts)
         for index in absent:
-            await self._roster.bury(members[index], f"did not join the group for new weights: {problem}", torn=torn)
+            await self._roster.mark_dead(
+                members[index], f"did not join the group for new weights: {problem}", torn=torn
+            )
         if not absent and len(updatable(members)) == len(members):
             raise WeightsError(f"the group for new weights was not formed: {problem}") from problem
         return False
 
-    async def _asked(self, members: Sequence[Member], call: Call[Any], failed: OnFailure) -> FanOut[Any]:
-        return await fan_out(members, call, deadline_s=self._deadline_s, on_failure=failed)
-
     @asynccontextmanager
-    async def _cut_by_a_death(self, sender: Sender, members: Sequence[Member]) -> AsyncGenerator[None]:
-        """While this lasts, the group is cut as soon as one of the engines is known to be gone, however it is known."""
+    async def _cut_by_a_death(self, sender: BroadcastStore, members: Sequence[Member]) -> AsyncGenerator[None]:
+        """Cut the group as soon as one of the engines is known to be gone, by whatever watch."""
 
         async def watch() -> None:
             await self._roster.until(lambda: len(updatable(members)) < len(members))
@@ -205,20 +203,21 @@ def _beside(work: Callable[[], None]) -> asyncio.Future[None]:
     loop = asyncio.get_running_loop()
     over: asyncio.Future[None] = loop.create_future()
 
-    def tell(error: BaseException | None) -> None:
+    def settle(error: BaseException | None) -> None:
         if error is None:
             over.set_result(None)
         else:
             over.set_exception(error)
 
+    def ended(_type: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None) -> bool:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, error)
+        return True
+
     def run() -> None:
-        error: BaseException | None = None
-        try:
+        with ExitStack() as end:
+            end.push(ended)
             work()
-        except BaseException as raised:  # noqa: BLE001 - it is for who waits
-            error = raised
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(tell, error)
 
     threading.Thread(target=run, name="send-weights", daemon=True).start()
     return over

@@ -1,4 +1,4 @@
-"""Engine processes on this machine, without Ray or anything else in between."""
+"""Engine processes that this fleet starts, and where they run: on this machine, or elsewhere by another factory."""
 
 from __future__ import annotations
 
@@ -13,38 +13,13 @@ from penstock.aio import all_or_first_error
 from penstock.config import EngineConfig
 from penstock.engine.launch import EngineProcess, resolve_profile
 from penstock.errors import EngineStartError, PenstockError, StateError
-from penstock.fleet.assemble import join
-from penstock.fleet.member import SERVABLE, EngineHandle, Lifecycle, Member, State
+from penstock.fleet.member import SERVABLE, EngineHandle, Lifecycle, Member, State, connect_engine
 from penstock.fleet.options import place, visible_gpus
 from penstock.process import shortage
 
 
-@dataclass(frozen=True, slots=True)
-class LocalLauncher:
-    """Starts engines as children of this process; see `launched_engines.Launcher`."""
-
-    api_key: str | None
-    """What they ask for from now on."""
-    log_dir: Path
-    """Each appends to a file of its name."""
-
-    async def launch(self, config: EngineConfig, name: str, gpus: Sequence[str]) -> EngineProcess:
-        """Start a server that sees `gpus`, and return when it is ready. Raises EngineStartError or ConfigError."""
-        return await EngineProcess.launch(config, name=name, log_dir=self.log_dir, api_key=self.api_key, gpus=gpus)
-
-    async def place(self, config: EngineConfig, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
-        """GPUs of this machine for one engine more. Raises ConfigError where there is no room."""
-        return place(config, visible_gpus(), taken) if resolve_profile(config) == "gpu" else ()
-
-    async def release(self, name: str) -> None:
-        """Nothing to do: who has which GPUs is known from the engines that there are."""
-
-    async def close(self) -> None:
-        """Nothing to do: every engine has ended."""
-
-
-class Launcher(Protocol):
-    """Where engine processes run: `local_engines.LocalLauncher`, `ray_engines.RayLauncher`.
+class EngineFactory(Protocol):
+    """Where engine processes run: `LocalEngines`, `ray_engines.RayLauncher`.
 
     What is set aside for an engine (GPUs, a placement group) is kept from its first start to `release`, through its
     deaths.
@@ -59,16 +34,40 @@ class Launcher(Protocol):
         ...
 
     async def place(self, config: EngineConfig, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
-        """GPUs for one engine more, where others have `taken`. Raises ConfigError where there is no room."""
+        """Choose GPUs for one engine more, where others have `taken`. Raises ConfigError where there is no room."""
         ...
 
     async def release(self, name: str) -> None:
-        """The engine has ended for good: others may have what was set aside for it."""
+        """Give back what was set aside for an engine that has ended for good."""
         ...
 
     async def close(self) -> None:
-        """Every engine has ended: leave nothing behind."""
+        """Leave nothing behind: every engine has ended."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class LocalEngines:
+    """Starts engines as children of this process; see `EngineFactory`."""
+
+    api_key: str | None
+    """What they ask for from now on."""
+    log_dir: Path
+    """Each appends to a file of its name."""
+
+    async def launch(self, config: EngineConfig, name: str, gpus: Sequence[str]) -> EngineProcess:
+        """Start a server that sees `gpus`, and return when it is ready. Raises EngineStartError or ConfigError."""
+        return await EngineProcess.launch(config, name=name, log_dir=self.log_dir, api_key=self.api_key, gpus=gpus)
+
+    async def place(self, config: EngineConfig, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
+        """Choose GPUs of this machine. Raises ConfigError where there is no room."""
+        return place(config, visible_gpus(), taken) if resolve_profile(config) == "gpu" else ()
+
+    async def release(self, name: str) -> None:
+        """Do nothing: which GPUs are taken is known from the engines that there are."""
+
+    async def close(self) -> None:
+        """Do nothing: every engine has ended."""
 
 
 class LaunchedEngines:
@@ -76,7 +75,7 @@ class LaunchedEngines:
 
     Args:
         config: of every engine.
-        launcher: starts their processes.
+        factory: starts their processes.
         api_key: what they ask for from now on.
         parallel_starts: so many start at the same time.
         stop_timeout_s: seconds between SIGTERM and SIGKILL.
@@ -85,7 +84,7 @@ class LaunchedEngines:
     def __init__(
         self,
         config: EngineConfig,
-        launcher: Launcher,
+        factory: EngineFactory,
         *,
         api_key: str | None,
         parallel_starts: int,
@@ -93,7 +92,7 @@ class LaunchedEngines:
     ) -> None:
         self.config = config
         self._api_key = api_key
-        self._launcher = launcher
+        self._factory = factory
         self._limit = asyncio.Semaphore(parallel_starts)
         self._stop_s = stop_timeout_s
         self._processes: dict[Lifecycle, EngineHandle] = {}
@@ -110,43 +109,42 @@ class LaunchedEngines:
             PenstockError: it did not start; it is gone, and DEAD.
             StateError: all have been ended.
         """
-        process: EngineHandle | None = None
         self._lives.add(lifecycle)
-        try:
-            async with self._limit:
-                self._check_open()
-                process = await self._launched(lifecycle.engine, gpus)
-                self._check_open()  # who ends all that there are does not know of this one
-                self._processes[lifecycle] = process
-                member = await join(
-                    lifecycle,
-                    process.url,
-                    self._connections,
-                    api_key=self._api_key,
-                    control_timeout_s=self.config.control_timeout_s,
-                    process=process,
-                )
-        except BaseException as error:
+        async with AsyncExitStack() as failed:
             try:
-                if isinstance(error, PenstockError) and lifecycle.state is not State.DEAD:
+                member = await self._started(lifecycle, gpus, failed)
+            except PenstockError as error:
+                if lifecycle.state is not State.DEAD:
                     lifecycle.to(State.DEAD, str(error))
-            finally:
-                if process is not None:
-                    process.kill()
-                    await process.wait()
-            raise
+                raise
+            failed.pop_all()
         member.gpus = tuple(gpus)
         return member
 
-    async def _launched(self, name: str, gpus: Sequence[str]) -> EngineHandle:
-        try:
-            return await self._launcher.launch(self.config, name, gpus)
-        except OSError as error:  # no memory, descriptor or room on a disk is left; that may pass
-            raise EngineStartError(f"no process can be started for it: {shortage(error)}", engine=name) from error
+    async def _started(self, lifecycle: Lifecycle, gpus: Sequence[str], failed: AsyncExitStack) -> Member:
+        async with self._limit:
+            self._check_open()
+            try:
+                process = await self._factory.launch(self.config, lifecycle.engine, gpus)
+            except OSError as error:  # no memory, descriptor or room on a disk is left; that may pass
+                what = f"no process can be started for it: {shortage(error)}"
+                raise EngineStartError(what, engine=lifecycle.engine) from error
+            failed.push_async_callback(process.wait)
+            failed.callback(process.kill)
+            self._check_open()  # `end_all` does not know of this one
+            self._processes[lifecycle] = process
+            return await connect_engine(
+                lifecycle,
+                process.url,
+                self._connections,
+                api_key=self._api_key,
+                control_timeout_s=self.config.control_timeout_s,
+                process=process,
+            )
 
     async def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
-        """GPUs for one engine more, where others have `taken`. Raises ConfigError where there is no room."""
-        return await self._launcher.place(self.config, taken)
+        """Choose GPUs for one engine more, where others have `taken`. Raises ConfigError where there is no room."""
+        return await self._factory.place(self.config, taken)
 
     async def end(self, lifecycle: Lifecycle) -> None:
         """End an engine, however far it has come. One that served is STOPPED then."""
@@ -154,21 +152,18 @@ class LaunchedEngines:
             lifecycle.to(State.DRAINING, "the fleet is torn down")
         if (process := self._processes.get(lifecycle)) is not None:
             await process.stop(self._stop_s)
-            self._processes.pop(lifecycle, None)  # not before: who ends all has to find what did not end
-        await self._launcher.release(lifecycle.engine)
+            self._processes.pop(lifecycle, None)  # not before: `end_all` has to find what did not end
+        await self._factory.release(lifecycle.engine)
         if lifecycle.state is State.DRAINING:
             lifecycle.to(State.STOPPED, "its process has ended")
 
     async def end_all(self) -> None:
         """End every engine, and close the connections to them. None can be started any more."""
         self._closed = True
-        try:
+        async with AsyncExitStack() as last:  # each is done, whatever became of those before it
+            last.push_async_callback(self._factory.close)
+            last.push_async_callback(self._connections.aclose)
             await all_or_first_error(self.end(lifecycle) for lifecycle in tuple(self._processes))
-        finally:
-            try:
-                await self._connections.aclose()
-            finally:
-                await self._launcher.close()
 
     def _check_open(self) -> None:
         if self._closed:

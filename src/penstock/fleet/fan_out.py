@@ -1,23 +1,28 @@
-"""Fan-out: one control call to many engines at once, each with its own deadline and its own outcome."""
+"""One control call to many engines at once, each with its own deadline and its own outcome."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from penstock.engine.control import ControlClient
 from penstock.errors import DeadlineError, EngineError, FanOutError, PenstockError
-from penstock.fleet.member import EngineControl, Member
+from penstock.fleet.member import Member
 
 T = TypeVar("T")
-Call = Callable[[EngineControl], Awaitable[T]]
+Call = Callable[[ControlClient], Awaitable[T]]
 OnFailure = Callable[[Member, PenstockError], Awaitable[None]]
+
+TICK_S = 1.0
+"""At most so much of one wait for a timer counts; an event loop that stands still makes one wait long."""
 
 
 @dataclass(frozen=True, slots=True)
 class FanOut(Generic[T]):
-    """What each engine of a snapshot answered, by name and in the snapshot's order; every one is in one of the two."""
+    """What each engine of a snapshot answered, by name and in the snapshot's order; each is in one of the two."""
 
     results: Mapping[str, T]
     failures: Mapping[str, PenstockError]
@@ -47,38 +52,93 @@ async def fan_out(
     """Make `call` on every member at once and wait for every outcome; a failure of one does not touch the others.
 
     Args:
-        members: a snapshot; who joins later is not asked.
+        members: a snapshot; an engine that joins later is not asked.
         call: the control call, such as `lambda engine: engine.resume()`.
         deadline_s: seconds that each engine has; then its outcome is a `DeadlineError`.
         on_failure: awaited for a failed engine as soon as it has failed, while others may still be at work; not where
-            the engine has been started anew since it was asked.
+            the engine has been restarted since it was asked.
     """
+    results: dict[str, T] = {}
+    failures: dict[str, PenstockError] = {}
+
+    async def ask(member: Member) -> None:
+        control = member.control
+        error: PenstockError
+        try:
+            async with asyncio.timeout(deadline_s):
+                result = await call(control)
+        except TimeoutError:
+            error = DeadlineError(f"no answer within {deadline_s:g} s", seconds=deadline_s, engine=member.name)
+        except PenstockError as failed:
+            error = failed
+        except (KeyError, TypeError, ValueError) as malformed:
+            error = EngineError(f"answered something that cannot be read: {malformed!r}", engine=member.name)
+        else:
+            results[member.name] = result
+            return
+        failures[member.name] = error
+        if on_failure is not None and member.control is control:
+            await on_failure(member, error)
+
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_outcome(m, call, deadline_s, on_failure)) for m in members]
-    outcomes = {member.name: task.result() for member, task in zip(members, tasks, strict=True)}
+        for member in members:
+            group.create_task(ask(member))
+    names = [member.name for member in members]
     return FanOut(
-        results={name: outcome for name, outcome in outcomes.items() if not isinstance(outcome, _Failed)},
-        failures={name: outcome.error for name, outcome in outcomes.items() if isinstance(outcome, _Failed)},
+        {name: results[name] for name in names if name in results},
+        {name: failures[name] for name in names if name in failures},
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    error: PenstockError
+class Occupation:
+    """Calls of ours under way that may keep engines' cores from answering anything else."""
 
+    def __init__(self) -> None:
+        self.begun = 0
+        """How many there have been."""
+        self._calls = 0
+        self._begun = asyncio.Event()
+        self._over = asyncio.Event()
+        self._over.set()
 
-async def _outcome(member: Member, call: Call[T], deadline_s: float, on_failure: OnFailure | None) -> T | _Failed:
-    error: PenstockError
-    control = member.control
-    try:
-        async with asyncio.timeout(deadline_s):
-            return await call(control)
-    except TimeoutError:
-        error = DeadlineError(f"no answer within {deadline_s:g} s", seconds=deadline_s, engine=member.name)
-    except PenstockError as failed:
-        error = failed
-    except (KeyError, TypeError, ValueError) as malformed:
-        error = EngineError(f"answered something that cannot be read: {malformed!r}", engine=member.name)
-    if on_failure is not None and member.control is control:
-        await on_failure(member, error)
-    return _Failed(error)
+    @contextmanager
+    def going_on(self) -> Generator[None]:
+        """While such a call is under way."""
+        self._calls += 1
+        self.begun += 1
+        self._over.clear()
+        self._begun.set()
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._begun.clear()
+                self._over.set()
+
+    @property
+    def going(self) -> bool:
+        """One is under way."""
+        return self._calls > 0
+
+    async def over(self) -> None:
+        """Return when there is none."""
+        await self._over.wait()
+
+    async def without(self, seconds: float) -> None:
+        """Return when there has been none for so many seconds in all, from now on.
+
+        Seconds in which this event loop stood still do not count: a trainer may compute in the thread that runs it, and
+        an answer that came meanwhile has not been read.
+        """
+        now = asyncio.get_running_loop().time
+        while seconds > 0:
+            await self.over()
+            since, at_most = now(), min(seconds, TICK_S)
+            try:
+                async with asyncio.timeout(at_most):
+                    await self._begun.wait()
+            except TimeoutError:
+                seconds -= at_most
+            else:
+                seconds -= min(now() - since, at_most)

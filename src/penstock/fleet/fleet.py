@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from penstock.config import EngineConfig, FleetConfig, RouterConfig, ServerSpec
 from penstock.engine.client import DataClient
 from penstock.engine.interface import Engine
 from penstock.engine.request import Counters
 from penstock.errors import StateError
-from penstock.fleet.hope import each_while_hope, while_hope
+from penstock.fleet.fan_out import FanOut
 from penstock.fleet.member import EngineStatus, State
 from penstock.fleet.options import specs_of
-from penstock.fleet.plane import Crew, Orders
-from penstock.fleet.roster import Admin, Roster, loads, statuses
+from penstock.fleet.roster import Admin, Roster, each_while_engines_remain, while_engines_remain
 from penstock.fleet.service import STOPPED, Endpoint
 from penstock.types import (
     KV,
@@ -33,7 +32,42 @@ from penstock.types import (
 from penstock.weights.manifest import as_named_tensors
 
 if TYPE_CHECKING:
-    from penstock.fleet.launch import Opening
+    import torch
+
+    from penstock.fleet.launch import PendingFleet
+
+
+class FleetControl(Protocol):
+    """What is done with every engine: `operations.Operations` in the owner, `remote.py` in other processes."""
+
+    async def pause(  # noqa: D102 - as in Operations, all of them
+        self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None
+    ) -> None: ...
+    async def resume(self) -> None: ...  # noqa: D102
+    async def abort(self) -> None: ...  # noqa: D102
+    async def reset_prefix_cache(self) -> None: ...  # noqa: D102
+    async def sleep(self, level: int) -> None: ...  # noqa: D102
+    async def wake_up(self, tags: Sequence[str] | None) -> None: ...  # noqa: D102
+    async def collective_rpc(  # noqa: D102
+        self, method: str, timeout_s: float, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> FanOut[list[Any]]: ...
+    async def load_adapter(self, name: str, path: str, timeout_s: float) -> None: ...  # noqa: D102
+    async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None: ...  # noqa: D102
+    async def native_update(self, update_info: Mapping[str, Any], version: int) -> None: ...  # noqa: D102
+    async def update(  # noqa: D102
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None, *, kv: KV = "recompute"
+    ) -> UpdateReport: ...
+    async def close(self) -> None: ...  # noqa: D102
+
+
+class FleetSize(Protocol):
+    """What is done with the number of engines: `elastic.Elastic` in the owner, `remote.py` in other processes."""
+
+    def add(self, count: int) -> Awaitable[tuple[str, ...]]: ...  # noqa: D102 - as in Elastic, all of them
+    def attach(self, servers: Sequence[ServerSpec]) -> Awaitable[tuple[str, ...]]: ...  # noqa: D102
+    def drain(self, engine: str | int, timeout_s: float | None = None) -> Awaitable[bool]: ...  # noqa: D102
+    def remove(self, engine: str | int, timeout_s: float | None = None) -> Awaitable[None]: ...  # noqa: D102
+    def replace(self, engine: str | int, timeout_s: float | None = None) -> Awaitable[str]: ...  # noqa: D102
 
 
 class Fleet(Engine):
@@ -48,8 +82,8 @@ class Fleet(Engine):
         url: str,
         *,
         roster: Roster,
-        operations: Orders,
-        elastic: Crew,
+        operations: FleetControl,
+        elastic: FleetSize,
         data: DataClient,
         owned: AsyncExitStack,
         endpoint: Endpoint | None = None,
@@ -57,7 +91,7 @@ class Fleet(Engine):
         self.url = url
         """The router's address: an OpenAI endpoint for all engines together."""
         self.endpoint = endpoint
-        """Its control socket, by which other processes adopt it; None where another process holds the fleet."""
+        """Its control socket, by which other processes connect to it; None where another process owns the fleet."""
         self._roster = roster
         self._operations = operations
         self._elastic = elastic
@@ -77,7 +111,7 @@ class Fleet(Engine):
         parallel_starts: int | None = None,
         detach: bool = False,
         **options: Any,
-    ) -> Opening:
+    ) -> PendingFleet:
         """Start engines and a router on this machine: `async with Fleet.launch("path", engines=2) as fleet:`.
 
         Awaiting the result instead gives a fleet that ends with `teardown`.
@@ -85,7 +119,7 @@ class Fleet(Engine):
         Args:
             model: checkpoint path or hub name, or a whole `EngineConfig`.
             engines: how many; default: `fleet.engines`, 1. 0: only those to attach.
-            attach: servers of the same model that someone else started, besides: `http://HOST:PORT`, with `#dp=N`
+            attach: further servers of the same model that someone else started: `http://HOST:PORT`, with `#dp=N`
                 behind it to address so many data-parallel ranks one by one. They run on after `teardown`.
             fleet: see `FleetConfig`.
             router: see `RouterConfig`.
@@ -123,24 +157,23 @@ class Fleet(Engine):
         control_timeout_s: float = 60.0,
         request_timeout_s: float = 3600.0,
         **options: Any,
-    ) -> Opening:
+    ) -> PendingFleet:
         """Use engines that someone else started; they run on after `teardown`.
 
         Args:
             target: the URL of a router, whose engines are taken; or a list of engine URLs, as `attach` of `launch` has
-                them, for which a router is started. Where another process of yours on this machine holds the fleet
-                behind that router, be it a script, `penstock serve` or a detached one, it goes on to do so, and does
-                what it is asked for over its control socket; where none does, this one holds it from now on.
+                them, for which a router is started. If another process of yours on this machine owns the fleet behind
+                that router, it stays the owner, and calls go to it; else this process owns it from now on.
             api_key: what the router asks of clients; of engine URLs, what these ask for, and the router from now on.
             control_timeout_s: deadline of a control call.
             request_timeout_s: deadline of a generation request.
             options: fields of `FleetConfig` but those of starting engines, and of `RouterConfig` where a router is
-                started. Of a fleet that another process holds, `stream_chunk_tokens` alone: the others are its own.
+                started. Of a fleet that another process owns, `stream_chunk_tokens` alone.
 
         Raises:
-            ConfigError: at once, for an unknown option or a wrong value; when entered, for one that the process which
-                holds the fleet has chosen.
-            EngineDeadError: when entered, if nobody answers there; `UserError`: it is not a router; `StateError`:
+            ConfigError: at once, for an unknown option or a wrong value; when entered, for one that the owner of the
+                fleet has chosen.
+            EngineDeadError: when entered, if no program answers there; `UserError`: it is not a router; `StateError`:
                 the engines serve different weight versions.
         """
         from penstock.fleet.launch import connect  # noqa: PLC0415 - connect builds a Fleet
@@ -175,16 +208,16 @@ class Fleet(Engine):
 
     @property
     def dtype(self) -> str | None:
-        """In which the engines compute, by torch's name: `bfloat16`; None: none of them says."""
+        """The dtype in which the engines compute, by torch's name: `bfloat16`; None: none of them says."""
         return next((m.info.dtype for m in self._roster.members if m.info.dtype), None)
 
     @property
     def router_admin(self) -> Admin:
-        """The router's control side, with the key that it needs."""
+        """The router's control side, with the key it needs."""
         return self._roster.admin
 
     def key_of(self, engine: str) -> str | None:
-        """What an engine asks for, for who speaks to it past the router; None: nothing. Show it to nobody."""
+        """Return the key for calls to an engine past the router; None: it asks for none. Never show or log it."""
         return next((member.api_key for member in self._roster.members if member.name == engine), None)
 
     @property
@@ -197,7 +230,7 @@ class Fleet(Engine):
     async def generate_batch(self, batch: GenerateBatch) -> GenerateOutput:
         """Complete a batch, one request for each prompt; see `generate`."""
         self._check_open()
-        return await while_hope(self._roster, self._data.generate_batch(batch))
+        return await while_engines_remain(self._roster, self._data.generate_batch(batch))
 
     async def sample(
         self,
@@ -209,7 +242,7 @@ class Fleet(Engine):
         """`num_samples` samples of one prompt, as one n-way request (R3)."""
         self._check_open()
         work = self._data.sample(prompt_token_ids, num_samples, sampling_params, session_id)
-        return await while_hope(self._roster, work)
+        return await while_engines_remain(self._roster, work)
 
     async def completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
         """OpenAI `/v1/completions`; each prompt of the body goes to an engine of its own (R7).
@@ -219,30 +252,30 @@ class Fleet(Engine):
             EngineHTTPError: of the first prompt that failed; the others are cancelled.
         """
         self._check_open()
-        return await while_hope(self._roster, self._data.completion(body, session_id))
+        return await while_engines_remain(self._roster, self._data.completion(body, session_id))
 
     async def chat_completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
         """OpenAI `/v1/chat/completions`."""
         self._check_open()
-        return await while_hope(self._roster, self._data.chat_completion(body, session_id))
+        return await while_engines_remain(self._roster, self._data.chat_completion(body, session_id))
 
     def completion_stream(
         self, body: Mapping[str, Any], session_id: SessionId | None = None
     ) -> AsyncGenerator[dict[str, Any]]:
         """OpenAI `/v1/completions` as chunks, each prompt of the body from an engine of its own; see `Engine`."""
         self._check_open()
-        return each_while_hope(self._roster, self._data.completion_stream(body, session_id))
+        return each_while_engines_remain(self._roster, self._data.completion_stream(body, session_id))
 
     def chat_completion_stream(
         self, body: Mapping[str, Any], session_id: SessionId | None = None
     ) -> AsyncGenerator[dict[str, Any]]:
         """OpenAI `/v1/chat/completions` as chunks; see `Engine`."""
         self._check_open()
-        return each_while_hope(self._roster, self._data.chat_completion_stream(body, session_id))
+        return each_while_engines_remain(self._roster, self._data.chat_completion_stream(body, session_id))
 
     @property
     def counters(self) -> Counters:
-        """What had to be done so that no request was cut short: requests sent again, tokens requeued and wasted."""
+        """Count what was done so that no request was cut short: requests sent again, tokens requeued and wasted."""
         return self._data.counters
 
     # --- pause, resume, memory ---------------------------------------------------------------------------------------
@@ -250,7 +283,11 @@ class Fleet(Engine):
     async def pause_generation(
         self, mode: PauseMode = PauseMode.KEEP, *, clear_cache: bool = True, timeout_s: float | None = None
     ) -> None:
-        """Close the gate and pause every engine; see `Engine.pause_generation`. New requests wait in the router."""
+        """Close the gate and pause every engine; see `Engine.pause_generation`. New requests wait in the router.
+
+        While mode `wait` waits for requests, `abort_generation` ends it soon and `resume_generation` takes it back, as
+        does cancelling this call.
+        """
         await self._operations.pause(PauseMode(mode), clear_cache=clear_cache, timeout_s=timeout_s)
 
     async def resume_generation(self) -> None:
@@ -281,14 +318,14 @@ class Fleet(Engine):
     # --- weights -----------------------------------------------------------------------------------------------------
 
     async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> None:
-        """VLLM's native `/init_weight_transfer_engine` on every engine.
+        """Call vLLM's native `/init_weight_transfer_engine` on every engine.
 
         A `rank_offset` in `init_info` is the first engine's; each later one's has the ranks of those before it added.
         """
         await self._operations.init_weight_transfer(init_info)
 
     async def update_named_weights(self, update_info: Mapping[str, Any], *, version: int) -> None:
-        """VLLM's native update on every engine.
+        """Run vLLM's native update on every engine.
 
         No copy of these weights is kept: an engine that returns or is added after it waits for the next
         `update_weights`, and serves nothing before.
@@ -315,18 +352,21 @@ class Fleet(Engine):
     # --- engines that come and go ------------------------------------------------------------------------------------
 
     async def add_engines(self, count: int = 1) -> tuple[str, ...]:
-        """Start more engines; returns their names when they serve, with the fleet's weights (see `Elastic.add`).
+        """Start more engines; returns their names when they serve, with the fleet's weights.
 
         Raises:
             StateError: this fleet did not launch its engines.
             ConfigError: no GPU is free.
-            EngineStartError: of the first that did not start.
+            EngineStartError: of the first that did not start; the others serve.
         """
         self._check_open()
         return await self._elastic.add(count)
 
     async def attach(self, *servers: str | ServerSpec) -> tuple[str, ...]:
-        """Let servers that someone else started serve in this fleet too; returns their names (see `Elastic.attach`).
+        """Let servers that someone else started serve in this fleet too; returns their names.
+
+        One that has other weights than the fleet gets them, where it has our plugin and they are here; else it waits
+        for an update, and serves nothing before.
 
         Args:
             servers: `http://HOST:PORT`, with `#dp=N` behind it to address so many data-parallel ranks one by one.
@@ -334,13 +374,16 @@ class Fleet(Engine):
         Raises:
             ConfigError: a malformed address.
             UserError: one belongs to this fleet already.
-            EngineDeadError, EngineHTTPError: nobody answers there, or something that is no engine.
+            EngineDeadError, EngineHTTPError: no program answers there, or one that is no engine.
         """
         self._check_open()
         return await self._elastic.attach(specs_of(servers))
 
     async def drain(self, engine: str | int, *, timeout_s: float | None = None) -> bool:
-        """Send an engine (by name or index) no new request; returns whether it has ended all it had (see `Elastic`).
+        """Send an engine (by name or index) no new session; returns whether it has ended all it had in time.
+
+        Later turns of its sessions still go there, until they finish or `router.session_ttl_s` has passed.
+        `timeout_s`: seconds, by default `fleet.drain_timeout_s`.
 
         Raises:
             UserError: there is none of that name, or fewer than `min_engines` others.
@@ -350,24 +393,34 @@ class Fleet(Engine):
         return await self._elastic.drain(engine, timeout_s)
 
     async def remove(self, engine: str | int, *, timeout_s: float | None = None) -> None:
-        """Drain an engine and end it. What it has not ended in time goes on elsewhere; raises as `drain`."""
+        """End an engine when it has ended its requests; raises as `drain`.
+
+        Its sessions, and requests that are left after `timeout_s`, go on elsewhere.
+        """
         self._check_open()
         await self._elastic.remove(engine, timeout_s)
 
     async def replace(self, engine: str | int, *, timeout_s: float | None = None) -> str:
-        """Start an engine in the place of another, which is removed; returns the new one's name."""
+        """Start an engine in the place of another, which is removed; returns the new one's name.
+
+        The new one serves before the old one leaves, but where it needs the GPUs of the old one.
+
+        Raises:
+            StateError: it has left already, or someone else started it.
+            EngineStartError: the new one did not start. The old one serves on, unless its GPUs were needed.
+        """
         self._check_open()
         return await self._elastic.replace(engine, timeout_s)
 
     async def get_num_unfinished_requests(self, index: int | None = None) -> int:
-        """Requests running or waiting on engine `index` or on all; those that the router holds are not counted."""
+        """Count requests running or waiting on engine `index` or on all, without those that the router holds."""
         self._check_open()
-        return sum(stats.running + stats.waiting for stats in await loads(self._roster, index))
+        return sum(stats.running + stats.waiting for stats in await self._roster.stats(index))
 
     async def get_cache_usage(self, index: int | None = None) -> float:
         """Fraction of KV blocks in use on engine `index`, or the mean over the engines."""
         self._check_open()
-        usages = [stats.kv_cache_usage for stats in await loads(self._roster, index)]
+        usages = [stats.kv_cache_usage for stats in await self._roster.stats(index)]
         return sum(usages) / len(usages)
 
     async def collective_rpc(
@@ -388,9 +441,9 @@ class Fleet(Engine):
         await self._operations.load_adapter(name, path, timeout_s)
 
     async def engines(self, *, stats: bool = True) -> tuple[EngineStatus, ...]:
-        """Every engine that ever joined, the dead too, in order: its state, why, and, asked for `stats`, its load."""
+        """Return every engine that ever joined, in order: its state, why, and, with `stats`, its load."""
         self._check_open()
-        return await statuses(self._roster, stats=stats)
+        return await self._roster.statuses(stats=stats)
 
     async def teardown(self) -> None:
         """End what this object launched and close its connections; again is harmless. Requests in flight fail."""
@@ -408,5 +461,5 @@ class Fleet(Engine):
 
     def _check_open(self) -> None:
         if self._ending is not None:
-            told = self.endpoint is not None and self.endpoint.stopping.is_set()
-            raise StateError(STOPPED if told else "this fleet was torn down")
+            stopped = self.endpoint is not None and self.endpoint.stopping.is_set()
+            raise StateError(STOPPED if stopped else "this fleet was torn down")

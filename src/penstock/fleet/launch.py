@@ -1,4 +1,4 @@
-"""A fleet about to be: await it, or enter it and have it torn down on the way out."""
+"""From options to a fleet: start engines and a router, or connect to them, and put the parts together."""
 
 from __future__ import annotations
 
@@ -13,42 +13,48 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from penstock.aio import all_or_first_error
+from penstock.aio import all_or_first_error, cancelled
 from penstock.config import EngineConfig, FleetConfig, RouterConfig, ServerSpec
+from penstock.engine.capabilities import smallest_vocabulary
+from penstock.engine.client import DataClient
 from penstock.engine.launch import resolve_profile, server_command
 from penstock.errors import ConfigError, EngineError, EngineHTTPError, PenstockError, StateError, UserError
-from penstock.fleet.assemble import assemble
 from penstock.fleet.attach import AttachedServers
 from penstock.fleet.detach import start_detached
-from penstock.fleet.engines import LaunchedEngines, LocalLauncher
+from penstock.fleet.elastic import Elastic
+from penstock.fleet.engines import LaunchedEngines, LocalEngines
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.member import RANK, Lifecycle, Member
+from penstock.fleet.member import RANK, Lifecycle, Member, State, updatable
+from penstock.fleet.operations import Operations
 from penstock.fleet.options import assign, check_key, made, refuse_unknown, section, specs_of, visible_gpus
 from penstock.fleet.ray_engines import RayLauncher, check_ray
 from penstock.fleet.remote import FleetClient, adopt
-from penstock.fleet.router_process import OpenRouter, check_router, open_router
-from penstock.fleet.service import ASK_THERE, beyond_reach, refuse_second, router_address, socket_of
+from penstock.fleet.roster import Roster
+from penstock.fleet.router_process import OpenRouter, check_router, open_router, settle
+from penstock.fleet.service import ASK_THERE, Endpoint, beyond_reach, refuse_second, router_address, socket_of
+from penstock.fleet.stores import Stores
+from penstock.fleet.supervise import Supervisor
+from penstock.fleet.vllm_router import VllmRouterAdmin
 from penstock.guard import new_key
 from penstock.http import UnreachableError
 from penstock.router.admin_client import RouterAdmin, RouterState
 
+logger = logging.getLogger(__name__)
 
-async def reachable(fleet: Fleet) -> Fleet:
-    """Open the control socket of a fleet that this process holds; where that fails, the fleet ends."""
-    if fleet.endpoint is not None:
-        try:
-            await fleet.endpoint.open(fleet.teardown)
-        except BaseException:
-            await fleet.teardown()
-            raise
-    return fleet
-
+UNAUTHORIZED, NOT_FOUND = 401, 404
+INSTEAD = f"call Fleet.connect {ASK_THERE}, or use an OpenAI client"
+OF_A_CLIENT = frozenset({"stream_chunk_tokens"})
+"""Options of `FleetConfig` that each client of a fleet chooses; the others are its owner's."""
+OF_STARTS = frozenset({"engines", "attach", "launcher", "stop_timeout_s"}) | {
+    name for name in FleetConfig.model_fields if name.startswith("ray_")
+}
+"""Those that only say how engines are started, or which."""
 
 _HOW = "open it by `async with Fleet.launch(...) as fleet:` or by `fleet = await Fleet.launch(...)`"
 
 
-class Opening:
-    """`async with opening as fleet:`, or `fleet = await opening` with a `teardown` of your own. Once only."""
+class PendingFleet:
+    """`async with pending as fleet:`, or `fleet = await pending` with a `teardown` of your own. Once only."""
 
     def __init__(self, start: Callable[[], Coroutine[Any, Any, Fleet]]) -> None:
         self._start = start
@@ -67,7 +73,7 @@ class Opening:
             await self._fleet.teardown()
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Who forgot to open it asks it for a fleet's methods."""
+        """Explain to a caller who forgot to open it why it has no method of a fleet."""
         raise AttributeError(f"this fleet is not open yet, so it has no {name!r}; {_HOW}")
 
     def __enter__(self) -> NoReturn:
@@ -83,7 +89,17 @@ class Opening:
         return await self._start()
 
 
-logger = logging.getLogger(__name__)
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What `launch` and `connect` have in common."""
+
+    fleet: FleetConfig
+    api_key: str | None
+    """What the router asks of clients."""
+    control_timeout_s: float
+    """Deadline of a control call."""
+    request_timeout_s: float
+    """Deadline of a generation request."""
 
 
 def launch(
@@ -95,8 +111,8 @@ def launch(
     api_key: str | None = None,
     parallel_starts: int | None = None,
     detach: bool = False,
-) -> Opening:
-    """See `Fleet.launch`."""
+) -> PendingFleet:
+    """Prepare what `Fleet.launch` describes."""
     refuse_unknown(options, EngineConfig, FleetConfig, RouterConfig)
     check_key(api_key)
     if parallel_starts is not None and (type(parallel_starts) is not int or parallel_starts < 1):
@@ -112,12 +128,7 @@ def launch(
         raise ConfigError("engines is 0 and there is nothing to attach; launch one, or give the URLs of others")
     if of_fleet.min_engines > count:
         raise ConfigError(f"min_engines is {of_fleet.min_engines}, more than the {count} engines")
-    gpus: Sequence[tuple[str, ...]] = [()] * of_fleet.engines
-    if of_fleet.launcher == "ray":
-        check_ray()
-    elif of_fleet.engines:
-        server_command(engine, port=0, api_key=None)  # a wrong model path is said now, not after a router started
-        gpus = assign(engine, of_fleet.engines, visible_gpus() if resolve_profile(engine) == "gpu" else ())
+    gpus = _gpus(engine, of_fleet)
     if len({name for names in gpus for name in names}) < sum(len(names) for names in gpus):
         # vLLM measures what its GPU has free while it starts, so those that share one start one after another.
         parallel_starts = 1
@@ -125,92 +136,88 @@ def launch(
     check_router(of_router, api_key)
     if of_router.kind == "vllm-router" and (ranks := [s.url for s in of_fleet.attach if (s.dp or 1) > 1]):
         raise ConfigError(f"vllm-router addresses no data-parallel ranks; leave dp out of {', '.join(ranks)}")
+    terms = Terms(of_fleet, api_key, engine.control_timeout_s, engine.request_timeout_s)
     if detach:
-        return Opening(lambda: _detached(engine, of_fleet, of_router, api_key, parallel_starts))
-    plan = _Plan(
-        engine=engine,
-        fleet=of_fleet,
-        router=of_router,
-        api_key=api_key,
-        parallel_starts=parallel_starts,
-        gpus=gpus,
+        return PendingFleet(lambda: _detached(engine, of_router, terms, parallel_starts))
+    return PendingFleet(lambda: _launched(engine, of_router, terms, gpus, parallel_starts))
+
+
+def _gpus(engine: EngineConfig, fleet: FleetConfig) -> Sequence[tuple[str, ...]]:
+    """GPUs of each engine, none where it takes what it finds; refuses what cannot start."""
+    if fleet.launcher == "ray":
+        check_ray()
+    elif fleet.engines:
+        server_command(engine, port=0, api_key=None)  # a wrong model path is an error now, before a router starts
+        return assign(engine, fleet.engines, visible_gpus() if resolve_profile(engine) == "gpu" else ())
+    return [()] * fleet.engines
+
+
+async def _detached(engine: EngineConfig, router: RouterConfig, terms: Terms, parallel_starts: int | None) -> Fleet:
+    url = await start_detached(engine, terms.fleet, router, api_key=terms.api_key, parallel_starts=parallel_starts)
+    async with AsyncExitStack() as failed:  # the caller has nothing to end it by
+        client = FleetClient.to(url)
+        failed.push_async_callback(_stop, client)
+        fleet = await _adopted(client, url, terms)
+        failed.pop_all()
+    return fleet
+
+
+async def _stop(client: FleetClient) -> None:
+    async with client:
+        with suppress(PenstockError):  # it is gone, or ends
+            await client.stop()
+
+
+async def _adopted(client: FleetClient, url: str, terms: Terms) -> Fleet:
+    return await adopt(
+        client,
+        url,
+        api_key=terms.api_key,
+        control_timeout_s=terms.control_timeout_s,
+        request_timeout_s=terms.request_timeout_s,
+        stream_chunk_tokens=terms.fleet.stream_chunk_tokens,
     )
-    return Opening(plan.start)
 
 
-async def _detached(
-    engine: EngineConfig, fleet: FleetConfig, router: RouterConfig, api_key: str | None, parallel_starts: int | None
+async def _launched(
+    engine: EngineConfig,
+    router_config: RouterConfig,
+    terms: Terms,
+    gpus: Sequence[tuple[str, ...]],
+    parallel_starts: int | None,
 ) -> Fleet:
-    url = await start_detached(engine, fleet, router, api_key=api_key, parallel_starts=parallel_starts)
-    client = FleetClient.to(url)
-    try:
-        return await adopt(
-            client,
-            url,
-            api_key=api_key,
-            control_timeout_s=engine.control_timeout_s,
-            request_timeout_s=engine.request_timeout_s,
-            stream_chunk_tokens=fleet.stream_chunk_tokens,
+    fleet, api_key = terms.fleet, terms.api_key
+    refuse_second(router_config.url)
+    key = new_key()
+    engine_key = api_key if router_config.kind == "vllm-router" else key  # it sends its callers' key to engines
+    async with AsyncExitStack() as owned:
+        logs = _LogFolder(fleet.log_dir, owned)
+        router = await open_router(router_config, log_dir=logs.path, api_key=api_key, owned=owned, admin_key=key)
+        engines = logs.engines = LaunchedEngines(
+            engine,
+            RayLauncher(fleet, api_key=engine_key, log_dir=logs.path)
+            if fleet.launcher == "ray"
+            else LocalEngines(engine_key, logs.path),
+            api_key=engine_key,
+            parallel_starts=parallel_starts or max(1, fleet.engines),
+            stop_timeout_s=fleet.stop_timeout_s,
         )
-    except BaseException:  # whoever launched it has nothing to end it by
-        async with client:
-            with suppress(PenstockError):  # it is gone, or ends
-                await client.stop()
-        raise
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    engine: EngineConfig
-    fleet: FleetConfig
-    router: RouterConfig
-    api_key: str | None
-    parallel_starts: int | None
-    gpus: Sequence[tuple[str, ...]]
-    """Of each engine; none: it takes what it finds."""
-
-    async def start(self) -> Fleet:
-        refuse_second(self.router.url)
-        key = new_key()
-        # What vllm-router sends to engines is its callers' key.
-        engine_key = self.api_key if self.router.kind == "vllm-router" else key
-        async with AsyncExitStack() as owned:
-            logs = _LogFolder(self.fleet.log_dir, owned)
-            router = await open_router(self.router, log_dir=logs.path, api_key=self.api_key, owned=owned, admin_key=key)
-            engines = logs.engines = LaunchedEngines(
-                self.engine,
-                RayLauncher(self.fleet, api_key=engine_key, log_dir=logs.path)
-                if self.fleet.launcher == "ray"
-                else LocalLauncher(engine_key, logs.path),
-                api_key=engine_key,
-                parallel_starts=self.parallel_starts or max(1, self.fleet.engines),
-                stop_timeout_s=self.fleet.stop_timeout_s,
-            )
-            owned.push_async_callback(engines.end_all)
-            attached = AttachedServers(
-                api_key=self.api_key,
-                control_timeout_s=self.engine.control_timeout_s,
-                served_as=self.engine.served_model_name or self.engine.model,
-            )
-            owned.push_async_callback(attached.close)
-            specs, first = self.fleet.attach, self.fleet.engines
-            # Those of others first: what is wrong with them is known in no time.
-            others = await attached.join_all([Lifecycle(f"e{first + i}") for i in range(len(specs))], specs)
-            members = await all_or_first_error(
-                engines.start(Lifecycle(f"e{i}"), gpus) for i, gpus in enumerate(self.gpus)
-            )
-            fleet = await assemble(
-                router,
-                [*members, *others],
-                owned,
-                fleet=self.fleet,
-                api_key=self.api_key,
-                control_timeout_s=self.engine.control_timeout_s,
-                request_timeout_s=self.engine.request_timeout_s,
-                engines=engines,
-                attached=attached,
-            )
-            return await reachable(fleet)
+        owned.push_async_callback(engines.end_all)
+        attached = AttachedServers(
+            api_key=api_key,
+            control_timeout_s=terms.control_timeout_s,
+            served_as=engine.served_model_name or engine.model,
+        )
+        owned.push_async_callback(attached.close)
+        first = fleet.engines
+        # Those of others first: what is wrong with them is known in no time.
+        others = await all_or_first_error(
+            attached.join(Lifecycle(f"e{first + i}"), spec) for i, spec in enumerate(fleet.attach)
+        )
+        members = await all_or_first_error(engines.start(Lifecycle(f"e{i}"), its) for i, its in enumerate(gpus))
+        return await reachable(
+            await assemble(router, [*members, *others], owned, terms, engines=engines, attached=attached)
+        )
 
 
 class _LogFolder:
@@ -230,18 +237,7 @@ class _LogFolder:
         if isinstance(error, EngineError) or (self.engines is not None and self.engines.any_died()):
             logger.warning("the logs of engines and router are kept in %s", self.path)
         else:
-            shutil.rmtree(self.path, ignore_errors=True)  # who cleans /tmp may have done so
-
-
-UNAUTHORIZED, NOT_FOUND = 401, 404
-INSTEAD = f"call Fleet.connect {ASK_THERE}, or use an OpenAI client"
-OF_A_CLIENT = frozenset({"stream_chunk_tokens"})
-"""Options of `FleetConfig` that whoever adopts a fleet chooses; the others are its holder's."""
-
-OF_STARTS = frozenset({"engines", "attach", "launcher", "stop_timeout_s"}) | {
-    name for name in FleetConfig.model_fields if name.startswith("ray_")
-}
-"""Those that only say how engines are started, or which."""
+            shutil.rmtree(self.path, ignore_errors=True)  # a cleaner of /tmp may have removed it
 
 
 def connect(
@@ -251,8 +247,8 @@ def connect(
     api_key: str | None = None,
     control_timeout_s: float = 60.0,
     request_timeout_s: float = 3600.0,
-) -> Opening:
-    """See `Fleet.connect`."""
+) -> PendingFleet:
+    """Prepare what `Fleet.connect` describes."""
     to_router = isinstance(target, str)
     refuse_unknown(options, FleetConfig, *(() if to_router else (RouterConfig,)))
     check_key(api_key)
@@ -261,119 +257,81 @@ def connect(
             f"{', '.join(idle)} would have no effect: connect takes the engines that are there and starts none; leave "
             "it out, or call Fleet.launch, which starts engines and attaches others"
         )
-    plan = _ConnectPlan(
-        options=frozenset(options),
-        fleet=section(FleetConfig, None, options),
-        router=section(RouterConfig, None, options),
-        api_key=api_key,
-        control_timeout_s=control_timeout_s,
-        request_timeout_s=request_timeout_s,
-    )
-    if not to_router:
-        check_router(plan.router, api_key)
+    terms = Terms(section(FleetConfig, None, options), api_key, control_timeout_s, request_timeout_s)
     if isinstance(target, str):
         url = router_address(target)
-        return Opening(lambda: plan.to_router(url))
+        return PendingFleet(lambda: _to_router(url, terms, frozenset(options)))
+    router = section(RouterConfig, None, options)
+    check_router(router, api_key)
     specs = specs_of(target)
-    return Opening(lambda: plan.to_engines(specs))
+    return PendingFleet(lambda: _to_engines(specs, router, terms))
 
 
-@dataclass(frozen=True, slots=True)
-class _ConnectPlan:
-    options: frozenset[str]
-    """Names of those that were given."""
-    fleet: FleetConfig
-    router: RouterConfig
-    api_key: str | None
-    control_timeout_s: float
-    request_timeout_s: float
-
-    async def to_router(self, url: str) -> Fleet:
-        if (found := await self._held(url)) is not None:
-            return found
-        async with AsyncExitStack() as owned:
-            admin = RouterAdmin(url, self.api_key)
-            owned.push_async_callback(admin.close)
-            state = await _router_state(admin, url)
-            _refuse_beyond_reach(state, url)
-            router = OpenRouter(url, admin, key=self.api_key)
-            try:
-                return await self._fleet(router, _servers(state), owned, epoch=state.epoch)
-            except EngineHTTPError as error:
-                if error.status == UNAUTHORIZED and error.engine is None:  # the router's own, for a change of its set
-                    raise UserError(f"the fleet behind {url} is held by others ({error}); {INSTEAD}") from error
-                raise
-
-    async def _held(self, url: str) -> Fleet | None:
-        """The fleet behind that router where a process of this machine holds it; None where nobody does."""
-        path = socket_of(url)
-        if path is None or not await asyncio.to_thread(path.exists):
-            return None
+async def _to_router(url: str, terms: Terms, options: frozenset[str]) -> Fleet:
+    if (found := await _owned_elsewhere(url, terms, options)) is not None:
+        return found
+    async with AsyncExitStack() as owned:
+        admin = RouterAdmin(url, terms.api_key)
+        owned.push_async_callback(admin.close)
         try:
-            fleet = await adopt(
-                FleetClient(path),
-                url,
-                api_key=self.api_key,
-                control_timeout_s=self.control_timeout_s,
-                request_timeout_s=self.request_timeout_s,
-                stream_chunk_tokens=self.fleet.stream_chunk_tokens,
-            )
-        except UnreachableError:  # it died without taking its socket away
-            return None
-        if others := self.options - OF_A_CLIENT:
-            await fleet.teardown()
-            raise ConfigError(
-                f"the fleet at {url} is held by another process, which has chosen {', '.join(sorted(others))} already; "
-                "leave these out, or give them where the fleet is started"
-            )
-        return fleet
+            state = await admin.engines()
+        except EngineHTTPError as error:
+            if error.status == NOT_FOUND:
+                raise UserError(f"{url} is not a Penstock router; give the URLs of engines as a list") from error
+            raise
+        _refuse_beyond_reach(state, url)
+        try:
+            return await _joined(OpenRouter(url, admin, key=terms.api_key), _servers(state), owned, terms, state.epoch)
+        except EngineHTTPError as error:
+            if error.status == UNAUTHORIZED and error.engine is None:  # the router's own, for a change of its set
+                raise UserError(f"the fleet behind {url} is held by others ({error}); {INSTEAD}") from error
+            raise
 
-    async def to_engines(self, specs: Sequence[ServerSpec]) -> Fleet:
-        refuse_second(self.router.url)
-        async with AsyncExitStack() as owned:
-            logs = self.fleet.log_dir
-            if logs is None:
-                logs = Path(tempfile.mkdtemp(prefix="penstock-"))
-                owned.callback(shutil.rmtree, logs, ignore_errors=True)
-            router = await open_router(
-                self.router, log_dir=logs, api_key=self.api_key, owned=owned, admin_key=new_key()
-            )
-            named = {f"e{i}": spec for i, spec in enumerate(specs)}
-            return await self._fleet(router, named, owned, epoch=None)
 
-    async def _fleet(
-        self, router: OpenRouter, engines: Mapping[str, ServerSpec], owned: AsyncExitStack, *, epoch: int | None
-    ) -> Fleet:
-        """Of the engines that answer. One that hangs or is gone is left out, where enough others are there."""
-        lives = [Lifecycle(name) for name in engines]
-        attached = AttachedServers(api_key=self.api_key, control_timeout_s=self.control_timeout_s)
-        owned.push_async_callback(attached.close)
-        joined = await asyncio.gather(
-            *(attached.join(life, its) for life, its in zip(lives, engines.values(), strict=True)),
-            return_exceptions=True,
+async def _owned_elsewhere(url: str, terms: Terms, options: frozenset[str]) -> Fleet | None:
+    """A client of the process of this machine that owns the fleet behind a router; None where there is none."""
+    path = socket_of(url)
+    if path is None or not await asyncio.to_thread(path.exists):
+        return None
+    try:
+        fleet = await _adopted(FleetClient(path), url, terms)
+    except UnreachableError:  # it died without taking its socket away
+        return None
+    if others := options - OF_A_CLIENT:
+        await fleet.teardown()
+        raise ConfigError(
+            f"the fleet at {url} is held by another process, which has chosen {', '.join(sorted(others))} already; "
+            "leave these out, or give them where the fleet is started"
         )
-        members: list[Member] = []
-        failures: list[BaseException] = []
-        for outcome in joined:
-            if isinstance(outcome, Member):
-                members.append(outcome)
-            else:
-                failures.append(outcome)
-        unexpected = [error for error in failures if not isinstance(error, PenstockError)]
-        if unexpected or (failures and len(members) < self.fleet.min_engines):
-            raise (unexpected or failures)[0]
-        fleet = await assemble(
-            router,
-            members,
-            owned,
-            fleet=self.fleet,
-            api_key=self.api_key,
-            control_timeout_s=self.control_timeout_s,
-            request_timeout_s=self.request_timeout_s,
-            epoch=epoch,
-            attached=attached,
-        )
-        return await reachable(fleet)
+    return fleet
+
+
+async def _to_engines(specs: Sequence[ServerSpec], config: RouterConfig, terms: Terms) -> Fleet:
+    refuse_second(config.url)
+    async with AsyncExitStack() as owned:
+        logs = terms.fleet.log_dir
+        if logs is None:
+            logs = Path(tempfile.mkdtemp(prefix="penstock-"))
+            owned.callback(shutil.rmtree, logs, ignore_errors=True)
+        router = await open_router(config, log_dir=logs, api_key=terms.api_key, owned=owned, admin_key=new_key())
+        return await _joined(router, {f"e{i}": spec for i, spec in enumerate(specs)}, owned, terms, -1)
+
+
+async def _joined(
+    router: OpenRouter, engines: Mapping[str, ServerSpec], owned: AsyncExitStack, terms: Terms, epoch: int
+) -> Fleet:
+    """Make a fleet of the engines that answer. The others are left out, where enough answer."""
+    attached = AttachedServers(api_key=terms.api_key, control_timeout_s=terms.control_timeout_s)
+    owned.push_async_callback(attached.close)
+    joined = await asyncio.gather(
+        *(attached.join(Lifecycle(name), spec) for name, spec in engines.items()), return_exceptions=True
+    )
+    members = [outcome for outcome in joined if isinstance(outcome, Member)]
+    failures = [outcome for outcome in joined if isinstance(outcome, BaseException)]
+    unexpected = [error for error in failures if not isinstance(error, PenstockError)]
+    if unexpected or (failures and len(members) < terms.fleet.min_engines):
+        raise (unexpected or failures)[0]
+    return await reachable(await assemble(router, members, owned, terms, epoch=epoch, attached=attached))
 
 
 def _servers(state: RouterState) -> dict[str, ServerSpec]:
@@ -396,10 +354,140 @@ def _refuse_beyond_reach(state: RouterState, url: str) -> None:
             raise UserError(f"engine {engine.name} at {engine.url} asks for a key of its fleet alone; {INSTEAD}")
 
 
-async def _router_state(admin: RouterAdmin, url: str) -> RouterState:
-    try:
-        return await admin.engines()
-    except EngineHTTPError as error:
-        if error.status == NOT_FOUND:
-            raise UserError(f"{url} is not a Penstock router; give the URLs of engines as a list") from error
-        raise
+async def assemble(
+    router: OpenRouter,
+    members: Sequence[Member],
+    owned: AsyncExitStack,
+    terms: Terms,
+    *,
+    epoch: int = -1,
+    engines: LaunchedEngines | None = None,
+    attached: AttachedServers | None = None,
+) -> Fleet:
+    """Admit engines that are SYNCING, send them to the router, and watch them.
+
+    Args:
+        router: in front of them.
+        members: in the order of their index.
+        owned: what ends with the fleet.
+        terms: its settings.
+        epoch: of the set that the router has already.
+        engines: restarts them, and starts more; None: someone else started them.
+        attached: joins servers of others; None: those that died stay dead.
+
+    Raises:
+        StateError: the engines serve different models or weight versions, or some are paused and some not.
+        UserError: there is no engine, or fewer than `min_engines`.
+    """
+    fleet = terms.fleet
+    if not members or len(members) < fleet.min_engines:
+        raise UserError(f"there are {len(members)} engines, the fleet needs at least {fleet.min_engines}")
+    roster = await _roster(router, members, epoch)
+    store = Stores(fleet, lambda: updatable(roster.members), terms.control_timeout_s)
+    owned.callback(store.close)
+    data = _data_client(router, roster, owned, terms)
+    if attached is not None:
+        attached.serve(data.state, roster)
+    operations = _operations(roster, store, terms, engines)
+    join = attached.join if attached is not None else None
+    supervisor = Supervisor(
+        roster, admit=operations.admit, mend=operations.mend, fleet=fleet, engines=engines, join=join
+    )
+    _watch(router, roster, supervisor, owned, fleet)
+    data.http.suspect = supervisor.probe_all
+    elastic = Elastic(
+        roster,
+        operations,
+        supervisor,
+        min_engines=fleet.min_engines,
+        drain_timeout_s=fleet.drain_timeout_s,
+        engines=engines,
+        join=join,
+    )
+    owned.push_async_callback(elastic.close)
+    return Fleet(
+        router.url,
+        roster=roster,
+        operations=operations,
+        elastic=elastic,
+        data=data,
+        owned=owned.pop_all(),
+        endpoint=Endpoint(router.url, roster, operations, elastic, admin_key=router.key),
+    )
+
+
+def _operations(roster: Roster, store: Stores, terms: Terms, engines: LaunchedEngines | None) -> Operations:
+    return Operations(
+        roster,
+        store,
+        min_engines=terms.fleet.min_engines,
+        control_timeout_s=terms.control_timeout_s,
+        request_timeout_s=terms.request_timeout_s,
+        recovery_timeout_s=engines.config.start_timeout_s if engines is not None else 0.0,
+        paused=roster.members[0].info.paused,
+    )
+
+
+def _watch(
+    router: OpenRouter, roster: Roster, supervisor: Supervisor, owned: AsyncExitStack, fleet: FleetConfig
+) -> None:
+    owned.push_async_callback(supervisor.stop)
+    for member in roster.members:
+        supervisor.watch(member)
+    if router.guard is not None:
+        router.guard.watch(roster, fleet)
+    else:
+        settling = asyncio.create_task(settle(roster, fleet.health_interval_s), name="settle-router")
+        owned.push_async_callback(cancelled, settling)
+
+
+async def reachable(fleet: Fleet) -> Fleet:
+    """Open the control socket of a fleet that this process owns; where that fails, the fleet ends."""
+    if fleet.endpoint is not None:
+        async with AsyncExitStack() as failed:
+            failed.push_async_callback(fleet.teardown)
+            await fleet.endpoint.open(fleet.teardown)
+            failed.pop_all()
+    return fleet
+
+
+def _data_client(router: OpenRouter, roster: Roster, owned: AsyncExitStack, terms: Terms) -> DataClient:
+    data = DataClient(
+        router.url,
+        api_key=terms.api_key,
+        request_timeout_s=terms.request_timeout_s,
+        vocab_size=smallest_vocabulary(m.info for m in roster.members),
+        stream_chunk_tokens=terms.fleet.stream_chunk_tokens,
+    )
+    data.http.back = roster.router_back
+    data.kept = lambda: roster.kv_kept_versions
+    owned.push_async_callback(data.close)
+    return data
+
+
+async def _roster(router: OpenRouter, members: Sequence[Member], epoch: int) -> Roster:
+    """The engines as one fleet, in the state that they all are in; the router has them, and is gated as they are."""
+    _agree("weight version", {m.name: m.weight_version for m in members})
+    vocabularies = {m.name: m.info.vocab_size for m in members if m.info.vocab_size}
+    _agree("the size of their vocabulary", vocabularies, "a fleet serves one model")
+    _agree("paused", {m.name: m.info.paused for m in members})
+    paused = members[0].info.paused
+    ours = not isinstance(router.admin, VllmRouterAdmin)  # its workers are URLs, and it has no gate
+    roster = Roster(
+        router.admin, version=members[0].weight_version, epoch=epoch, closed=paused, by_rank=ours, gated=ours
+    )
+    for member in members:
+        if not roster.by_rank:
+            member.ranks = 1
+        roster.admit(member)
+        if paused:
+            member.lifecycle.to(State.PAUSED, "was paused when it was found")
+    # Also where it has these engines: the owner before may have died with the gate closed.
+    await roster.restore()
+    return roster
+
+
+def _agree(what: str, values: Mapping[str, object], advice: str = "bring them to the same state first") -> None:
+    if len(set(values.values())) > 1:
+        listed = ", ".join(f"{name}: {value}" for name, value in values.items())
+        raise StateError(f"the engines do not agree on {what} ({listed}); {advice}")

@@ -1,29 +1,34 @@
-"""The life of an engine as the fleet sees it: one transition table, and the one place that changes a state.
+"""The life of an engine as the fleet sees it: one table of states, and the one place that changes a state.
 
-Pure: no I/O, the clock is injected, so the whole table is tested without a process.
+The table needs no I/O, and its clock is injected, so it is tested without a process.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
-from penstock.config import EngineConfig, ServerSpec
-from penstock.engine.control import CoreState, EngineInfo
-from penstock.errors import StateError
+from penstock.config import ServerSpec
+from penstock.engine.control import ControlClient, EngineInfo
+from penstock.errors import DeadlineError, StateError
 from penstock.router.membership import EngineEntry
-from penstock.types import EngineStats, EngineUpdate, PauseMode
-from penstock.weights.manifest import WeightManifest
+from penstock.types import EngineStats
 
 logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 """Monotonic seconds."""
+CONNECT_S = 15.0
+"""Deadline of the first question to an engine: one that hangs is not waited for as long as for an update."""
+RANK = ".dp"
+"""Between the name of a server and the number of one of its data-parallel ranks."""
 
 
 class State(StrEnum):
@@ -32,17 +37,32 @@ class State(StrEnum):
     LAUNCHING = "launching"
     """Its process is starting, or its address has not answered yet."""
     SYNCING = "syncing"
-    """It answers, and its weights are being confirmed to be of the fleet's version."""
+    """It answers. The fleet confirms that it has the fleet's weights."""
     SERVING = "serving"
     """It takes requests."""
     PAUSED = "paused"
     """It holds its requests and makes no token."""
     DRAINING = "draining"
-    """It gets no new request, ends those it has, and is about to stop. It still takes part in pauses and updates."""
+    """It is about to stop, and ends the requests it has. It still takes part in pauses and updates."""
     STOPPED = "stopped"
     """It left on purpose. Final."""
     DEAD = "dead"
-    """It failed; it serves again only by way of LAUNCHING and SYNCING, or it is taken out of the fleet."""
+    """It failed. It serves again only by way of LAUNCHING and SYNCING."""
+
+
+class Substate(StrEnum):
+    """What distinguishes engines of one state."""
+
+    AWAITING_WEIGHTS = "awaiting weights"
+    """SYNCING: no process has the fleet's weights any more, so it waits for the next update."""
+    RESTARTING = "restarting"
+    """DEAD: the supervisor starts it again."""
+    FINAL = "final"
+    """DEAD: it does not come back."""
+    SESSIONS = "sessions"
+    """DRAINING: it gets later turns of its sessions, and no new session."""
+    ALL = "all"
+    """DRAINING: it gets no request at all."""
 
 
 TRANSITIONS: Mapping[State, frozenset[State]] = MappingProxyType(
@@ -57,6 +77,18 @@ TRANSITIONS: Mapping[State, frozenset[State]] = MappingProxyType(
     }
 )
 """Every edge there is. Into SERVING lead only SYNCING (weights confirmed) and PAUSED."""
+
+SUBSTATES: Mapping[State, tuple[Substate | None, ...]] = MappingProxyType(
+    {
+        State.SYNCING: (None, Substate.AWAITING_WEIGHTS),
+        State.DRAINING: (Substate.ALL, Substate.SESSIONS),
+        State.DEAD: (Substate.RESTARTING, Substate.FINAL),
+    }
+)
+"""The substates of a state, the first by default; those of DEAD follow `Lifecycle.restarts`. Other states have none."""
+
+SERVABLE = frozenset({State.SERVING, State.PAUSED, State.DRAINING})
+"""States in which the engine has confirmed its weights and the router knows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,97 +108,68 @@ class Lifecycle:
         self.engine = engine
         self.history: list[Change] = []
         """Every change so far, oldest first."""
-        self._state = State.LAUNCHING
-        self._reason = ""
+        self.restarts = False
+        """A death is followed by a restart. The supervisor decides this before the engine dies."""
+        self.state = State.LAUNCHING
+        """Where the engine stands now. Read only: `to` changes it."""
+        self.reason = ""
+        """Why it stands there; empty before the first change. Read only."""
+        self._substate: Substate | None = None
         self._clock = clock
 
     @classmethod
-    def told(cls, engine: str, state: State, reason: str) -> Self:
-        """That of an engine of which another process says where it stands; it holds the table there."""
+    def reported(cls, engine: str, state: State, reason: str) -> Self:
+        """Return the life of an engine whose table another process holds."""
         life = cls(engine)
-        life._state = state
+        life.state, life.reason = state, reason
         life.history.append(Change(life._clock(), state, state, reason))
-        life._reason = reason
         return life
 
     @property
-    def state(self) -> State:
-        """Where the engine stands now."""
-        return self._state
+    def substate(self) -> Substate | None:
+        """The substate, where the state has any."""
+        if self.state is State.DEAD:
+            return Substate.RESTARTING if self.restarts else Substate.FINAL
+        return self._substate
 
-    @property
-    def reason(self) -> str:
-        """Why it stands there; empty before the first change."""
-        return self._reason
-
-    def explain(self, reason: str) -> None:
-        """Say why the engine stays where it stands, in the place of why it came there."""
-        if reason == self._reason:
-            return
-        self._reason = reason
-        logger.warning("engine %s stays %s: %s", self.engine, self._state, reason)
-
-    def to(self, new: State, reason: str) -> None:
+    def to(self, new: State, reason: str, substate: Substate | None = None) -> None:
         """Change the state, and log why.
 
         Raises:
-            StateError: the table has no such edge; nothing was changed.
+            StateError: the table has no such edge, or the state no such substate; nothing was changed.
         """
-        old = self._state
+        old = self.state
         if new not in TRANSITIONS[old]:
             allowed = ", ".join(sorted(TRANSITIONS[old])) or "nothing, it is final"
             raise StateError(
                 f"engine {self.engine} cannot go from {old} to {new} ({reason}); from {old} leads: {allowed}"
             )
-        self._state, self._reason = new, reason
+        self._substate = self._checked(new, substate)
+        self.state, self.reason = new, reason
         self.history.append(Change(self._clock(), old, new, reason))
         level = logging.WARNING if new is State.DEAD else logging.INFO
         logger.log(level, "engine %s: %s -> %s: %s", self.engine, old, new, reason)
 
+    def stay(self, substate: Substate | None, reason: str = "") -> None:
+        """Change the substate; a new reason takes the place of why it came here.
 
-SERVABLE = frozenset({State.SERVING, State.PAUSED, State.DRAINING})
-"""States in which the engine has confirmed its weights and the router knows it."""
+        Raises:
+            StateError: the state has no such substate.
+        """
+        self._substate = self._checked(self.state, substate)
+        if reason and reason != self.reason:
+            self.reason = reason
+            logger.warning("engine %s stays %s: %s", self.engine, self.state, reason)
 
-
-RANK = ".dp"
-"""Between the name of a server and the number of one of its data-parallel ranks."""
-
-
-class EngineControl(Protocol):
-    """The control calls that a fleet makes; `engine.control.ControlClient` is the real one.
-
-    Every method raises `EngineDeadError`, `DeadlineError` or `EngineHTTPError`, and `prepare_weights` also
-    `WeightsError`.
-    """
-
-    async def info(self) -> EngineInfo: ...  # noqa: D102 - as in ControlClient, all of them
-    async def state(self) -> CoreState: ...  # noqa: D102
-    async def core_gone(self) -> None: ...  # noqa: D102
-    async def health(self, timeout_s: float) -> None: ...  # noqa: D102
-    async def stats(self) -> EngineStats: ...  # noqa: D102
-    async def pause(  # noqa: D102
-        self, mode: PauseMode, *, clear_cache: bool = True, timeout_s: float | None = None
-    ) -> None: ...
-    async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> None: ...  # noqa: D102
-    async def release(self) -> None: ...  # noqa: D102
-    async def resume(self) -> None: ...  # noqa: D102
-    async def abort(self) -> None: ...  # noqa: D102
-    async def reset_prefix_cache(self) -> None: ...  # noqa: D102
-    async def sleep(self, level: int) -> None: ...  # noqa: D102
-    async def wake_up(self, tags: Sequence[str] | None) -> None: ...  # noqa: D102
-    async def collective_rpc(  # noqa: D102
-        self, method: str, timeout_s: float, args: Sequence[Any], kwargs: Mapping[str, Any] | None
-    ) -> list[Any]: ...
-    async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None: ...  # noqa: D102
-    async def native_update(self, update_info: Mapping[str, Any], *, version: int) -> None: ...  # noqa: D102
-    async def join_group(self, group: Mapping[str, Any]) -> None: ...  # noqa: D102
-    async def prepare_weights(self, manifest: WeightManifest) -> None: ...  # noqa: D102
-    async def apply_weights(self, version: int, *, clear_cache: bool = True) -> EngineUpdate: ...  # noqa: D102
-    async def close(self) -> None: ...  # noqa: D102
+    def _checked(self, state: State, substate: Substate | None) -> Substate | None:
+        known = SUBSTATES.get(state, (None,))
+        if substate is not None and substate not in known:
+            raise StateError(f"engine {self.engine}: {state} has no substate {substate}; known: {known}")
+        return substate or known[0]
 
 
 class EngineHandle(Protocol):
-    """The process of an engine that this fleet launched; `engine.process.EngineProcess` is the real one."""
+    """The process of an engine that this fleet launched: `engine.launch.EngineProcess`, `ray_engines.RayEngine`."""
 
     @property
     def url(self) -> str: ...  # noqa: D102
@@ -181,54 +184,47 @@ class Member:
 
     name: str
     url: str
-    control: EngineControl
+    control: ControlClient
     info: EngineInfo
     lifecycle: Lifecycle
     weight_version: int
-    """The version that the engine itself has confirmed last."""
+    """The version that it has confirmed last."""
     api_key: str | None = field(default=None, repr=False)
-    """What it asks for: the fleet's own key, or of a server that someone else started the one it was started with."""
+    """The key it asks for: the fleet's own, or the one that a server of others was started with."""
     process: EngineHandle | None = None
     """None where someone else started it."""
     gpus: tuple[str, ...] = ()
     """It keeps them through its restarts; none: it takes what it finds."""
-    returns: bool = False
-    """Should it die, it is started anew."""
-    leaving: bool = False
-    """DRAINING, it gets not even later turns of sessions that live there."""
     ranks: int = 1
-    """Its data-parallel ranks, each an engine of its own to the router; 1: it is one."""
+    """Its data-parallel ranks that the router addresses one by one; 1: it is one engine."""
     spec: ServerSpec | None = None
     """Someone else started it, and it may come back; None: it was launched, or is gone for good when it dies."""
-    waits: bool = False
-    """SYNCING, it waits for weights that nobody here has."""
     torn: str | None = None
-    """Its weights are half of one version and half of another, since an update failed, in this instance of it."""
-
+    """An update failed in this instance of it, so its weights may be half of one version and half of another."""
     warning: str = ""
-    """What whoever attached it has to know."""
+    """What the user who attached it has to know."""
     foreign: int | None = None
-    """`CoreState.foreign` as it was when nothing was wrong; None: not asked since a call of ours that may change it."""
+    """`CoreState.foreign` when nothing was wrong; None: not asked since a call of ours that may change it."""
     asleep: frozenset[str] = frozenset()
-    """Memory tags that it was told to give back, and of which it has not said that it took them again."""
+    """Memory tags that it gave back, and has not reported to have taken again."""
 
-    def become(self, new: Member) -> None:
-        """Take over where it is and what it is, from a start of the same engine under the same name."""
+    def adopt_process(self, new: Member) -> None:
+        """Take over address, control and process of a new start of the same engine."""
         self.url, self.control, self.info, self.process = new.url, new.control, new.info, new.process
         self.api_key = new.api_key
         self.weight_version, self.foreign = new.weight_version, None
         if new.process is not None:
-            self.torn, self.asleep = None, frozenset()  # it has loaded them anew
+            self.torn, self.asleep = None, frozenset()  # it has loaded its weights again
 
     def entries(self) -> list[EngineEntry]:
-        """What the router is told of it."""
+        """Return what the router has to know of it, one entry for each rank that it addresses."""
         ranks = [None] if self.ranks == 1 else range(self.ranks)
         return [
             EngineEntry(
                 self.name if rank is None else f"{self.name}{RANK}{rank}",
                 self.url,
                 self.weight_version,
-                eligible=not self.leaving,
+                eligible=self.drain_mode is not Substate.ALL,
                 draining=self.state is State.DRAINING,
                 dp_rank=rank,
                 max_model_len=self.info.max_model_len or None,
@@ -243,44 +239,102 @@ class Member:
         return self.lifecycle.state
 
     @property
-    def coming(self) -> bool:
-        """It does not serve, and will: who needs an engine may wait for it."""
-        return self.returns and self.state in {State.DEAD, State.LAUNCHING, State.SYNCING}
+    def restarts(self) -> bool:
+        """A death is followed by a restart."""
+        return self.lifecycle.restarts
+
+    @restarts.setter
+    def restarts(self, restarts: bool) -> None:
+        self.lifecycle.restarts = restarts
+
+    @property
+    def drain_mode(self) -> Substate | None:
+        """SESSIONS or ALL while it drains, else None."""
+        return self.lifecycle.substate if self.state is State.DRAINING else None
+
+    @property
+    def awaiting_weights(self) -> bool:
+        """It answers, and waits for the next update."""
+        return self.lifecycle.substate is Substate.AWAITING_WEIGHTS
+
+    @property
+    def is_restarting(self) -> bool:
+        """It does not serve, and will without an update: a call that needs an engine may wait for it."""
+        coming = self.state in {State.DEAD, State.LAUNCHING, State.SYNCING}
+        return self.restarts and coming and not self.awaiting_weights
 
     @property
     def updatable(self) -> bool:
-        """The next update is for it too: it has the fleet's weights, or waits for some that can be had."""
-        awaits = self.state is State.SYNCING and self.waits and self.info.capabilities.plugin
-        return self.state in SERVABLE or awaits
+        """The next update is for it too: it has the fleet's weights, or waits for new ones and can take them."""
+        return self.state in SERVABLE or (self.awaiting_weights and self.info.capabilities.plugin)
 
     @property
     def layout(self) -> tuple[int, int, int]:
-        """TP, PP and DP ranks; checksums can be compared among engines of one layout."""
+        """TP, PP and DP ranks. Checksums can be compared among engines of one layout."""
         return self.info.tp, self.info.pp, self.info.dp
 
 
+async def connect_engine(
+    lifecycle: Lifecycle,
+    url: str,
+    owned: AsyncExitStack,
+    *,
+    api_key: str | None,
+    control_timeout_s: float,
+    process: EngineHandle | None = None,
+    client: Callable[..., ControlClient] = ControlClient,
+) -> Member:
+    """Ask an engine what it is; it is SYNCING then.
+
+    Args:
+        lifecycle: of the engine, LAUNCHING.
+        url: where it listens.
+        owned: closes the connection to it.
+        api_key: what it asks for.
+        control_timeout_s: deadline of its control calls.
+        process: its process, if this fleet launched it.
+        client: makes the control client.
+
+    Raises:
+        EngineError: it does not answer in `CONNECT_S` seconds, or is no engine.
+    """
+    control = client(lifecycle.engine, url, api_key=api_key, timeout_s=control_timeout_s)
+    async with AsyncExitStack() as failed:  # a fleet that lives long may be given many that do not answer
+        failed.push_async_callback(control.close)
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                info = await control.info()
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"{url} did not say what it is within {CONNECT_S:g} s", seconds=CONNECT_S, engine=lifecycle.engine
+            ) from error
+        owned.push_async_callback(failed.pop_all().aclose)
+    lifecycle.to(State.SYNCING, f"answers with weight version {info.weight_version}")
+    return Member(
+        lifecycle.engine,
+        url,
+        control,
+        info,
+        lifecycle,
+        info.weight_version,
+        api_key=api_key,
+        process=process,
+        ranks=info.dp,
+    )
+
+
 def updatable(members: Iterable[Member]) -> list[Member]:
-    """Those that take part in an update, or still do."""
+    """Return those that take part in the next update."""
     return [member for member in members if member.updatable]
 
 
 def why(members: Iterable[Member]) -> str:
-    """How and why each stands where it does, but for those that left on purpose: `e0, e1 dead: REASON; e2 ...`."""
+    """Say how and why each stands where it does, but for those that left: `e0, e1 dead: REASON; e2 ...`."""
     names: dict[tuple[State, str], list[str]] = {}
     for member in members:
         if member.state is not State.STOPPED:
             names.setdefault((member.state, member.lifecycle.reason), []).append(member.name)
     return "; ".join(f"{', '.join(its)} {state}: {reason}" for (state, reason), its in names.items())
-
-
-class Engines(Protocol):
-    """Starts engines, and ends them; `launched_engines.LaunchedEngines` is the real one."""
-
-    config: EngineConfig
-
-    async def start(self, lifecycle: Lifecycle, gpus: Sequence[str]) -> Member: ...  # noqa: D102
-    async def end(self, lifecycle: Lifecycle) -> None: ...  # noqa: D102
-    async def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""VLLM's native weight calls over many engines: what each is told, and what is refused before any is told it.
+"""VLLM's native weight calls over many engines: what each is sent, and what is refused before any is asked.
 
 One call is for all of them, and an engine that fails what others have done is dead. So what some of them cannot take is
 found out first.
@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from penstock.engine.capabilities import PENSTOCK, require
+from penstock.engine.control import ControlClient
 from penstock.errors import EngineHTTPError, MissingCapabilityError
-from penstock.fleet.member import EngineControl, Member
+from penstock.fleet.member import Member
 from penstock.http import as_json
 
 OURS = PENSTOCK.weight_transfer
@@ -30,25 +31,25 @@ _ALIKE = (
 
 
 class NativeCalls:
-    """Checks the native calls of one fleet, and remembers who has joined a trainer's communicator."""
+    """Checks the native calls of one fleet, and remembers which engines joined a trainer's communicator."""
 
     def __init__(self) -> None:
-        self._joined: frozenset[EngineControl] = frozenset()
+        self._joined: frozenset[ControlClient] = frozenset()
 
     @contextmanager
     def joining(
         self, members: Sequence[Member], init_info: Mapping[str, Any]
-    ) -> Generator[dict[EngineControl, dict[str, Any]]]:
-        """What each is told of `init_info`: its own `rank_offset`, the ranks of those before it added.
+    ) -> Generator[dict[ControlClient, dict[str, Any]]]:
+        """Yield what each is sent of `init_info`: its own `rank_offset`, the ranks of those before it added.
 
         Raises:
-            MissingCapabilityError: one has no native transfer, or they have different ones; or, when they were told,
+            MissingCapabilityError: one has no native transfer, or they have different ones; or, when they were asked,
                 all have refused since theirs is ours.
             UserError: `init_info` cannot be sent.
         """
         _check_backends(members, INIT)
         as_json("init_info", init_info)
-        infos: dict[EngineControl, dict[str, Any]] = {}
+        infos: dict[ControlClient, dict[str, Any]] = {}
         ranks = 0
         for member in members:
             infos[member.control] = dict(init_info)
@@ -77,7 +78,7 @@ class NativeCalls:
         as_json("update_info", update_info)
         if "manifest" in update_info:
             return
-        # Of a server that others started nobody here knows what it has joined.
+        # It is unknown here what a server of others has joined.
         lacking = [m.name for m in members if _is_ours(m) and m.process is not None and m.control not in self._joined]
         if lacking:
             raise MissingCapabilityError(

@@ -1,25 +1,26 @@
-"""What changes the state of every engine: one operation at a time, begun ones finished, the gate always put right."""
+"""Operations that change the state of every engine, one at a time; the gate is always put right."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
-from penstock.aio import in_thread
+from penstock.aio import cancelled, in_thread
 from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import CoreState
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError, UserError
 from penstock.fleet.adapters import FleetAdapters
 from penstock.fleet.fan_out import Call, FanOut, fan_out
-from penstock.fleet.member import SERVABLE, EngineControl, Member, State, why
+from penstock.fleet.member import SERVABLE, Member, State, Substate, why
 from penstock.fleet.native import NativeCalls
+from penstock.fleet.operation_queue import OperationQueue
 from penstock.fleet.roster import Roster
 from penstock.fleet.stores import Stores
-from penstock.fleet.sync import MEMORY_TAGS, bring_in
-from penstock.fleet.turns import Turns
+from penstock.fleet.sync import MEMORY_TAGS, bring_in, put_right, resume, wrong_weights
 from penstock.fleet.update import Updater
 from penstock.types import KV, PauseMode, UpdateReport
 from penstock.weights.manifest import WeightManifest
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK_AGAIN_S = 5.0
-"""Between two looks at the weights of an engine without our plugin that has others than the fleet."""
+RECHECK_S = 5.0
+"""Between two questions to an engine without our plugin for the weights that its owner gave it."""
 DROPS_WEIGHTS = 2
 """The sleep level that does not keep the weights."""
 
@@ -38,12 +39,9 @@ DROPS_WEIGHTS = 2
 class Operations:
     """Pause, resume, sleep, wake and update over a roster, and what they leave the fleet in.
 
-    Operations run one after another. A begun one runs to its end even where its caller is cancelled, so that no engine
-    is left in another state than the fleet believes. All deadlines in seconds.
-
     Attributes:
         paused: generation is paused by the user.
-        turns: whose turn it is, for what else must not meet an operation.
+        queue: for what else must not meet an operation.
 
     Args:
         roster: the engines.
@@ -51,7 +49,7 @@ class Operations:
         min_engines: see `Updater`.
         control_timeout_s: deadline of a control call.
         request_timeout_s: deadline of a generation request, and so of a pause that waits for them.
-        recovery_timeout_s: how long an update waits for engines that are being started anew, where too few are left.
+        recovery_timeout_s: how long an update waits for engines that restart, where too few are left.
         paused: what the engines are in at first.
     """
 
@@ -67,7 +65,7 @@ class Operations:
         paused: bool = False,
     ) -> None:
         self.paused = paused
-        self.turns = Turns(roster.occupation)
+        self.queue = OperationQueue(roster.occupation)
         self._roster = roster
         self._store = store
         self._min_engines = min_engines
@@ -82,10 +80,14 @@ class Operations:
         self._native = NativeCalls()
         self._kv_stays = paused
         """The pause in force left the KV caches as they were, as far as is known."""
+        self._waiting_pause: _WaitingPause | None = None
         self._adapters = FleetAdapters(roster)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None) -> None:
-        """Close the gate, then pause every engine; StateError if paused.
+        """Close the gate, then pause every engine.
+
+        While one of mode `wait` waits for requests, `abort` and `resume` need no turn. `resume` ends it, and so does
+        cancelling its caller: all engines go on as before.
 
         Args:
             mode: what happens to requests in flight.
@@ -93,17 +95,26 @@ class Operations:
             timeout_s: if an engine has not paused by then, all go on as before, and that is a DeadlineError. Default:
                 the deadline of a request for a pause that waits, else that of a control call; an engine that has not
                 paused by then is dead.
+
+        Raises:
+            StateError: generation is paused already, or the pause was ended while it waited.
         """
         if timeout_s is not None and timeout_s <= 0:
             raise UserError(f"timeout_s of a pause must be positive, got {timeout_s:g}")
+        waiting = _WaitingPause()
 
         async def run() -> None:
             if self.paused:
                 raise StateError("generation is already paused; resume_generation first")
             self._require("pause", "pause_generation")
             async with self._gate_closed():
-                if late := await self._pause_engines(mode, clear_cache=clear_cache, timeout_s=timeout_s):
-                    await self._roster.command(_resume, what="resume after the pause", deadline_s=self._control_s)
+                pausing = self._pause_engines(mode, clear_cache=clear_cache, timeout_s=timeout_s)
+                late = await (self._wait_for_requests(pausing, waiting) if mode is PauseMode.WAIT else pausing)
+                if late is None or late:
+                    await self._roster.command(resume, what="resume after the pause", deadline_s=self._control_s)
+                if late is None:
+                    raise StateError("the pause was ended while it waited for requests; every engine goes on as before")
+                if late:
                     raise DeadlineError(
                         f"pause ({mode}): {', '.join(late)} did not pause within {timeout_s:g} s; every engine goes on "
                         "as before. A pause that waits takes as long as the longest request in flight",
@@ -112,20 +123,31 @@ class Operations:
                 self._move_all(State.PAUSED, f"pause_generation ({mode})")
                 self.paused, self._kv_stays = True, not clear_cache
 
-        await self.turns.take(run, occupies=False)  # one that waits for requests goes on with its steps
+        try:
+            await self.queue.run(run, waiting.over.set, occupies=False)  # engines that wait go on with their steps
+        except asyncio.CancelledError:
+            waiting.given_up.set()
+            raise
 
     async def resume(self) -> None:
         """Resume every engine, then open the gate; StateError if not paused."""
 
-        async def run() -> None:
+        async def run() -> _WaitingPause | None:
+            if (waiting := self._waiting_pause) is not None:
+                waiting.given_up.set()
+                return waiting
             if not self.paused:
                 raise StateError("generation is not paused; pause_generation first")
             async with self._gate_closed():
                 self.paused = False
-                await self._roster.command(_resume, what="resume", deadline_s=self._control_s)
+                await self._roster.command(resume, what="resume", deadline_s=self._control_s)
                 self._move_all(State.SERVING, "resume_generation")
+            return None
 
-        await self.turns.take(run)
+        while (ended := await self.queue.run(run, urgent=True)) is not None:
+            await ended.over.wait()  # each of its steps has a deadline
+            if not self.paused:  # it may have paused the fleet just before
+                return
 
     async def sleep(self, level: int) -> None:
         """Free memory; the gate stays closed until all of it is back, after level 2 also until the next update.
@@ -138,16 +160,16 @@ class Operations:
         async def run() -> None:
             self._require("sleep", "sleep")
             async with self._gate_closed():
-                self._roster.note_asleep(MEMORY_TAGS)
-                await self._tell(lambda engine: engine.sleep(level), "sleep")
+                self._note_asleep(MEMORY_TAGS)
+                await self._refusable(lambda engine: engine.sleep(level), "sleep")
                 self._asleep = MEMORY_TAGS
                 if level == DROPS_WEIGHTS:
                     self._usable_from = self._roster.version + 1
 
-        await self.turns.take(run)
+        await self.queue.run(run)
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
-        """Take memory back, all of it or that of `tags`; that of the weights first, since vLLM fills it as it wakes."""
+        """Take memory back, all of it or that of `tags`; the weights come first, since vLLM fills them as it wakes."""
         if unknown := set(tags or ()) - MEMORY_TAGS:
             raise UserError(f"unknown memory tags {sorted(unknown)}; known: {', '.join(sorted(MEMORY_TAGS))}")
 
@@ -159,32 +181,38 @@ class Operations:
             missing = [tag for tag in tags if tag in self._asleep] if tags and self._asleep else tags
             async with self._gate_closed():
                 if missing or not tags:
-                    await self._tell(lambda engine: engine.wake_up(missing), "wake-up")
+                    await self._refusable(lambda engine: engine.wake_up(missing), "wake-up")
                 self._asleep -= set(tags or MEMORY_TAGS)
-                self._roster.note_asleep(self._asleep)
+                self._note_asleep(self._asleep)
                 if self.paused and not self._asleep:
                     # Engines with our plugin have stayed paused; vLLM's own wake-up resumes, with nothing in flight.
                     await self._pause_engines(PauseMode.KEEP, clear_cache=False)
 
-        await self.turns.take(run)
+        await self.queue.run(run)
 
     async def abort(self) -> None:
-        """End every request in flight with what it has."""
-        await self.turns.take(lambda: self._tell(lambda engine: engine.abort(), "abort", needs="abort"))
+        """End every request in flight with what it has; a pause that waits for them ends with it."""
+
+        async def run() -> None:
+            await self._refusable(lambda engine: engine.abort(), "abort", needs="abort")
+
+        await self.queue.run(run, urgent=True)
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes."""
 
         async def run() -> None:
-            await self._tell(lambda engine: engine.reset_prefix_cache(), "reset of the prefix cache", needs="caches")
+            await self._refusable(
+                lambda engine: engine.reset_prefix_cache(), "reset of the prefix cache", needs="caches"
+            )
             self._kv_stays = False
 
-        await self.turns.take(run)
+        await self.queue.run(run)
 
     async def collective_rpc(
         self, method: str, timeout_s: float, args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> FanOut[list[Any]]:
-        """Call a worker method on every engine, in no turn: nobody knows what it does, so nobody dies of it.
+        """Call a worker method on every engine, outside the queue. What it does is unknown, so a failure kills none.
 
         Raises:
             EngineDeadError: no engine is left.
@@ -202,123 +230,83 @@ class Operations:
             )
 
     async def load_adapter(self, name: str, path: str, timeout_s: float) -> None:
-        """Load a LoRA adapter on every engine, in no turn; see `FleetAdapters.load`.
+        """Load a LoRA adapter on every engine, outside the queue; see `FleetAdapters.load`.
 
         Raises:
-            MissingCapabilityError: one takes none; nobody was asked.
+            MissingCapabilityError: one takes none; none was asked.
         """
         self._require("lora", "load_adapter")
         await self._adapters.load(name, path, timeout_s)
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
-        """VLLM's native `/init_weight_transfer_engine`; see `Fleet.init_weight_update_communicator`."""
+        """Call vLLM's native `/init_weight_transfer_engine`; see `Fleet.init_weight_update_communicator`."""
 
         async def run() -> None:
             members = self._roster.live()
             with self._native.joining(members, init_info) as infos, _foreign_to(members):
-                await self._tell(
+                await self._refusable(
                     lambda engine: engine.init_weight_transfer(infos[engine]), "initialisation of weight transfer"
                 )
 
-        await self.turns.take(run)
+        await self.queue.run(run)
 
     async def admit(self, member: Member) -> None:
-        """Bring an engine that is SYNCING to the fleet's weights and state, and let it serve.
+        """Bring an engine that is SYNCING to the fleet's weights and state in its turn, and let it serve.
 
-        It takes its turn among the other operations, so no update comes between its confirmation and its admission.
-        Where nobody has the bytes of the fleet's version, it waits for the next update, which it takes part in.
+        Where no process has the bytes of the fleet's version, it waits for the next update and takes part in it.
 
         Raises:
             EngineError: it failed; it is not admitted.
         """
-        while (version := await self.turns.take(lambda: self._admit(member))) is not None:
-            # Nobody may wait for it: it waits for an update itself, of ours or, without our plugin, of its owner.
-            returns, member.returns, member.waits = member.returns, False, True
-            member.lifecycle.explain(
-                f"waits for the next update_weights: nobody has the fleet's weights of version {version} any more "
+        plugin = member.info.capabilities.plugin
+        while (version := await self.queue.run(lambda: self._admit(member))) is not None:
+            member.lifecycle.stay(
+                Substate.AWAITING_WEIGHTS,
+                f"waits for the next update_weights: no process has the fleet's weights of version {version} any more "
                 "(broadcast, cuda_ipc and update_named_weights keep no copy; see fleet.weight_host_copy)"
-                if member.info.capabilities.plugin
-                else f"waits until its owner gives it weight version {version}"
+                if plugin
+                else f"waits until its owner gives it weight version {version}",
             )
             self._roster.announce()
-            again_s = None if member.info.capabilities.plugin else LOOK_AGAIN_S
             try:
-                await self._roster.until(lambda: self._roster.version != version, deadline_s=again_s)
-            finally:  # given up where it died: started anew, it does not wait yet
-                member.returns, member.waits = returns, False
+                await self._roster.until(
+                    lambda: self._roster.version != version, deadline_s=None if plugin else RECHECK_S
+                )
+            finally:
+                if member.awaiting_weights:  # else it died
+                    member.lifecycle.stay(None)
 
-    async def mend(self, member: Member, said: CoreState) -> None:
-        """Put right what somebody else did to an engine: resume it, pause it again, or end it for its weights' sake.
+    async def mend(self, member: Member, said: CoreState, deadline_s: float) -> None:
+        """Put right what another process did to an engine, as its core `said`; see `sync.put_right`.
 
-        Nothing is done while an operation is under way, or the fleet sleeps; the next probe sees it again. Nor is it
-        where the fleet is torn down, be it in the middle.
-
-        Args:
-            member: it.
-            said: by its core, without a turn; what it says in its turn counts.
+        Nothing is done while an operation is under way, or the fleet sleeps or ends; the next probe sees it again.
+        `deadline_s` is the probe's: operations must not wait longer for a core that hangs.
         """
-
-        async def failed(member: Member, error: PenstockError) -> None:
-            await self._roster.bury(member, f"it could not be brought back to what the fleet does: {error}")
-
-        async def run() -> None:
-            if self._roster.occupation.going:
-                return
-            calls, control = self._roster.occupation.begun, member.control
-            outcome = await fan_out((member,), lambda engine: engine.state(), deadline_s=self._control_s)
-            if (state := outcome.results.get(member.name)) is None or self._roster.occupation.begun != calls:
-                return  # a call of ours may have done it; one that says nothing is left to the next probe
-            if member.state not in SERVABLE or member.control is not control:
-                return
-            if (wrong := self._wrong_weights(member, state)) is not None:
-                member.asleep = MEMORY_TAGS if state.asleep else member.asleep
-                await self._roster.bury(member, wrong, torn=True)
-            elif state.paused != self.paused:
-                logger.warning(
-                    "engine %s was %s by somebody else, and is %s again", member.name,
-                    *("paused", "resumed") if state.paused else ("resumed", "paused"),
-                )  # fmt: skip
-                call = _keep_paused if self.paused else _resume
-                await fan_out((member,), call, deadline_s=self._control_s, on_failure=failed)
-            else:
-                member.foreign = state.foreign
-
-        if member.state not in SERVABLE or not member.info.capabilities.plugin or self._restless():
+        stale = self._roster.version < self._usable_from
+        restless = self.queue.busy or self._roster.occupation.going or bool(self._asleep) or stale
+        if member.state not in SERVABLE or not member.info.capabilities.plugin or restless:
             return
         unknown = member.foreign is None and said.foreign is not None
-        if self._wrong_weights(member, said) or said.paused != self.paused or unknown:
-            await self.turns.take_unless_closed(run)
-
-    def _restless(self) -> bool:
-        """Engines may be in another state than usual: an operation is under way, or they sleep, or wait for weights."""
-        stale = self._roster.version < self._usable_from
-        return self.turns.taken or self._roster.occupation.going or bool(self._asleep) or stale
-
-    def _wrong_weights(self, member: Member, state: CoreState) -> str | None:
-        """Why an engine has other weights than it has confirmed, if so."""
-        if state.torn or state.asleep:
-            return "its weights were dropped or half written by somebody else than this fleet"
-        if state.weight_version not in {None, member.weight_version}:
-            return f"somebody else gave it weight version {state.weight_version}, the fleet {member.weight_version}"
-        if None not in {state.foreign, member.foreign} and state.foreign != member.foreign:
-            return "somebody else called a method of its workers, which may have changed its weights"
-        return None
+        if unknown or said.paused != self.paused or wrong_weights(member, said):
+            await self.queue.run_unless_closed(
+                lambda: put_right(member, self._roster, paused=self.paused, deadline_s=deadline_s)
+            )
 
     async def update(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None, *, kv: KV = "recompute"
     ) -> UpdateReport:
-        """One weight update; see `Updater.run`. StateError during another one.
+        """Update the weights once; see `Updater.run`. StateError during another update.
 
-        Where too few engines are left and some are being started anew, it waits for those first.
+        Where too few engines are left and some restart, it waits for those first.
         """
         return await self._update(lambda number: self._store.publish(number, named_tensors), version, kv)
 
     async def update_from(self, manifest: WeightManifest, *, kv: KV = "recompute") -> UpdateReport:
-        """An update of weights that another process of this user has published; it need not live on."""
+        """Update to weights that another process of this user has published; it need not live on."""
         return await self._update(lambda _: self._store.adopt(manifest), manifest.version, kv)
 
     async def _update(self, publish: Callable[[int], WeightManifest], version: int | None, kv: KV) -> UpdateReport:
-        self.turns.check_open()
+        self.queue.check_open()
         if kv not in get_args(KV):
             raise UserError(f"kv must be one of {', '.join(get_args(KV))}, got {kv!r}")
         if self._updating:
@@ -328,22 +316,25 @@ class Operations:
         async def run() -> UpdateReport:
             self._check_weights_awake()
             self._require("plugin", "update_weights")
-            number = self._roster.used + 1 if version is None else version
+            number = self._roster.highest_version + 1 if version is None else version
             check_version(number, self._roster)
             return await self._updater.run(publish, version=number, clear_cache=kv == "recompute")
 
         def over() -> None:
             self._updating = False
 
-        try:
-            await self._roster.until(self._enough_or_none_to_come, deadline_s=self._recovery_s)
-        except BaseException:
-            over()
-            raise
-        return await self.turns.take(run, over)
+        def enough_or_none_to_come() -> bool:
+            members = self._roster.members
+            return len(self._roster.live()) >= self._min_engines or not any(m.is_restarting for m in members)
+
+        with ExitStack() as never_began:
+            never_began.callback(over)
+            await self._roster.until(enough_or_none_to_come, deadline_s=self._recovery_s)
+            never_began.pop_all()
+        return await self.queue.run(run, over)
 
     async def native_update(self, update_info: Mapping[str, Any], version: int) -> None:
-        """VLLM's own start, update, finish on engines that are paused."""
+        """Run vLLM's own start, update and finish on engines that are paused."""
 
         async def run() -> None:
             check_version(version, self._roster)
@@ -353,7 +344,7 @@ class Operations:
             self._native.check_update(self._roster.live(), update_info)
             if self._kv_stays:
                 self._roster.keep_kv(version)
-            self._roster.used = version  # an engine that fails on the way may have taken it
+            self._roster.highest_version = version  # an engine that fails on the way may have taken it
             with _foreign_to(self._roster.live()):
                 await self._roster.command(
                     lambda engine: engine.native_update(update_info, version=version),
@@ -362,17 +353,17 @@ class Operations:
                     tears=True,
                 )
             self._roster.commit(version)
-            await self._roster.pass_on(f"its engines serve weight version {version}")
+            await self._roster.push_or_defer(f"its engines serve weight version {version}")
             logger.info(
                 "weight version %d came by update_named_weights, of which no copy is kept: an engine that dies now, or "
                 "is added, waits for the next update_weights", version,
             )  # fmt: skip
 
-        await self.turns.take(run)
+        await self.queue.run(run)
 
     async def close(self) -> None:
-        """Let no further operation begin, and cut short the one that runs."""
-        await self.turns.close()
+        """Let no further operation begin, and cancel the one that runs."""
+        await self.queue.close()
 
     async def _admit(self, member: Member) -> int | None:
         """None: it serves. Else the version that it has to wait to be over, the fleet's in this turn.
@@ -406,13 +397,10 @@ class Operations:
         if "weights" in self._asleep:
             raise StateError("the engines sleep; wake_up(['weights']) before an update")
 
-    def _enough_or_none_to_come(self) -> bool:
-        return len(self._roster.live()) >= self._min_engines or not any(m.coming for m in self._roster.members)
-
     async def _pause_engines(
         self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None
     ) -> tuple[str, ...]:
-        """The names of those that did not pause within `timeout_s`; without one, who is late is dead."""
+        """The names of those that did not pause within `timeout_s`; without one, an engine that is late is dead."""
         # `wait` ends with the longest request in flight, the other modes at once.
         deadline_s = timeout_s or (self._request_s if mode is PauseMode.WAIT else self._control_s)
         outcome = await self._roster.command(
@@ -424,10 +412,30 @@ class Operations:
         late = (name for name, error in outcome.failures.items() if isinstance(error, DeadlineError))
         return tuple(late) if timeout_s is not None else ()
 
-    async def _tell(self, call: Call[None], what: str, *, needs: Capability | None = None) -> None:
+    async def _wait_for_requests(
+        self, pausing: Coroutine[Any, Any, tuple[str, ...]], waiting: _WaitingPause
+    ) -> tuple[str, ...] | None:
+        """Return what `pausing` does; None where the pause was ended while it waited."""
+        work, given_up = asyncio.create_task(pausing), asyncio.create_task(waiting.given_up.wait())
+        self._waiting_pause = waiting
+        try:
+            async with self.queue.passable():
+                await asyncio.wait((work, given_up), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._waiting_pause = None
+            await cancelled(given_up)
+            if not work.done():
+                await cancelled(work)
+        return None if work.cancelled() else work.result()
+
+    async def _refusable(self, call: Call[None], what: str, *, needs: Capability | None = None) -> None:
         if needs is not None:
             self._require(needs, what)
         await self._roster.command(call, what=what, deadline_s=self._control_s, refusable=True)
+
+    def _note_asleep(self, tags: frozenset[str]) -> None:
+        for member in self._roster.live():
+            member.asleep = tags
 
     def _move_all(self, state: State, reason: str) -> None:
         for member in self._roster.live():
@@ -436,15 +444,15 @@ class Operations:
         self._roster.announce()
 
     def _require(self, needed: Capability, operation: str) -> None:
-        """Refuse what some live engine cannot do, before any is told to."""
+        """Refuse what some live engine cannot do, before any is asked to."""
         require(((m.name, m.info.capabilities) for m in self._roster.live()), needed, operation)
 
     @asynccontextmanager
     async def _gate_closed(self) -> AsyncGenerator[None]:
-        """On the way out, however that is, the gate is where the fleet's state wants it.
+        """Close the gate; on the way out, however that is, it is where the fleet's state wants it.
 
-        Also where it could not be closed in time: the router may close it later. What cannot be said on the way out is
-        said later (`Roster.check_router`): what was done to the engines holds, whatever the router says.
+        Also where it could not be closed in time: the router may close it later. A call that fails on the way out is
+        made later (`Roster.check_router`): what was done to the engines holds, whatever the router says.
         """
         try:
             await self._roster.gate(closed=True)
@@ -456,20 +464,20 @@ class Operations:
                 await self._roster.gate(closed=closed)
             except PenstockError as error:
                 state = "closed" if closed else "open"
-                logger.warning("the router was not told that its gate is %s now: %s", state, error)
+                logger.warning("the router does not know yet that its gate is %s now: %s", state, error)
 
 
-async def _resume(engine: EngineControl) -> None:
-    await engine.resume()
-
-
-async def _keep_paused(engine: EngineControl) -> None:
-    await engine.pause(PauseMode.KEEP, clear_cache=False)
+@dataclass(frozen=True, slots=True)
+class _WaitingPause:
+    given_up: asyncio.Event = field(default_factory=asyncio.Event)
+    """It is to end, and every engine to go on."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """It has paused the fleet, or every engine goes on."""
 
 
 @contextmanager
 def _foreign_to(members: Iterable[Member]) -> Generator[None]:
-    """While calls of ours come past our updates: what the engines count of them is read anew after it."""
+    """While calls of ours come past our updates: what the engines count of them is read again after it."""
     try:
         yield
     finally:
@@ -479,12 +487,12 @@ def _foreign_to(members: Iterable[Member]) -> Generator[None]:
 
 def check_version(version: int, roster: Roster) -> None:
     """Refuse what is no number, or names other weights already, be it on tokens of an update that did not commit."""
-    if type(version) is not int or version >= 2**63:  # engines would be told, and be dead of it
+    if type(version) is not int or version >= 2**63:  # engines would fail on it, and be dead
         raise UserError(f"a weight version is an int below 2**63, got {version!r}; give int(...) of it")
     if version <= roster.version:
         raise UserError(f"weight version {version} is not greater than {roster.version}, which is in force")
-    if version <= roster.used:
+    if version <= roster.highest_version:
         raise UserError(
-            f"weight version {version} is not greater than {roster.used}, which engines may have served though it was "
-            f"not committed; take {roster.used + 1}, or leave the number to the fleet"
+            f"weight version {version} is not greater than {roster.highest_version}, which engines may have served "
+            f"though it was not committed; take {roster.highest_version + 1}, or leave the number to the fleet"
         )

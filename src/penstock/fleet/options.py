@@ -75,7 +75,7 @@ def place_of(url: str) -> str:
 
 
 def specs_of(servers: Iterable[str | ServerSpec]) -> tuple[ServerSpec, ...]:
-    """What a caller gave: URLs, with `#dp=N` behind them where so many ranks are to be addressed, or specs.
+    """Read what a caller gave: URLs, with `#dp=N` behind them where so many ranks are to be addressed, or specs.
 
     Raises:
         ConfigError: one is malformed.

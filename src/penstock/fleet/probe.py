@@ -1,97 +1,37 @@
-"""One question to an engine: is its server well, what does its core say, and how long may it say nothing.
+"""The health probe of an engine: is its server well, what does its core say, and how long has it said nothing.
 
-The server answers health checks by itself. A core that died, was stopped or hangs, in a process of its own, is noticed
-by nobody but those who wait for its tokens. A question that the core itself has to answer waits for the step that it is
-at, and for nothing else: what is in the queue or in flight does not delay it. So a core's longest honest silence is one
-step, a fraction of a second even for a full chunk of prefill, but for three cases:
+The server answers health checks by itself, also when the core has died, was stopped or hangs. So the core is asked too.
+Its answer waits for the step that it is at, and for nothing else. A core's longest honest silence is therefore one
+step, a fraction of a second even for a full chunk of prefill, with three exceptions:
 
-- A call of ours keeps it busy: it loads weights, sleeps, or runs a method of `collective_rpc`. Such a call has a
-  deadline of its own; while it is under way nothing is asked, and the time does not count. What was counted before it
-  stays, and so does a question that was put before it, which a core that is well answers by the call's end: calls may
-  come more often than a core needs to be found silent, and most are not for this engine at all.
-- It has not made a token yet: the first steps compile kernels, for as long as that takes. `YOUNG` allows for it.
+- A call of the fleet keeps it busy: it loads weights, sleeps, or runs a method of `collective_rpc`. That time does not
+  count, since such a call has its own deadline. Time counted before it stays counted, and a question asked before it
+  stays open: calls may come more often than a core needs to be found silent.
+- It has made no token yet: the first steps compile kernels. `YOUNG` allows for it.
 - A later step compiles one more kernel. `hang_timeout_s` has to be longer than that.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any
 
-from penstock.engine.control import CoreState
+from penstock.engine.control import ControlClient, CoreState
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError
-from penstock.fleet.member import EngineControl
+from penstock.fleet.fan_out import TICK_S, Occupation
 from penstock.http import UnreachableError
 
 YOUNG = 10
 """An engine that has made no token yet may be silent for so many times as long."""
-TICK_S = 1.0
-"""Of one wait for a timer no more than this counts; a loop that stands still makes one wait long."""
 BROKEN = 3
-"""So many connections to a core that break before it answers mean that it is gone; that it refuses one, says so too."""
-
-
-class Occupation:
-    """Calls of ours under way that may keep engines' cores from answering anything else."""
-
-    def __init__(self) -> None:
-        self.begun = 0
-        """How many there have been."""
-        self._calls = 0
-        self._begun = asyncio.Event()
-        self._over = asyncio.Event()
-        self._over.set()
-
-    @contextmanager
-    def going_on(self) -> Generator[None]:
-        """While such a call is under way."""
-        self._calls += 1
-        self.begun += 1
-        self._over.clear()
-        self._begun.set()
-        try:
-            yield
-        finally:
-            self._calls -= 1
-            if not self._calls:
-                self._begun.clear()
-                self._over.set()
-
-    @property
-    def going(self) -> bool:
-        """One is under way."""
-        return self._calls > 0
-
-    async def over(self) -> None:
-        """Return when there is none."""
-        await self._over.wait()
-
-    async def without(self, seconds: float) -> None:
-        """Return when there has been none for so many seconds in all, from now on.
-
-        Seconds in which this event loop stood still do not count: a trainer may compute in the thread that runs it, and
-        an answer that came meanwhile has not been read.
-        """
-        now = asyncio.get_running_loop().time
-        while seconds > 0:
-            await self.over()
-            since, at_most = now(), min(seconds, TICK_S)
-            try:
-                async with asyncio.timeout(at_most):
-                    await self._begun.wait()
-            except TimeoutError:
-                seconds -= at_most
-            else:
-                seconds -= min(now() - since, at_most)
+"""So many connections to a core that break before it answers mean that it is gone."""
 
 
 class CoreSilentError(DeadlineError):
     """The server is well, and its core has answered nothing."""
 
 
-async def probe(control: EngineControl, occupation: Occupation, *, hang_s: float) -> CoreState | None:
+async def probe(control: ControlClient, occupation: Occupation, *, hang_s: float) -> CoreState | None:
     """Ask an engine's server and its core at once, and wait for both.
 
     Args:
@@ -117,7 +57,7 @@ async def probe(control: EngineControl, occupation: Occupation, *, hang_s: float
         await _ended(server, core)
 
 
-async def _server(control: EngineControl, hang_s: float) -> None:
+async def _server(control: ControlClient, hang_s: float) -> None:
     answer = asyncio.ensure_future(control.health(YOUNG * hang_s))
     silence = asyncio.create_task(_ticks(hang_s))
     try:
@@ -129,7 +69,7 @@ async def _server(control: EngineControl, hang_s: float) -> None:
         await _ended(answer, silence)
 
 
-async def _core(control: EngineControl, occupation: Occupation, hang_s: float) -> CoreState | None:
+async def _core(control: ControlClient, occupation: Occupation, hang_s: float) -> CoreState | None:
     answer = asyncio.ensure_future(_answer(control, occupation))
     silent_s = 0.0
     try:
@@ -163,7 +103,7 @@ async def _ended(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _answer(control: EngineControl, occupation: Occupation) -> CoreState | None:
+async def _answer(control: ControlClient, occupation: Occupation) -> CoreState | None:
     broken = 0
     while True:
         await occupation.over()
@@ -181,7 +121,7 @@ async def _answer(control: EngineControl, occupation: Occupation) -> CoreState |
             return None
 
 
-async def _is_young(control: EngineControl, deadline_s: float) -> bool:
+async def _is_young(control: ControlClient, deadline_s: float) -> bool:
     try:
         async with asyncio.timeout(deadline_s):
             return (await control.stats()).generation_tokens == 0

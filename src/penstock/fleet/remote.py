@@ -24,10 +24,9 @@ from penstock.errors import EngineDeadError, EngineError, PenstockError, StateEr
 from penstock.fleet.calls import CallClient
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.fan_out import FanOut
-from penstock.fleet.fleet import Fleet
+from penstock.fleet.fleet import Fleet, FleetControl, FleetSize
 from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.operations import Operations, check_version
-from penstock.fleet.plane import Crew, Orders
 from penstock.fleet.roster import Roster
 from penstock.fleet.service import (
     OF_ENGINES,
@@ -117,7 +116,7 @@ async def adopt(
         roster = AdoptedRoster(admin, control_timeout_s=control_timeout_s)
         owned.push_async_callback(roster.close)
         await roster.take(state)
-        roster.check_hope()
+        roster.raise_if_lost()
         store = SharedMemoryStore()
         owned.callback(store.close)
         control = RemoteControl(client, roster, store)
@@ -129,8 +128,8 @@ async def adopt(
             stream_chunk_tokens=stream_chunk_tokens,
         )
         data.http.back = roster.router_back
-        data.kept = lambda: roster.kept
-        data.http.suspect = control.look
+        data.kept = lambda: roster.kv_kept_versions
+        data.http.suspect = control.probe_all
         data.state.unreported = VanillaReplies(roster.asked)
         owned.push_async_callback(data.close)
         follower = asyncio.create_task(roster.follow(client), name="follow-fleet")
@@ -138,8 +137,8 @@ async def adopt(
         return Fleet(
             url,
             roster=roster,
-            operations=cast("Orders", control),
-            elastic=cast("Crew", control),
+            operations=cast("FleetControl", control),
+            elastic=cast("FleetSize", control),
             data=data,
             owned=owned.pop_all(),
         )
@@ -164,7 +163,7 @@ class AdoptedRoster(Roster):
         self._change, self._log = state.change, state.log
         known = {member.name: member for member in self.members}
         self.members = tuple(self._member(reported, known.get(reported.name)) for reported in state.members)
-        self.version, self.used, self.kept = state.version, state.used, frozenset(state.kept)
+        self.version, self.highest_version, self.kv_kept_versions = state.version, state.used, frozenset(state.kept)
         self.announce()
         kept = {id(member.control) for member in self.members}
         for member in known.values():
@@ -182,7 +181,7 @@ class AdoptedRoster(Roster):
         self.router_returns = False
         for member in self.members:
             if member.state is not State.STOPPED:
-                member.lifecycle, member.returns = Lifecycle.told(member.name, State.DEAD, self.lost), False
+                member.lifecycle = Lifecycle.reported(member.name, State.DEAD, self.lost)
         self.announce()
         await client.close()
 
@@ -194,20 +193,21 @@ class AdoptedRoster(Roster):
     def _member(self, reported: MemberState, known: Member | None) -> Member:
         name, url, key = reported.name, reported.url, reported.api_key
         same = known is not None and (known.url, known.api_key) == (url, key)
-        return Member(
+        member = Member(
             name=name,
             url=url,
             control=known.control
             if known is not None and same
             else ControlClient(name, url, api_key=key, timeout_s=self._control_s),
             info=reported.info,
-            lifecycle=Lifecycle.told(name, reported.state, reported.reason),
+            lifecycle=Lifecycle.reported(name, reported.state, reported.reason),
             weight_version=reported.weight_version,
             api_key=key,
             gpus=reported.gpus,
-            returns=reported.coming,
             warning=reported.warning,
         )
+        member.restarts = reported.is_restarting
+        return member
 
 
 class RemoteControl:
@@ -222,7 +222,7 @@ class RemoteControl:
         self._roster = roster
         self._store = store
         self._update: asyncio.Task[UpdateReport] | None = None
-        self._looking: asyncio.Task[Any] | None = None
+        self._probing: asyncio.Task[Any] | None = None
         self._closed = False
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
@@ -243,12 +243,12 @@ class RemoteControl:
         failures = {name: error_from_json(error) for name, error in outcome["failures"].items()}
         return FanOut(outcome["results"], failures)
 
-    async def look(self) -> None:
-        """Have every engine asked whether it is well, after a request has seen one die (`Supervisor.look`)."""
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._call("look"), name="remote-look")
+    async def probe_all(self) -> None:
+        """Have every engine asked whether it is well, after a request has seen one die (`Supervisor.probe_all`)."""
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(self._call("probe_all"), name="remote-probe")
         with suppress(PenstockError):  # `follow` handles an owner that is gone
-            await asyncio.shield(self._looking)
+            await asyncio.shield(self._probing)
 
     async def attach(self, servers: Sequence[ServerSpec]) -> tuple[str, ...]:
         """See `Elastic.attach`."""
@@ -268,7 +268,7 @@ class RemoteControl:
         self._check_open()  # a lost owner may only stand still, and its engines may read what would be written
         if self._update is not None and not self._update.done():
             raise StateError("a weight update is under way; await it before the next one")
-        number = self._roster.used + 1 if version is None else version
+        number = self._roster.highest_version + 1 if version is None else version
         check_version(number, self._roster)
         self._update = asyncio.create_task(self._publish_and_apply(named_tensors, number, kv), name="remote-update")
         return await asyncio.shield(self._update)
@@ -276,9 +276,9 @@ class RemoteControl:
     async def close(self) -> None:
         """Let no further call begin, and wait for an update under way: it reads what is ours."""
         self._closed = True
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.wait((self._looking,))
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.wait((self._probing,))
         if self._update is not None:
             await asyncio.wait((self._update,))
 

@@ -18,6 +18,7 @@ from penstock.config import FleetConfig, RouterConfig, refuse_open_host
 from penstock.engine.launch import telling_lines
 from penstock.errors import ConfigError, DeadlineError, EngineStartError, PenstockError
 from penstock.fleet.roster import Admin, Roster
+from penstock.fleet.supervise import RestartBudget, keep_running
 from penstock.fleet.vllm_router import VllmRouterAdmin
 from penstock.process import ChildProcess, read_report
 from penstock.router.admin_client import RouterAdmin
@@ -73,25 +74,23 @@ class RouterProcess:
                 options += [option, name]
                 env[name] = key
         read_fd, write_fd = os.pipe()
-        try:
-            child = await ChildProcess.start(
-                [sys.executable, "-m", "penstock.router", *options, "--ready-fd", str(write_fd)],
-                name="router",
-                log=log_dir / "router.log",
-                env=env,
-                pass_fds=(write_fd,),
-            )
-        except BaseException:
-            os.close(read_fd)
-            raise
-        finally:
-            os.close(write_fd)
-        try:
+        async with AsyncExitStack() as failed:
+            failed.callback(os.close, read_fd)
+            try:
+                child = await ChildProcess.start(
+                    [sys.executable, "-m", "penstock.router", *options, "--ready-fd", str(write_fd)],
+                    name="router",
+                    log=log_dir / "router.log",
+                    env=env,
+                    pass_fds=(write_fd,),
+                )
+            finally:
+                os.close(write_fd)
+            failed.pop_all()  # the pipe is closed by the function that reads it
+            failed.push_async_callback(child.wait)
+            failed.callback(child.kill)
             url = await _ready(child, read_fd)
-        except BaseException:
-            child.kill()
-            await child.wait()
-            raise
+            failed.pop_all()
         return cls(url, child)
 
     async def wait(self) -> int:
@@ -132,22 +131,20 @@ async def _ready(child: ChildProcess, pipe: int) -> str:
 
 
 BACKOFF_S = 0.1
-"""Before the first restart: nobody is served without a router, and it starts in a fraction of a second."""
-MAX_BACKOFF_S = 120.0
-"""The wait doubles up to this, without an end: what keeps a router from starting, such as a full disk, may pass."""
+"""Before the first restart: no request is served without a router, and it starts in a fraction of a second."""
 STEADY_S = 60.0
-"""A router that has served for so long is well: should it end, the wait before its restart is short again."""
+"""A router that has run for so long is well: should it end, the wait before its restart is short again."""
 HUNG_CHECKS = 3
 
 
 async def settle(roster: Roster, interval_s: float) -> None:
-    """Say again to a router that someone else keeps up what it may not have taken. Runs until it is cancelled."""
+    """Send a router that someone else runs again what it may not have taken. Runs until it is cancelled."""
     while True:
-        await roster.until(lambda: roster.in_doubt)
+        await roster.until(lambda: roster.router_uncertain)
         sure = False
-        while not sure or roster.in_doubt:  # once more after the doubt: what failed may have come into force late
+        while not sure or roster.router_uncertain:  # once more after it: what failed may have come into force late
             await asyncio.sleep(interval_s)
-            sure = not roster.in_doubt
+            sure = not roster.router_uncertain
             try:
                 await roster.check_router()
             except PenstockError:  # it is asked again
@@ -155,11 +152,11 @@ async def settle(roster: Roster, interval_s: float) -> None:
 
 
 class RouterGuard:
-    """Holds a router's process, and starts the next one when it ends.
+    """Holds a router's process, and restarts it when it ends.
 
     Args:
         router: it runs.
-        relaunch: starts another one on the same address, with the policy that the old one said last it had.
+        relaunch: starts another one on the same address, with the policy that the old one reported last.
     """
 
     def __init__(
@@ -169,11 +166,9 @@ class RouterGuard:
         self._policy: Mapping[str, Any] = {}
         self._relaunch = relaunch
         self._watch: asyncio.Task[None] | None = None
-        self._restarts = 0
-        """Since a router was steady."""
 
     def watch(self, roster: Roster, fleet: FleetConfig) -> None:
-        """From now on a new router gets the roster's gate and engines before anyone waits for it in vain."""
+        """Watch it from now on; a new router gets the roster's gate and engines. `max_restarts` is of engines only."""
         roster.router_returns = True
         self._watch = asyncio.create_task(self._guard(roster, fleet), name="guard-router")
 
@@ -186,18 +181,17 @@ class RouterGuard:
             await self._router.stop()
 
     async def _guard(self, roster: Roster, fleet: FleetConfig) -> None:
-        clock = asyncio.get_running_loop().time
-        while True:
-            began = clock()
+        budget = RestartBudget(None, STEADY_S, BACKOFF_S)
+
+        async def until_ended() -> None:
             hung = asyncio.create_task(self._until_hung(roster, fleet), name="health-router")
             try:
                 status = await self._router.wait()
             finally:
                 await cancelled(hung)
             logger.warning("the router ended with status %d", status)
-            if clock() - began >= STEADY_S:
-                self._restarts = 0
-            await self._start_anew(roster)
+
+        await keep_running(until_ended, lambda: self._restart(roster), budget, asyncio.sleep)
 
     async def _until_hung(self, roster: Roster, fleet: FleetConfig) -> None:
         clock = asyncio.get_running_loop().time
@@ -218,23 +212,20 @@ class RouterGuard:
         logger.warning("the router has not answered for %g s: it is ended", fleet.hang_timeout_s)
         self._router.kill()  # a stopped process would take no other signal
 
-    async def _start_anew(self, roster: Roster) -> None:
-        while True:
-            wait_s = min(BACKOFF_S * 2.0 ** min(self._restarts, 20), MAX_BACKOFF_S)  # bounded, or it overflows a float
-            self._restarts += 1
-            await asyncio.sleep(wait_s)
-            try:
-                self._router = await self._relaunch(self._policy)
-                break
-            except PenstockError as error:
-                logger.warning("the router did not start, after a wait of %g s: %s", wait_s, error)
+    async def _restart(self, roster: Roster) -> bool:
+        try:
+            self._router = await self._relaunch(self._policy)
+        except PenstockError as error:
+            logger.warning("the router did not start: %s", error)
+            return False
         try:
             await roster.restore()
         except PenstockError as error:
             logger.warning("the new router did not take the fleet's engines: %s", error)
             await self._router.stop()
-        else:
-            logger.info("the router is back")
+            return False
+        logger.info("the router is back")
+        return True
 
 
 _ADDRESS = {"kind", "url", "host", "port"}
@@ -296,7 +287,7 @@ async def open_router(
 
     Raises:
         EngineStartError: it did not start.
-        EngineDeadError: nobody answers at `config.url`; `UserError` or `EngineHTTPError`: it is another program.
+        EngineDeadError: no program answers at `config.url`; `UserError` or `EngineHTTPError`: it is another program.
     """
     url, guard, key = config.url, None, api_key
     if url is None:
@@ -327,5 +318,5 @@ async def _withdraw(admin: Admin) -> None:
     try:
         await admin.set_engines((await admin.engines()).epoch + 1, ())
     except PenstockError as error:
-        # The fleet ends all the same; whoever owns the router sees from this what it was not told.
-        logger.warning("the router was not told that this fleet's engines are gone: %s", error)
+        # The fleet ends all the same; the router's owner reads this.
+        logger.warning("the router does not know yet that this fleet's engines are gone: %s", error)

@@ -166,7 +166,7 @@ class MemberState:
     state: State
     reason: str
     weight_version: int
-    coming: bool
+    is_restarting: bool
     """It does not serve, and will."""
     gpus: tuple[str, ...]
     info: EngineInfo
@@ -188,14 +188,14 @@ class FleetState:
     version: int
     """Weight version."""
     used: int
-    """See `Roster.used`."""
+    """See `Roster.highest_version`."""
     change: int
     """Grows with each change."""
     members: tuple[MemberState, ...]
     starting: tuple[str, ...] = ()
     """Engines that start for the first time, and are no members yet."""
     kept: tuple[int, ...] = ()
-    """See `Roster.kept`."""
+    """See `Roster.kv_kept_versions`."""
     log: str | None = None
     """Of a detached owner."""
     admin_key: str | None = field(default=None, repr=False)
@@ -227,7 +227,7 @@ OPERATIONS = (
     *("pause", "resume", "abort", "reset_prefix_cache", "sleep", "wake_up"),
     *("collective_rpc", "load_adapter", "init_weight_transfer", "native_update"),
 )
-OF_ENGINES = ("look", "add", "attach", "drain", "remove", "replace")
+OF_ENGINES = ("probe_all", "add", "attach", "drain", "remove", "replace")
 
 
 def _same(value: Any) -> Any:
@@ -247,7 +247,7 @@ READ: Mapping[str, Callable[[Any], Any]] = {
 """By name of an argument: its value from JSON."""
 
 
-COPIED = ("name", "url", "state", "weight_version", "coming", "gpus", "info", "warning", "api_key")
+COPIED = ("name", "url", "state", "weight_version", "is_restarting", "gpus", "info", "warning", "api_key")
 """What a `MemberState` has of its `Member`."""
 
 
@@ -365,14 +365,14 @@ class Endpoint:
             pid=os.getpid(),
             detached=self.log is not None,
             version=roster.version,
-            used=roster.used,
+            used=roster.highest_version,
             change=roster.changes,
             members=tuple(
                 MemberState(**{name: getattr(m, name) for name in COPIED}, reason=m.lifecycle.reason)
                 for m in roster.members
             ),
             starting=self._elastic.starting,
-            kept=tuple(sorted(roster.kept)),
+            kept=tuple(sorted(roster.kv_kept_versions)),
             log=None if self.log is None else str(self.log),
             admin_key=self._admin_key,
         )

@@ -1,4 +1,4 @@
-"""Where a fleet's versions lie, and which transport brings one to the engines: named, or chosen by who is where."""
+"""Where a fleet's versions lie, and which transport brings one to the engines: named, or chosen by their place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SEND_SHARE = 0.5
-"""Of the deadline of a control call, what sending a version may take: whoever is cut off then can still say so."""
+"""Of the deadline of a control call, what sending a version may take: an engine that is cut off can still answer."""
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]", "::1"})
 
 

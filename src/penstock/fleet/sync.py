@@ -1,28 +1,38 @@
-"""Brings one engine to the weights and the state of the fleet: one that joins, returns, or has to go back."""
+"""Brings one engine to the weights and the state of the fleet: one that joins, returns, or was changed by others."""
 
 from __future__ import annotations
 
+import logging
+
 from penstock.engine.capabilities import Capability, require
-from penstock.errors import EngineError, StateError
+from penstock.engine.control import ControlClient, CoreState
+from penstock.errors import EngineError, PenstockError, StateError
 from penstock.fleet.fan_out import Call, fan_out
-from penstock.fleet.member import EngineControl, Member, State
+from penstock.fleet.member import SERVABLE, Member, State
 from penstock.fleet.roster import Roster
 from penstock.types import EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest, differ
+
+logger = logging.getLogger(__name__)
 
 MEMORY_TAGS = frozenset({"weights", "kv_cache"})
 """What an engine gives back when it sleeps, and takes again by tag."""
 
 
 def source(roster: Roster, current: WeightManifest | None) -> WeightManifest | None:
-    """Where the bytes of the fleet's version are; None where nobody has them (as loaded, or sent natively)."""
+    """Return where the bytes of the fleet's version are; None: nowhere (as loaded, or sent natively)."""
     return current if current is not None and current.version == roster.version else None
 
 
-async def put(engine: EngineControl, manifest: WeightManifest) -> EngineUpdate:
+async def put(engine: ControlClient, manifest: WeightManifest) -> EngineUpdate:
     """Let an engine take a committed version, outside of an update."""
     await engine.prepare_weights(manifest)
     return await engine.apply_weights(manifest.version)
+
+
+async def resume(engine: ControlClient) -> None:
+    """Let an engine generate again."""
+    await engine.resume()
 
 
 async def bring_to_version(
@@ -65,26 +75,27 @@ async def bring_to_version(
 
 
 async def _wake(member: Member, roster: Roster, asleep: frozenset[str], deadline_s: float) -> None:
-    """It died to us as it slept, and lives: a server of others. To one that is awake this says nothing.
+    """Wake a server of others that was dead to us while it slept.
 
-    Where the fleet sleeps as well, and it needs no weights, it sleeps on: others may use that memory now. One of which
-    a part sleeps is woken wholly, since vLLM's sleep takes an engine that is all awake.
+    Where the fleet sleeps as well, and it needs no weights, it sleeps on: others may use that memory now. An engine of
+    which a part sleeps is woken wholly, since vLLM's sleep takes an engine that is all awake.
     """
-    if member.info.capabilities.sleep:
-        loads = member.info.capabilities.plugin and (member.weight_version != roster.version or member.torn is not None)
-        sleeps_on = "weights" in asleep and asleep == member.asleep and not loads
-        tags = frozenset[str]() if sleeps_on else member.asleep
-        for tag in sorted(tags, reverse=True):  # the weights first
+    if not member.info.capabilities.sleep:
+        return
+    loads = member.info.capabilities.plugin and (member.weight_version != roster.version or member.torn is not None)
+    if "weights" in asleep and asleep == member.asleep and not loads:
+        return
+    for tag in sorted(member.asleep, reverse=True):  # the weights first
 
-            async def wake_up(engine: EngineControl, tag: str = tag) -> None:
-                await engine.wake_up([tag])
+        async def wake_up(engine: ControlClient, tag: str = tag) -> None:
+            await engine.wake_up([tag])
 
-            (await fan_out((member,), wake_up, deadline_s=deadline_s)).raise_first()
-            member.asleep -= {tag}
+        (await fan_out((member,), wake_up, deadline_s=deadline_s)).raise_first()
+        member.asleep -= {tag}
 
 
 async def _identify(member: Member, deadline_s: float) -> None:
-    """What an engine without our plugin has now: its weights are its owner's, who may have brought or reloaded them."""
+    """Ask an engine without our plugin what it has now: its owner may have brought or reloaded its weights."""
     outcome = await fan_out((member,), lambda engine: engine.info(), deadline_s=deadline_s)
     outcome.raise_first()
     info = member.info = outcome.results[member.name]
@@ -138,12 +149,58 @@ async def bring_in(
         # A server that others started has KV of its own, which must not outlive a native update.
         await ask(lambda engine: engine.pause(PauseMode.KEEP, clear_cache=True))
     elif member.process is None and member.info.capabilities.pause:  # paused by its owner, or by us when it was torn
-        await ask(lambda engine: engine.resume())
+        await ask(resume)
     if member.control is not control:
-        raise StateError(f"engine {member.name} was started anew while it joined")
+        raise StateError(f"engine {member.name} was restarted while it joined")
     roster.admit(member)
     if paused:
         member.lifecycle.to(State.PAUSED, "joined a fleet that is paused")
         roster.announce()
-    await roster.pass_on(f"engine {member.name} has joined")
+    await roster.push_or_defer(f"engine {member.name} has joined")
     return True
+
+
+def wrong_weights(member: Member, state: CoreState) -> str | None:
+    """Say why an engine has other weights than it has confirmed, if so."""
+    if state.torn or state.asleep:
+        return "its weights were dropped or half written by another process"
+    if state.weight_version not in {None, member.weight_version}:
+        return f"another process gave it weight version {state.weight_version}, the fleet {member.weight_version}"
+    if None not in {state.foreign, member.foreign} and state.foreign != member.foreign:
+        return "another process called a method of its workers, which may have changed its weights"
+    return None
+
+
+async def put_right(member: Member, roster: Roster, *, paused: bool, deadline_s: float) -> None:
+    """Put right what another process did to an engine: resume it, pause it again, or end it for its weights' sake.
+
+    Args:
+        member: it, while no operation runs.
+        roster: of the fleet.
+        paused: the fleet is.
+        deadline_s: seconds for each of two calls.
+    """
+
+    async def failed(member: Member, error: PenstockError) -> None:
+        await roster.mark_dead(member, f"it could not be brought back to what the fleet does: {error}")
+
+    async def keep_paused(engine: ControlClient) -> None:
+        await engine.pause(PauseMode.KEEP, clear_cache=False)
+
+    if roster.occupation.going:
+        return
+    calls, control = roster.occupation.begun, member.control
+    outcome = await fan_out((member,), lambda engine: engine.state(), deadline_s=deadline_s)
+    if (state := outcome.results.get(member.name)) is None or roster.occupation.begun != calls:
+        return  # a call of ours may have done it; one that says nothing is left to the next probe
+    if member.state not in SERVABLE or member.control is not control:
+        return
+    if (wrong := wrong_weights(member, state)) is not None:
+        member.asleep = MEMORY_TAGS if state.asleep else member.asleep
+        await roster.mark_dead(member, wrong, torn=True)
+    elif state.paused != paused:
+        was, now = ("paused", "resumed") if state.paused else ("resumed", "paused")
+        logger.warning("engine %s was %s by another process, and is %s again", member.name, was, now)
+        await fan_out((member,), keep_paused if paused else resume, deadline_s=deadline_s, on_failure=failed)
+    else:
+        member.foreign = state.foreign

@@ -10,15 +10,16 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
 from penstock.aio import in_thread
+from penstock.engine.control import ControlClient
 from penstock.errors import PenstockError, TransferError, UpdateError, UserError, WeightsError
-from penstock.fleet.delivery import Delivery, Sender
+from penstock.fleet.delivery import Delivery
 from penstock.fleet.fan_out import Call, fan_out
-from penstock.fleet.member import SERVABLE, Clock, EngineControl, Member, State, updatable, why
+from penstock.fleet.member import SERVABLE, Clock, Member, State, updatable, why
 from penstock.fleet.roster import Roster
 from penstock.fleet.stores import Store, Stores
 from penstock.fleet.sync import put, source
 from penstock.types import EngineUpdate, UpdateReport
-from penstock.weights.broadcast import TRANSPORT as BROADCAST
+from penstock.weights.broadcast import BroadcastStore
 from penstock.weights.manifest import WeightManifest, by_rank, kind_of
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class Updater:
     async def run(
         self, publish: Callable[[int], WeightManifest], *, version: int, clear_cache: bool = True
     ) -> UpdateReport:
-        """One update; engines that are paused stay paused. Those that wait for weights take part, and join after it.
+        """Update once; engines that are paused stay paused. Those that wait for weights take part, and join after it.
 
         Args:
             publish: puts the weights of a version into the store; called in a thread.
@@ -81,7 +82,7 @@ class Updater:
         self,
         manifest: WeightManifest,
         asked: Sequence[Member],
-        sender: Sender | None,
+        sender: BroadcastStore | None,
         began: float,
         *,
         clear_cache: bool,
@@ -96,7 +97,7 @@ class Updater:
             applied = await self._apply(updatable(members), manifest, sender, clear_cache=clear_cache)
             committed = [m for m in members if m.name in applied and m.updatable]
             await self._commit_or_go_back(committed, applied, manifest)
-            await self.roster.pass_on(f"its engines serve weight version {self.roster.version}")
+            await self.roster.push_or_defer(f"its engines serve weight version {self.roster.version}")
         opened = ended = self.clock()
         if self.roster.version == version:
             await in_thread(lambda: self._keep(manifest))  # it may copy all of it, or wait for a disk
@@ -116,9 +117,9 @@ class Updater:
         )
 
     async def _readied(
-        self, members: Sequence[Member], manifest: WeightManifest, sender: Sender | None
+        self, members: Sequence[Member], manifest: WeightManifest, sender: BroadcastStore | None
     ) -> tuple[Sequence[Member], WeightManifest, Mapping[str, float]]:
-        """Who takes part, the manifest they have prepared, and how many seconds each took for it."""
+        """Return who takes part, the manifest they have prepared, and how many seconds each took for it."""
         if sender is None:
             return members, manifest, await self._prepare(members, manifest)
         members = await self.delivery.gather(sender, members)
@@ -144,7 +145,7 @@ class Updater:
     ) -> None:
         """Behind the gate: the version is the fleet's if enough engines have it, else those that have it give it up."""
         if len(made_it) < self.min_engines:
-            # Who waits for weights serves nothing, and waits on.
+            # An engine that waits for weights serves nothing, and waits on.
             await self._roll_back([m for m in made_it if m.state in SERVABLE], manifest.version)
             return
         for member in made_it:
@@ -167,7 +168,7 @@ class Updater:
     async def _prepare(
         self, members: Sequence[Member], manifest: WeightManifest, *, torn: bool = False
     ) -> Mapping[str, float]:
-        async def seconds(engine: EngineControl) -> float:
+        async def seconds(engine: ControlClient) -> float:
             began = self.clock()
             await engine.prepare_weights(manifest)
             return self.clock() - began
@@ -175,7 +176,7 @@ class Updater:
         async def failed(member: Member, error: PenstockError) -> None:
             if not isinstance(error, UserError):
                 reason = f"prepare of weight version {manifest.version} failed: {error}"
-                await self.roster.bury(member, reason, torn=torn)
+                await self.roster.mark_dead(member, reason, torn=torn)
 
         outcome = await fan_out(members, seconds, deadline_s=self.deadline_s, on_failure=failed)
         for error in outcome.failures.values():
@@ -184,36 +185,36 @@ class Updater:
         return outcome.results
 
     async def _apply(
-        self, members: Sequence[Member], manifest: WeightManifest, sender: Sender | None, *, clear_cache: bool
+        self, members: Sequence[Member], manifest: WeightManifest, sender: BroadcastStore | None, *, clear_cache: bool
     ) -> Mapping[str, EngineUpdate]:
         version = manifest.version
-        # An engine that has applied goes on with the requests it has, before anyone knows whether the update commits.
-        self.roster.used = max(self.roster.used, version)
+        # An engine that has applied goes on with its requests before the update commits.
+        self.roster.highest_version = max(self.roster.highest_version, version)
         if not clear_cache:
             self.roster.keep_kv(version)
 
         async def failed(member: Member, error: PenstockError) -> None:
-            await self.roster.bury(member, f"apply of weight version {version} failed: {error}", torn=True)
+            await self.roster.mark_dead(member, f"apply of weight version {version} failed: {error}", torn=True)
 
-        async def call(engine: EngineControl) -> EngineUpdate:
+        async def call(engine: ControlClient) -> EngineUpdate:
             return await engine.apply_weights(version, clear_cache=clear_cache)
 
+        tears = self.roster.tears(call)
         if sender is not None:
-            results = await self._send(sender, members, manifest, self.roster.tears(call))
+            results = await self._send(sender, members, manifest, tears)
         else:
-            tears = self.roster.tears(call)
             results = (await fan_out(members, tears, deadline_s=self.deadline_s, on_failure=failed)).results
         layouts = {m.name: m.layout for m in members if m.name in results}
         odd = odd_ones_out({name: update.checksum for name, update in results.items()}, layouts)
         for member in members:
             if member.name in odd:
-                await self.roster.bury(member, f"weight version {version}: {odd[member.name]}", torn=True)
+                await self.roster.mark_dead(member, f"weight version {version}: {odd[member.name]}", torn=True)
         return results
 
     async def _send(
-        self, sender: Sender, members: Sequence[Member], manifest: WeightManifest, call: Call[EngineUpdate]
+        self, sender: BroadcastStore, members: Sequence[Member], manifest: WeightManifest, call: Call[EngineUpdate]
     ) -> Mapping[str, EngineUpdate]:
-        """Send it until nobody is torn who lives: again, whole, to a group without those that died on the way."""
+        """Send it until no live engine is torn: again, whole, to a group without those that died on the way."""
         results: dict[str, EngineUpdate] = {}
         waiting, problem = list(members), "it was sent too often"
         try:
@@ -233,23 +234,27 @@ class Updater:
                 problem = str(cut[waiting[0].name])
         except (PenstockError, RuntimeError, OSError) as error:  # torch's and the system's too: engines are torn by now
             problem = str(error)
-        # Those of others that somebody else has found dead meanwhile are torn as well, and that has to be noted.
+        # Servers of others that another watch has found dead meanwhile are torn as well.
         torn = (m for m in members if m in waiting or (m.name not in results and m.process is None and m.torn is None))
         for member in torn:
             reason = f"apply of weight version {manifest.version} failed: {problem}"
-            await self.roster.bury(member, reason, torn=True)
+            await self.roster.mark_dead(member, reason, torn=True)
         return results
 
     async def _roll_back(self, members: Sequence[Member], version: int) -> None:
-        """Give engines that took an update which did not commit the weights before it; who cannot is DEAD."""
+        """Give engines that took an update which did not commit the weights before it; one that fails is DEAD."""
         before = source(self.roster, self.store.current)
         if before is None:
             for member in members:  # as loaded from disk, or sent natively: the bytes are not here
-                await self.roster.bury(member, f"holds weight version {version}, which was not committed", torn=True)
+                await self.roster.mark_dead(
+                    member, f"holds weight version {version}, which was not committed", torn=True
+                )
             return
 
         async def failed(member: Member, error: PenstockError) -> None:
-            await self.roster.bury(member, f"going back to weight version {before.version} failed: {error}", torn=True)
+            await self.roster.mark_dead(
+                member, f"going back to weight version {before.version} failed: {error}", torn=True
+            )
 
         await fan_out(members, lambda engine: put(engine, before), deadline_s=2 * self.deadline_s, on_failure=failed)
 
@@ -263,17 +268,17 @@ class Updater:
         )
 
 
-def sender_of(store: Store, manifest: WeightManifest) -> Sender | None:
-    """Who sends a version while the engines apply it; None where the engines fetch it themselves."""
+def sender_of(store: Store, manifest: WeightManifest) -> BroadcastStore | None:
+    """Return the store that sends a version while the engines apply it; None: the engines fetch it themselves."""
     inner = store.of(manifest.transport) if isinstance(store, Stores) else store
-    return inner if isinstance(inner, Sender) and manifest.transport == BROADCAST else None
+    return inner if isinstance(inner, BroadcastStore) else None
 
 
 def odd_ones_out(checksums: Mapping[str, str], layouts: Mapping[str, Hashable]) -> dict[str, str]:
-    """Engines whose checksum of some rank is not that of the majority of their layout, with the reason.
+    """Return engines whose checksum of some rank differs from the majority of their layout, with the reason.
 
     Of each rank, like is compared with like (`manifest.kind_of`); one that has no like is believed. Without a strict
-    majority nobody knows who is right, so all are named.
+    majority it is unknown which is right, so all are named.
     """
     said: defaultdict[tuple[Hashable, int, str], dict[str, str]] = defaultdict(dict)
     for name, layout in layouts.items():
@@ -293,7 +298,7 @@ def odd_ones_out(checksums: Mapping[str, str], layouts: Mapping[str, Hashable]) 
 
 
 def _failures(members: Iterable[Member]) -> dict[str, str]:
-    """Why each is out; it may have been started anew since."""
+    """Why each is out; it may have been restarted since."""
     deaths = {m.name: [c.reason for c in m.lifecycle.history if c.new is State.DEAD] for m in members}
     return {name: reasons[-1] for name, reasons in deaths.items() if reasons}
 
