@@ -102,6 +102,7 @@ def test_status_says_which_engine_is_gone(tmp_path: Path) -> None:
     ids=str,
 )
 def test_nothing_is_left_behind(number: signal.Signals, status: int, tmp_path: Path) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and a server inherits that
     (folder := tmp_path / "tmp").mkdir()
     command = ("serve", "m", "--sim", "--engines", str(ENGINES), "--port", "0")
     with serving(tmp_path / "log", *command, TMPDIR=str(folder)) as server:

@@ -116,7 +116,7 @@ async def test_a_pause_that_waits_is_taken_back_by_a_resume_and_ended_by_an_abor
                 await asyncio.wait_for(pausing, 60.0)
                 await fleet.resume_generation()
         samples = _samples(await running)
-        assert {sample.stop_reason for sample in samples} == ({"abort"} if how == "abort" else {"length"})
+        assert {sample.finish_reason for sample in samples} == ({"abort"} if how == "abort" else {"length"})
         for sample in samples:
             assert history.worst_difference([5, 6], sample) < 1e-4
 

@@ -332,9 +332,9 @@ async def test_one_that_comes_back_to_a_fleet_that_sleeps_takes_no_memory_meanwh
         woken: list[object] = []
         wake_up = failing.engine.wake_up
 
-        async def noted(tags: Sequence[str] | None = None, *, resume: bool = True) -> bool:
+        async def noted(tags: Sequence[str] | None = None) -> bool:
             woken.append(tags)
-            return await wake_up(tags, resume=resume)
+            return await wake_up(tags)
 
         monkeypatch.setattr(failing.engine, "wake_up", noted)
         failing.engine.faults.add(Fault(FaultKind.REFUSE, Phase.HEALTH))
@@ -349,7 +349,7 @@ async def test_one_that_comes_back_to_a_fleet_that_sleeps_takes_no_memory_meanwh
 @pytest.mark.parametrize("plain", [True, False])
 async def test_a_server_that_its_owner_has_paused_serves_when_it_is_attached(*, plain: bool) -> None:
     async with server() as first, server(plain=plain) as second, plain_fleet(first) as fleet:
-        await second.engine.holds.pause(PauseMode.ABORT, clear_cache=True, release=False)
+        await second.engine.pause(PauseMode.ABORT)
         assert await fleet.attach(second.url) == ("e1",)
         assert not second.engine.paused
         await check_serves(fleet, engines=2)

@@ -149,7 +149,11 @@ async def test_an_environment_of_ones_own():
         ("penstock.types:Sample", {}, "not a subclass"),
         (f"{__name__}:Echo", {"wrod": "x"}, "wrod"),
         (f"{__name__}:Again", {}, r"overrides `step`, and episodes have one turn so far.*fleet\.sample\(.*session_id"),
-        (f"{__name__}:Broken", {}, r"cannot be built: KeyError: 'x' \(.*test_environment.py, line"),
+        (
+            f"{__name__}:Broken",
+            {},
+            r"built with environment.options {}: KeyError: 'x' \(.*test_environment.py, line",
+        ),
         ("broken_module:X", {}, r"cannot be imported: NameError: .*broken_module.py, line 1\)"),
         ("unread_module:X", {}, r"cannot be imported: SyntaxError: .* \(/.*unread_module.py, line 1\)$"),
         ("reasoning_gym", {}, "dataset"),

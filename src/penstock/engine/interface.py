@@ -188,7 +188,7 @@ class Engine(ABC):
         Args:
             named_tensors: `(checkpoint name, tensor)` for every tensor of the model, as `model.named_parameters()`
                 gives them; tied weights once. A module, or a function that returns the pairs, is asked again when an
-                engine needs this version and no copy of it was kept (docs/weights.md).
+                engine needs this version and no copy of it was kept (docs/how-to/weights.md).
             version: label of the new weights, greater than the present one; default: the present one + 1. A resumed
                 run passes the version that it had reached.
             kv: `recompute`: requests in flight attend to nothing of older weights, at the price of their prefill.

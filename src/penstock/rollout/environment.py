@@ -81,7 +81,9 @@ def load_environment(config: EnvironmentConfig, seed: int) -> Environment:
             take, or an error of its own.
     """
     cls = _environment_class(config.name)
-    with user_code(f"environment {config.name!r} with options {dict(config.options)!r} cannot be built", ConfigError):
+    with user_code(
+        f"environment {config.name!r} cannot be built with environment.options {dict(config.options)!r}", ConfigError
+    ):
         return cls(seed=seed, **config.options)
 
 
