@@ -209,7 +209,8 @@ async def test_a_caller_that_gives_up_pausing_leaves_a_fleet_that_knows_its_stat
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(fleet.pause_generation(PauseMode.WAIT), 0.02)
     check(PROMPTS, await running, LONG)
-    await fleet.resume_generation()  # the pause was finished all the same
+    with pytest.raises(StateError, match="not paused"):
+        await fleet.resume_generation()  # a pause that waited for requests ends with its caller
     await check_serves(fleet, engines=3)
 
 
