@@ -89,7 +89,9 @@ async def test_requests_wait_through_a_pause_and_none_fails(fleet, history):
     done, _ = await asyncio.wait({running, late}, timeout=0.3)
     assert not done
     model = changed(history.latest, 9)
-    history.models[(await fleet.update_weights(model.named_parameters())).version] = model
+    report = await fleet.update_weights(model.named_parameters())
+    history.models[report.version] = model
+    assert sum(engine.preempted for engine in report.engines) >= 6
     done, _ = await asyncio.wait({running, late}, timeout=0.2)
     assert not done, "an update let a paused fleet go on"
     await fleet.resume_generation()

@@ -31,7 +31,7 @@ class Core:
         self.addresses = SimpleNamespace(outputs=["api"])
         chunked = SimpleNamespace(enable_chunked_prefill=True, disable_chunked_mm_input=False)
         self.scheduler = SimpleNamespace(
-            get_num_unfinished_requests=lambda: 3, scheduler_config=chunked, max_num_scheduled_tokens=8192,
+            get_request_counts=lambda: (2, 1), scheduler_config=chunked, max_num_scheduled_tokens=8192,
             max_num_running_reqs=256, num_spec_tokens=0, block_size=16,
         )  # fmt: skip
         self.batch_queue: list[str] = ["a step"] if step_under_way else []

@@ -286,7 +286,7 @@ class CoreUpdate:
 
     def _load_paused(self) -> dict[str, Any]:
         core, paused = self._core, time.perf_counter()
-        preempted = core.scheduler.get_num_unfinished_requests()
+        preempted = sum(core.scheduler.get_request_counts())  # a paused scheduler calls none of them unfinished
         self._control.pausing.weights_are_out()
         if self._clear_cache:
             clear_kv(core)
