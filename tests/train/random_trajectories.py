@@ -5,14 +5,22 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from penstock.train.learner import Learner
+from penstock.train.grpo import Trainee, datum_of
+from penstock.train.losses import LossSpec
 from penstock.types import Trajectory
 
 VOCABULARY = 24
 
 
+def score(trainee: Trainee, prompt: Sequence[int], response: Sequence[int]) -> list[float]:
+    """Logprob of each response token under the weights held."""
+    spec = LossSpec({"dapo": 1.0}, temperature=trainee.temperature)
+    found = trainee.learner.forward(trainee.adapter, spec, [datum_of(trajectory(prompt, response), 0.0)])
+    return found.logprobs[0][len(prompt) - 1 :].tolist()
+
+
 def trajectories_of(
-    learner: Learner, *, count: int = 12, group_size: int = 4, seed: int = 0, noise: float = 0.3, version: int = 0
+    learner: Trainee, *, count: int = 12, group_size: int = 4, seed: int = 0, noise: float = 0.3, version: int = 0
 ) -> list[Trajectory]:
     """Random token sequences of random lengths, one in three with a turn of the environment in its middle; logprobs
     are the learner's own plus noise, as an engine with somewhat older weights would report them."""
@@ -22,7 +30,7 @@ def trajectories_of(
         prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 9))]
         response = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 15))]
         mask = [0 if i % 3 == 0 and p in (1, 2) else 1 for p in range(len(response))]
-        logprobs = [lp + rng.gauss(0, noise) for lp in learner.score(prompt, response)]
+        logprobs = [lp + rng.gauss(0, noise) for lp in score(learner, prompt, response)]
         made.append(
             trajectory(
                 prompt,

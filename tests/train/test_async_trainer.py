@@ -99,11 +99,11 @@ async def test_groups_without_a_difference_are_trained_on_and_teach_nothing(mode
 
     config = config_of(model, train={"steps": 3})
     learner = learner_of(config)
-    before = {name: tensor.clone() for name, tensor in learner.named_tensors()}
+    before = {name: tensor.clone() for name, tensor in learner.weights()}
     folder = RunFolder.create(tmp_path, config)
     summary = await run_on_sim(config, folder, environment=AllTheSame(), learner=learner)
     assert [row["zero_variance_share"] for row in folder.metrics()] == [1.0, 1.0, 1.0]
-    assert all(torch.equal(before[name], tensor) for name, tensor in learner.named_tensors())
+    assert all(torch.equal(before[name], tensor) for name, tensor in learner.weights())
     assert summary.updates == 3
     assert summary.accuracy_after == 0.0
 

@@ -39,7 +39,7 @@ class CountingLearner:
         self.version += 1
         return {}
 
-    def served_tensors(self) -> list[tuple[str, torch.Tensor]]:
+    def weights(self) -> list[tuple[str, torch.Tensor]]:
         return []
 
     def state(self) -> LearnerState:

@@ -10,12 +10,14 @@ from types import ModuleType
 
 import pytest
 import torch
+from random_trajectories import score
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.config import TrainConfig
 from penstock.rollout.char_tokenizer import save_char_tokenizer
 from penstock.rollout.reasoning_gym_env import ReasoningGymEnvironment
-from penstock.train.learner import Learner
+from penstock.train.grpo import Trainee
+from penstock.train.learner import LocalLearner
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "models" / "sorter-0.8m"
@@ -50,13 +52,13 @@ def test_its_tokenizer_is_the_one_the_code_writes(tmp_path: Path):
 
 
 def test_the_learner_takes_it(script: ModuleType):
-    learner = Learner(str(MODEL), TrainConfig(micro_batch_tokens=2048), seed=0)
+    config = TrainConfig(micro_batch_tokens=2048)
+    trainee = Trainee(LocalLearner(str(MODEL), config, seed=0), config)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     task = ReasoningGymEnvironment(seed=0, **script.DATASET).train_task(0)
     right = [*tokenizer.encode(task.metadata["answer"]), tokenizer.eos_token_id]
-    assert sum(learner.score(tokenizer.encode(task.prompt), right)) > sum(
-        learner.score(tokenizer.encode(task.prompt), right[::-1])
-    )
+    prompt = tokenizer.encode(task.prompt)
+    assert sum(score(trainee, prompt, right)) > sum(score(trainee, prompt, right[::-1]))
 
 
 def test_the_script_writes_a_model_that_loads(

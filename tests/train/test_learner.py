@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from random_trajectories import trajectories_of, trajectory
+from random_trajectories import score, trajectories_of, trajectory
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -22,8 +22,9 @@ from penstock.plugin.spec import expected_weights
 from penstock.train import checkpoint
 from penstock.train.batching import collate, plan
 from penstock.train.checkpoint import LearnerState
-from penstock.train.learner import Learner, ServedDtype
-from penstock.train.losses import LOSSES, Limits, LossTerms
+from penstock.train.grpo import Trainee, datum_of
+from penstock.train.learner import LocalLearner, ServedDtype
+from penstock.train.losses import POLICY_LOSSES, Limits, LossSpec, LossTerms
 from penstock.weights.shared_memory import SharedMemoryStore
 
 
@@ -34,16 +35,33 @@ def learner_of(
     double: bool = False,
     served_dtype: ServedDtype = "float32",
     **config: object,
-) -> Learner:
+) -> Trainee:
     settings = TrainConfig(**config)
-    learner = Learner(model, settings, seed=0, temperature=temperature, max_tokens=16, served_dtype=served_dtype)
+    learner = Recording(model, settings, seed=0, served_dtype=served_dtype)
     if double:
-        learner.model.double()
-    return learner
+        learner.policy.double()
+    return Trainee(learner, settings, temperature, max_tokens=16)
 
 
-def gradients(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in learner.model.named_parameters() if p.grad is not None}
+class Recording(LocalLearner):
+    """Keeps the gradient of its last step, after scaling and clipping."""
+
+    gradients: dict[str, torch.Tensor]
+
+    def _optimizer(self, adapter: str | None) -> torch.optim.AdamW:
+        optimizer = super()._optimizer(adapter)
+        held = self.policy.model.named_parameters()
+        self.gradients = {name: p.grad.clone() for name, p in held if p.grad is not None}
+        return optimizer
+
+
+def gradients(trainee: Trainee) -> dict[str, torch.Tensor]:
+    return trainee.learner.gradients
+
+
+def held(trainee: Trainee) -> dict[str, torch.Tensor]:
+    """The live master weights."""
+    return {name: p.detach() for name, p in trainee.learner.policy.model.named_parameters()}
 
 
 # --- batching ---------------------------------------------------------------------------------------------------------
@@ -60,17 +78,26 @@ def test_the_plan_holds_every_sequence_once_within_the_bound(lengths: list[int],
 
 
 def test_collate_aligns_targets_with_the_positions_that_predict_them():
-    first = trajectory([1, 2, 3], [4, 5, 6], mask=[1, 0, 1], logprobs=[-0.1, 0.0, -0.3], versions=[7, 7, 8])
-    second = trajectory([9], [8], logprobs=[-0.5], versions=[6])
-    batch = collate([first, second], torch.tensor([1.0, -1.0]))
+    first = trajectory([1, 2, 3], [4, 5, 6], mask=[1, 0, 1], logprobs=[-0.1, -9.0, -0.3])
+    second = trajectory([9], [8], logprobs=[-0.5])
+    data = [datum_of(first, 1.0), datum_of(second, -1.0)]
+    assert data[0].input_ids == (1, 2, 3, 4, 5)
+    assert data[0].target_ids == (2, 3, 4, 5, 6)
+    assert data[0].weights == (0, 0, 1, 0, 1)
+    assert data[0].logprobs == (0, 0, -0.1, 0, -0.3)
+    batch = collate(data, LossSpec({"dapo": 1.0}))
     assert batch.input_ids_1_L.tolist() == [[1, 2, 3, 4, 5, 9]]
     assert batch.position_ids_1_L.tolist() == [[0, 1, 2, 3, 4, 0]]
     assert (batch.bounds.tolist(), batch.longest) == ([0, 5, 6], 5)
     assert batch.targets_K.tolist() == [4, 6, 8]
     assert [batch.input_ids_1_L.flatten()[p].item() for p in batch.positions_K] == [3, 5, 9]
-    assert batch.mask_B_T.tolist() == [[True, False, True], [True, False, False]]
-    assert batch.versions_K.tolist() == [7, 8, 6]
-    torch.testing.assert_close(batch.behaviour_B_T, torch.tensor([[-0.1, 0.0, -0.3], [-0.5, 0.0, 0.0]]))
+    assert [places.tolist() for places in batch.places] == [[2, 4], [0]]
+    assert batch.weights_B_T.tolist() == [[1, 1], [1, 0]]
+    assert batch.advantages_B_T.tolist() == [[1, 1], [-1, 0]]
+    torch.testing.assert_close(batch.behaviour_B_T, torch.tensor([[-0.1, -0.3], [-0.5, 0.0]]))
+    every = collate(data, LossSpec({"dapo": 1.0}, all_logprobs=True))
+    assert every.targets_K.tolist() == [2, 3, 4, 5, 6, 8]
+    assert every.weights_B_T.tolist() == [[0, 0, 1, 0, 1], [1, 0, 0, 0, 0]]
 
 
 # --- logprobs and gradients -------------------------------------------------------------------------------------------
@@ -81,10 +108,10 @@ def test_score_is_the_log_softmax_of_the_logits_over_temperature(micro_model: st
     prompt, response = [3, 1, 4], [1, 5, 9, 2]
     logits = AutoModelForCausalLM.from_pretrained(micro_model)(torch.tensor([prompt + response])).logits[0]
     want = torch.log_softmax(logits[len(prompt) - 1 : -1] / 0.6, -1)[range(4), response]
-    assert learner.score(prompt, response) == pytest.approx(want.tolist(), abs=1e-5)
+    assert score(learner, prompt, response) == pytest.approx(want.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
 def test_the_gradient_is_that_of_a_plain_forward_pass_over_one_padded_batch(micro_model: str, loss: str):
     learner = learner_of(micro_model, double=True, loss=loss, micro_batch_tokens=40, grad_clip_norm=1e9)
     trajectories = trajectories_of(learner)
@@ -105,8 +132,8 @@ def test_the_gradient_is_that_of_a_plain_forward_pass_over_one_padded_batch(micr
     logprobs = torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
     std = rewards.std(-1, keepdim=True, correction=0)
     advantages = torch.where(std > 0, (rewards - rewards.mean(-1, keepdim=True)) / std, 0.0).flatten()
-    terms = LossTerms(logprobs, behaviour[:, 1:], advantages, mask[:, 1:])
-    output = LOSSES[loss](terms, Limits(max_tokens=16))
+    terms = LossTerms(logprobs, behaviour[:, 1:], advantages.unsqueeze(-1), mask[:, 1:].float())
+    output = POLICY_LOSSES[loss](terms, Limits(max_tokens=16))
     (output.loss / output.denominator).backward()
 
     assert metrics["loss"] == pytest.approx((output.loss / output.denominator).item(), rel=1e-6)
@@ -114,7 +141,7 @@ def test_the_gradient_is_that_of_a_plain_forward_pass_over_one_padded_batch(micr
         torch.testing.assert_close(gradients(learner)[name], parameter.grad, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
 def test_micro_batches_add_up_to_one_big_batch(micro_model: str, loss: str):
     """In float64 nothing is left of the difference but rounding."""
     results = []
@@ -146,8 +173,8 @@ def test_what_the_environment_said_is_context_and_not_learned(micro_model: str):
 
 def test_figures_of_the_logprob_difference_by_staleness(micro_model: str):
     learner = learner_of(micro_model)
-    learner.version = 3
-    exact = learner.score([1, 2], [3, 4, 5])
+    learner.learner.versions[None] = 3
+    exact = score(learner, [1, 2], [3, 4, 5])
     fresh = trajectory([1, 2], [3, 4, 5], logprobs=[exact[0], exact[1] + 0.25, exact[2]], versions=[3, 3, 3], reward=1)
     mixed = trajectory([1, 2], [3, 4, 5], logprobs=[lp - 0.5 for lp in exact], versions=[1, 1, 2])
     metrics = learner.step([fresh, mixed])
@@ -177,47 +204,47 @@ def test_figures_of_a_step(micro_model: str):
     assert all(math.isfinite(value) for value in metrics.values())
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
 async def test_rewarded_answers_become_likelier_from_any_thread(micro_model: str, loss: str):
     learner = learner_of(micro_model, loss=loss, learning_rate=3e-3, threads=1)
     good, bad = ([1, 2], [3, 4, 5]), ([1, 2], [6, 7])
-    before = sum(learner.score(*good)) - sum(learner.score(*bad))
+    before = sum(score(learner, *good)) - sum(score(learner, *bad))
     for _ in range(5):
         batch = [
-            trajectory(*answer, logprobs=learner.score(*answer), reward=reward)
+            trajectory(*answer, logprobs=score(learner, *answer), reward=reward)
             for answer, reward in ((good, 1.0), (bad, 0.0))
         ]
         await asyncio.to_thread(learner.step, batch)
-    assert sum(learner.score(*good)) - sum(learner.score(*bad)) > before + 0.5
+    assert sum(score(learner, *good)) - sum(score(learner, *bad)) > before + 0.5
     assert learner.version == 5
 
 
 def test_groups_without_a_preference_change_nothing_but_are_measured(micro_model: str):
     learner = learner_of(micro_model)
-    before = {name: tensor.clone() for name, tensor in learner.named_tensors()}
+    before = {name: tensor.clone() for name, tensor in held(learner).items()}
     metrics = learner.step([trajectory([1, 2], [3, 4], reward=1.0, logprobs=[-2, -2]) for _ in range(4)])
     assert metrics["trajectories_without_advantage"] == 1
     assert metrics["grad_norm"] == 0
     assert metrics["logprob_diff_equal_tokens"] == 8
     assert metrics["logprob_diff_mean"] > 0
-    assert all(torch.equal(before[name], tensor) for name, tensor in learner.named_tensors())
+    assert all(torch.equal(before[name], tensor) for name, tensor in held(learner).items())
 
 
 def test_a_gradient_that_is_no_number_changes_nothing(micro_model: str):
     learner = learner_of(micro_model)
-    before = {name: tensor.clone() for name, tensor in learner.named_tensors()}
+    before = {name: tensor.clone() for name, tensor in held(learner).items()}
     bad = [trajectory([1], [2, 3], logprobs=[float("nan"), -1.0], reward=r) for r in (0.0, 1.0)]
-    with pytest.raises(StateError, match=r"step 1 has loss nan and a gradient of norm .*: nothing was changed"):
+    with pytest.raises(StateError, match=r"step 1 has loss nan and a gradient of norm nan: nothing was changed"):
         learner.step(bad)
     assert learner.version == 0
-    assert all(torch.equal(before[name], tensor) for name, tensor in learner.named_tensors())
+    assert all(torch.equal(before[name], tensor) for name, tensor in held(learner).items())
 
 
 def test_tensors_carry_the_names_of_the_checkpoint_tied_ones_once(micro_model: str):
     learner = learner_of(micro_model)
     with safe_open(f"{micro_model}/model.safetensors", "pt") as file:
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    given_out = dict(learner.named_tensors())
+    given_out = held(learner)
     assert given_out.keys() == stored.keys()
     assert "lm_head.weight" not in given_out
     assert all(torch.equal(given_out[name], stored[name]) for name in stored)
@@ -255,43 +282,43 @@ def test_a_bf16_checkpoint_is_served_in_the_dtypes_that_it_has(micro_model: str,
     with safe_open(f"{folder}/model.safetensors", "pt") as file:
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16, torch.float32}
-    served = dict(learner.served_tensors())
+    served = dict(learner.weights())
     assert {name: tensor.dtype for name, tensor in served.items()} == {name: t.dtype for name, t in stored.items()}
     assert all(torch.equal(served[name], stored[name]) for name in stored)
-    assert {tensor.dtype for _, tensor in learner.named_tensors()} == {torch.float32}
-    check_as_an_engine_does(folder, learner.served_tensors())
+    assert {tensor.dtype for _, tensor in held(learner).items()} == {torch.float32}
+    check_as_an_engine_does(folder, learner.weights())
     with pytest.raises(WeightsError, match="is float32; the engine takes bfloat16"):
-        check_as_an_engine_does(folder, learner.named_tensors())
+        check_as_an_engine_does(folder, held(learner).items())
 
 
 def test_a_step_is_served_from_the_same_memory(micro_model: str, tmp_path: Path):
     learner = learner_of(save_as_bf16(micro_model, tmp_path), served_dtype="auto", learning_rate=1e-2)
-    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in learner.served_tensors()}
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in learner.weights()}
     learner.step(trajectories_of(learner))
-    held = dict(learner.named_tensors())
-    for name, tensor in learner.served_tensors():
+    masters = held(learner)
+    for name, tensor in learner.weights():
         place, value = before[name]
         assert tensor.data_ptr() == place
-        assert torch.equal(tensor, held[name].to(tensor.dtype))
+        assert torch.equal(tensor, masters[name].to(tensor.dtype))
         assert not torch.equal(tensor, value)
 
 
 @pytest.mark.parametrize("served_dtype", ["float32", "auto"])
 def test_where_the_dtypes_agree_nothing_is_copied(micro_model: str, served_dtype: ServedDtype):
     learner = learner_of(micro_model, served_dtype=served_dtype)
-    live = {name: tensor.data_ptr() for name, tensor in learner.named_tensors()}
-    assert {name: tensor.data_ptr() for name, tensor in learner.served_tensors()} == live
+    live = {name: tensor.data_ptr() for name, tensor in held(learner).items()}
+    assert {name: tensor.data_ptr() for name, tensor in learner.weights()} == live
 
 
 @pytest.mark.parametrize("save", [save_moe, save_routed])
 def test_experts_and_buffers_are_served_as_their_checkpoint_has_them(save: Callable[[Path], Path], tmp_path: Path):
     learner = learner_of(str(save(tmp_path / "model")))
-    check_as_an_engine_does(str(tmp_path / "model"), learner.served_tensors())
+    check_as_an_engine_does(str(tmp_path / "model"), learner.weights())
 
 
 def test_a_given_dtype_is_that_of_every_tensor(micro_model: str):
     learner = learner_of(micro_model, served_dtype="bfloat16")
-    assert {tensor.dtype for _, tensor in learner.served_tensors()} == {torch.bfloat16}
+    assert {tensor.dtype for _, tensor in learner.weights()} == {torch.bfloat16}
 
 
 def test_without_headers_the_config_says_what_is_served(micro_model: str, tmp_path: Path):
@@ -300,8 +327,8 @@ def test_without_headers_the_config_says_what_is_served(micro_model: str, tmp_pa
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
     learner = learner_of(folder, served_dtype="auto")
-    assert {tensor.dtype for _, tensor in learner.served_tensors()} == {torch.bfloat16}
-    check_as_an_engine_does(folder, learner.served_tensors())
+    assert {tensor.dtype for _, tensor in learner.weights()} == {torch.bfloat16}
+    check_as_an_engine_does(folder, learner.weights())
 
 
 @pytest.mark.parametrize(
@@ -354,7 +381,7 @@ def test_a_resumed_learner_goes_on_bit_for_bit(micro_model: str, tmp_path):
     got = resumed.step(batches[2])
     assert got["loss"] == want["loss"]
     assert got["grad_norm"] == want["grad_norm"]
-    for (name, tensor), (_, other) in zip(learner.named_tensors(), resumed.named_tensors(), strict=True):
+    for (name, tensor), (_, other) in zip(held(learner).items(), held(resumed).items(), strict=True):
         assert torch.equal(tensor, other), name
 
 
@@ -377,11 +404,11 @@ def test_a_state_is_a_copy(micro_model: str):
 def test_the_state_of_another_model_is_refused_and_changes_nothing(micro_model: str):
     learner = learner_of(micro_model)
     state = learner.state()
-    before = {name: tensor.clone() for name, tensor in learner.named_tensors()}
+    before = {name: tensor.clone() for name, tensor in held(learner).items()}
     missing = {name: tensor + 1 for name, tensor in state.tensors.items() if "layers.1.mlp.up" not in name}
     misshapen = {name: tensor[:3] if "embed_tokens" in name else tensor + 1 for name, tensor in state.tensors.items()}
     extra = state.tensors | {"model/model.layers.2.mlp.up_proj.weight": torch.zeros(2)}
     for tensors, name in ((missing, "layers.1.mlp.up"), (misshapen, "embed_tokens"), (extra, "layers.2")):
         with pytest.raises(CheckpointError, match=f"another model: .*{name}"):
             learner.load_state(LearnerState(tensors, state.values))
-    assert all(torch.equal(before[name], tensor) for name, tensor in learner.named_tensors())
+    assert all(torch.equal(before[name], tensor) for name, tensor in held(learner).items())

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.config import TrainConfig
-from penstock.train.losses import CORRECTIONS, LOSSES, Limits, LossOutput, LossTerms
+from penstock.train.losses import CORRECTIONS, Limits, LossOutput, LossTerms
+from penstock.train.losses import POLICY_LOSSES as LOSSES
 
 LIMITS = Limits(low=0.2, high=0.28, importance_cap=2.0, max_tokens=9)
 
@@ -23,7 +24,9 @@ def terms_of(seed: int, rows: int = 5, width: int = 7, spread: float = 0.8) -> L
     mask_B_T[:, 0] = True
     logprobs_B_T = (behaviour_B_T + noise_B_T).masked_fill(~mask_B_T, 1e6).requires_grad_()
     advantages_B = torch.randn(rows, generator=generator, dtype=torch.float64)
-    return LossTerms(logprobs_B_T, behaviour_B_T.masked_fill(~mask_B_T, -77.0), advantages_B, mask_B_T)
+    return LossTerms(
+        logprobs_B_T, behaviour_B_T.masked_fill(~mask_B_T, -77.0), advantages_B.unsqueeze(-1), mask_B_T.double()
+    )
 
 
 def divided(output: LossOutput) -> Tensor:
@@ -48,8 +51,8 @@ def tokens_of(terms: LossTerms, row: int) -> list[tuple[int, float, float]]:
     """Position, log pi and log mu of each token under the mask."""
     return [
         (t, terms.logprobs_B_T[row, t].item(), terms.behaviour_B_T[row, t].item())
-        for t in range(terms.mask_B_T.shape[1])
-        if terms.mask_B_T[row, t]
+        for t in range(terms.mask().shape[1])
+        if terms.mask()[row, t]
     ]
 
 
@@ -57,8 +60,8 @@ def by_loops(name: str, terms: LossTerms) -> tuple[float, Tensor]:
     """The loss, and its gradient by `logprobs_B_T`."""
     loss = 0.0
     gradient_B_T = torch.zeros_like(terms.logprobs_B_T)
-    rows, all_tokens = len(terms.advantages_B), int(terms.mask_B_T.sum())
-    for row, advantage in enumerate(terms.advantages_B.tolist()):
+    rows, all_tokens = len(terms.advantages_B_T), int(terms.mask().sum())
+    for row, advantage in enumerate(terms.advantages_B_T[:, 0].tolist()):
         tokens = tokens_of(terms, row)
         size = len(tokens)
         scale = {
@@ -105,14 +108,14 @@ def test_on_policy_every_loss_is_the_policy_gradient(name: str):
     """At ratio 1 the gradient by log pi is -A times the loss's weight of the token, whatever the limits."""
     terms = terms_of(3, spread=0.0)
     divided(LOSSES[name](terms, Limits(low=1e-3, high=1e-3, importance_cap=1.0, max_tokens=9))).backward()
-    rows = len(terms.advantages_B)
-    length_B_1 = terms.mask_B_T.sum(-1, keepdim=True)
+    rows = len(terms.advantages_B_T)
+    length_B_1 = terms.mask().sum(-1, keepdim=True)
     weight = {
         "grpo": 1 / (length_B_1 * rows),
         "gspo": 1 / (length_B_1 * rows),
         "dr_grpo": torch.tensor(1 / (9 * rows)),
-    }.get(name, 1 / terms.mask_B_T.sum())
-    want_B_T = -terms.advantages_B.unsqueeze(-1) * weight * terms.mask_B_T
+    }.get(name, 1 / terms.mask().sum())
+    want_B_T = -terms.advantages_B_T * weight * terms.mask()
     torch.testing.assert_close(terms.logprobs_B_T.grad, want_B_T.double(), rtol=1e-6, atol=1e-12)
 
 
@@ -125,7 +128,7 @@ def test_parts_of_a_batch_add_up_to_the_whole(name: str):
     leaf_B_T = whole.logprobs_B_T.detach().clone().requires_grad_()
     parts = []
     for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
-        part = LossTerms(leaf_B_T[rows], whole.behaviour_B_T[rows], whole.advantages_B[rows], whole.mask_B_T[rows])
+        part = LossTerms(leaf_B_T[rows], whole.behaviour_B_T[rows], whole.advantages_B_T[rows], whole.weights_B_T[rows])
         parts.append(LOSSES[name](part, LIMITS))
         parts[-1].loss.backward()
     assert sum(p.loss.item() for p in parts) == pytest.approx(output.loss.item(), rel=1e-12)
@@ -140,8 +143,8 @@ def test_parts_of_a_batch_add_up_to_the_whole(name: str):
 def one_token(ratio: float, advantage: float) -> LossTerms:
     logprobs_B_T = torch.tensor([[math.log(ratio) - 1.0]], dtype=torch.float64, requires_grad=True)
     behaviour_B_T = torch.tensor([[-1.0]], dtype=torch.float64)
-    mask_B_T = torch.ones(1, 1, dtype=torch.bool)
-    return LossTerms(logprobs_B_T, behaviour_B_T, torch.tensor([advantage], dtype=torch.float64), mask_B_T)
+    advantages_B_T = torch.tensor([[advantage]], dtype=torch.float64)
+    return LossTerms(logprobs_B_T, behaviour_B_T, advantages_B_T, torch.ones(1, 1))
 
 
 @pytest.mark.parametrize(
@@ -174,8 +177,8 @@ def test_k3_is_an_unbiased_estimate_of_the_divergence():
     pi_V = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
     k3 = 0.0
     for mu, pi in zip(mu_V.tolist(), pi_V.tolist(), strict=True):
-        ones = torch.ones(1, 1, dtype=torch.bool)
-        terms = LossTerms(torch.tensor([[pi]]).log(), torch.tensor([[mu]]).log(), torch.ones(1), ones)
+        ones = torch.ones(1, 1)
+        terms = LossTerms(torch.tensor([[pi]]).log(), torch.tensor([[mu]]).log(), ones, ones)
         k3 += mu * LOSSES["grpo"](terms, LIMITS).metrics["kl"].item()
     assert k3 == pytest.approx((mu_V * (mu_V / pi_V).log()).sum().item(), rel=1e-6)
 
@@ -186,8 +189,8 @@ def test_a_ratio_beyond_floats_stays_finite(name: str):
         terms = LossTerms(
             torch.tensor([[-1.0, -2.0]], requires_grad=True),
             torch.tensor([[-1.0 - shift, -2.0 - shift]]),
-            torch.tensor([-1.0]),
-            torch.ones(1, 2, dtype=torch.bool),
+            torch.tensor([[-1.0]]),
+            torch.ones(1, 2),
         )
         output = LOSSES[name](terms, LIMITS)
         output.loss.backward()
@@ -198,7 +201,7 @@ def test_a_ratio_beyond_floats_stays_finite(name: str):
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_sequence_without_tokens_of_the_policy_adds_nothing(name: str):
     logprobs_B_T = torch.full((1, 3), -1.0, requires_grad=True)
-    empty = LossTerms(logprobs_B_T, torch.zeros(1, 3), torch.ones(1), torch.zeros(1, 3, dtype=torch.bool))
+    empty = LossTerms(logprobs_B_T, torch.zeros(1, 3), torch.ones(1, 1), torch.zeros(1, 3))
     output = LOSSES[name](empty, LIMITS)
     output.loss.backward()
     assert output.loss.item() == 0
@@ -210,12 +213,12 @@ def test_a_sequence_without_tokens_of_the_policy_adds_nothing(name: str):
 def test_the_gradient_is_linear_in_the_advantage_and_blind_outside_the_mask(name: str, seed: int, factor: float):
     terms = terms_of(seed, rows=3, width=4)
     (gradient_B_T,) = torch.autograd.grad(LOSSES[name](terms, LIMITS).loss, terms.logprobs_B_T)
-    scaled = LossTerms(terms.logprobs_B_T, terms.behaviour_B_T, factor * terms.advantages_B, terms.mask_B_T)
+    scaled = LossTerms(terms.logprobs_B_T, terms.behaviour_B_T, factor * terms.advantages_B_T, terms.weights_B_T)
     (scaled_B_T,) = torch.autograd.grad(LOSSES[name](scaled, LIMITS).loss, terms.logprobs_B_T)
     torch.testing.assert_close(scaled_B_T, factor * gradient_B_T)
-    assert (gradient_B_T[~terms.mask_B_T] == 0).all()
+    assert (gradient_B_T[~terms.mask()] == 0).all()
     # What is good is never made less likely, and the reverse.
-    assert (gradient_B_T * terms.advantages_B.unsqueeze(-1) <= 0).all()
+    assert (gradient_B_T * terms.advantages_B_T <= 0).all()
 
 
 # --- corrections -----------------------------------------------------------------------------------------------------
@@ -229,8 +232,8 @@ def sequences(ratios: list[list[float]], advantages: list[float]) -> LossTerms:
     """Of tokens with probability 0.5 under mu."""
     behaviour_B_T = torch.full((len(ratios), len(ratios[0])), math.log(0.5), dtype=torch.float64)
     logprobs_B_T = (behaviour_B_T + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
-    mask_B_T = torch.ones(behaviour_B_T.shape, dtype=torch.bool)
-    return LossTerms(logprobs_B_T, behaviour_B_T, torch.tensor(advantages, dtype=torch.float64), mask_B_T)
+    advantages_B_T = torch.tensor(advantages, dtype=torch.float64).unsqueeze(-1)
+    return LossTerms(logprobs_B_T, behaviour_B_T, advantages_B_T, torch.ones(behaviour_B_T.shape))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Pretr
 
 from penstock.errors import ConfigError
 from penstock.train.batching import collate
+from penstock.train.grpo import datum_of
+from penstock.train.losses import LossSpec
 from penstock.train.packed_attention import use_packed_attention
 
 SMALL = {
@@ -36,7 +38,7 @@ def test_a_packed_row_equals_each_sequence_alone(config: PretrainedConfig, lengt
     sequences = [torch.randint(24, (size + 1,)).tolist() for size in lengths]
     alone = [model.base_model(torch.tensor([ids[:-1]])).last_hidden_state for ids in sequences]
     use_packed_attention(model, "a model")
-    batch = collate([trajectory(ids[:1], ids[1:]) for ids in sequences], torch.zeros(len(lengths)))
+    batch = collate([datum_of(trajectory(ids[:1], ids[1:]), 0.0) for ids in sequences], LossSpec({"dapo": 1.0}))
     packed = model.base_model(
         batch.input_ids_1_L, position_ids=batch.position_ids_1_L, cu_seq_lens_q=batch.bounds, max_length_q=batch.longest
     ).last_hidden_state

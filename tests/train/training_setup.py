@@ -16,7 +16,8 @@ from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.sim.tokens import decode, encode
 from penstock.train.async_trainer import train
-from penstock.train.learner import Learner
+from penstock.train.grpo import Trainee
+from penstock.train.learner import LocalLearner
 from penstock.types import SamplingParams, UpdateReport
 
 VOCAB = 96
@@ -111,16 +112,10 @@ def config_of(model: Path | str, **changes: Mapping[str, Any]) -> RunConfig:
     return RunConfig.model_validate({"name": "test", "seed": 3, **sections})
 
 
-def learner_of(config: RunConfig) -> Learner:
+def learner_of(config: RunConfig) -> Trainee:
     """A fresh learner, as the command line builds it."""
-    rollout = config.rollout
-    return Learner(
-        config.engine.model,
-        config.train,
-        seed=config.seed,
-        temperature=rollout.temperature,
-        max_tokens=rollout.max_tokens,
-    )
+    learner = LocalLearner(config.engine.model, config.train, seed=config.seed)
+    return Trainee(learner, config.train, config.rollout.temperature, config.rollout.max_tokens)
 
 
 async def run_on_sim(
@@ -130,7 +125,7 @@ async def run_on_sim(
     sim: SimConfig = SIM,
     reporter: Reporter | None = None,
     environment: Environment | None = None,
-    learner: Learner | None = None,
+    learner: Trainee | None = None,
     resume: bool = False,
 ) -> Summary:
     """One run on a fresh simulated engine, over HTTP."""

@@ -24,7 +24,7 @@ from penstock.observe.summary import Reporter, Summary
 from penstock.observe.trajectory_log import TrajectoryRecord, pick
 from penstock.rollout.environment import Environment, Task, user_code
 from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
-from penstock.train.learner import Learner
+from penstock.train.grpo import Trainee
 from penstock.train.resume import Progress, begin, save_checkpoint, take_up
 from penstock.train.schedule import Pacer, StalenessWindow
 from penstock.train.step_metrics import (
@@ -50,7 +50,7 @@ async def train(
     config: RunConfig,
     client: Engine,
     *,
-    learner: Learner,
+    learner: Trainee,
     generator: Generator,
     environment: Environment,
     folder: RunFolder,
@@ -101,7 +101,7 @@ class _Run:
 
     config: RunConfig
     client: Engine
-    learner: Learner
+    learner: Trainee
     generator: Generator
     environment: Environment
     folder: RunFolder
@@ -139,7 +139,7 @@ class _Run:
                 "freshly loaded from the model; restart them"
             )
         log.info("taking up the run after step %d", self.progress.step)
-        await _to_the_end(self.client.update_weights(self.learner.served_tensors(), version=wanted))
+        await _to_the_end(self.client.update_weights(self.learner.weights(), version=wanted))
 
     async def evaluate_if_due(self) -> None:
         """Measure held-out accuracy of the weights in force: before, after, and every `eval.every` steps."""
@@ -199,9 +199,7 @@ class _Run:
         with self.watch.measure("training"):
             learned = await _to_the_end(asyncio.to_thread(self.learner.step, batch))
         with self.watch.measure("update"):
-            report = await _to_the_end(
-                self.client.update_weights(self.learner.served_tensors(), version=self.learner.version)
-            )
+            report = await _to_the_end(self.client.update_weights(self.learner.weights(), version=self.learner.version))
         if self.config.train.max_staleness:  # a synchronous run has nothing to do while rollouts go on
             self.pacer.busy_s = time.monotonic() - began
         self.window.commit(self.learner.version)

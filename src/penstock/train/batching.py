@@ -1,6 +1,6 @@
-"""Trajectories to packed micro-batches: sequences end to end in one row, nothing padded.
+"""Data to packed micro-batches: sequences end to end in one row, nothing padded.
 
-Axes: B sequences, L tokens of the row (of each sequence all but its last), T response positions, K policy tokens.
+Axes: B sequences, L tokens of the row, K places whose logprob is wanted, T the most of those in one sequence.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.types import Trajectory
+from penstock.errors import UserError
+from penstock.train.interface import Datum
+from penstock.train.losses import LossSpec, LossTerms
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +26,16 @@ class MicroBatch:
         position_ids_1_L: from 0 in each sequence.
         bounds: int32 `[B + 1]`: where each sequence begins in L, and L.
         longest: tokens of the longest sequence.
-        targets_K: the K tokens that the policy made, row by row.
+        targets_K: the wanted targets, row by row.
         positions_K: where in L each of them is predicted.
-        mask_B_T: true for those K tokens; false where the environment spoke, and on padding.
-        behaviour_B_T: logprobs that the engine reported, 0 outside the mask.
-        versions_K: weight version that made each token.
-        advantages_B: one for each sequence.
+        present_B_T: true for those K; the rest is padding.
+        behaviour_B_T: logprobs of the policy that made the targets.
+        advantages_B_T: of each target.
+        weights_B_T: of each target in the loss, 0 on padding.
+        reference_B_T: logprobs of the reference policy, if the data have them.
+        indices: of the B sequences in the data.
+        places: of each sequence: its wanted places.
+        needs_gradient: false where the loss has none, whatever the policy: such sequences are only measured.
     """
 
     input_ids_1_L: Tensor
@@ -38,21 +44,32 @@ class MicroBatch:
     longest: int
     targets_K: Tensor
     positions_K: Tensor
-    mask_B_T: Tensor
+    present_B_T: Tensor
     behaviour_B_T: Tensor
-    versions_K: Tensor
-    advantages_B: Tensor
-
-    @property
-    def needs_gradient(self) -> bool:
-        """False where every advantage is 0: such sequences are only measured."""
-        return bool((self.advantages_B != 0).any())
+    advantages_B_T: Tensor
+    weights_B_T: Tensor
+    reference_B_T: Tensor | None
+    indices: tuple[int, ...]
+    places: tuple[Tensor, ...]
+    needs_gradient: bool
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
         values: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         tensors = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
         return replace(self, **tensors)
+
+    def terms(self, logprobs_K: Tensor, entropy_K: Tensor) -> LossTerms:
+        """Lay what the model found beside what is known."""
+        blank_B_T = logprobs_K.new_zeros(self.present_B_T.shape)
+        return LossTerms(
+            blank_B_T.masked_scatter(self.present_B_T, logprobs_K),
+            self.behaviour_B_T,
+            self.advantages_B_T,
+            self.weights_B_T,
+            blank_B_T.masked_scatter(self.present_B_T, entropy_K),
+            self.reference_B_T,
+        )
 
 
 def plan(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -77,52 +94,68 @@ def plan(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return batches
 
 
-def micro_batches(trajectories: Sequence[Trajectory], advantages_N: Tensor, max_tokens: int) -> list[MicroBatch]:
-    """All trajectories, each in one micro-batch; those of advantage 0 apart, since they need no backward pass."""
+def micro_batches(data: Sequence[Datum], loss: LossSpec, max_tokens: int) -> list[MicroBatch]:
+    """All data with a wanted place, each in one micro-batch; those that need no backward pass apart."""
+    by_need: dict[bool, list[int]] = {True: [], False: []}
+    for index, datum in enumerate(data):
+        if len(_wanted(datum, loss)):
+            by_need[_needs_gradient(datum, loss)].append(index)
     result: list[MicroBatch] = []
-    for with_gradient in (True, False):
-        chosen = [i for i, advantage in enumerate(advantages_N) if bool(advantage != 0) == with_gradient]
-        lengths = [len(trajectories[i].prompt_ids) + len(trajectories[i].response_ids) for i in chosen]
-        for batch in plan(lengths, max_tokens):
+    for needs_gradient, chosen in by_need.items():
+        for batch in plan([len(data[i].input_ids) for i in chosen], max_tokens):
             indices = [chosen[i] for i in batch]
-            result.append(collate([trajectories[i] for i in indices], advantages_N[indices]))
+            result.append(replace(collate([data[i] for i in indices], loss, indices), needs_gradient=needs_gradient))
     return result
 
 
-def collate(trajectories: Sequence[Trajectory], advantages_B: Tensor) -> MicroBatch:
-    """Lay sequences end to end; the prompts must not be empty."""
-    shape = (len(trajectories), max(len(t.response_ids) for t in trajectories))
-    mask_B_T = torch.zeros(shape, dtype=torch.bool)
-    behaviour_B_T = torch.zeros(shape)
-    inputs: list[int] = []
-    places: list[int] = []
-    bounds = [0]
-    targets: list[int] = []
-    positions: list[int] = []
-    versions: list[int] = []
-    for row, t in enumerate(trajectories):
-        inputs += (t.prompt_ids + t.response_ids)[:-1]
-        places += range(len(inputs) - bounds[-1])
-        size = len(t.response_ids)
-        mask_B_T[row, :size] = torch.tensor(t.loss_mask, dtype=torch.bool)
-        behaviour_B_T[row, :size] = torch.tensor(t.logprobs)
-        # The token at position p of the response is predicted by the input one before it.
-        first = bounds[-1] + len(t.prompt_ids) - 1
-        made = [p for p, by_policy in enumerate(t.loss_mask) if by_policy]
-        targets += [t.response_ids[p] for p in made]
-        positions += [first + p for p in made]
-        versions += [t.versions[p] for p in made]
-        bounds.append(len(inputs))
-    boundaries = torch.tensor(bounds, dtype=torch.int32)
+def collate(data: Sequence[Datum], loss: LossSpec, indices: Sequence[int] = ()) -> MicroBatch:
+    """Lay sequences end to end.
+
+    Raises:
+        UserError: only some of the data have reference logprobs.
+    """
+    places = tuple(_wanted(datum, loss) for datum in data)
+    lengths = torch.tensor([len(datum.input_ids) for datum in data])
+    bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    counts = torch.tensor([len(wanted) for wanted in places])
+    present_B_T = torch.arange(int(counts.max())) < counts.unsqueeze(-1)
+
+    def chosen(name: str, dtype: torch.dtype) -> Tensor:
+        values = (torch.as_tensor(getattr(datum, name), dtype=dtype) for datum in data)
+        return torch.cat([row[wanted] for row, wanted in zip(values, places, strict=True)])
+
+    def padded(name: str) -> Tensor:
+        return torch.zeros(present_B_T.shape).masked_scatter_(present_B_T, chosen(name, torch.float32))
+
+    referenced = {datum.reference is not None for datum in data}
+    if len(referenced) > 1:
+        raise UserError("some data have reference logprobs and others do not; give them to all or to none")
     return MicroBatch(
-        input_ids_1_L=torch.tensor([inputs], dtype=torch.long),
-        position_ids_1_L=torch.tensor([places], dtype=torch.long),
-        bounds=boundaries,
-        longest=int(boundaries.diff().max()),
-        targets_K=torch.tensor(targets, dtype=torch.long),
-        positions_K=torch.tensor(positions, dtype=torch.long),
-        mask_B_T=mask_B_T,
-        behaviour_B_T=behaviour_B_T.masked_fill(~mask_B_T, 0.0),
-        versions_K=torch.tensor(versions, dtype=torch.long),
-        advantages_B=advantages_B,
+        input_ids_1_L=torch.cat([torch.as_tensor(datum.input_ids, dtype=torch.long) for datum in data]).unsqueeze(0),
+        position_ids_1_L=torch.cat([torch.arange(int(length)) for length in lengths]).unsqueeze(0),
+        bounds=bounds.to(torch.int32),
+        longest=int(lengths.max()),
+        targets_K=chosen("target_ids", torch.long),
+        positions_K=torch.cat([wanted + start for wanted, start in zip(places, bounds[:-1], strict=True)]),
+        present_B_T=present_B_T,
+        behaviour_B_T=padded("logprobs"),
+        advantages_B_T=padded("advantages"),
+        weights_B_T=padded("weights"),
+        reference_B_T=padded("reference") if referenced == {True} else None,
+        indices=tuple(indices),
+        places=places,
+        needs_gradient=True,
     )
+
+
+def _wanted(datum: Datum, loss: LossSpec) -> Tensor:
+    """Places of a datum whose logprobs are wanted."""
+    weights = torch.as_tensor(datum.weights, dtype=torch.float32)
+    return torch.arange(len(weights)) if loss.all_logprobs else weights.nonzero().squeeze(-1)
+
+
+def _needs_gradient(datum: Datum, loss: LossSpec) -> bool:
+    if not loss.by_advantage:
+        return any(weight != 0 for weight in datum.weights)
+    pairs = zip(datum.weights, datum.advantages, strict=True)
+    return any(weight != 0 and advantage != 0 for weight, advantage in pairs)

@@ -1,6 +1,6 @@
 """Policy losses as pure functions of logprobs, advantages and a mask, and corrections of off-policy data.
 
-Axes: B sequences, T response positions (right-padded). A loss is a sum over what it is given, beside the denominator
+Axes: B sequences, T places (right-padded). A loss is a sum over what it is given, beside the denominator
 that the sum is divided by in the end: both of micro-batches, and of ranks, add up to those of the batch.
 
 The policy that made the tokens (behaviour policy, mu) is the engine, with the logprobs it reported; the ratio is
@@ -11,10 +11,12 @@ and sequences that are kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from penstock.errors import UserError
 
 LOG_RATIO_LIMIT = 20.0
 """Logarithms of ratios are held within +-20 before exp, so that no ratio overflows in fp32."""
@@ -46,29 +48,59 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class LossSpec:
+    """What to evaluate on data.
+
+    Attributes:
+        parts: keys of `LOSSES`, each with the factor of its sum in the gradient.
+        limits: of losses and corrections.
+        temperature: of sampling. The engine's logprobs are those after division of the logits by it.
+        all_logprobs: give logprobs of targets of weight 0 too.
+    """
+
+    parts: Mapping[str, float]
+    limits: Limits = field(default_factory=Limits)
+    temperature: float = 1.0
+    all_logprobs: bool = False
+
+    @property
+    def by_advantage(self) -> bool:
+        """Whether targets of advantage 0 have no gradient."""
+        return self.parts.keys() <= POLICY_LOSSES.keys()
+
+
+@dataclass(frozen=True, slots=True)
 class LossTerms:
     """Input of every loss.
 
     Attributes:
         logprobs_B_T: of the policy in training, with gradient.
         behaviour_B_T: of the policy that made the tokens, without.
-        advantages_B: one for each sequence.
-        mask_B_T: bool, true where the policy made the token. Values elsewhere do not matter.
+        advantages_B_T: of each token; `[B, 1]` will do.
+        weights_B_T: factor of each token in the loss; 0: not trained on. Other values there do not matter.
+        entropy_B_T: of the policy in training, nats; for `entropy`.
+        reference_B_T: logprobs of a reference policy; for `kl`.
     """
 
     logprobs_B_T: Tensor
     behaviour_B_T: Tensor
-    advantages_B: Tensor
-    mask_B_T: Tensor
+    advantages_B_T: Tensor
+    weights_B_T: Tensor
+    entropy_B_T: Tensor | None = None
+    reference_B_T: Tensor | None = None
+
+    def mask(self) -> Tensor:
+        """Bool `[B, T]`, true where the weight is not 0."""
+        return self.weights_B_T != 0
 
     def log_ratio(self) -> Tensor:
         """Log of pi / mu, `[B, T]`, 0 outside the mask."""
-        log_ratio_B_T = (self.logprobs_B_T - self.behaviour_B_T).masked_fill(~self.mask_B_T, 0.0)
+        log_ratio_B_T = (self.logprobs_B_T - self.behaviour_B_T).masked_fill(~self.mask(), 0.0)
         return log_ratio_B_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
     def lengths(self) -> Tensor:
         """Tokens under the mask of each sequence, `[B]`, at least 1."""
-        return self.mask_B_T.sum(-1).clamp(min=1)
+        return self.mask().sum(-1).clamp(min=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +109,11 @@ class LossOutput:
 
     Attributes:
         loss: with gradient, before division.
-        denominator: what the batch's loss is divided by: kept tokens, kept sequences, or their token budgets.
-        metrics: detached sums over the tokens under the mask: `clip_fraction` (tokens whose gradient the clip removed),
-            `truncated_fraction` (whose importance weight was cut), `masked_fraction` (which the correction dropped),
-            `ratio_mean`, `logprob_gap_k1` (log mu - log pi), `kl` (k3 estimate of KL(mu || pi), r - 1 - log r,
-            http://joschu.net/blog/kl-approx.html).
+        denominator: what the batch's loss is divided by: weights of kept tokens, kept sequences, or their budgets.
+        metrics: detached sums over the tokens under the mask, of policy losses alone: `clip_fraction` (tokens whose
+            gradient the clip removed), `truncated_fraction` (whose importance weight was cut), `masked_fraction` (which
+            the correction dropped), `ratio_mean`, `logprob_gap_k1` (log mu - log pi), `kl` (k3 estimate of KL(mu ||
+            pi), r - 1 - log r, http://joschu.net/blog/kl-approx.html).
     """
 
     loss: Tensor
@@ -109,18 +141,18 @@ def tis(terms: LossTerms, limits: Limits) -> Corrected:
     off-policy RL training". With clipping this acts where clipping does not: on tokens of negative advantage that have
     become likelier.
     """
-    return Corrected(terms.mask_B_T, limits.importance_cap)
+    return Corrected(terms.mask(), limits.importance_cap)
 
 
 def mis(terms: LossTerms, limits: Limits) -> Corrected:
     """Masked importance sampling: drop sequences whose geometric mean of r is outside `ratio_band`."""
     mean_B_1 = (terms.log_ratio().sum(-1) / terms.lengths()).exp().unsqueeze(-1)
-    return Corrected(terms.mask_B_T & _inside(mean_B_1, limits))
+    return Corrected(terms.mask() & _inside(mean_B_1, limits))
 
 
 def icepop(terms: LossTerms, limits: Limits) -> Corrected:
     """IcePop (Ling Team 2025, "Small leak can sink a great ship"): drop tokens whose r is outside `ratio_band`."""
-    return Corrected(terms.mask_B_T & _inside(terms.log_ratio().exp(), limits))
+    return Corrected(terms.mask() & _inside(terms.log_ratio().exp(), limits))
 
 
 def dppo(terms: LossTerms, limits: Limits) -> Corrected:
@@ -128,26 +160,25 @@ def dppo(terms: LossTerms, limits: Limits) -> Corrected:
 
     That is |pi - mu| > `probability_gap` with pi > mu and A > 0, or pi < mu and A < 0.
     """
-    logprobs_B_T = terms.logprobs_B_T.detach().masked_fill(~terms.mask_B_T, 0.0)
-    gap_B_T = logprobs_B_T.exp() - terms.behaviour_B_T.masked_fill(~terms.mask_B_T, 0.0).exp()
-    farther_B_T = gap_B_T * terms.advantages_B.sign().unsqueeze(-1) > limits.probability_gap
-    return Corrected(terms.mask_B_T & ~farther_B_T)
+    logprobs_B_T = terms.logprobs_B_T.detach().masked_fill(~terms.mask(), 0.0)
+    gap_B_T = logprobs_B_T.exp() - terms.behaviour_B_T.masked_fill(~terms.mask(), 0.0).exp()
+    farther_B_T = gap_B_T * terms.advantages_B_T.sign() > limits.probability_gap
+    return Corrected(terms.mask() & ~farther_B_T)
 
 
 def sequence_mask(terms: LossTerms, limits: Limits) -> Corrected:
     """DeepSeek-V3.2's off-policy sequence mask (arXiv:2512.02556, eq. 9).
 
-    Sequences of negative advantage are dropped where the mean of log mu - log pi is above `sequence_gap`.
+    Tokens of negative advantage are dropped where the sequence's mean of log mu - log pi is above `sequence_gap`.
     """
-    gap_B = -terms.log_ratio().sum(-1) / terms.lengths()
-    dropped_B = (terms.advantages_B < 0) & (gap_B > limits.sequence_gap)
-    return Corrected(terms.mask_B_T & ~dropped_B.unsqueeze(-1))
+    gap_B_1 = -terms.log_ratio().sum(-1, keepdim=True) / terms.lengths().unsqueeze(-1)
+    return Corrected(terms.mask() & ~((terms.advantages_B_T < 0) & (gap_B_1 > limits.sequence_gap)))
 
 
 def no_correction(terms: LossTerms, limits: Limits) -> Corrected:
     """Train on every token as if the current policy had made it: right for synchronous runs only."""
     del limits
-    return Corrected(terms.mask_B_T)
+    return Corrected(terms.mask())
 
 
 CORRECTIONS: Mapping[str, Callable[[LossTerms, Limits], Corrected]] = {
@@ -175,9 +206,7 @@ def grpo(terms: LossTerms, limits: Limits) -> LossOutput:
     1/G sum_i 1/|o_i| sum_t -min(r A_i, clip(r, 1 - low, 1 + high) A_i): mean over a sequence, then over sequences.
     """
     surrogate = _clipped(terms.log_ratio(), terms, limits)
-    kept_B = surrogate.keep_B_T.sum(-1)
-    loss_B = surrogate.kept().sum(-1) / kept_B.clamp(min=1)
-    return _output(loss_B.sum(), _sequences(surrogate), terms, surrogate)
+    return _output(_means(surrogate, terms), _sequences(surrogate), terms, surrogate)
 
 
 def dr_grpo(terms: LossTerms, limits: Limits) -> LossOutput:
@@ -186,7 +215,7 @@ def dr_grpo(terms: LossTerms, limits: Limits) -> LossOutput:
     1/(G max_tokens) sum_i sum_t -min(r A_i, clip(r) A_i). Its advantages are `group_mean`, without division by std.
     """
     surrogate = _clipped(terms.log_ratio(), terms, limits)
-    return _output(surrogate.kept().sum(), _sequences(surrogate) * limits.max_tokens, terms, surrogate)
+    return _output(surrogate.kept(terms).sum(), _sequences(surrogate) * limits.max_tokens, terms, surrogate)
 
 
 def dapo(terms: LossTerms, limits: Limits) -> LossOutput:
@@ -195,20 +224,22 @@ def dapo(terms: LossTerms, limits: Limits) -> LossOutput:
     1/(sum_i |o_i|) sum_i sum_t -min(r A_i, clip(r, 1 - low, 1 + high) A_i).
     """
     surrogate = _clipped(terms.log_ratio(), terms, limits)
-    return _output(surrogate.kept().sum(), surrogate.keep_B_T.sum(), terms, surrogate)
+    return _output(surrogate.kept(terms).sum(), surrogate.weights(terms).sum(), terms, surrogate)
 
 
 def gspo(terms: LossTerms, limits: Limits) -> LossOutput:
     """GSPO (Zheng et al., arXiv:2507.18071, eq. 5): one ratio a sequence, s_i = (pi(o_i) / mu(o_i))^(1/|o_i|).
 
-    1/G sum_i -min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i). Its clip range is of the order of 3e-4.
+    1/G sum_i -min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i). Its clip range is of the order of 3e-4. Where advantages
+    differ within a sequence it is the paper's GSPO-token (eq. 13): the same where they do not.
     """
     kept_B_T = CORRECTIONS[limits.correction](terms, limits).keep_B_T
     length_B = kept_B_T.sum(-1).clamp(min=1)
-    log_ratio_B_1 = ((terms.log_ratio() * kept_B_T).sum(-1) / length_B).unsqueeze(-1)
-    surrogate = _clipped(log_ratio_B_1, terms, limits)
-    total = (surrogate.loss_B_T * kept_B_T.any(-1, keepdim=True)).sum()
-    return _output(total, _sequences(surrogate), terms, surrogate)
+    log_ratio_B_T = terms.log_ratio()
+    mean_B_1 = ((log_ratio_B_T * kept_B_T).sum(-1) / length_B).detach().unsqueeze(-1)
+    # The value is the sequence's, the gradient the token's own.
+    surrogate = _clipped(mean_B_1 + log_ratio_B_T - log_ratio_B_T.detach(), terms, limits)
+    return _output(_means(surrogate, terms), _sequences(surrogate), terms, surrogate)
 
 
 def cispo(terms: LossTerms, limits: Limits) -> LossOutput:
@@ -221,43 +252,85 @@ def cispo(terms: LossTerms, limits: Limits) -> LossOutput:
     bound = min(1 + limits.high, corrected.cap)
     ratio_B_T = terms.log_ratio().detach().exp()
     weight_B_T = ratio_B_T.clamp(max=bound)
-    loss_B_T = -weight_B_T * terms.advantages_B.unsqueeze(-1) * terms.logprobs_B_T.masked_fill(~terms.mask_B_T, 0.0)
-    clipped = torch.zeros_like(terms.mask_B_T)
+    loss_B_T = -weight_B_T * terms.advantages_B_T * terms.logprobs_B_T.masked_fill(~terms.mask(), 0.0)
+    clipped = torch.zeros_like(terms.mask())
     surrogate = _Surrogate(loss_B_T, clipped, ratio_B_T > bound, corrected.keep_B_T)
-    return _output(surrogate.kept().sum(), surrogate.keep_B_T.sum(), terms, surrogate)
+    return _output(surrogate.kept(terms).sum(), surrogate.weights(terms).sum(), terms, surrogate)
 
 
-LOSSES: Mapping[str, Loss] = {"grpo": grpo, "dr_grpo": dr_grpo, "dapo": dapo, "gspo": gspo, "cispo": cispo}
+def cross_entropy(terms: LossTerms, limits: Limits) -> LossOutput:
+    """-sum_t w log pi: supervised learning of the targets, by the sum of weights."""
+    del limits
+    logprobs_B_T = terms.logprobs_B_T.masked_fill(~terms.mask(), 0.0)
+    return LossOutput(-(logprobs_B_T * terms.weights_B_T).sum(), terms.weights_B_T.sum(), {})
+
+
+def kl(terms: LossTerms, limits: Limits) -> LossOutput:
+    """k3 estimate of KL(pi || reference) on the tokens made, by the sum of weights (DeepSeekMath, eq. 4).
+
+    Raises:
+        UserError: the data have no reference logprobs.
+    """
+    del limits
+    if terms.reference_B_T is None:
+        raise UserError("the loss part 'kl' needs data with reference logprobs")
+    log_ratio_B_T = (terms.reference_B_T - terms.logprobs_B_T).masked_fill(~terms.mask(), 0.0)
+    log_ratio_B_T = log_ratio_B_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    k3_B_T = log_ratio_B_T.exp() - 1 - log_ratio_B_T
+    return LossOutput((k3_B_T * terms.weights_B_T).sum(), terms.weights_B_T.sum(), {})
+
+
+def entropy(terms: LossTerms, limits: Limits) -> LossOutput:
+    """-sum_t w H(pi): an entropy bonus where its coefficient is positive, by the sum of weights."""
+    del limits
+    if terms.entropy_B_T is None:
+        raise UserError("the loss part 'entropy' needs the entropy of the policy's distributions")
+    return LossOutput(-(terms.entropy_B_T * terms.weights_B_T).sum(), terms.weights_B_T.sum(), {})
+
+
+POLICY_LOSSES: Mapping[str, Loss] = {"grpo": grpo, "dr_grpo": dr_grpo, "dapo": dapo, "gspo": gspo, "cispo": cispo}
 """By the name that `train.loss` has in the config."""
+
+LOSSES: Mapping[str, Loss] = {**POLICY_LOSSES, "cross_entropy": cross_entropy, "kl": kl, "entropy": entropy}
+"""By the name of a part of `LossSpec`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Surrogate:
-    """The loss of each token (or sequence: T = 1), where the clip removed its gradient, where its weight was cut."""
+    """The loss of each token, where the clip removed its gradient, where its importance weight was cut."""
 
     loss_B_T: Tensor
     clipped: Tensor
     truncated: Tensor
     keep_B_T: Tensor
 
-    def kept(self) -> Tensor:
-        """The loss of each token, 0 where it is not trained on."""
-        return self.loss_B_T.masked_fill(~self.keep_B_T, 0.0)
+    def kept(self, terms: LossTerms) -> Tensor:
+        """The weighted loss of each token, 0 where it is not trained on."""
+        return self.loss_B_T.masked_fill(~self.keep_B_T, 0.0) * terms.weights_B_T
+
+    def weights(self, terms: LossTerms) -> Tensor:
+        """The weight of each token, 0 where it is not trained on."""
+        return terms.weights_B_T * self.keep_B_T
 
 
 def _clipped(log_ratio_B_T: Tensor, terms: LossTerms, limits: Limits) -> _Surrogate:
     """PPO's pessimistic clipped surrogate (arXiv:1707.06347, eq. 7), corrected."""
     corrected = CORRECTIONS[limits.correction](terms, limits)
-    advantages_B_1 = terms.advantages_B.unsqueeze(-1)
     ratio_B_T = log_ratio_B_T.exp()
-    free_B_T = ratio_B_T * advantages_B_1
-    bound_B_T = ratio_B_T.clamp(1 - limits.low, 1 + limits.high) * advantages_B_1
+    free_B_T = ratio_B_T * terms.advantages_B_T
+    bound_B_T = ratio_B_T.clamp(1 - limits.low, 1 + limits.high) * terms.advantages_B_T
     clipped = free_B_T > bound_B_T
     # A detached factor scales value and gradient alike: min(r, cap) is the weight of grad log pi.
     cut_B_T = (corrected.cap / ratio_B_T.detach()).clamp(max=1.0)
     loss_B_T = -torch.where(clipped, bound_B_T, cut_B_T * free_B_T)
-    truncated = (cut_B_T < 1) & ~clipped & (advantages_B_1 != 0)
+    truncated = (cut_B_T < 1) & ~clipped & (terms.advantages_B_T != 0)
     return _Surrogate(loss_B_T, clipped, truncated, corrected.keep_B_T)
+
+
+def _means(surrogate: _Surrogate, terms: LossTerms) -> Tensor:
+    """Sum over sequences of their mean token."""
+    weight_B = surrogate.weights(terms).sum(-1)
+    return (surrogate.kept(terms).sum(-1) / torch.where(weight_B == 0, 1.0, weight_B)).sum()
 
 
 def _sequences(surrogate: _Surrogate) -> Tensor:
@@ -266,7 +339,7 @@ def _sequences(surrogate: _Surrogate) -> Tensor:
 
 def _output(loss: Tensor, denominator: Tensor, terms: LossTerms, surrogate: _Surrogate) -> LossOutput:
     with torch.no_grad():
-        mask_B_T = terms.mask_B_T
+        mask_B_T = terms.mask()
         log_ratio_B_T = terms.log_ratio()
         ratio_B_T = log_ratio_B_T.exp()
         sums = {

@@ -17,7 +17,7 @@ from penstock.errors import CheckpointError, UserError
 from penstock.observe.run_folder import RunFolder
 from penstock.train import checkpoint
 from penstock.train.checkpoint import LearnerState
-from penstock.train.learner import Learner
+from penstock.train.grpo import Trainee
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Progress:
         self.resumed_at.append(self.step)
 
 
-def save_checkpoint(folder: RunFolder, learner: Learner, progress: Mapping[str, Any]) -> None:
+def save_checkpoint(folder: RunFolder, learner: Trainee, progress: Mapping[str, Any]) -> None:
     """Write the state after `progress["step"]` steps; `progress` holds the fields of `Progress`. Blocks."""
     state = learner.state()
     checkpoint.save(folder.path, progress["step"], LearnerState(state.tensors, {**state.values, "run": progress}))
@@ -83,7 +83,7 @@ def check(config: RunConfig, folder: RunFolder) -> None:
         raise UserError(f"{folder.path} is at step {step}, beyond train.steps={config.train.steps}; ask for more steps")
 
 
-def take_up(config: RunConfig, folder: RunFolder, learner: Learner) -> Progress:
+def take_up(config: RunConfig, folder: RunFolder, learner: Trainee) -> Progress:
     """Load the last checkpoint into `learner`, and cut the folder's records back to it; without one, to the start.
 
     Raises:

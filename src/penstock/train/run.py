@@ -17,7 +17,8 @@ from penstock.rollout.environment import Environment, check_tasks, load_environm
 from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.train.async_trainer import train
-from penstock.train.learner import Learner, ServedDtype
+from penstock.train.grpo import Trainee
+from penstock.train.learner import LocalLearner, ServedDtype
 from penstock.train.resume import check as check_resume
 from penstock.types import SamplingParams
 
@@ -109,15 +110,9 @@ async def _run(
         loading.cancel()
 
 
-def _learner(config: RunConfig) -> Learner:
-    return Learner(
-        config.engine.model,
-        config.train,
-        seed=config.seed,
-        temperature=config.rollout.temperature,
-        max_tokens=config.rollout.max_tokens,
-        served_dtype=_served_dtype(config),
-    )
+def _learner(config: RunConfig) -> Trainee:
+    learner = LocalLearner(config.engine.model, config.train, seed=config.seed, served_dtype=_served_dtype(config))
+    return Trainee(learner, config.train, config.rollout.temperature, config.rollout.max_tokens)
 
 
 def _served_dtype(config: RunConfig) -> ServedDtype:

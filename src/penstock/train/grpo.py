@@ -1,0 +1,201 @@
+"""The step of a run on a batch of trajectories: advantages, loss, optimiser, and what is told of it.
+
+It works on any `Learner`, and on its base's weights or on one of its adapters.
+"""
+
+# torch ships partial types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.config import TrainConfig
+from penstock.errors import StateError, UserError
+from penstock.train.advantages import ADVANTAGES, group_indices
+from penstock.train.checkpoint import LearnerState
+from penstock.train.interface import AdamSpec, Datum, Learner, Outputs
+from penstock.train.losses import LOG_RATIO_LIMIT, Limits, LossSpec
+from penstock.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Trainee:
+    """What a run trains: a learner's base weights, or one of its adapters.
+
+    Attributes:
+        learner: holds them.
+        config: of optimiser and loss.
+        temperature: of sampling.
+        max_tokens: generation budget; the constant that Dr. GRPO divides by.
+        adapter: name of the adapter; None: the base's weights.
+    """
+
+    learner: Learner
+    config: TrainConfig
+    temperature: float = 1.0
+    max_tokens: int = 1
+    adapter: str | None = None
+
+    @property
+    def version(self) -> int:
+        """Version of the weights held: 0 as loaded, +1 for each step."""
+        return self.learner.versions[self.adapter]
+
+    def step(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Do one optimiser step on the batch; `version` goes up by one.
+
+        The gradient is divided by what the loss and its correction kept. The engine's logprobs are the behaviour
+        policy: there is no second forward pass for them.
+
+        Returns:
+            `loss`, `grad_norm` (before clipping), `reward_mean`, `tokens` (prompt and response), `seconds`,
+            `tokens_per_second`, `trajectories_without_advantage` (fraction); over the policy's tokens the means of
+            `LossOutput.metrics` and `entropy` (nats), `ratio_p1`, `ratio_p50`, `ratio_p99`, `ratio_max` and
+            `effective_sample_share`; and of
+            |trainer logprob - engine logprob| over the policy's tokens: `logprob_diff_mean`, for each staleness s
+            `logprob_diff_staleness/s` (mean), and for tokens of the version held before the step
+            `logprob_diff_equal_tokens` (count) and `logprob_diff_max_equal`, the latter absent where the count is 0.
+
+        Raises:
+            UserError: no trajectories, an empty prompt, or no token that the policy made.
+            StateError: loss or gradient is NaN or infinite; weights and optimiser are as before.
+        """
+        started = time.perf_counter()
+        policy_tokens = _count_policy_tokens(trajectories)
+        rewards_N = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
+        groups_N = group_indices([t.group_id for t in trajectories])
+        advantages_N = ADVANTAGES[self.config.advantage](rewards_N, groups_N).float()
+        data = [datum_of(t, advantage) for t, advantage in zip(trajectories, advantages_N.tolist(), strict=True)]
+        version = self.version
+        outputs = self.learner.forward_backward(self.adapter, self._loss(), data)
+        loss, grad_norm = self._optimise(outputs)
+        means = {name: total / policy_tokens for name, total in outputs.metrics.items()}
+        tokens = sum(len(t.prompt_ids) + len(t.response_ids) for t in trajectories)
+        seconds = time.perf_counter() - started
+        return {
+            "loss": loss,
+            **means,
+            **_logprob_metrics(outputs, data, trajectories, version),
+            "grad_norm": grad_norm,
+            "reward_mean": float(rewards_N.mean()),
+            "trajectories_without_advantage": float((advantages_N == 0).float().mean()),
+            "tokens": float(tokens),
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+        }
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Learner.weights`."""
+        return self.learner.weights(self.adapter)
+
+    def state(self) -> LearnerState:
+        """See `Learner.state`."""
+        return self.learner.state(self.adapter)
+
+    def load_state(self, state: LearnerState) -> None:
+        """See `Learner.load_state`."""
+        self.learner.load_state(self.adapter, state)
+
+    def _loss(self) -> LossSpec:
+        config = self.config
+        limits = Limits(
+            low=config.clip_low,
+            high=config.clip_high,
+            correction=config.correction,
+            importance_cap=config.importance_cap,
+            ratio_band=config.ratio_band,
+            probability_gap=config.probability_gap,
+            sequence_gap=config.sequence_gap,
+            max_tokens=self.max_tokens,
+        )
+        return LossSpec({config.loss: 1.0}, limits, self.temperature)
+
+    def _optimise(self, outputs: Outputs) -> tuple[float, float]:
+        """Take the optimiser's step: the batch's loss, and the norm of its gradient."""
+        config = self.config
+        denominator = max(outputs.denominators[config.loss], 1.0)
+        loss = outputs.losses[config.loss] / denominator
+        adam = AdamSpec(
+            learning_rate=config.learning_rate,
+            beta1=config.adam_betas[0],
+            beta2=config.adam_betas[1],
+            weight_decay=config.weight_decay,
+            grad_clip_norm=config.grad_clip_norm,
+        )
+        try:
+            # A loss that is no number may leave a finite gradient; scaled by NaN it is refused like one that is not.
+            scale = 1 / denominator if math.isfinite(loss) else math.nan
+            figures = self.learner.optim_step(self.adapter, adam, scale=scale)
+        except StateError as error:
+            raise StateError(f"step {self.version + 1} has loss {loss} and {error}") from error
+        return loss, figures.grad_norm
+
+
+def datum_of(trajectory: Trajectory, advantage: float) -> Datum:
+    """Lay a trajectory out as what is read and what is predicted, every policy token with the same advantage."""
+    ids = trajectory.prompt_ids + trajectory.response_ids
+    context = (0.0,) * (len(trajectory.prompt_ids) - 1)
+    weights = (*context, *map(float, trajectory.loss_mask))
+    made = zip(trajectory.logprobs, trajectory.loss_mask, strict=True)
+    logprobs = (*context, *(logprob if by_policy else 0.0 for logprob, by_policy in made))
+    return Datum(ids[:-1], ids[1:], weights, logprobs, (advantage,) * len(weights))
+
+
+def _count_policy_tokens(trajectories: Sequence[Trajectory]) -> int:
+    if not trajectories:
+        raise UserError("a training step needs at least one trajectory, got none")
+    if any(not t.prompt_ids for t in trajectories):
+        raise UserError("a trajectory has an empty prompt; its first token would have nothing to be predicted from")
+    tokens = sum(sum(t.loss_mask) for t in trajectories)
+    if not tokens:
+        raise UserError(f"none of the {len(trajectories)} trajectories has a token that the policy made")
+    return tokens
+
+
+def _logprob_metrics(
+    outputs: Outputs, data: Sequence[Datum], trajectories: Sequence[Trajectory], version: int
+) -> dict[str, float]:
+    """Figures of trainer logprob - engine logprob over the policy's tokens, K."""
+    made = [torch.tensor(datum.weights) != 0 for datum in data]
+    engine = [torch.tensor(datum.logprobs) for datum in data]
+    log_ratio_K = torch.cat(
+        [(ours - theirs)[mask] for ours, theirs, mask in zip(outputs.logprobs, engine, made, strict=True)]
+    )
+    versions_K = torch.tensor(
+        [made_by for t in trajectories for made_by, mask in zip(t.versions, t.loss_mask, strict=True) if mask]
+    )
+    return _gap_metrics(log_ratio_K) | _difference_metrics(log_ratio_K.abs(), version - versions_K)
+
+
+def _gap_metrics(log_ratio_K: Tensor) -> dict[str, float]:
+    """Quantiles of the ratio pi / mu, and the share of tokens that importance weighting leaves effective.
+
+    The effective sample size of weights w is (sum w)^2 / sum w^2 (Kish 1965), here as a share of the tokens.
+    """
+    ratio_K = log_ratio_K.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ordered_K = ratio_K.sort().values
+    last = len(ordered_K) - 1
+    quantiles = {f"ratio_p{q}": float(ordered_K[round(last * q / 100)]) for q in (1, 50, 99)}
+    share = float(ratio_K.sum() ** 2 / (ratio_K.square().sum() * len(ratio_K)))
+    return {**quantiles, "ratio_max": float(ordered_K[-1]), "effective_sample_share": share}
+
+
+def _difference_metrics(difference_K: Tensor, staleness_K: Tensor) -> dict[str, float]:
+    """Figures of |trainer - engine logprob| by trainer version minus token version."""
+    equal_K = difference_K[staleness_K == 0]
+    result = {
+        "logprob_diff_mean": float(difference_K.mean()),
+        "logprob_diff_equal_tokens": float(len(equal_K)),
+    }
+    if len(equal_K):
+        result["logprob_diff_max_equal"] = float(equal_K.max())
+    for staleness in staleness_K.unique().tolist():
+        result[f"logprob_diff_staleness/{staleness}"] = float(difference_K[staleness_K == staleness].mean())
+    return result

@@ -1,0 +1,167 @@
+"""What a learner is to its callers: data, losses and optimiser settings in, logprobs and weights out.
+
+One learner holds one base model, and trains either its weights or any number of adapters on it. In every call
+`adapter` says which: a name that `create_adapter` was given, or None for the base's own weights.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.errors import UserError
+from penstock.train.checkpoint import LearnerState
+from penstock.train.losses import LossSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """One sequence of L tokens; lists, arrays and tensors will do.
+
+    Attributes:
+        input_ids: `[L]`, what the model reads.
+        target_ids: `[L]`, the token predicted at each place.
+        weights: `[L]`, of each target in the loss; 0: not trained on (prompt, environment).
+        logprobs: `[L]`, of the policy that made the target, nats; 0 where the weight is 0.
+        advantages: `[L]`.
+        reference: `[L]`, logprobs of a reference policy, for the loss part `kl`.
+
+    Raises:
+        UserError: the lengths differ.
+    """
+
+    input_ids: Sequence[int]
+    target_ids: Sequence[int]
+    weights: Sequence[float]
+    logprobs: Sequence[float]
+    advantages: Sequence[float]
+    reference: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        lengths = {name: len(values) for name, values in fields.items() if values is not None}
+        if len(set(lengths.values())) > 1:
+            raise UserError(f"a datum's fields must be of one length, one value for each token; got {lengths}")
+
+
+@dataclass(frozen=True, slots=True)
+class AdamSpec:
+    """One step of AdamW. `grad_clip_norm` 0: no clipping."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """A low-rank adapter: `W + alpha / rank * B A` for the chosen matrices.
+
+    Attributes:
+        rank: columns of B.
+        alpha: see above; None: `rank`, a factor of 1.
+        train_attn: adapt the matrices of attention.
+        train_mlp: adapt those of the feed-forward layers.
+        train_unembed: adapt the output matrix.
+        seed: of A's random values; B starts at 0.
+    """
+
+    rank: int = 16
+    alpha: float | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What a forward pass over data found.
+
+    Attributes:
+        logprobs: of each datum `[L]`, fp32 on the CPU: of the targets after temperature. They are 0 where the weight
+            is 0, unless `LossSpec.all_logprobs`.
+        losses: sum of each part of the loss, by its name, not divided and without its coefficient.
+        denominators: of each part: what the schedule divides the sum by.
+        metrics: sums over tokens of weight other than 0; see `LossOutput`.
+    """
+
+    logprobs: Sequence[Tensor]
+    losses: Mapping[str, float]
+    denominators: Mapping[str, float]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """Of one optimiser step: the gradient's norm after scaling, before clipping."""
+
+    grad_norm: float
+
+
+class Learner(ABC):
+    """Holds the weights being trained. It knows no event loop and may be called from any one thread at a time.
+
+    Attributes:
+        versions: optimiser steps taken, of the base's weights (None) and of each adapter.
+    """
+
+    versions: dict[str | None, int]
+
+    @abstractmethod
+    def forward(self, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
+        """Evaluate the loss without a gradient."""
+
+    @abstractmethod
+    def forward_backward(self, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
+        """Evaluate the loss, and add the gradient of its sum to what is held since the last `optim_step`.
+
+        Raises:
+            StateError: the base's weights are frozen, as adapters are trained on them.
+        """
+
+    @abstractmethod
+    def optim_step(self, adapter: str | None, adam: AdamSpec, *, scale: float) -> StepFigures:
+        """Multiply the gradient by `scale`, clip it, take a step, and forget the gradient.
+
+        Raises:
+            StateError: the gradient is NaN or infinite. It is forgotten; weights and optimiser are as before.
+        """
+
+    @abstractmethod
+    def create_adapter(self, name: str, spec: LoraSpec) -> None:
+        """Add an adapter that changes nothing yet; from then on the base's weights are frozen.
+
+        Raises:
+            UserError: there is one of that name, or the spec does not fit the model.
+        """
+
+    @abstractmethod
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter, its gradient and its optimiser state."""
+
+    @abstractmethod
+    def weights(self, adapter: str | None) -> Iterator[tuple[str, Tensor]]:
+        """`(name, tensor)` of what engines are sent: good until the next call of the learner, so copy before it.
+
+        Of the base: all weights under the names of its checkpoint, tied ones once, in the dtypes that engines take. Of
+        an adapter: its own tensors, under the names that PEFT stores them by.
+        """
+
+    @abstractmethod
+    def state(self, adapter: str | None) -> LearnerState:
+        """Everything a resumed run needs, copied to the CPU: weights, optimiser, random state, version."""
+
+    @abstractmethod
+    def load_state(self, adapter: str | None, state: LearnerState) -> None:
+        """Take up what `state` gave.
+
+        Raises:
+            CheckpointError: the state is that of another model; nothing was changed.
+        """
