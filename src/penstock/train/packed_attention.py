@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
@@ -22,6 +23,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from penstock.errors import ConfigError
 
 NAME = "penstock_packed"
+_VARLEN_IS_CAUSAL = "is_causal" in inspect.signature(varlen_attn).parameters
+"""torch 2.11 has `is_causal`, 2.13 a window."""
 _UNSUPPORTED = ("attn_logit_softcapping",)
 """Config entries of models whose attention is more than softmax(QK) V."""
 
@@ -84,6 +87,10 @@ def packed_attention(
     del module, attention_mask
     if others.get("s_aux") is not None:
         raise ConfigError("the learner's packed attention knows no attention sinks; train another model")
+    if torch.is_autocast_enabled(query.device.type):
+        # Norms and rotations leave queries and keys in fp32.
+        narrow = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
     window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
     single = len(cu_seq_lens_q) == 2  # noqa: PLR2004 - one sequence has two bounds
     if query.is_cuda and not single and window is None and query.dtype in (torch.bfloat16, torch.float16):
@@ -92,13 +99,13 @@ def packed_attention(
         return _padded(query, key, value, scaling, dropout, window).transpose(1, 2), None
     # Sequences of a micro-batch are of about one length: what is padded here, in attention alone, is little.
     bounds = cu_seq_lens_q.to(torch.int64)
-    lengths_B = bounds.diff()
-    place_B_T = torch.arange(max_length_q, device=query.device)
-    inside_B_T = place_B_T < lengths_B.unsqueeze(-1)
-    rows_B_T = (bounds[:-1].unsqueeze(-1) + place_B_T).clamp_(max=query.shape[2] - 1)
+    tokens = torch.arange(query.shape[2], device=query.device)
+    row_L = torch.searchsorted(bounds[1:], tokens, right=True)
+    rows_B_T = bounds[:-1].unsqueeze(-1) + torch.arange(max_length_q, device=query.device)
+    rows_B_T = rows_B_T.clamp(max=query.shape[2] - 1)
     query, key, value = (part[0][:, rows_B_T].transpose(0, 1) for part in (query, key, value))
     out_B_A_T_D = _padded(query, key, value, scaling, dropout, window)
-    return out_B_A_T_D.transpose(1, 2)[inside_B_T].unsqueeze(0), None
+    return out_B_A_T_D.transpose(1, 2)[row_L, tokens - bounds[row_L]].unsqueeze(0), None
 
 
 def _padded(
@@ -117,14 +124,10 @@ def _padded(
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scaling: float | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - only GPUs have it
-
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
     options: dict[str, Any] = {} if scaling is None else {"scale": scaling}
-    # torch 2.11 has `is_causal`, 2.13 a window.
-    causal = "is_causal" in inspect.signature(varlen_attn).parameters
-    options |= {"is_causal": True} if causal else {"window_size": (-1, 0), "enable_gqa": True}
-    if causal:
+    options |= {"is_causal": True} if _VARLEN_IS_CAUSAL else {"window_size": (-1, 0), "enable_gqa": True}
+    if _VARLEN_IS_CAUSAL:
         groups = query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
     attend: Any = varlen_attn

@@ -8,13 +8,19 @@ No weight is read outside its forward pass, so that sharding and compilation see
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
+from penstock.config import TrainConfig
 from penstock.errors import ConfigError
 from penstock.train.batching import MicroBatch
 from penstock.train.logprobs import TokenLogprobs, token_logprobs
@@ -22,6 +28,14 @@ from penstock.train.packed_attention import use_packed_attention
 
 _HEAD_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Config entries of models that do something to the logits after the output matrix."""
+_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,  # noqa: SLF001 - its public name dispatches to these
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,  # noqa: SLF001
+    torch.ops.aten._scaled_dot_product_flash_attention.default,  # noqa: SLF001
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,  # noqa: SLF001
+    torch.ops.torch_attn._varlen_attn.default,  # noqa: SLF001
+}
+"""Operations whose outputs `recompute: selective` keeps."""
 
 
 class PolicyModel(nn.Module):
@@ -29,29 +43,81 @@ class PolicyModel(nn.Module):
 
     Args:
         model_path: folder or hub name of a causal language model; loaded in fp32.
+        config: its `dtype`, `recompute`, `offload_activations` and `compile`.
+        device: where the weights lie.
 
     Attributes:
         model: the transformers model.
+        autocast: matrices are multiplied in bf16 by autocast; off where the weights themselves are cast.
 
     Raises:
         ConfigError: the model cannot be loaded, or transforms its logits in a way that is not supported.
     """
 
-    def __init__(self, model_path: str) -> None:
+    def __init__(self, model_path: str, config: TrainConfig, device: torch.device) -> None:
         super().__init__()
-        self.model = _load_model(model_path)
+        self.model = _load_model(model_path).to(device)
+        self.device_type = device.type
+        self.autocast = compute_dtype(config, device) == torch.bfloat16
+        for layer in self.layers:
+            _prepare(layer, config, pin_memory=device.type == "cuda")
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers."""
+        return self.model.base_model.layers
 
     def forward(self, batch: MicroBatch, temperature: float) -> TokenLogprobs:
         """Of each wanted target, `[K]`; the output matrix sees only the places that predict one."""
-        hidden_1_L_H = self.model.base_model(
-            input_ids=batch.input_ids_1_L,
-            position_ids=batch.position_ids_1_L,
-            use_cache=False,
-            cu_seq_lens_q=batch.bounds,
-            max_length_q=batch.longest,
-        ).last_hidden_state
-        head = self.model.get_output_embeddings()
-        return token_logprobs(hidden_1_L_H[0, batch.positions_K], head.weight, batch.targets_K, temperature)
+        with torch.autocast(self.device_type, torch.bfloat16, enabled=self.autocast):
+            hidden_1_L_H = self.model.base_model(
+                input_ids=batch.input_ids_1_L,
+                position_ids=batch.position_ids_1_L,
+                use_cache=False,
+                cu_seq_lens_q=batch.bounds,
+                max_length_q=batch.longest,
+            ).last_hidden_state
+            head = self.model.get_output_embeddings()
+            return token_logprobs(hidden_1_L_H[0, batch.positions_K], head.weight, batch.targets_K, temperature)
+
+
+def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
+    """Return what matrices are multiplied in: `train.dtype`, by default bf16 on CUDA and fp32 elsewhere."""
+    default = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return default if config.dtype == "auto" else getattr(torch, config.dtype)
+
+
+def _prepare(layer: nn.Module, config: TrainConfig, *, pin_memory: bool) -> None:
+    """Have a decoder layer recompute, offload and compile as the config says; its names stay as they are."""
+    forward: Callable[..., Any] = layer.forward
+    # Compiled outside of a selective recomputation, which looks into the graph, and within a full one, which does not:
+    # then what the layer keeps passes through autograd's hooks.
+    if config.compile and config.recompute != "selective":
+        forward = torch.compile(forward)
+    if config.recompute != "none":
+        forward = _recomputed(forward, config, pin_memory=pin_memory)
+    if config.compile and config.recompute == "selective":
+        forward = torch.compile(forward)
+    layer.forward = forward
+
+
+def _recomputed(forward: Callable[..., Any], config: TrainConfig, *, pin_memory: bool) -> Callable[..., Any]:
+    options: dict[str, Any] = {"use_reentrant": False}
+    if config.recompute == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_attention)
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with save_on_cpu(pin_memory=pin_memory) if config.offload_activations else nullcontext():
+            return checkpoint(forward, *args, **options, **kwargs)
+
+    return recomputed
+
+
+def _keep_attention(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    kept = operation in _ATTENTION
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _load_model(model_path: str) -> Any:
