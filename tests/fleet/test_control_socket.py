@@ -33,7 +33,6 @@ from penstock.errors import (
     WeightsError,
 )
 from penstock.fleet import detach as detach_module
-from penstock.fleet import launch as launch_module
 from penstock.fleet import ray_engines
 from penstock.fleet import remote as link_module
 from penstock.fleet.member import State
@@ -280,7 +279,7 @@ async def test_a_start_that_fails_at_its_last_step_does_not_stay_either(
         held.update(daemons())
         raise EngineDeadError("no engine is left")
 
-    monkeypatch.setattr(launch_module, "adopt", not_adopted)
+    monkeypatch.setattr(detach_module, "adopt", not_adopted)
     try:
         with pytest.raises(EngineDeadError, match="no engine is left"):
             await Fleet.launch("sim-model", engines=1, detach=True, **OPTIONS)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from penstock.errors import StateError, WeightsError
 from penstock.plugin.core import HostBytes
-from penstock.plugin.sources import DiskSource
+from penstock.plugin.disk import DiskSource
 from penstock.weights.disk import DiskStore, VersionFile, open_version
 from penstock.weights.manifest import WeightManifest
 

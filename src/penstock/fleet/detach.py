@@ -7,12 +7,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 from penstock.config import EngineConfig, FleetConfig, RouterConfig, Section
-from penstock.errors import ConfigError, EngineStartError, error_from_json
+from penstock.errors import ConfigError, EngineStartError, PenstockError, error_from_json
+from penstock.fleet.fleet import Fleet
+from penstock.fleet.launch import Terms
 from penstock.fleet.options import made
+from penstock.fleet.remote import FleetClient, adopt
 from penstock.fleet.service import folder
 from penstock.process import read_report
 
@@ -34,6 +37,25 @@ class Plan(Section):
     """Where stderr goes."""
     keep_log: bool
     """Leave the log behind after an end in good order."""
+
+
+async def launch_detached(
+    engine: EngineConfig, router: RouterConfig, terms: Terms, parallel_starts: int | None
+) -> Fleet:
+    """Launch a detached fleet; returns a `Fleet` over it."""
+    url = await start_detached(engine, terms.fleet, router, api_key=terms.api_key, parallel_starts=parallel_starts)
+    async with AsyncExitStack() as failed:  # the caller has nothing to end it by
+        client = FleetClient.to(url)
+        failed.push_async_callback(_stop, client)
+        fleet = await adopt(client, url, terms)
+        failed.pop_all()
+    return fleet
+
+
+async def _stop(client: FleetClient) -> None:
+    async with client:
+        with suppress(PenstockError):  # it is gone, or ends
+            await client.stop()
 
 
 async def start_detached(

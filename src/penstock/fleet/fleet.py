@@ -17,7 +17,7 @@ from penstock.fleet.fan_out import FanOut
 from penstock.fleet.member import EngineStatus, State
 from penstock.fleet.options import specs_of
 from penstock.fleet.roster import Admin, Roster, each_while_engines_remain, while_engines_remain
-from penstock.fleet.service import STOPPED, Endpoint
+from penstock.rooms import plugged_in
 from penstock.types import (
     KV,
     GenerateBatch,
@@ -86,12 +86,12 @@ class Fleet(Engine):
         elastic: FleetSize,
         data: DataClient,
         owned: AsyncExitStack,
-        endpoint: Endpoint | None = None,
+        endpoint: Any = None,
     ) -> None:
         self.url = url
         """The router's address: an OpenAI endpoint for all engines together."""
         self.endpoint = endpoint
-        """Its control socket, by which other processes connect to it; None where another process owns the fleet."""
+        """Its control socket (`service.Endpoint`), for other processes; None where another process owns the fleet."""
         self._roster = roster
         self._operations = operations
         self._elastic = elastic
@@ -176,9 +176,7 @@ class Fleet(Engine):
             EngineDeadError: when entered, if no program answers there; `UserError`: it is not a router; `StateError`:
                 the engines serve different weight versions.
         """
-        from penstock.fleet.launch import connect  # noqa: PLC0415 - connect builds a Fleet
-
-        return connect(
+        return plugged_in("connect")(
             target, options, api_key=api_key, control_timeout_s=control_timeout_s, request_timeout_s=request_timeout_s
         )
 
@@ -461,5 +459,6 @@ class Fleet(Engine):
 
     def _check_open(self) -> None:
         if self._ending is not None:
-            stopped = self.endpoint is not None and self.endpoint.stopping.is_set()
-            raise StateError(STOPPED if stopped else "this fleet was torn down")
+            if self.endpoint is not None and self.endpoint.stopping.is_set():
+                raise StateError(self.endpoint.STOPPED)
+            raise StateError("this fleet was torn down")

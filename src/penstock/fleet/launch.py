@@ -1,4 +1,4 @@
-"""From options to a fleet: start engines and a router, or connect to them, and put the parts together."""
+"""From options to a fleet: start engines and a router, and put the parts together."""
 
 from __future__ import annotations
 
@@ -7,48 +7,31 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
 from penstock.aio import all_or_first_error, cancelled
-from penstock.config import EngineConfig, FleetConfig, RouterConfig, ServerSpec
+from penstock.config import EngineConfig, FleetConfig, RouterConfig
 from penstock.engine.capabilities import smallest_vocabulary
 from penstock.engine.client import DataClient
 from penstock.engine.launch import resolve_profile, server_command
-from penstock.errors import ConfigError, EngineError, EngineHTTPError, PenstockError, StateError, UserError
-from penstock.fleet.attach import AttachedServers
-from penstock.fleet.detach import start_detached
-from penstock.fleet.elastic import Elastic
+from penstock.errors import ConfigError, EngineError, StateError, UserError
 from penstock.fleet.engines import LaunchedEngines, LocalEngines
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.member import RANK, Lifecycle, Member, State, updatable
+from penstock.fleet.member import Lifecycle, Member, State, updatable
 from penstock.fleet.operations import Operations
 from penstock.fleet.options import assign, check_key, made, refuse_unknown, section, specs_of, visible_gpus
-from penstock.fleet.ray_engines import RayLauncher, check_ray
-from penstock.fleet.remote import FleetClient, adopt
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import OpenRouter, check_router, open_router, settle
-from penstock.fleet.service import ASK_THERE, Endpoint, beyond_reach, refuse_second, router_address, socket_of
 from penstock.fleet.stores import Stores
 from penstock.fleet.supervise import Supervisor
-from penstock.fleet.vllm_router import VllmRouterAdmin
 from penstock.guard import new_key
-from penstock.http import UnreachableError
-from penstock.router.admin_client import RouterAdmin, RouterState
+from penstock.rooms import plugged_in
 
 logger = logging.getLogger(__name__)
-
-UNAUTHORIZED, NOT_FOUND = 401, 404
-INSTEAD = f"call Fleet.connect {ASK_THERE}, or use an OpenAI client"
-OF_A_CLIENT = frozenset({"stream_chunk_tokens"})
-"""Options of `FleetConfig` that each client of a fleet chooses; the others are its owner's."""
-OF_STARTS = frozenset({"engines", "attach", "launcher", "stop_timeout_s"}) | {
-    name for name in FleetConfig.model_fields if name.startswith("ray_")
-}
-"""Those that only say how engines are started, or which."""
 
 _HOW = "open it by `async with Fleet.launch(...) as fleet:` or by `fleet = await Fleet.launch(...)`"
 
@@ -138,45 +121,18 @@ def launch(
         raise ConfigError(f"vllm-router addresses no data-parallel ranks; leave dp out of {', '.join(ranks)}")
     terms = Terms(of_fleet, api_key, engine.control_timeout_s, engine.request_timeout_s)
     if detach:
-        return PendingFleet(lambda: _detached(engine, of_router, terms, parallel_starts))
+        return PendingFleet(lambda: plugged_in("detach")(engine, of_router, terms, parallel_starts))
     return PendingFleet(lambda: _launched(engine, of_router, terms, gpus, parallel_starts))
 
 
 def _gpus(engine: EngineConfig, fleet: FleetConfig) -> Sequence[tuple[str, ...]]:
     """GPUs of each engine, none where it takes what it finds; refuses what cannot start."""
     if fleet.launcher == "ray":
-        check_ray()
+        plugged_in("launcher.ray").check_installed()
     elif fleet.engines:
         server_command(engine, port=0, api_key=None)  # a wrong model path is an error now, before a router starts
         return assign(engine, fleet.engines, visible_gpus() if resolve_profile(engine) == "gpu" else ())
     return [()] * fleet.engines
-
-
-async def _detached(engine: EngineConfig, router: RouterConfig, terms: Terms, parallel_starts: int | None) -> Fleet:
-    url = await start_detached(engine, terms.fleet, router, api_key=terms.api_key, parallel_starts=parallel_starts)
-    async with AsyncExitStack() as failed:  # the caller has nothing to end it by
-        client = FleetClient.to(url)
-        failed.push_async_callback(_stop, client)
-        fleet = await _adopted(client, url, terms)
-        failed.pop_all()
-    return fleet
-
-
-async def _stop(client: FleetClient) -> None:
-    async with client:
-        with suppress(PenstockError):  # it is gone, or ends
-            await client.stop()
-
-
-async def _adopted(client: FleetClient, url: str, terms: Terms) -> Fleet:
-    return await adopt(
-        client,
-        url,
-        api_key=terms.api_key,
-        control_timeout_s=terms.control_timeout_s,
-        request_timeout_s=terms.request_timeout_s,
-        stream_chunk_tokens=terms.fleet.stream_chunk_tokens,
-    )
 
 
 async def _launched(
@@ -187,7 +143,7 @@ async def _launched(
     parallel_starts: int | None,
 ) -> Fleet:
     fleet, api_key = terms.fleet, terms.api_key
-    refuse_second(router_config.url)
+    plugged_in("control_socket.refuse_second")(router_config.url)
     key = new_key()
     engine_key = api_key if router_config.kind == "vllm-router" else key  # it sends its callers' key to engines
     async with AsyncExitStack() as owned:
@@ -195,7 +151,7 @@ async def _launched(
         router = await open_router(router_config, log_dir=logs.path, api_key=api_key, owned=owned, admin_key=key)
         engines = logs.engines = LaunchedEngines(
             engine,
-            RayLauncher(fleet, api_key=engine_key, log_dir=logs.path)
+            plugged_in("launcher.ray")(fleet, api_key=engine_key, log_dir=logs.path)
             if fleet.launcher == "ray"
             else LocalEngines(engine_key, logs.path),
             api_key=engine_key,
@@ -203,7 +159,7 @@ async def _launched(
             stop_timeout_s=fleet.stop_timeout_s,
         )
         owned.push_async_callback(engines.end_all)
-        attached = AttachedServers(
+        attached = plugged_in("attach")(
             api_key=api_key,
             control_timeout_s=terms.control_timeout_s,
             served_as=engine.served_model_name or engine.model,
@@ -240,120 +196,6 @@ class _LogFolder:
             shutil.rmtree(self.path, ignore_errors=True)  # a cleaner of /tmp may have removed it
 
 
-def connect(
-    target: str | Sequence[str | ServerSpec],
-    options: Mapping[str, Any],
-    *,
-    api_key: str | None = None,
-    control_timeout_s: float = 60.0,
-    request_timeout_s: float = 3600.0,
-) -> PendingFleet:
-    """Prepare what `Fleet.connect` describes."""
-    to_router = isinstance(target, str)
-    refuse_unknown(options, FleetConfig, *(() if to_router else (RouterConfig,)))
-    check_key(api_key)
-    if idle := sorted((OF_STARTS | {"log_dir"} if to_router else OF_STARTS) & options.keys()):
-        raise ConfigError(
-            f"{', '.join(idle)} would have no effect: connect takes the engines that are there and starts none; leave "
-            "it out, or call Fleet.launch, which starts engines and attaches others"
-        )
-    terms = Terms(section(FleetConfig, None, options), api_key, control_timeout_s, request_timeout_s)
-    if isinstance(target, str):
-        url = router_address(target)
-        return PendingFleet(lambda: _to_router(url, terms, frozenset(options)))
-    router = section(RouterConfig, None, options)
-    check_router(router, api_key)
-    specs = specs_of(target)
-    return PendingFleet(lambda: _to_engines(specs, router, terms))
-
-
-async def _to_router(url: str, terms: Terms, options: frozenset[str]) -> Fleet:
-    if (found := await _owned_elsewhere(url, terms, options)) is not None:
-        return found
-    async with AsyncExitStack() as owned:
-        admin = RouterAdmin(url, terms.api_key)
-        owned.push_async_callback(admin.close)
-        try:
-            state = await admin.engines()
-        except EngineHTTPError as error:
-            if error.status == NOT_FOUND:
-                raise UserError(f"{url} is not a Penstock router; give the URLs of engines as a list") from error
-            raise
-        _refuse_beyond_reach(state, url)
-        try:
-            return await _joined(OpenRouter(url, admin, key=terms.api_key), _servers(state), owned, terms, state.epoch)
-        except EngineHTTPError as error:
-            if error.status == UNAUTHORIZED and error.engine is None:  # the router's own, for a change of its set
-                raise UserError(f"the fleet behind {url} is held by others ({error}); {INSTEAD}") from error
-            raise
-
-
-async def _owned_elsewhere(url: str, terms: Terms, options: frozenset[str]) -> Fleet | None:
-    """A client of the process of this machine that owns the fleet behind a router; None where there is none."""
-    path = socket_of(url)
-    if path is None or not await asyncio.to_thread(path.exists):
-        return None
-    try:
-        fleet = await _adopted(FleetClient(path), url, terms)
-    except UnreachableError:  # it died without taking its socket away
-        return None
-    if others := options - OF_A_CLIENT:
-        await fleet.teardown()
-        raise ConfigError(
-            f"the fleet at {url} is held by another process, which has chosen {', '.join(sorted(others))} already; "
-            "leave these out, or give them where the fleet is started"
-        )
-    return fleet
-
-
-async def _to_engines(specs: Sequence[ServerSpec], config: RouterConfig, terms: Terms) -> Fleet:
-    refuse_second(config.url)
-    async with AsyncExitStack() as owned:
-        logs = terms.fleet.log_dir
-        if logs is None:
-            logs = Path(tempfile.mkdtemp(prefix="penstock-"))
-            owned.callback(shutil.rmtree, logs, ignore_errors=True)
-        router = await open_router(config, log_dir=logs, api_key=terms.api_key, owned=owned, admin_key=new_key())
-        return await _joined(router, {f"e{i}": spec for i, spec in enumerate(specs)}, owned, terms, -1)
-
-
-async def _joined(
-    router: OpenRouter, engines: Mapping[str, ServerSpec], owned: AsyncExitStack, terms: Terms, epoch: int
-) -> Fleet:
-    """Make a fleet of the engines that answer. The others are left out, where enough answer."""
-    attached = AttachedServers(api_key=terms.api_key, control_timeout_s=terms.control_timeout_s)
-    owned.push_async_callback(attached.close)
-    joined = await asyncio.gather(
-        *(attached.join(Lifecycle(name), spec) for name, spec in engines.items()), return_exceptions=True
-    )
-    members = [outcome for outcome in joined if isinstance(outcome, Member)]
-    failures = [outcome for outcome in joined if isinstance(outcome, BaseException)]
-    unexpected = [error for error in failures if not isinstance(error, PenstockError)]
-    if unexpected or (failures and len(members) < terms.fleet.min_engines):
-        raise (unexpected or failures)[0]
-    return await reachable(await assemble(router, members, owned, terms, epoch=epoch, attached=attached))
-
-
-def _servers(state: RouterState) -> dict[str, ServerSpec]:
-    """The servers of a router's engines, by name; those that it addresses by rank are one."""
-    ranks: dict[str, dict[str, Any]] = {}
-    for engine in state.engines:
-        if engine.eligible:
-            name = engine.name if engine.dp_rank is None else engine.name.removesuffix(f"{RANK}{engine.dp_rank}")
-            its = ranks.setdefault(name, {"url": engine.url, "dp": 0})
-            its["dp"] += 1
-    return {name: ServerSpec(**its) for name, its in ranks.items()}
-
-
-def _refuse_beyond_reach(state: RouterState, url: str) -> None:
-    """Before any engine is sent a key."""
-    for engine in state.engines:
-        if beyond_reach(url, engine.url):
-            raise UserError(f"engine {engine.name} at {engine.url} listens only on the machine of {url}; {INSTEAD}")
-        if engine.other_key:
-            raise UserError(f"engine {engine.name} at {engine.url} asks for a key of its fleet alone; {INSTEAD}")
-
-
 async def assemble(
     router: OpenRouter,
     members: Sequence[Member],
@@ -362,7 +204,7 @@ async def assemble(
     *,
     epoch: int = -1,
     engines: LaunchedEngines | None = None,
-    attached: AttachedServers | None = None,
+    attached: Any = None,
 ) -> Fleet:
     """Admit engines that are SYNCING, send them to the router, and watch them.
 
@@ -373,7 +215,7 @@ async def assemble(
         terms: its settings.
         epoch: of the set that the router has already.
         engines: restarts them, and starts more; None: someone else started them.
-        attached: joins servers of others; None: those that died stay dead.
+        attached: `attach.AttachedServers`, joins servers of others; None: those that died stay dead.
 
     Raises:
         StateError: the engines serve different models or weight versions, or some are paused and some not.
@@ -395,7 +237,7 @@ async def assemble(
     )
     _watch(router, roster, supervisor, owned, fleet)
     data.http.suspect = supervisor.probe_all
-    elastic = Elastic(
+    elastic = plugged_in("elastic")(
         roster,
         operations,
         supervisor,
@@ -412,7 +254,7 @@ async def assemble(
         elastic=elastic,
         data=data,
         owned=owned.pop_all(),
-        endpoint=Endpoint(router.url, roster, operations, elastic, admin_key=router.key),
+        endpoint=plugged_in("control_socket")(router.url, roster, operations, elastic, admin_key=router.key),
     )
 
 
@@ -472,9 +314,13 @@ async def _roster(router: OpenRouter, members: Sequence[Member], epoch: int) -> 
     _agree("the size of their vocabulary", vocabularies, "a fleet serves one model")
     _agree("paused", {m.name: m.info.paused for m in members})
     paused = members[0].info.paused
-    ours = not isinstance(router.admin, VllmRouterAdmin)  # its workers are URLs, and it has no gate
     roster = Roster(
-        router.admin, version=members[0].weight_version, epoch=epoch, closed=paused, by_rank=ours, gated=ours
+        router.admin,
+        version=members[0].weight_version,
+        epoch=epoch,
+        closed=paused,
+        by_rank=router.ours,
+        gated=router.ours,
     )
     for member in members:
         if not roster.by_rank:

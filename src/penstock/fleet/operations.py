@@ -13,15 +13,14 @@ from penstock.aio import cancelled, in_thread
 from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import CoreState
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError, UserError
-from penstock.fleet.adapters import FleetAdapters
 from penstock.fleet.fan_out import Call, FanOut, fan_out
 from penstock.fleet.member import SERVABLE, Member, State, Substate, why
-from penstock.fleet.native import NativeCalls
 from penstock.fleet.operation_queue import OperationQueue
 from penstock.fleet.roster import Roster
 from penstock.fleet.stores import Stores
 from penstock.fleet.sync import MEMORY_TAGS, bring_in, put_right, resume, wrong_weights
 from penstock.fleet.update import Updater
+from penstock.rooms import plugged_in
 from penstock.types import KV, PauseMode, UpdateReport
 from penstock.weights.manifest import WeightManifest
 
@@ -77,11 +76,11 @@ class Operations:
         self._usable_from = 0
         """Weights older than this version are gone from memory (sleep level 2)."""
         self._updating = False
-        self._native = NativeCalls()
+        self._native = plugged_in("native")()
         self._kv_stays = paused
         """The pause in force left the KV caches as they were, as far as is known."""
         self._waiting_pause: _WaitingPause | None = None
-        self._adapters = FleetAdapters(roster)
+        self._adapters = plugged_in("adapters")(roster)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None) -> None:
         """Close the gate, then pause every engine.

@@ -50,12 +50,6 @@ FOREVER_S = 10 * 365 * 24 * 3600.0
 """Of a call that is answered when an engine ends, or with the driver's end."""
 
 
-def check_ray() -> None:
-    """Raise ConfigError, with the command that installs it, where Ray is missing."""
-    if find_spec("ray") is None:
-        raise ConfigError("fleet.launcher is ray, which is not installed; pip install 'penstock[ray]'")
-
-
 class Driver(CallClient):
     """The process that drives Ray for a fleet (`ray_driver.py`). Build it with `start`, and `end` it."""
 
@@ -158,6 +152,12 @@ class RayLauncher:
         self._profile: Literal["cpu", "gpu"] = "cpu"
         self._placed: set[str] = set()
         """Engines that have bundles."""
+
+    @staticmethod
+    def check_installed() -> None:
+        """Raise ConfigError, with the command that installs it, where Ray is missing."""
+        if find_spec("ray") is None:
+            raise ConfigError("fleet.launcher is ray, which is not installed; pip install 'penstock[ray]'")
 
     async def launch(self, config: EngineConfig, name: str, gpus: Sequence[str]) -> RayEngine:
         """Start an engine on a node that has room, and return when it is ready. Ray chooses its GPUs, not `gpus`.

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from penstock.aio import cancelled, in_thread
 from penstock.config import ServerSpec
 from penstock.engine.capabilities import smallest_vocabulary
-from penstock.engine.client import STREAM_CHUNK_TOKENS, DataClient
+from penstock.engine.client import DataClient
 from penstock.engine.control import ControlClient
 from penstock.engine.vanilla.requests import VanillaReplies
 from penstock.errors import EngineDeadError, EngineError, PenstockError, StateError, UserError, error_from_json
@@ -25,6 +25,7 @@ from penstock.fleet.calls import CallClient
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.fan_out import FanOut
 from penstock.fleet.fleet import Fleet, FleetControl, FleetSize
+from penstock.fleet.launch import Terms
 from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.operations import Operations, check_version
 from penstock.fleet.roster import Roster
@@ -86,24 +87,13 @@ class FleetClient(CallClient):
         await self.call("stop", deadline_s=CALL_S)
 
 
-async def adopt(
-    client: FleetClient,
-    url: str,
-    *,
-    api_key: str | None,
-    control_timeout_s: float,
-    request_timeout_s: float,
-    stream_chunk_tokens: int = STREAM_CHUNK_TOKENS,
-) -> Fleet:
+async def adopt(client: FleetClient, url: str, terms: Terms) -> Fleet:
     """Return a fleet over the one that `client` reaches; its engines run on after `teardown`.
 
     Args:
         client: of the fleet's owner; closed with the fleet.
         url: of its router.
-        api_key: what the router asks of clients; None: the fleet's own key is sent, which its owner gives.
-        control_timeout_s: deadline of what engines are asked directly.
-        request_timeout_s: deadline of a generation request.
-        stream_chunk_tokens: see `FleetConfig`, of what this client asks.
+        terms: of these calls; without `api_key` the fleet's own key is sent, which its owner gives.
 
     Raises:
         EngineDeadError: the owner is gone, or there is no engine; `DeadlineError`: it does not answer.
@@ -113,7 +103,7 @@ async def adopt(
         state = await client.state()
         admin = RouterAdmin(url, state.admin_key)
         owned.push_async_callback(admin.close)
-        roster = AdoptedRoster(admin, control_timeout_s=control_timeout_s)
+        roster = AdoptedRoster(admin, control_timeout_s=terms.control_timeout_s)
         owned.push_async_callback(roster.close)
         await roster.take(state)
         roster.raise_if_lost()
@@ -122,10 +112,10 @@ async def adopt(
         control = RemoteControl(client, roster, store)
         data = DataClient(
             url,
-            api_key=api_key or state.admin_key,
-            request_timeout_s=request_timeout_s,
+            api_key=terms.api_key or state.admin_key,
+            request_timeout_s=terms.request_timeout_s,
             vocab_size=smallest_vocabulary(member.info for member in state.members),
-            stream_chunk_tokens=stream_chunk_tokens,
+            stream_chunk_tokens=terms.fleet.stream_chunk_tokens,
         )
         data.http.back = roster.router_back
         data.kept = lambda: roster.kv_kept_versions

@@ -19,8 +19,8 @@ from penstock.engine.launch import telling_lines
 from penstock.errors import ConfigError, DeadlineError, EngineStartError, PenstockError
 from penstock.fleet.roster import Admin, Roster
 from penstock.fleet.supervise import RestartBudget, keep_running
-from penstock.fleet.vllm_router import VllmRouterAdmin
 from penstock.process import ChildProcess, read_report
+from penstock.rooms import plugged_in
 from penstock.router.admin_client import RouterAdmin
 
 logger = logging.getLogger(__name__)
@@ -264,12 +264,14 @@ class OpenRouter:
         admin: its control side.
         guard: keeps its process up; None where someone else started it.
         key: what its admin calls need; None: nothing.
+        ours: it is Penstock's; another's workers are URLs, and it has no gate.
     """
 
     url: str
     admin: Admin
     guard: RouterGuard | None = None
     key: str | None = field(default=None, repr=False)
+    ours: bool = True
 
 
 async def open_router(
@@ -296,14 +298,15 @@ async def open_router(
         url = router.url
         again = config.model_copy(update={"port": urlsplit(url).port})
         guard = RouterGuard(router, lambda policy: _launch(again.model_copy(update=policy), log_dir, api_key, key))
-    admin = VllmRouterAdmin(url) if config.kind == "vllm-router" else RouterAdmin(url, key)
+    ours = config.kind == "penstock"
+    admin = RouterAdmin(url, key) if ours else plugged_in(f"router.{config.kind}")(url)
     owned.push_async_callback(admin.close)
     if guard is not None:
         owned.push_async_callback(guard.stop)  # before: it asks the router until it ends, and would open it again
     else:
         await admin.engines()
         owned.push_async_callback(_withdraw, admin)
-    return OpenRouter(url, admin, guard, key)
+    return OpenRouter(url, admin, guard, key, ours=ours)
 
 
 async def _launch(config: RouterConfig, log_dir: Path, api_key: str | None, admin_key: str | None) -> RouterProcess:

@@ -46,7 +46,6 @@ QUIET_S = 5.0
 """`engines` is answered after so long without a change; its caller learns from the answer that we live."""
 ASK_THERE = "as the user who owns the fleet, on the router's machine: its control socket gives what is needed"
 """How to reach engines that must not be asked from here."""
-STOPPED = "the fleet was told to stop, by `penstock fleet stop` or another program"
 _NAME = re.compile(r"fleet-(\d+)\.sock")
 
 logger = logging.getLogger(__name__)
@@ -262,6 +261,8 @@ class Endpoint:
         admin_key: of the router's admin calls.
     """
 
+    STOPPED = "the fleet was told to stop, by `penstock fleet stop` or another program"
+
     def __init__(
         self, url: str, roster: Roster, operations: Operations, elastic: Elastic, *, admin_key: str | None = None
     ) -> None:
@@ -321,7 +322,7 @@ class Endpoint:
         try:
             await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
             if stopping.done():
-                raise StateError(STOPPED)
+                raise StateError(self.STOPPED)
             return working.result()
         finally:
             stopping.cancel()

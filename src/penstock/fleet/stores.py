@@ -12,9 +12,8 @@ from penstock.config import FleetConfig, Transport
 from penstock.errors import ConfigError, WeightsError
 from penstock.fleet.member import Member
 from penstock.fleet.options import visible_gpus
-from penstock.weights import delta
+from penstock.rooms import plugged_in
 from penstock.weights.broadcast import BroadcastStore
-from penstock.weights.disk import DiskStore
 from penstock.weights.manifest import TensorProvider, WeightManifest
 from penstock.weights.shared_memory import SharedMemoryStore
 
@@ -69,7 +68,7 @@ class Stores:
                 "engines see under the same path"
             )
         if settings.weight_transport == "delta":
-            delta.zstd()  # refused here if it must be: before engines start
+            plugged_in("store_needs.delta")()  # refused here if it must be: before engines start
         self._settings = settings
         self._members = members
         self._timeout_s = timeout_s
@@ -183,13 +182,9 @@ class Stores:
         if transport == "broadcast":
             return BroadcastStore(address=settings.weight_address, timeout_s=SEND_SHARE * self._timeout_s)
         if transport == "cuda_ipc":
-            from penstock.weights.cuda_ipc import CudaIpcStore  # noqa: PLC0415 - the core must import without torch
-
-            return CudaIpcStore(self._ipc_devices)
+            return plugged_in("store.cuda_ipc")(self._ipc_devices)
         if transport in {"disk", "delta"} and settings.weight_folder is not None:
-            if transport == "disk":
-                return DiskStore(settings.weight_folder)
-            return delta.DeltaStore(settings.weight_folder)
+            return plugged_in(f"store.{transport}")(settings.weight_folder)
         raise WeightsError(f"this fleet has no transport {transport!r}; set fleet.weight_transport, and its folder")
 
 

@@ -21,11 +21,11 @@ from typing import Any
 from penstock.errors import EngineError, StateError, TransferError, WeightsError
 from penstock.plugin import compat
 from penstock.plugin.core_http import CoreServer, Route, respond
-from penstock.plugin.delta import DeltaBase
 from penstock.plugin.patches import attempt
 from penstock.plugin.pause import PauseState, StepCap, clear_kv, mode_in_core
 from penstock.plugin.spec import WeightSpec, check_tensors, expected_weights
-from penstock.weights import delta, disk, shared_memory
+from penstock.rooms import plugged_as, plugged_in
+from penstock.weights import shared_memory
 from penstock.weights.manifest import WeightManifest
 from penstock.weights.shared_memory import open_mapping
 
@@ -93,10 +93,10 @@ def control_of(core: Any) -> CoreControl:
 
 
 class HostBytes:
-    """Checks the bytes of versions on the host; of the transport `delta` it keeps the last version whole."""
+    """Checks the bytes of versions on the host, by transport."""
 
     def __init__(self) -> None:
-        self._base = DeltaBase()
+        self._checks: dict[str, Any] = {}
 
     def check(self, manifest: WeightManifest) -> WeightManifest:
         """Read every byte that the host can read, and return the manifest for the workers.
@@ -107,11 +107,10 @@ class HostBytes:
         if manifest.transport == shared_memory.TRANSPORT:
             buffer = memoryview(open_mapping(manifest.location.get("path", ""), manifest.extent))
             check_tensors(manifest.tensors, lambda entry: buffer[entry.offset : entry.offset + entry.nbytes])
-        elif manifest.transport == disk.TRANSPORT:
-            with disk.open_version(manifest) as file:
-                check_tensors(manifest.tensors, lambda entry: file.read(entry.offset, entry.nbytes))
-        elif manifest.transport == delta.TRANSPORT:
-            return self._base.bring(manifest)
+        elif manifest.transport in plugged_as("check"):
+            if manifest.transport not in self._checks:
+                self._checks[manifest.transport] = plugged_in(f"check.{manifest.transport}")()
+            return self._checks[manifest.transport].bring(manifest)
         return manifest
 
 

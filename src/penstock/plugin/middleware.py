@@ -23,8 +23,8 @@ from penstock.plugin.core import field
 from penstock.plugin.core_http import MAX_BODY, refusal
 from penstock.plugin.hooks import RequestHooks
 from penstock.plugin.patches import call_every_core
-from penstock.plugin.sources import SOURCES
 from penstock.plugin.spec import check_replicas
+from penstock.rooms import plugged_as
 
 WEBSOCKET_REFUSED, WEBSOCKET_REASON = 1008, 120
 """Close code of a policy (RFC 6455, 7.4.1), and bytes of a reason that fit."""
@@ -99,7 +99,7 @@ class PenstockMiddleware:
             "vocab_size": config.model_config.get_vocab_size(),
             "max_model_len": config.model_config.max_model_len,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
-            "transports": sorted(SOURCES),
+            "transports": plugged_as("source"),
             "logprobs_mode": config.model_config.logprobs_mode,
             # On CPUs vLLM answers that it sleeps, and frees nothing.
             "sleep": config.model_config.enable_sleep_mode and config.device_config.device_type != "cpu",

@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from penstock.errors import WeightsError
-from penstock.weights.disk import open_version
+from penstock.rooms import plugged_as, plugged_in
 from penstock.weights.manifest import TensorEntry, WeightManifest
-from penstock.weights.pack import read, view
+from penstock.weights.pack import read
 from penstock.weights.shared_memory import open_mapping
 
 Place = Callable[[TensorEntry], torch.Tensor | None]
@@ -60,42 +58,8 @@ class SharedMemorySource:
             yield entry, tensor
 
 
-SOURCES = {
-    "broadcast": "penstock.plugin.broadcast:BroadcastSource",
-    "shared_memory": "penstock.plugin.sources:SharedMemorySource",
-    "cuda_ipc": "penstock.plugin.ipc:IpcSource",
-    "disk": "penstock.plugin.sources:DiskSource",
-    "delta": "penstock.plugin.sources:SharedMemorySource",  # workers map what `delta.py` makes
-}
-"""Class of each transport's source, made with vLLM's Worker and imported when it is first used."""
-
-
 def make_source(transport: str, worker: Any) -> Source:
-    """The source of a transport. WeightsError: there is none of that name."""
-    if transport not in SOURCES:
-        raise WeightsError(f"this engine has no transport {transport!r}; it has {', '.join(sorted(SOURCES))}")
-    module, name = SOURCES[transport].split(":")
-    return getattr(importlib.import_module(module), name)(worker)
-
-
-class DiskSource:
-    """Reads the file; its bytes were checked before (`core.HostBytes`)."""
-
-    compares = False
-
-    def __init__(self, worker: Any) -> None:
-        del worker
-
-    def prepare(self, manifest: WeightManifest) -> None:
-        """Open the file: a worker may be on another host than the core, which checked it."""
-        open_version(manifest).close()
-
-    def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """Yield all tensors in one memory, as large as the largest."""
-        del place
-        buffer = memoryview(bytearray(max((entry.nbytes for entry in manifest.tensors), default=0)))
-        with open_version(manifest) as file:
-            for entry in manifest.tensors:
-                part = buffer[: entry.nbytes]
-                file.read_into(part, entry.offset)
-                yield entry, view(part, replace(entry, offset=0))
+    """The source of a transport, made with vLLM's Worker. WeightsError: there is none of that name."""
+    if transport not in (known := plugged_as("source")):
+        raise WeightsError(f"this engine has no transport {transport!r}; it has {', '.join(known)}")
+    return plugged_in(f"source.{transport}")(worker)

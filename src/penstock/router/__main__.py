@@ -19,6 +19,7 @@ import uvloop
 from penstock.config import RouterConfig, validate
 from penstock.errors import PenstockError, UserError
 from penstock.process import raise_file_limit, watch_lifeline
+from penstock.rooms import plugged_in
 from penstock.router.server import Router
 
 
@@ -38,9 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise_file_limit()
         _keep_freed_memory()
         if config.workers > 1:
-            from penstock.router import workers  # noqa: PLC0415 - with aiohttp, for those who want several processes
-
-            served: _Served = workers.of_arguments(config, keys, arguments, place)
+            served: _Served = plugged_in("router.workers")(config, keys, arguments, place)
         else:
             served = Router(config, api_key=keys[0], admin_key=keys[1])
         uvloop.run(_serve(served, pipe))

@@ -1,0 +1,48 @@
+"""The places of the spine at which side rooms plug in; a room is imported when a setting or a call asks for it.
+
+The spine is what one generate, one update and one death need on engines launched here (ARCHITECTURE.md). It imports no
+side room, so a reader of it need not know any, and an engine or a router loads only what it uses.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+PLACES = {
+    "adapters": "penstock.fleet.adapters:FleetAdapters",
+    "attach": "penstock.fleet.attach:AttachedServers",
+    "connect": "penstock.fleet.connect:connect",
+    "control_socket": "penstock.fleet.service:Endpoint",
+    "control_socket.refuse_second": "penstock.fleet.service:refuse_second",
+    "detach": "penstock.fleet.detach:launch_detached",
+    "elastic": "penstock.fleet.elastic:Elastic",
+    "launcher.ray": "penstock.fleet.ray_engines:RayLauncher",
+    "native": "penstock.fleet.native:NativeCalls",
+    "router.vllm-router": "penstock.fleet.vllm_router:VllmRouterAdmin",
+    "router.workers": "penstock.router.workers:of_arguments",
+    # Of a transport: the trainer's store, an engine core's check of the bytes, and a worker's source.
+    "store.cuda_ipc": "penstock.weights.cuda_ipc:CudaIpcStore",
+    "store.delta": "penstock.weights.delta:DeltaStore",
+    "store_needs.delta": "penstock.weights.delta:zstd",
+    "store.disk": "penstock.weights.disk:DiskStore",
+    "check.delta": "penstock.plugin.delta:DeltaBase",
+    "check.disk": "penstock.plugin.disk:DiskCheck",
+    "source.broadcast": "penstock.plugin.broadcast:BroadcastSource",
+    "source.cuda_ipc": "penstock.plugin.ipc:IpcSource",
+    "source.delta": "penstock.plugin.sources:SharedMemorySource",  # workers map what the check makes
+    "source.disk": "penstock.plugin.disk:DiskSource",
+    "source.shared_memory": "penstock.plugin.sources:SharedMemorySource",
+}
+"""By place: `module:name`. A place with a dot is chosen by a setting or a transport."""
+
+
+def plugged_as(kind: str) -> list[str]:
+    """Return what can be chosen of a kind: the names behind its dot, in order."""
+    return sorted(name for known, dot, name in (place.partition(".") for place in PLACES) if dot and known == kind)
+
+
+def plugged_in(place: str) -> Any:
+    """Return the class or function at a place. KeyError: there is no such place."""
+    module, _, name = PLACES[place].partition(":")
+    return getattr(import_module(module), name)
