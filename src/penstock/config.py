@@ -134,7 +134,7 @@ class RouterConfig(Section):
     session_ttl_s: Seconds = 1800.0
     """A session is forgotten after so long without a request."""
     engine_metrics_interval_s: Annotated[float, Field(ge=0)] = 1.0
-    """Between two reads of an engine's health and KV usage; 0: never."""
+    """Between two reads of an engine's KV usage; 0: never."""
     workers: Positive = 1
     """Processes that share the port."""
     max_hold_s: Seconds = 300.0

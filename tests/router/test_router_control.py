@@ -12,7 +12,6 @@ from router_rig import Backend, RawClient, Rig, Seen, answer_name, eventually, r
 
 from penstock.errors import UserError
 from penstock.router.admin_client import EngineLoad
-from penstock.router.backend import OWN_SHORTAGES
 from penstock.router.membership import EngineEntry
 from penstock.router.watch import KVStats, parse_kv_stats
 from penstock.sim import SimConfig, SimServer
@@ -259,35 +258,18 @@ async def test_room_comes_with_the_end_of_another_request() -> None:
 # --- health and figures ----------------------------------------------------------------------------------------------
 
 
-async def test_an_engine_that_fails_its_health_check_is_left_out_until_it_is_well() -> None:
+async def test_the_owner_alone_decides_whether_an_engine_is_well() -> None:
+    """The router asks for no health check, and an engine that refuses its question is left out by a request alone."""
     async with rig(answer_name, answer_name, engine_metrics_interval_s=0.05, policy="round-robin") as r:
-        client = await r.client()
+        r.backends[0].metrics = r.backends[1].metrics = kv(0.5, 10)
         r.backends[0].health = "503 Service Unavailable"
-        await until(r, "e0", lambda e: e.down)
-        assert {(await client.ask()).body for _ in range(4)} == {b"e1"}
-        r.backends[0].health = "200 OK"
-        await until(r, "e0", lambda e: not e.down)
-        assert {(await client.ask()).body for _ in range(4)} == {b"e0", b"e1"}
+        await until(r, "e0", lambda e: e.kv_capacity == 160)
         await r.backends[1].stop()
-        await until(r, "e1", lambda e: e.down)  # nobody had to ask it for anything
-        assert [e.breaker_openings for e in (await r.admin.engines()).engines] == [1, 1]
-
-
-@pytest.mark.parametrize("number", sorted(OWN_SHORTAGES))
-async def test_a_shortage_of_the_routers_own_says_nothing_of_an_engine(
-    number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = 0
-
-    async def fail(*address: object) -> None:  # noqa: ARG001
-        nonlocal asked
-        asked += 1
-        raise OSError(number, "none left")
-
-    monkeypatch.setattr("penstock.router.watch.read", fail)
-    async with rig(answer_name, engine_metrics_interval_s=0.01) as r:
-        await eventually(lambda: asked > 3)
-        assert [engine.breaker_openings for engine in (await r.admin.engines()).engines] == [0]
+        await asyncio.sleep(0.3)
+        assert [e.down for e in (await r.admin.engines()).engines] == [False, False]
+        client = await r.client()
+        assert {(await client.ask()).body for _ in range(4)} == {b"e0"}
+        assert [(e.down, e.breaker_openings) for e in (await r.admin.engines()).engines] == [(False, 0), (True, 1)]
 
 
 async def test_an_engine_whose_metrics_fail_is_not_down(monkeypatch: pytest.MonkeyPatch) -> None:

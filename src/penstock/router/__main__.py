@@ -123,7 +123,7 @@ _HELP = {
     "slack_tokens": "resident tokens above that",
     "kv_admission": "share of every KV cache from which on new sessions wait",
     "session_ttl_s": "seconds after which an unused session is forgotten",
-    "engine_metrics_interval_s": "seconds between two readings of engines' health and KV caches; 0: none",
+    "engine_metrics_interval_s": "seconds between two readings of an engine's KV cache; 0: none",
     "workers": "processes that share the port",
     "max_hold_s": "seconds a request waits for an engine",
     "max_held": "requests that may wait",

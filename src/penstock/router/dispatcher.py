@@ -43,13 +43,7 @@ class Dispatcher:
         self.gate = Gate(max_held=config.max_held, max_held_bytes=config.max_held_bytes, max_hold_s=config.max_hold_s)
         # An engine is asked as often by several processes together as by one.
         interval_s = config.engine_metrics_interval_s * config.workers
-        self._watch = BackendWatch(
-            interval_s,
-            self.backends.values,
-            up=self._backend_up,
-            refused=self.backend_refused,
-            kv_reported=self._kv_reported,
-        )
+        self._watch = BackendWatch(interval_s, self.backends.values, up=self._backend_up, kv_reported=self._kv_reported)
         self._leaving: set[Backend] = set()
         self._expire_at = 0.0
 
@@ -165,7 +159,7 @@ class Dispatcher:
     # --- breakers ----------------------------------------------------------------------------------------------------
 
     def backend_refused(self, backend: Backend) -> None:
-        """It refused a connection or failed a health check: left out until a probe succeeds or it is announced."""
+        """It refused a connection or broke: left out until a probe succeeds or it is announced."""
         if backend.removed or backend.down:
             return
         backend.mark(down=True)

@@ -1,14 +1,18 @@
-"""Ask each engine whether it is well and how full its KV cache is, and one that is down whether it is back."""
+"""Ask each engine how full its KV cache is, and one that a request found down whether it is back.
+
+Whether an engine is well is for the owner of the fleet to decide (`fleet/probe.py`), which takes it out of the set.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from penstock.process import backoff_s
-from penstock.router.backend import OWN_SHORTAGES, Backend
+from penstock.router.backend import Backend
 
 _DEADLINE_S = 2.0
 _PROBE_S, _LONGEST_PROBE_S = 0.1, 2.0
@@ -35,15 +39,6 @@ class KVStats(NamedTuple):
     """Tokens that it holds; 0: the engine does not say."""
 
 
-class Reading(NamedTuple):
-    """What an engine answered in time."""
-
-    well: bool | None
-    """None: nothing."""
-    stats: KVStats | None
-    """None: it has none, as an engine that is no vLLM."""
-
-
 def parse_kv_stats(text: bytes | bytearray, dp_rank: int | None = None) -> KVStats | None:
     """Read vLLM's Prometheus text; None where it has no usage, or one that is no number from 0 to 1.
 
@@ -68,41 +63,33 @@ def parse_kv_stats(text: bytes | bytearray, dp_rank: int | None = None) -> KVSta
     return KVStats(sum(usages) / len(usages), capacity if capacity <= _MOST_TOKENS else 0)
 
 
-async def read(backend: Backend) -> Reading:
-    """Ask one engine, both questions on one connection.
+async def read(backend: Backend, path: str) -> bytes:
+    """Ask one engine on a connection of its own; returns its answer with the head, as far as it came in time.
 
     Raises:
         OSError: it refused or broke off.
     """
     host, port = backend.address
     answer = bytearray()
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(_DEADLINE_S):
             reader, writer = await asyncio.open_connection(host, port)
             try:
-                ask = f"HTTP/1.1\r\nHost: {host}:{port}\r\n"
-                writer.write(f"GET /health {ask}\r\nGET /metrics {ask}Connection: close\r\n\r\n".encode())
+                writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
                 while len(answer) < _MAX_ANSWER and (piece := await reader.read(1 << 18)):
                     answer += piece
             finally:
                 writer.transport.abort()
-    except TimeoutError:
-        if not answer:
-            return Reading(None, None)
-    return Reading(_ALIVE.match(answer) is not None, parse_kv_stats(answer, backend.entry.dp_rank))
+    return bytes(answer)
 
 
 class BackendWatch:
     """Watches every engine, one task at a time for each.
 
-    An engine is unwell if it takes no connection, breaks off or answers its health check with a server error. One
-    whose metrics fail, or that takes its time, is not: it may be busy, or no vLLM.
-
     Args:
-        interval_s: seconds between two readings of one engine; 0: engines that are down are probed, and no others.
+        interval_s: seconds between two readings of one engine's KV cache; 0: none is read.
         backends: returns the engines of the set.
-        up: called with an engine that is down and answers again.
-        refused: called with an engine that is unwell.
+        up: called with an engine that is down and answers its health check again, with anything but a server error.
         kv_reported: called with what an engine reports of its KV cache.
     """
 
@@ -112,13 +99,11 @@ class BackendWatch:
         backends: Callable[[], Iterable[Backend]],
         *,
         up: Callable[[Backend], None],
-        refused: Callable[[Backend], None],
         kv_reported: Callable[[Backend, KVStats], None],
     ) -> None:
         self._interval_s = interval_s
         self._backends = backends
         self._up = up
-        self._refused = refused
         self._kv_reported = kv_reported
         self._clock: asyncio.Task[None] | None = None
         self._tasks: dict[Backend, asyncio.Task[None]] = {}
@@ -159,28 +144,22 @@ class BackendWatch:
             await asyncio.sleep(self._interval_s)  # another process's state: there is no event to wait for
 
     async def _ask(self, backend: Backend) -> None:
-        try:
-            reading = await read(backend)
-        except OSError as error:
-            if error.errno in OWN_SHORTAGES:
-                return
-            reading = Reading(well=False, stats=None)
+        stats = None
+        with suppress(OSError):  # the next request finds out
+            stats = parse_kv_stats(await read(backend, "/metrics"), backend.entry.dp_rank)
         del self._tasks[backend]
-        if reading.well is False:
-            self._refused(backend)
-        elif reading.stats is not None:
-            self._kv_reported(backend, reading.stats)
+        if stats is not None:
+            self._kv_reported(backend, stats)
 
     async def _probe(self, backend: Backend) -> None:
         failures = 0
         while True:
             await asyncio.sleep(backoff_s(failures, _PROBE_S, _LONGEST_PROBE_S))  # as in `_tick`
             failures += 1
-            try:
-                reading = await read(backend)
-            except OSError:
-                continue
-            if reading.well:
+            well = None
+            with suppress(OSError):
+                well = _ALIVE.match(await read(backend, "/health"))
+            if well:
                 del self._tasks[backend]
                 self._up(backend)
                 return
