@@ -45,20 +45,19 @@ NOT_EXTRA: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a model's config.json says of how it can be split. What is None or 0 refuses nothing."""
+    """What a model's config.json says of how it can be split. What is None refuses nothing.
+
+    `kv_heads` is None also where keys and values are latent (MLA), since each rank has them whole. `width` is that of
+    the dense feed-forward layers, `expert_width` that of one expert, `experts` the routed ones of a layer.
+    """
 
     layers: int | None = None
     heads: int | None = None
     kv_heads: int | None = None
-    """None also where keys and values are latent (MLA): each rank has them whole."""
     width: int | None = None
-    """Inner size of the dense feed-forward layers; None for a mixture of experts."""
-    experts: int = 0
-    """Routed experts of a layer."""
+    experts: int | None = None
     expert_width: int | None = None
-    """Inner size of one expert."""
     vocabulary: int | None = None
-    """Rows of the embedding."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
@@ -129,44 +128,38 @@ def check_layout(config: EngineConfig, device: Literal["cpu", "gpu"], shape: Mod
         ConfigError: with every reason, the numbers, and what to change.
     """
     check_extra_args(config, NOT_EXTRA)
-    reasons = _on_cpu(config, shape) if device == "cpu" else []
-    reasons += _of_model(config, shape) if shape is not None else []
-    if reasons:
-        tp, pp, dp = config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size
-        expert = ", expert parallel" if config.enable_expert_parallel else ""
+    tp, pp, dp = config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size
+    ep = config.enable_expert_parallel
+    if reasons := [reason for refused, reason in _rules(config, device == "cpu", shape or ModelShape()) if refused]:
+        expert = ", expert parallel" if ep else ""
         raise ConfigError(
             f"model {config.model} cannot be served with TP {tp}, PP {pp}, DP {dp}{expert}: {'; '.join(reasons)}"
         )
 
 
-def _on_cpu(config: EngineConfig, shape: ModelShape | None) -> list[str]:
-    """Return what vLLM's CPU build cannot do (seen with 0.32)."""
+def _rules(config: EngineConfig, cpu: bool, m: ModelShape) -> tuple[tuple[object, str], ...]:  # noqa: FBT001
+    """Return whether each rule is broken, and what it says: those of vLLM's CPU build (seen with 0.32), then a model's.
+
+    Experts are spread over data-parallel replicas too.
+    """
     tp, pp, dp = config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size
-    dies, ep, memory = "vLLM's CPU build dies of", config.enable_expert_parallel and tp * dp > 1, machine_bytes()
-    needed = tp * pp * dp * RANK_BYTES
-    rules = (
-        (pp > 1, (f"pipeline_parallel_size is {pp}, and with more than one stage {dies} the first request; use tensor "
-                 "or data parallelism there")),
-        (ep, (f"its experts would be spread over {tp * dp} ranks, and {dies} that; leave enable_expert_parallel off "
-             "there")),
-        (dp > 1 and not ep and shape is not None and shape.experts > 0,
+    ep, spread, dies = config.enable_expert_parallel, tp * dp, "vLLM's CPU build dies of"
+    needed, memory = tp * pp * dp * RANK_BYTES, machine_bytes() if cpu else None
+    heads = m.heads and m.heads % tp
+    return (
+        (cpu and pp > 1,
+         (f"pipeline_parallel_size is {pp}, and with more than one stage {dies} the first request; use tensor or data "
+          "parallelism there")),
+        (cpu and ep and spread > 1,
+         (f"its experts would be spread over {spread} ranks, and {dies} that; leave enable_expert_parallel off there")),
+        (cpu and dp > 1 and not ep and m.experts,
          (f"it has experts, which the {dp} data-parallel replicas would share, and {dies} the first request; launch "
-         "more engines there")),
+          "more engines there")),
         (memory is not None and needed > memory,
          (f"its {tp * pp * dp} ranks (TP x PP x DP) are processes that need {needed / 2**30:.1f} GiB of memory before "
-         f"any weights, and this machine has {(memory or 0) / 2**30:.1f} GiB with its swap; ask for fewer")),
-        (config.enable_sleep_mode,
+          f"any weights, and this machine has {(memory or 0) / 2**30:.1f} GiB with its swap; ask for fewer")),
+        (cpu and config.enable_sleep_mode,
          "enable_sleep_mode is set, and vLLM's CPU build answers that it sleeps but frees no memory"),
-    )  # fmt: skip
-    return [reason for refused, reason in rules if refused]
-
-
-def _of_model(config: EngineConfig, m: ModelShape) -> list[str]:
-    """Return what no device can do with this model. Experts are spread over data-parallel replicas too."""
-    tp, pp, ep = config.tensor_parallel_size, config.pipeline_parallel_size, config.enable_expert_parallel
-    spread = tp * config.data_parallel_size
-    heads = bool(m.heads and m.heads % tp)
-    rules = (
         (heads, f"its {m.heads} attention heads cannot be split evenly over tensor_parallel_size {tp}"),
         (not heads and m.kv_heads and m.kv_heads % tp and tp % m.kv_heads,
          f"its {m.kv_heads} key-value heads can be neither split nor copied evenly to {tp} ranks"),
@@ -174,11 +167,10 @@ def _of_model(config: EngineConfig, m: ModelShape) -> list[str]:
          f"its feed-forward width of {m.width} cannot be split evenly over tensor_parallel_size {tp}"),
         (m.layers and m.layers < pp,
          f"its {m.layers} layers are fewer than pipeline_parallel_size {pp}: a stage would have none"),
-        (ep and not m.experts, "enable_expert_parallel is set, and it has no experts: its config.json names none"),
-        (ep and 0 < m.experts < spread,
+        (ep and m.experts == 0, "enable_expert_parallel is set, and it has no experts: its config.json names none"),
+        (ep and 0 < (m.experts or 0) < spread,
          f"its {m.experts} experts are fewer than the {spread} ranks (TP x DP) that are to share them"),
         (not ep and m.experts and m.expert_width and m.expert_width % spread,
          (f"each expert's width of {m.expert_width} cannot be split evenly over {spread} ranks (TP x DP); "
-         "enable_expert_parallel spreads whole experts")),
+          "enable_expert_parallel spreads whole experts")),
     )  # fmt: skip
-    return [reason for refused, reason in rules if refused]
