@@ -41,6 +41,18 @@ def test_values_and_gradients_are_those_of_log_softmax(
     torch.testing.assert_close(gradients, (hidden.grad, weight.grad))
 
 
+@pytest.mark.slow
+def test_compiled_chunks_are_those_of_eager_ones(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 10 * V)  # the last chunk is shorter
+    results: list[tuple[Tensor, ...]] = []
+    for fuse in (False, True):
+        hidden, weight, targets, slope = samples()
+        found = token_logprobs(hidden, weight, targets, 0.7, fuse=fuse)
+        ((found.logprobs + found.entropy) * slope).sum().backward()
+        results.append((found.logprobs, found.entropy, hidden.grad, weight.grad))
+    torch.testing.assert_close(*results)
+
+
 def test_sums_over_chunks_are_in_fp32(monkeypatch: pytest.MonkeyPatch):
     """In bf16 a sum over chunks would lose what is small beside what it holds already."""
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", V)

@@ -23,8 +23,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from penstock.errors import ConfigError
 
 NAME = "penstock_packed"
-_VARLEN_IS_CAUSAL = "is_causal" in inspect.signature(varlen_attn).parameters
-"""torch 2.11 has `is_causal`, 2.13 a window."""
+_VARLEN_OPTIONS = inspect.signature(varlen_attn).parameters
+"""They differ between versions of torch: `is_causal` or a window, with `enable_gqa` or without."""
 _UNSUPPORTED = ("attn_logit_softcapping",)
 """Config entries of models whose attention is more than softmax(QK) V."""
 
@@ -126,8 +126,10 @@ def _padded(
 def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scaling: float | None) -> Tensor:
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
     options: dict[str, Any] = {} if scaling is None else {"scale": scaling}
-    options |= {"is_causal": True} if _VARLEN_IS_CAUSAL else {"window_size": (-1, 0), "enable_gqa": True}
-    if _VARLEN_IS_CAUSAL:
+    options |= {"is_causal": True} if "is_causal" in _VARLEN_OPTIONS else {"window_size": (-1, 0)}
+    if "enable_gqa" in _VARLEN_OPTIONS:
+        options["enable_gqa"] = True
+    else:
         groups = query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
     attend: Any = varlen_attn

@@ -58,6 +58,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = _load_model(model_path).to(device)
         self.device_type = device.type
+        self.fuse = config.compile
         self.autocast = compute_dtype(config, device) == torch.bfloat16
         for layer in self.layers:
             _prepare(layer, config, pin_memory=device.type == "cuda")
@@ -78,7 +79,8 @@ class PolicyModel(nn.Module):
                 max_length_q=batch.longest,
             ).last_hidden_state
             head = self.model.get_output_embeddings()
-            return token_logprobs(hidden_1_L_H[0, batch.positions_K], head.weight, batch.targets_K, temperature)
+            hidden_K_H = hidden_1_L_H[0, batch.positions_K]
+            return token_logprobs(hidden_K_H, head.weight, batch.targets_K, temperature, fuse=self.fuse)
 
 
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
