@@ -300,6 +300,21 @@ class RolloutConfig(Section):
         return top_p
 
 
+class LoraConfig(Section):
+    """One low-rank adapter that is trained in place of the weights."""
+
+    name: Name = "policy"
+    """At the engines."""
+    rank: Positive = 16
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    """The adapter's product counts alpha / rank times; default: once."""
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = False
+    merge: bool = False
+    """Send engines the merged weights, all of them, and no adapter."""
+
+
 class TrainConfig(Section):
     """The learner and its schedule."""
 
@@ -335,6 +350,8 @@ class TrainConfig(Section):
     """What the backward pass computes anew of each layer, to save memory: nothing, all but attention, or all."""
     offload_activations: bool = False
     """Keep the inputs of recomputed layers in the host's memory."""
+    lora: LoraConfig | None = None
+    """Train one adapter; default: all weights."""
     compile: bool = False
     """Compile each decoder layer: minutes at the first step, faster from then on."""
 
@@ -383,6 +400,17 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _serves_adapters(self) -> Self:
+        lora, engine = self.train.lora, self.engine
+        if lora is None or lora.merge or (engine.enable_lora and engine.max_lora_rank >= lora.rank):
+            return self
+        raise ValueError(
+            f"train.lora sends engines an adapter of rank {lora.rank}, and engine.enable_lora is "
+            f"{str(engine.enable_lora).lower()} with max_lora_rank {engine.max_lora_rank}: set both to match, or "
+            "train.lora.merge: true"
+        )
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:

@@ -19,7 +19,7 @@ def documented() -> dict[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
     section = ""
     for line in PAGE.read_text().splitlines():
-        if heading := re.fullmatch(r"## (.+)", line):
+        if heading := re.fullmatch(r"###? (.+)", line):
             section = "" if heading[1] == "The run" else f"{heading[1]}."
         elif row := re.fullmatch(r"\| `(\w+)` \| (.+?) \| (.+) \|", line):
             assert section + row[1] not in found, f"{section}{row[1]} is there twice"
@@ -40,6 +40,9 @@ def keys(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[tuple
             value = section.model_construct().model_dump(mode="json", include={name})[name]
             default = yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
         yield prefix + name, default, annotation
+        for inner in typing.get_args(annotation):
+            if isinstance(inner, type) and issubclass(inner, Section):
+                yield from keys(inner, f"{prefix}{name}.")
 
 
 def test_keys_and_defaults_are_those_of_the_config() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -109,7 +110,7 @@ class Learner(ABC):
     """Holds the weights being trained. It knows no event loop and may be called from any one thread at a time.
 
     Attributes:
-        versions: optimiser steps taken, of the base's weights (None) and of each adapter.
+        versions: of the weights held: the base's (None) 0 as loaded, an adapter's 1 as created, +1 for each step.
     """
 
     versions: dict[str | None, int]
@@ -147,11 +148,23 @@ class Learner(ABC):
         """Forget an adapter, its gradient and its optimiser state."""
 
     @abstractmethod
+    def adapter_config(self, name: str) -> Mapping[str, Any]:
+        """PEFT's `adapter_config` of an adapter, as JSON holds it."""
+
+    @abstractmethod
     def weights(self, adapter: str | None) -> Iterator[tuple[str, Tensor]]:
         """`(name, tensor)` of what engines are sent: good until the next call of the learner, so copy before it.
 
         Of the base: all weights under the names of its checkpoint, tied ones once, in the dtypes that engines take. Of
         an adapter: its own tensors, under the names that PEFT stores them by.
+        """
+
+    @abstractmethod
+    def merged_weights(self, adapter: str) -> Iterator[tuple[str, Tensor]]:
+        """All weights as `weights(None)` gives them, with an adapter's product added to those that it changes.
+
+        Raises:
+            UserError: the adapter changes an output matrix that is the input matrix as well.
         """
 
     @abstractmethod

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -23,7 +25,10 @@ from penstock.train.checkpoint import LearnerState
 from penstock.train.interface import AdamSpec, Datum, Learner, LoraSpec, Outputs, StepFigures
 from penstock.train.losses import LOSSES, LossSpec
 from penstock.train.policy_model import PolicyModel
-from penstock.weights.checkpoint_names import checkpoint_tensors
+from penstock.weights.checkpoint_names import checkpoint_tensors, is_adapter, plain_name
+
+if TYPE_CHECKING:
+    from penstock.train.lora import Adapters
 
 _STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of a safetensors header that weights can be cast to; of others (quantized ones) the config's goes."""
@@ -48,6 +53,7 @@ class LocalLearner(Learner):
         self, model_path: str, config: TrainConfig, *, seed: int, served_dtype: ServedDtype = "float32"
     ) -> None:
         self.config = config
+        self._model_path = model_path
         self.versions = {None: 0}
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._use_threads()
@@ -57,11 +63,12 @@ class LocalLearner(Learner):
         self._served_dtype = _config_dtype(model_path) if served_dtype == "auto" else getattr(torch, served_dtype)
         self._casts: dict[str, Tensor] = {}
         self._optimizers: dict[str | None, torch.optim.AdamW] = {}
+        self._adapters: Adapters | None = None
 
     def forward(self, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
         """See `Learner.forward`."""
         self._use_threads()
-        self._check(adapter)
+        self._activate(adapter)
         self.policy.eval()
         with torch.no_grad():
             return self._run(loss, data)
@@ -69,14 +76,15 @@ class LocalLearner(Learner):
     def forward_backward(self, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
         """See `Learner.forward_backward`. Packed micro-batches hold at most `micro_batch_tokens` tokens."""
         self._use_threads()
-        self._check(adapter)
+        if adapter is None and self._adapters is not None:
+            raise StateError("the base's weights are frozen, as adapters are trained on them; name an adapter")
+        self._activate(adapter)
         self.policy.train()
         return self._run(loss, data)
 
     def optim_step(self, adapter: str | None, adam: AdamSpec, *, scale: float) -> StepFigures:
         """See `Learner.optim_step`."""
         self._use_threads()
-        self._check(adapter)
         parameters = list(self._parameters(adapter).values())
         for parameter in parameters:
             if parameter.grad is not None:
@@ -99,11 +107,25 @@ class LocalLearner(Learner):
 
     def create_adapter(self, name: str, spec: LoraSpec) -> None:
         """See `Learner.create_adapter`."""
-        raise NotImplementedError
+        from penstock.train.lora import Adapters  # noqa: PLC0415 - most runs have none, and peft takes seconds
+
+        if self.versions[None]:
+            raise StateError("the base's weights have been trained; adapters need a learner of their own")
+        self._optimizers.pop(None, None)
+        if self._adapters is None:
+            self._adapters = Adapters(self.policy.model)
+        self._adapters.create(name, spec)
+        self.versions[name] = 1
 
     def drop_adapter(self, name: str) -> None:
         """See `Learner.drop_adapter`."""
-        raise NotImplementedError
+        self._adapters_of(name).drop(name)
+        self._optimizers.pop(name, None)
+        del self.versions[name]
+
+    def adapter_config(self, name: str) -> Mapping[str, Any]:
+        """See `Learner.adapter_config`."""
+        return self._adapters_of(name).config(name)
 
     def weights(self, adapter: str | None) -> Iterator[tuple[str, Tensor]]:
         """See `Learner.weights`: the live tensors where they have the dtype that engines take, else copies.
@@ -111,9 +133,24 @@ class LocalLearner(Learner):
         Copies lie in memory that is kept for the next version. It stays in the same place, which engines that map it
         (`cuda_ipc`) then do once.
         """
-        self._check(adapter)
+        if adapter is not None:
+            for name, parameter in self._adapters_of(adapter).parameters(adapter).items():
+                yield name, parameter.detach()
+            return
+        yield from self._served({})
+
+    def merged_weights(self, adapter: str) -> Iterator[tuple[str, Tensor]]:
+        """See `Learner.merged_weights`."""
+        adapters = self._adapters_of(adapter)
+        layers = adapters.merged(adapter)
+        return self._served({name: partial(adapters.delta, adapter, layer) for name, layer in layers.items()})
+
+    def _served(self, changes: Mapping[str, Callable[[], Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the base's weights, with something added to some of them."""
         for name, weight in checkpoint_tensors(self.policy.model).items():
             tensor = weight.detach()
+            if name in changes:
+                tensor = tensor.float() + changes[name]().detach()
             dtype = self._stored_dtypes.get(name, self._served_dtype)
             if dtype == tensor.dtype:
                 yield name, tensor
@@ -124,7 +161,6 @@ class LocalLearner(Learner):
 
     def state(self, adapter: str | None) -> LearnerState:
         """See `Learner.state`."""
-        self._check(adapter)
         optimizer = self._optimizer(adapter)
         tensors: dict[str, Tensor] = {"rng/cpu": torch.get_rng_state()}
         for name, parameter in self._parameters(adapter).items():
@@ -134,11 +170,11 @@ class LocalLearner(Learner):
         if self.device.type == "cuda":
             tensors["rng/cuda"] = torch.cuda.get_rng_state(self.device)
         copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-        return LearnerState(copies, {"version": self.versions[adapter]})
+        values = {"version": self.versions[adapter]} | ({} if adapter is None else {"base": self._fingerprint()})
+        return LearnerState(copies, values)
 
     def load_state(self, adapter: str | None, state: LearnerState) -> None:
         """See `Learner.load_state`."""
-        self._check(adapter)
         parameters = self._parameters(adapter)
         here = {f"model/{name}": tuple(parameter.shape) for name, parameter in parameters.items()}
         there = {name: tuple(tensor.shape) for name, tensor in state.tensors.items() if name.startswith("model/")}
@@ -148,6 +184,11 @@ class LocalLearner(Learner):
                     f"the checkpoint is of another model: {name} has shape {here.get(name)} here and {there.get(name)} "
                     "there; resume with the model of that run, or start a new one"
                 )
+        if adapter is not None and state.values.get("base") != self._fingerprint():
+            raise CheckpointError(
+                f"the checkpoint is of an adapter of another base model than {self._model_path}; resume with the model "
+                "of that run, or start a new one"
+            )
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(state.tensors[f"model/{name}"])
@@ -196,18 +237,34 @@ class LocalLearner(Learner):
 
     def _parameters(self, adapter: str | None) -> dict[str, Parameter]:
         """What `optim_step` changes, by the names that a state has."""
-        del adapter
-        return dict(self.policy.model.named_parameters())
+        if adapter is not None:
+            return self._adapters_of(adapter).parameters(adapter)
+        named = self.policy.model.named_parameters()
+        return {plain_name(name): parameter for name, parameter in named if not is_adapter(name)}
+
+    def _fingerprint(self) -> str:
+        """Name the base's weights by a few values of each tensor."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, parameter in self._parameters(None).items():
+            digest.update(f"{name}{tuple(parameter.shape)}{parameter.detach().flatten()[:8].tolist()}".encode())
+        return digest.hexdigest()
 
     def _optimizer(self, adapter: str | None) -> torch.optim.AdamW:
         if adapter not in self._optimizers:
             self._optimizers[adapter] = torch.optim.AdamW(self._parameters(adapter).values())
         return self._optimizers[adapter]
 
-    def _check(self, adapter: str | None) -> None:
-        if adapter not in self.versions:
-            known = ", ".join(repr(name) for name in self.versions if name is not None) or "none"
-            raise UserError(f"the learner has no adapter {adapter!r}; it has {known}")
+    def _adapters_of(self, name: str) -> Adapters:
+        if self._adapters is None or name not in self.versions:
+            known = ", ".join(repr(known) for known in self.versions if known is not None) or "none"
+            raise UserError(f"the learner has no adapter {name!r}; it has {known}")
+        return self._adapters
+
+    def _activate(self, adapter: str | None) -> None:
+        """Compute with an adapter, or with the base alone."""
+        adapters = self._adapters if adapter is None else self._adapters_of(adapter)
+        if adapters is not None:
+            adapters.activate(adapter)
 
     def _use_threads(self) -> None:
         # Set again in each call: the number belongs to the calling thread.

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM
@@ -42,8 +42,8 @@ class PolicyModel(nn.Module):
     """A causal language model of transformers, without `[tokens, vocabulary]` logits.
 
     Args:
-        model_path: folder or hub name of a causal language model; loaded in fp32.
-        config: its `dtype`, `recompute`, `offload_activations` and `compile`.
+        model_path: folder or hub name of a causal language model; loaded in fp32, or in `dtype` where `lora` is given.
+        config: its `dtype`, `recompute`, `offload_activations`, `compile` and `lora`.
         device: where the weights lie.
 
     Attributes:
@@ -56,10 +56,12 @@ class PolicyModel(nn.Module):
 
     def __init__(self, model_path: str, config: TrainConfig, device: torch.device) -> None:
         super().__init__()
-        self.model = _load_model(model_path).to(device)
+        dtype = compute_dtype(config, device)
+        # A base that adapters change is not trained itself and needs no master weights.
+        self.model = _load_model(model_path, torch.float32 if config.lora is None else dtype).to(device)
         self.device_type = device.type
         self.fuse = config.compile
-        self.autocast = compute_dtype(config, device) == torch.bfloat16
+        self.autocast = dtype == torch.bfloat16
         for layer in self.layers:
             _prepare(layer, config, pin_memory=device.type == "cuda")
 
@@ -78,9 +80,9 @@ class PolicyModel(nn.Module):
                 cu_seq_lens_q=batch.bounds,
                 max_length_q=batch.longest,
             ).last_hidden_state
-            head = self.model.get_output_embeddings()
+            weight = _effective_weight(self.model.get_output_embeddings())
             hidden_K_H = hidden_1_L_H[0, batch.positions_K]
-            return token_logprobs(hidden_K_H, head.weight, batch.targets_K, temperature, fuse=self.fuse)
+            return token_logprobs(hidden_K_H, weight, batch.targets_K, temperature, fuse=self.fuse)
 
 
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
@@ -122,10 +124,21 @@ def _keep_attention(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) 
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _load_model(model_path: str) -> Any:
+def _effective_weight(matrix: Any) -> Tensor:
+    """Weight of the output matrix, with the adapter in force where PEFT wrapped it in one."""
+    if not hasattr(matrix, "base_layer"):
+        return matrix.weight
+    weight: Tensor = matrix.base_layer.weight
+    for key in () if matrix.disable_adapters else matrix.active_adapters:
+        if key in matrix.lora_A:
+            weight = weight + matrix.get_delta_weight(key)
+    return weight
+
+
+def _load_model(model_path: str, dtype: torch.dtype) -> Any:
     hf_logging.disable_progress_bar()  # it would write over the live display
     try:
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load model {model_path!r} for training: {error}") from error
     for name in _HEAD_TRANSFORMS:

@@ -16,7 +16,7 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     In memory transformers (5.0 and newer) keeps the experts of a layer in one tensor, `mlp.experts.gate_up_proj` of
     shape `[experts, 2 * width, hidden]`; in checkpoints, and so in vLLM, each expert has its own. For a dense model
     these are its `named_parameters()`; others have buffers that their checkpoints hold too, such as the biases of a
-    router. Tied tensors appear once, under their first name.
+    router. Tied tensors appear once, under their first name. Adapters that PEFT put in are left out.
 
     Returns:
         Names to tensors; those that had to be taken apart may be copies.
@@ -25,6 +25,17 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
     once: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        once.setdefault(id(tensor), (name, tensor))
+        if not is_adapter(name):
+            once.setdefault(id(tensor), (plain_name(name), tensor))
     tensors = dict(once.values())
     return cast("dict[str, torch.Tensor]", revert_weight_conversion(model, tensors))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor of a model's `state_dict` belongs to an adapter that PEFT put in."""
+    return "lora_" in name
+
+
+def plain_name(name: str) -> str:
+    """Return what a tensor is called where PEFT has wrapped no matrix."""
+    return name.replace(".base_layer.", ".")

@@ -1,0 +1,130 @@
+"""Low-rank adapters in a model, by PEFT: several of different ranks, of which one at a time computes."""
+
+# peft ships partial types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from penstock.errors import UserError
+from penstock.train.interface import LoraSpec
+
+_PREFIX = "base_model.model."
+"""PEFT's checkpoints name tensors as its own wrapper does, which is not used here."""
+
+
+class Adapters:
+    """The adapters of one transformers model; see `Learner`.
+
+    Args:
+        model: changed in place: matrices that an adapter changes are wrapped, and everything else is frozen.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._configs: dict[str, LoraConfig] = {}
+        self._keys: dict[str, str] = {}  # PEFT's names are attributes of modules, so they may hold no dots
+        self._made = 0
+
+    def create(self, name: str, spec: LoraSpec) -> None:
+        """See `Learner.create_adapter`."""
+        if name in self._keys:
+            raise UserError(f"the learner has an adapter {name!r} already; drop it first or choose another name")
+        if spec.rank < 1:
+            raise UserError(f"an adapter's rank must be at least 1, got {spec.rank}")
+        config = LoraConfig(
+            r=spec.rank,
+            lora_alpha=spec.rank if spec.alpha is None else spec.alpha,  # pyright: ignore[reportArgumentType] - it only divides
+            target_modules=self._targets(spec),
+            bias="none",
+            task_type="CAUSAL_LM",
+        )
+        key = f"adapter{self._made}"
+        self._made += 1
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT's, of a second adapter and of tied embeddings
+            torch.manual_seed(spec.seed)
+            inject_adapter_in_model(config, self._model, adapter_name=key)
+        self._configs[name], self._keys[name] = config, key
+        for parameter in self.parameters(name).values():
+            parameter.data = parameter.data.float()
+
+    def drop(self, name: str) -> None:
+        """See `Learner.drop_adapter`."""
+        key = self._keys.pop(name)
+        del self._configs[name]
+        for layer in self._layers():
+            layer.set_adapter([])  # an active one would make way for another, with a warning
+            layer.delete_adapter(key)
+
+    def activate(self, name: str | None) -> None:
+        """Have the model compute with one adapter, or (None) without any; only its tensors get gradients."""
+        for layer in self._layers():
+            layer.enable_adapters(enabled=name is not None)
+            if name is not None:
+                layer.set_adapter(self._keys[name])
+
+    def parameters(self, name: str) -> dict[str, Parameter]:
+        """The adapter's tensors by PEFT's checkpoint names."""
+        part = f".{self._keys[name]}."
+        named = self._model.named_parameters()
+        return {_PREFIX + full.replace(part, "."): parameter for full, parameter in named if part in full}
+
+    def config(self, name: str) -> Mapping[str, Any]:
+        """PEFT's `adapter_config` as JSON holds it."""
+        values = self._configs[name].to_dict()
+        return {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
+
+    def merged(self, name: str) -> Mapping[str, LoraLayer]:
+        """Which weights of the base an adapter changes, by their names in a checkpoint.
+
+        Raises:
+            UserError: it changes an output matrix that is the input matrix as well, which must stay as it is.
+        """
+        key = self._keys[name]
+        layers = {
+            f"{full}.weight": layer
+            for full, layer in self._model.named_modules()
+            if isinstance(layer, LoraLayer) and key in layer.lora_A
+        }
+        head = self._model.get_output_embeddings()
+        if head in layers.values() and self._model.config.get_text_config().tie_word_embeddings:
+            raise UserError("an adapter of the output matrix cannot be merged where that is the input matrix as well")
+        return layers
+
+    def delta(self, name: str, layer: Any) -> Tensor:
+        """Alpha / rank * B A of one matrix, in its shape."""
+        return layer.get_delta_weight(self._keys[name])
+
+    def _layers(self) -> Iterator[Any]:
+        return (module for module in self._model.modules() if isinstance(module, LoraLayer))
+
+    def _targets(self, spec: LoraSpec) -> list[str]:
+        """Names of the matrices that a spec chooses."""
+        head = _base(self._model.get_output_embeddings())
+        parts = [part for part, wanted in (("attn", spec.train_attn), ("mlp", spec.train_mlp)) if wanted]
+        chosen: list[str] = []
+        for name, module in self._model.named_modules():
+            matrix = _base(module)
+            if not isinstance(matrix, nn.Linear) or name.endswith(".base_layer"):
+                continue
+            inside = any(part in name.rpartition(".")[0] for part in parts)
+            if inside or (spec.train_unembed and matrix is head):
+                chosen.append(name)
+        if not chosen:
+            raise UserError(f"{spec} chooses no matrix of this model; set train_attn, train_mlp or train_unembed")
+        return chosen
+
+
+def _base(module: nn.Module) -> nn.Module:
+    """Return what an adapter was wrapped around."""
+    return module.get_base_layer() if isinstance(module, LoraLayer) else module
