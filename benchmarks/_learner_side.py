@@ -188,7 +188,13 @@ def penstock(path: Path, ids: Tensor, lora: int) -> Callable[[], None]:
     from penstock.train.losses import LossSpec  # noqa: PLC0415
 
     on_gpu = DEVICE.type == "cuda"
-    config = TrainConfig(dtype="bfloat16", recompute="selective", compile=on_gpu, micro_batch_tokens=ids[:, 1:].numel())
+    values = {
+        "dtype": "bfloat16",
+        "recompute": "selective",
+        "compile": on_gpu,
+        "micro_batch_tokens": ids[:, 1:].numel(),
+    }
+    config = TrainConfig.model_validate({**values, "lora": {"rank": lora, "alpha": 2 * lora} if lora else None})
     learner = LocalLearner(str(path), config, seed=0)
     adapter = "a" if lora else None
     if adapter is not None:
