@@ -58,6 +58,10 @@ class VersionSpan:
     end: int
     kv_kept: bool = False
     """The update to this version kept the KV cache, so these tokens may attend to KV of older weights."""
+    adapter: str | None = None
+    """Name of the LoRA adapter that made them, on top of `version`."""
+    adapter_version: int | None = None
+    """The adapter's own version; None: no adapter, or one that came past the fleet."""
 
 
 @dataclass(frozen=True, slots=True)

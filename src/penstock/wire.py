@@ -89,6 +89,15 @@ class Info(RequiredInfo, total=False):
     """Port of the engine's core; None: control goes to the API server."""
 
 
+class Notes(TypedDict, total=False):
+    """What else made a stretch of tokens."""
+
+    adapter: str
+    """Name of the LoRA adapter."""
+    adapter_version: int
+    """Its own version; not given: it came past the fleet."""
+
+
 class SampleReport(TypedDict):
     """What a sample has since its last report."""
 
@@ -96,8 +105,8 @@ class SampleReport(TypedDict):
     ids: list[int]
     logprobs: str | None
     """JSON, for each token `[[token id, logprob, rank, text], ...]`, the sampled token first; None: not asked for."""
-    versions: list[list[int]]
-    """`[version, tokens]` of each stretch of one version."""
+    versions: list[list[Any]]
+    """`[version, tokens]` of each stretch of one version, or `[version, tokens, Notes]`."""
     finish: str | None
     stop_reason: int | str | None
     asked: bool
@@ -112,17 +121,29 @@ def comment(content: Mapping[str, Any]) -> bytes:
 
 
 def spans_of(versions: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Turn `[version, tokens]` of each stretch into `[version, start, end]`."""
+    """Turn `[version, tokens]` of each stretch into `[version, start, end]`; notes stay at the end."""
     start, spans = 0, list[list[Any]]()
-    for version, tokens in versions:
-        spans.append([version, start, start + tokens])
+    for version, tokens, *notes in versions:
+        spans.append([version, start, start + tokens, *notes])
         start += tokens
     return spans
 
 
+def add_stretch(versions: list[list[Any]], version: int | str, tokens: int, notes: Notes | None = None) -> None:
+    """Add tokens to the stretches of a sample: to the last one where version and notes are the same."""
+    made_by = [version, *([notes] if notes else [])]
+    if versions and [versions[-1][0], *versions[-1][2:]] == made_by:
+        versions[-1][1] += tokens
+    else:
+        versions.append([version, tokens, *made_by[1:]])
+
+
 def as_weight_versions(versions: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
     """Turn `[version, tokens]` of each stretch into the form of vLLM's token endpoint."""
-    return [{"version": str(version), "start": start, "end": end} for version, start, end in spans_of(versions)]
+    return [
+        {"version": str(version), "start": start, "end": end, **(notes[0] if notes else {})}
+        for version, start, end, *notes in spans_of(versions)
+    ]
 
 
 def padded(spans: Sequence[Any], choices: int) -> list[Any]:
@@ -252,7 +273,9 @@ def check_part(part: Any, *, room: int, vocab_size: int, logprobs: bool) -> list
     _require(finish in ENDS, f"the finish reason {reprlib.repr(finish)} is none of {ENDS}")
     _require(not ids or len(ids) <= room - (finish is None), f"{len(ids)} tokens leave no room for another")
     _require(reason is None or type(reason) in (int, str), f"the stop reason {reprlib.repr(reason)} is no text or id")
-    covers = _is_list(versions) and all(map(_is_stretch, versions)) and sum(n for _, n in versions) == len(ids)
+    covers = (
+        _is_list(versions) and all(map(_is_stretch, versions)) and sum(stretch[1] for stretch in versions) == len(ids)
+    )
     _require(covers, f"the versions {reprlib.repr(versions)} do not cover {len(ids)} tokens")
     chunks = part["logprobs"]
     _require(_is_list(chunks), f"logprobs is no list but {reprlib.repr(chunks)}")
@@ -288,9 +311,21 @@ def _is_token(value: Any, vocab_size: int) -> bool:
 
 
 def _is_stretch(value: Any) -> bool:
-    if not _is_list(value) or [type(number) for number in value] != [int, int]:
+    if not _is_list(value) or [type(number) for number in value[:2]] != [int, int]:
         return False
-    return value[0] >= UNKNOWN_VERSION and value[1] > 0
+    return value[0] >= UNKNOWN_VERSION and value[1] > 0 and (len(value) == 2 or _are_notes(value[2:]))  # noqa: PLR2004
+
+
+def _are_notes(rest: list[Any]) -> bool:
+    if len(rest) != 1 or not isinstance(rest[0], dict):
+        return False
+    notes = cast("dict[Any, Any]", rest[0])
+    return (
+        all(type(notes[key]) is kind for key, kind in _NOTES.items() if key in notes) and notes.keys() <= _NOTES.keys()
+    )
+
+
+_NOTES = {"adapter": str, "adapter_version": int}
 
 
 def _is_entry(value: Any, vocab_size: int) -> bool:

@@ -237,7 +237,7 @@ class DataClient:
         answer = await self._request(path, body, self._openai_headers(path, body, session_id)).answer()
         choices: list[dict[str, Any]] = answer.body["choices"]
         for choice, spans in zip(choices, wire.padded(answer.spans or (), len(choices)), strict=True):
-            versions = wire.as_weight_versions([(v, end - start) for v, start, end in spans])
+            versions = wire.as_weight_versions([(v, end - start, *notes) for v, start, end, *notes in spans])
             choice["weight_versions"] = versions if answer.spans is not None else None
         return answer.body
 

@@ -10,7 +10,7 @@ import orjson
 
 from penstock.errors import EngineError
 from penstock.types import Sample, SamplingParams, VersionSpan
-from penstock.wire import finish_of, spans_of
+from penstock.wire import Notes, add_stretch, finish_of, spans_of
 
 
 @dataclass(slots=True)
@@ -20,13 +20,14 @@ class Partial:
     Attributes:
         logprobs: the JSON text of each report. They go back to an engine as they came: as Python's lists they would
             take ten times the memory.
-        versions: `[version, tokens]` of each stretch made under one version; together they cover `ids`.
+        versions: `[version, tokens]` of each stretch made under one version, with `wire.Notes` where there are any;
+            together they cover `ids`.
         stop_reason: the stop string or stop token id that ended it, as vLLM has it.
     """
 
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[str] = field(default_factory=list[str])
-    versions: list[list[int]] = field(default_factory=list[list[int]])
+    versions: list[list[Any]] = field(default_factory=list[list[Any]])
     finish: str | None = None
     stop_reason: int | str | None = None
     asked: bool = False
@@ -47,11 +48,8 @@ class Partial:
         self.ids += report["ids"]
         if report.get("logprobs") is not None:
             self.logprobs.append(report["logprobs"])
-        for version, tokens in report["versions"]:
-            if self.versions and self.versions[-1][0] == version:
-                self.versions[-1][1] += tokens
-            else:
-                self.versions.append([version, tokens])
+        for stretch in report["versions"]:
+            add_stretch(self.versions, *stretch)
         self.finish, self.stop_reason = report.get("finish"), report.get("stop_reason")
         self.asked, self.whole_only = bool(report.get("asked")), bool(report.get("whole_only"))
 
@@ -78,6 +76,11 @@ class Partial:
         }
 
 
+def span_of(version: int, start: int, end: int, notes: Notes | None = None) -> VersionSpan:
+    """Read a span of the wire, `[version, start, end]` or `[version, start, end, notes]`."""
+    return VersionSpan(version, start, end, **(notes or {}))
+
+
 def sample_of(part: Partial, params: SamplingParams) -> Sample:
     """Return what a sample has, as an answer has it; `abort` where it is to go on.
 
@@ -90,7 +93,7 @@ def sample_of(part: Partial, params: SamplingParams) -> Sample:
         logprobs = tuple(float(position[0][1]) for chunk in part.logprobs for position in orjson.loads(chunk))
         if len(logprobs) != length:
             raise EngineError(f"the engine reported {length} tokens but {len(logprobs)} logprobs")
-    spans = tuple(VersionSpan(version, start, end) for version, start, end in spans_of(part.versions))
+    spans = tuple(span_of(*span) for span in spans_of(part.versions))
     if (spans[-1].end if spans else 0) != length:
         raise EngineError(f"the weight versions {part.versions} do not cover the {length} reported tokens exactly")
     return Sample(tuple(part.ids), finish_of(part.finish or "abort"), logprobs, spans)

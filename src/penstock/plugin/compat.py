@@ -128,7 +128,7 @@ def seed_versions(state: Any, versions: Sequence[Sequence[int]]) -> None:
     """Give vLLM's own RequestState the `[version, tokens]` that a sample had elsewhere."""
     if hasattr(state, "weight_version_starts"):
         start = 0
-        for version, tokens in versions:
+        for version, tokens, *_ in versions:
             state.weight_version_starts.append((INITIAL_VERSION if version == 0 else str(version), start))
             start += tokens
 

@@ -114,7 +114,7 @@ class RequestHooks:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        in_flight.count(sample, self.versions.of_newest(sample.state), finish_reason, stop_reason)
+        in_flight.count(sample, (self.versions.of_newest(sample.state), None), finish_reason, stop_reason)
         output = make_request_output(new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
         return in_flight.lighten(output)
 

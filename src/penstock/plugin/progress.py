@@ -14,6 +14,7 @@ vLLM's answers get the version of each token and, if the client asks, what each 
 from __future__ import annotations
 
 import asyncio
+import json
 from contextvars import ContextVar
 from typing import Any
 
@@ -25,7 +26,9 @@ from penstock.wire import (
     PROGRESS_HEADER,
     SPANS_HEADER,
     STREAM_PROGRESS,
+    Notes,
     SampleReport,
+    add_stretch,
     comment,
     spans_of,
 )
@@ -53,14 +56,14 @@ class SampleProgress:
     def __init__(self, state: Any, place: int, *, whole_only: bool) -> None:
         self.state = state
         self.place = place
-        self.versions: list[list[int]] = []
+        self.versions: list[list[Any]] = []
         self.finish: str | None = None
         self.stop_reason: int | str | None = None
         self._whole_only = whole_only
         self._counted = 0
         self._reported = 0
         self._finish_reported = False
-        self._unreported: list[list[int]] = []
+        self._unreported: list[list[Any]] = []
 
     @property
     def unreported(self) -> int:
@@ -72,20 +75,18 @@ class SampleProgress:
         """There is something to report."""
         return self.unreported > 0 or (self.finish is not None and not self._finish_reported)
 
-    def begin(self, versions: list[list[int]]) -> None:
+    def begin(self, versions: list[list[Any]]) -> None:
         """Start with these tokens of another engine, which the reader has."""
         self.versions = [list(part) for part in versions]
-        self._counted = self._reported = sum(tokens for _, tokens in versions)
+        self._counted = self._reported = sum(stretch[1] for stretch in versions)
 
-    def count(self, version: int) -> None:
-        """Count its new tokens under this version."""
+    def count(self, version: int, notes: Notes | None = None) -> None:
+        """Count its new tokens under this version, and what else made them."""
         total = self.state.detokenizer.num_output_tokens()
         if total == self._counted:
             return
         for parts in (self.versions, self._unreported):
-            if not parts or parts[-1][0] != version:
-                parts.append([version, 0])
-            parts[-1][1] += total - self._counted
+            add_stretch(parts, version, total - self._counted, notes)
         self._counted = total
 
     def take_updates(self, *, asked: bool) -> SampleReport:
@@ -104,7 +105,7 @@ class SampleProgress:
             "whole_only": self._whole_only,
         }
 
-    def spans(self) -> list[list[int]]:
+    def spans(self) -> list[list[Any]]:
         """Return `[version, start, end]` parts that cover its tokens exactly."""
         return spans_of(self.versions)
 
@@ -146,9 +147,11 @@ class RequestProgress:
         self.names.add(external)
         return sample
 
-    def count(self, sample: SampleProgress, version: int, finish: Any, stop_reason: int | str | None) -> None:
-        """Count a sample's new tokens, and its end."""
-        sample.count(version)
+    def count(
+        self, sample: SampleProgress, made_by: tuple[int, Notes | None], finish: Any, stop_reason: int | str | None
+    ) -> None:
+        """Count a sample's new tokens, made by this version and notes, and its end."""
+        sample.count(*made_by)
         if finish is not None:
             sample.finish, sample.stop_reason = str(finish), stop_reason
         if self._chunk_tokens and sample.unreported >= self._chunk_tokens:
@@ -170,7 +173,7 @@ class RequestProgress:
         """Take what was not reported yet, of each sample."""
         return [sample.take_updates(asked=self.asked) for sample in self.samples.values() if sample.has_updates]
 
-    def spans(self) -> list[list[list[int]]]:
+    def spans(self) -> list[list[list[Any]]]:
         """For each sample, prompt by prompt; a sample without a token has no span."""
         by_place = {sample.place: sample.spans() for sample in self.samples.values()}
         return [by_place.get(place, []) for place in range(1 + max(by_place, default=-1))]
@@ -227,7 +230,7 @@ class _AnswerReporter:
         self._streams = kind.startswith(b"text/event-stream")
         if self._streams:
             return [STREAM_REPORTS] if self._progress else []
-        spans = orjson.dumps(self._request.spans())
+        spans = json.dumps(self._request.spans(), separators=(",", ":")).encode()  # ASCII, whatever adapters are called
         return [(SPANS_HEADER.lower().encode(), spans)] if len(b"[]") < len(spans) < MAX_SPANS_HEADER else []
 
     def _more_body(self, body: bytes) -> bytes:

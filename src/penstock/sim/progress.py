@@ -5,7 +5,8 @@ The plugin's additions: progress of the samples, their weight versions, and requ
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+import json
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import orjson
@@ -31,6 +32,8 @@ from penstock.wire import (
     check_part,
     comment,
     parts_of,
+    spans_of,
+    version_of_tokens,
 )
 
 
@@ -108,6 +111,10 @@ def _entries(pairs: Iterable[tuple[int, float]]) -> str:
     return orjson.dumps([[[token, logprob, 1, character_of(token)]] for token, logprob in pairs]).decode()
 
 
+def _spans(sequence: SimSequence) -> Iterator[tuple[Any, ...]]:
+    return ((version_of_tokens(label), *rest) for label, *rest in spans_of(sequence.versions))
+
+
 class ProgressReporter:
     """Reports the progress of one HTTP request's samples, each part once."""
 
@@ -133,24 +140,24 @@ class ProgressReporter:
                 self._reported[i], self._reported_end[i] = len(sequence.output), ended
         return updates
 
-    def spans(self) -> list[list[list[int]]]:
+    def spans(self) -> list[list[list[Any]]]:
         """`[[version, start, end], ...]` of each sample."""
-        return [[[span.version, span.start, span.end] for span in s.spans] for s in self._sequences]
+        return [[list(span) for span in _spans(s)] for s in self._sequences]
 
     def header(self) -> dict[str, str]:
         """Spans as a header, where that is not too long for a client."""
-        value = orjson.dumps(self.spans()).decode()
+        value = json.dumps(self.spans(), separators=(",", ":"))
         return {SPANS_HEADER: value} if len(value) < MAX_SPANS_HEADER else {}
 
     def _of(self, index: int, sequence: SimSequence) -> SampleReport:
         start, end = self._reported[index], len(sequence.output)
-        spans = ((s.version, max(s.start, start), s.end) for s in sequence.spans)
+        spans = ((version, max(first, start), last, *notes) for version, first, last, *notes in _spans(sequence))
         pairs = zip(sequence.output[start:end], sequence.logprobs[start:end], strict=True)
         return {
             "index": index,
             "ids": sequence.output[start:end],
             "logprobs": _entries(pairs) if sequence.request.params.logprobs and end > start else None,
-            "versions": [[version, last - first] for version, first, last in spans if last > first],
+            "versions": [[version, last - first, *notes] for version, first, last, *notes in spans if last > first],
             "finish": sequence.finish_reason,
             "stop_reason": sequence.stop_reason,
             "asked": sequence.request.asked,

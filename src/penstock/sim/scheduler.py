@@ -9,9 +9,9 @@ import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from typing import Any
 
-from penstock.engine.partial import Partial, sample_of
+from penstock.engine.partial import Partial, sample_of, span_of
 from penstock.errors import EngineDeadError
 from penstock.sim.config import SimConfig
 from penstock.sim.tokens import (
@@ -24,7 +24,7 @@ from penstock.sim.tokens import (
     expected_token,
 )
 from penstock.types import FinishReason, Sample, SamplingParams, VersionSpan
-from penstock.wire import INITIAL_VERSION, version_of_tokens
+from penstock.wire import INITIAL_VERSION, Notes, add_stretch, spans_of, version_of_tokens
 
 Key = tuple[str, int, int]
 """Names the tokens up to the end of a block: adapter, number of tokens, their CRC-32."""
@@ -126,8 +126,8 @@ class SimSequence:
         """Length and CRC-32 at the end of each block that prompt and output fill."""
         self.output: list[int] = []
         self.logprobs: list[float] = []
-        self.versions: list[tuple[str, int]] = []
-        """vLLM's label of each version, and how many tokens in a row it made."""
+        self.versions: list[list[Any]] = []
+        """vLLM's label of each version, how many tokens in a row it made, and `Notes` if there are any."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.text_end: int | None = None
@@ -155,7 +155,7 @@ class SimSequence:
         for token in part.ids:
             self._append(token)
         self.logprobs = list(made.logprobs or [0.0] * len(part.ids))
-        self.versions = [(INITIAL_VERSION if version == 0 else str(version), n) for version, n in part.versions]
+        self.versions = [[INITIAL_VERSION if version == 0 else str(version), *rest] for version, *rest in part.versions]
         self.stop_reason = part.stop_reason
         if isinstance(part.stop_reason, str):
             self.text_end = len(self.text) - len(part.stop_reason)
@@ -165,9 +165,7 @@ class SimSequence:
     @property
     def spans(self) -> list[VersionSpan]:
         """The version of each token, as the engine interface has it."""
-        ends = accumulate(count for _, count in self.versions)
-        pairs = zip(self.versions, ends, strict=True)
-        return [VersionSpan(version_of_tokens(label), end - count, end) for (label, count), end in pairs]
+        return [span_of(version_of_tokens(label), *rest) for label, *rest in spans_of(self.versions)]
 
     @property
     def length(self) -> int:
@@ -182,7 +180,7 @@ class SimSequence:
             ids = ids[:-1]
         return decode(ids, self._model.eos_token_id)[: self.text_end]
 
-    def advance(self, weights: Weights, label: str) -> None:
+    def advance(self, weights: Weights, label: Any, notes: Notes | None = None) -> None:
         """Make the next token under `weights`, labelled `label`, and see whether it ends the sequence."""
         params = self.request.params
         position = len(self.output)
@@ -190,10 +188,7 @@ class SimSequence:
         token = expected_token(self._model, self.prefix, weights, seed=self._seed, banned=banned)
         self.logprobs.append(expected_logprob(self.prefix, token, weights, temperature=params.temperature))
         self._append(token)
-        if self.versions and self.versions[-1][0] == label:
-            self.versions[-1] = (label, self.versions[-1][1] + 1)
-        else:
-            self.versions.append((label, 1))
+        add_stretch(self.versions, label, 1, notes)
         self._stop(token, params)
 
     def finish(self, reason: FinishReason) -> None:
