@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
 
-from penstock.plugin.salt import salt_of
+from penstock.plugin.salt import resalt, salt_of
 
 
 def test_each_argument_separates() -> None:
@@ -19,3 +20,17 @@ def test_each_argument_separates() -> None:
 def test_without_versions_the_callers_salt_stays() -> None:
     assert salt_of("mine", None, "x", None) == "mine"
     assert salt_of(None, None, None, None) is None
+
+
+def test_a_request_keeps_its_callers_salt_and_the_part_that_does_not_change() -> None:
+    hashed: list[str | None] = []
+    request = SimpleNamespace(cache_salt="mine", lora_request=SimpleNamespace(lora_name="x"), block_hashes=["old"])
+    request.update_block_hashes = lambda: (hashed.append(request.cache_salt), request.block_hashes.append("new"))
+    resalt(request, adapter=1)
+    resalt(request, weights=7)
+    resalt(request, adapter=2)
+    assert request.cache_salt == salt_of("mine", 7, "x", 2)
+    assert request.block_hashes == ["new"]
+    assert hashed == [salt_of("mine", None, "x", 1), salt_of("mine", 7, "x", 1), salt_of("mine", 7, "x", 2)]
+    resalt(request, adapter=2)
+    assert len(hashed) == 3, "nothing changed, and its blocks were hashed again"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
 
 def salt_of(
@@ -29,3 +30,25 @@ def salt_of(
     named = json.dumps([weights_version, adapter, adapter_version, caller_salt])
     # A digest, since stores of KV outside the engine make keys and paths of it, and adapters have any name.
     return hashlib.sha256(named.encode()).hexdigest()
+
+
+def resalt(request: Any, *, weights: int | None = None, adapter: int | None = None) -> None:
+    """Salt a request of the scheduler anew, and hash its blocks again; the caller's own salt stays in it.
+
+    What it has in blocks keeps the hashes under which vLLM has stored them. So it must hold no KV, or else store no
+    more under hashes that are found.
+
+    Args:
+        request: vLLM's `v1.request.Request`.
+        weights: version of the base that it is to be kept to; None: as before.
+        adapter: version of its adapter; None: as before.
+    """
+    caller, had_weights, had_adapter = getattr(request, "penstock_salt", (request.cache_salt, None, None))
+    weights = had_weights if weights is None else weights
+    adapter = had_adapter if adapter is None else adapter
+    request.penstock_salt = caller, weights, adapter
+    name = None if request.lora_request is None else request.lora_request.lora_name
+    if (salt := salt_of(caller, weights, name, adapter)) != request.cache_salt:
+        request.cache_salt = salt
+        request.block_hashes.clear()
+        request.update_block_hashes()
