@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from nano_models import History
     from penstock.engine.launch import EngineProcess
     from penstock.engine.single import HTTPEngine
+    from penstock.types import KV
 
 # Models here are so small that a second thread costs more than it gives; before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -57,9 +58,9 @@ class LiveEngine:
     history: History
     model_path: Path
 
-    async def update(self, model: Any) -> Any:
+    async def update(self, model: Any, kv: KV = "recompute") -> Any:
         """Put `model` in force and remember it under its version."""
-        report = await self.engine.update_weights(model.named_parameters())
+        report = await self.engine.update_weights(model.named_parameters(), kv=kv)
         self.history.models[report.version] = model
         return report
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    DynamicCache,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     Qwen2Config,
@@ -174,12 +175,23 @@ class History:
 
     def worst_difference(self, prompt: Sequence[int], sample: Sample, shift: int = 0) -> float:
         """Largest |engine - recomputed| over the tokens, each under its claimed version (or `shift` versions on)."""
-        worst = 0.0
         assert sample.logprobs is not None
-        versions = sample.versions()
-        assert len(versions) == len(sample.token_ids) == len(sample.logprobs)
-        for version in set(versions):
-            again = logprobs_of(self.models[version + shift], prompt, sample.token_ids)
-            pairs = zip(again, sample.logprobs, versions, strict=True)
-            worst = max(worst, *(abs(a - b) for a, b, v in pairs if v == version))
-        return worst
+        assert len(sample.versions()) == len(sample.token_ids) == len(sample.logprobs)
+        again = self.replayed(prompt, sample, shift)
+        return max((abs(a - b) for a, b in zip(again, sample.logprobs, strict=True)), default=0.0)
+
+    @torch.no_grad()
+    def replayed(self, prompt: Sequence[int], sample: Sample, shift: int = 0) -> list[float]:
+        """Logprobs of a sample by the models that its spans claim. A span that kept its KV goes on with what is there:
+        its update is repeated at its first token, when all tokens before the last one had KV."""
+        ids, cache, logprobs = torch.tensor([[*prompt, *sample.token_ids]]), None, []
+        for span in sample.spans:
+            model, begin, end = self.models[span.version + shift], len(prompt) + span.start - 1, len(prompt) + span.end
+            if cache is None or not span.kv_kept:
+                cache = DynamicCache()
+                if begin:
+                    model(ids[:, :begin], past_key_values=cache)
+            assert cache.get_seq_length() == begin
+            logits = model(ids[:, begin : end - 1], past_key_values=cache).logits[0]
+            logprobs += logits.log_softmax(-1).gather(1, ids[0, begin + 1 : end, None])[:, 0].tolist()
+        return logprobs

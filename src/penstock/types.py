@@ -24,8 +24,9 @@ SessionId = int | str
 
 FinishReason = Literal["stop", "length", "abort"]
 
-KV = Literal["recompute", "keep"]
-"""The KV cache in a weight update: computed again under the new weights, or kept as it is."""
+KV = Literal["recompute", "keep", "keep_in_flight"]
+"""The KV cache in a weight update: computed again under the new weights, kept as it is, or kept by those requests alone
+that are making tokens, so that new requests reuse nothing of older weights."""
 
 NamedTensors: TypeAlias = (
     "Iterable[tuple[str, torch.Tensor]] | Callable[[], Iterable[tuple[str, torch.Tensor]]] | torch.nn.Module"
@@ -57,7 +58,7 @@ class VersionSpan:
     start: int
     end: int
     kv_kept: bool = False
-    """The update to this version kept the KV cache, so these tokens may attend to KV of older weights."""
+    """These tokens attend, or may attend, to KV that older weights computed (`Engine.update_weights`, `kv`)."""
     adapter: str | None = None
     """Name of the LoRA adapter that made them, on top of `version`."""
     adapter_version: int | None = None
@@ -335,6 +336,20 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """Tokens that one update cost one engine, as `token_meter.TokenMeter` measures them."""
+
+    tokens: float
+    """Steady rate minus tokens made, from the update until the rate was back."""
+    seconds: float
+    """How long that was."""
+    rate: float
+    """The steady rate before the update, tokens/s."""
+    back: bool
+    """False: the measurement ended before, by the next update, a pause or a deadline."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineUpdate:
     """What one engine reports of one weight update; times in seconds."""
 
@@ -342,9 +357,13 @@ class EngineUpdate:
     seconds: Mapping[str, float]
     """Seconds of each phase: `prepare` (before the pause), `pause`, `load`, `resume`; `bubble` is pause to resume."""
     preempted: int
-    """Requests that were running and had their KV recomputed."""
+    """Requests in flight that have their KV computed again, those that waited included."""
     checksum: str
     """Of the weights now in force, over every parameter of every worker; equal for engines of one layout."""
+    kept: int = 0
+    """Requests in flight that kept their KV."""
+    loss: TokenLoss | None = None
+    """None: not known yet (`Engine.recovered`), or not measured: the engine was paused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +382,15 @@ class UpdateReport:
     def bubble(self) -> float:
         """Longest time in seconds in which an engine made no token because of this update."""
         return max((e.seconds["bubble"] for e in self.engines), default=0.0)
+
+    @property
+    def tokens_lost(self) -> float | None:
+        """Tokens that the update cost: each engine's steady rate minus tokens made, until its rate was back.
+
+        None until `Engine.recovered` has returned the report with it, and where no engine measured it.
+        """
+        losses = [engine.loss.tokens for engine in self.engines if engine.loss is not None]
+        return sum(losses) if losses else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,8 @@ class Info(RequiredInfo, total=False):
     """Answer of `INFO`."""
 
     kv_kept: bool
+    kv_in_flight: bool
+    """Updates can keep the KV of requests in flight alone; default: no."""
     dtype: str
     sleep: bool
     """`sleep` frees memory; default: yes."""
@@ -96,6 +98,8 @@ class Notes(TypedDict, total=False):
     """Name of the LoRA adapter."""
     adapter_version: int
     """Its own version; not given: it came past the fleet."""
+    kv_kept: bool
+    """True: the tokens attend to KV of older weights. Not given otherwise."""
 
 
 class SampleReport(TypedDict):
@@ -325,7 +329,7 @@ def _are_notes(rest: list[Any]) -> bool:
     )
 
 
-_NOTES = {"adapter": str, "adapter_version": int}
+_NOTES = {"adapter": str, "adapter_version": int, "kv_kept": bool}
 
 
 def _is_entry(value: Any, vocab_size: int) -> bool:

@@ -146,9 +146,9 @@ async def dies_in_an_update(fleet, history, member, die):
     """Whether it did: on a busy machine the timer may come when the engine is through."""
     apply = member.control.apply_weights
 
-    async def dying(version, *, clear_cache=True):
+    async def dying(version, *, kv="recompute"):
         threading.Timer(0.005, die, (member.process.pid,)).start()  # whatever this loop has to do meanwhile
-        return await apply(version, clear_cache=clear_cache)
+        return await apply(version, kv=kv)
 
     member.control.apply_weights = dying
     try:

@@ -32,7 +32,7 @@ class Core:
         chunked = SimpleNamespace(enable_chunked_prefill=True, disable_chunked_mm_input=False)
         self.scheduler = SimpleNamespace(
             get_request_counts=lambda: (2, 1), scheduler_config=chunked, max_num_scheduled_tokens=8192,
-            max_num_running_reqs=256, num_spec_tokens=0, block_size=16,
+            max_num_running_reqs=256, num_spec_tokens=0, block_size=16, update_from_output=None,
         )  # fmt: skip
         self.batch_queue: list[str] = ["a step"] if step_under_way else []
         self.step_fn = self.end_step
@@ -95,8 +95,8 @@ class Core:
 LOADED = [{"checksum": "c", "seconds": {"load": 0.1, "checksum": 0.01}}]
 
 
-def ask(core: Core, step: str = "apply", version: int = 4, *, clear_cache: bool = True) -> Future[Any]:
-    return control_of(core).routes[f"/penstock/weights/{step}"]({"version": version, "clear_cache": clear_cache})
+def ask(core: Core, step: str = "apply", version: int = 4, *, kv: str = "recompute") -> Future[Any]:
+    return control_of(core).routes[f"/penstock/weights/{step}"]({"version": version, "kv": kv})
 
 
 def applied(core: Core) -> Any:
@@ -107,17 +107,17 @@ def applied(core: Core) -> Any:
     return done.result(0)
 
 
-@pytest.mark.parametrize("clear_cache", [False, True])
-def test_an_update_pauses_empties_the_caches_loads_labels_and_resumes_in_this_order(clear_cache: bool):  # noqa: FBT001
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_an_update_pauses_empties_the_caches_loads_labels_and_resumes_in_this_order(kv: str):
     core = Core(step_under_way=False)
-    done = ask(core, clear_cache=clear_cache)
+    done = ask(core, kv=kv)
     core.step()
     answer = done.result(0)
-    caches = ["reset prefix cache", "reset encoder cache"] if clear_cache else []
+    caches = ["reset prefix cache", "reset encoder cache"] if kv == "recompute" else []
     assert core.done == ["penstock_prepared", "pause keep False", *caches, "penstock_load(4,)", "label 4", "resume"]
-    assert (answer["version"], answer["checksum"], answer["preempted"]) == (4, "c", 3)
+    assert (answer["version"], answer["checksum"], answer["preempted" if kv == "recompute" else "kept"]) == (4, "c", 3)
     assert set(answer["seconds"]) == {"pause", "load", "resume", "bubble", "load.load", "load.checksum"}
-    assert control_of(core).kv_kept() == (None if clear_cache else 4)
+    assert control_of(core).kv_kept() == (None if kv == "recompute" else 4)
 
 
 def test_a_core_that_has_loaded_waits_for_the_others_until_it_commits():
@@ -135,8 +135,8 @@ def test_a_core_that_has_loaded_waits_for_the_others_until_it_commits():
 
 @pytest.mark.parametrize(("path", "given", "reply"), [
     ("/penstock/core", {}, (200, 4)),
-    ("/penstock/weights/apply", {"version": 5, "clear_cache": True}, (409, "weight version 5 is not prepared here")),
-    ("/penstock/weights/apply", {"version": "x", "clear_cache": True}, (400, "malformed body: ValueError")),
+    ("/penstock/weights/apply", {"version": 5, "kv": "keep"}, (409, "weight version 5 is not prepared here")),
+    ("/penstock/weights/apply", {"version": "x", "kv": "keep"}, (400, "malformed body: ValueError")),
     ("/penstock/weights/prepare", {}, (400, "must be a JSON object with 'manifest'")),
 ])  # fmt: skip
 def test_the_api_server_gets_what_the_port_would_answer(path: str, given: Any, reply: tuple[int, Any]):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import queue
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import pytest
 from penstock.plugin import compat
 from penstock.plugin.compat import VERSION_MARK, TokenVersions
 from penstock.plugin.hooks import RequestHooks
+from penstock.plugin.kept_kv import MARK
 from penstock.types import SamplingParams
 from penstock.wire import FINAL_ONLY, PROGRESS_HEADER, SPANS_HEADER, UNKNOWN_VERSION, generate_body
 
@@ -23,7 +25,8 @@ from penstock.wire import FINAL_ONLY, PROGRESS_HEADER, SPANS_HEADER, UNKNOWN_VER
 class State:
     """A RequestState; its detokenizer and its logprobs are one list of ids."""
 
-    def __init__(self, external: str, index: int) -> None:
+    def __init__(self, request_id: str, external: str, index: int) -> None:
+        self.request_id = request_id
         self.parent_req = SimpleNamespace(external_req_id=external, n=2)
         self.request_index = index
         self.detokenizer = self
@@ -47,7 +50,7 @@ class Engine:
         self.vllm_config = SimpleNamespace(model_config=None)
 
     def add_request(self, request, _prompt, _parent, index, _queue) -> None:
-        self.request_states[request.request_id] = State(request.external_req_id, index)
+        self.request_states[request.request_id] = State(request.request_id, request.external_req_id, index)
 
     def sample(self, external: str, index: int = 0) -> State:
         params = SimpleNamespace(structured_outputs=None, prompt_logprobs=None, extra_args=None)
@@ -129,6 +132,27 @@ async def test_the_cores_mark_among_its_outputs_is_the_version_from_there_on():
         engine.step(sample, 2)
 
     assert header(await serve(spans, engine, during)) == [[[0, 0, 3], [4, 3, 5]]]
+
+
+async def test_the_cores_marks_say_which_tokens_attend_to_kept_kv():
+    spans, engine = RequestHooks(), Engine()
+    kept = {"kv_kept": True}
+
+    async def during():
+        first, second = engine.sample("generate-tokens-x"), engine.sample("generate-tokens-x", 1)
+        for marks, version in (((), 0), (((True, [first]),), 4), (((False, [first]), (True, [second])), 4)):
+            for keeps, states in marks:
+                ids = json.dumps([keeps, [state.request_id for state in states]])
+                engine.process_outputs([SimpleNamespace(request_id=f"{MARK}{ids}")])
+            spans.versions.version = version
+            engine.step(first, 2)
+            engine.step(second, 1)
+        engine.request_states.pop(second.request_id)
+        engine.process_outputs([SimpleNamespace(request_id=f"{MARK}[true, []]")])
+        assert spans.kept.notes(second.request_id) is None, "it has ended"
+
+    made = [[0, 0, 2], [4, 2, 4, kept], [4, 4, 6]], [[0, 0, 1], [4, 1, 2], [4, 2, 3, kept]]
+    assert header(await serve(spans, engine, during)) == list(made)
 
 
 async def test_a_label_that_is_no_version_ends_nothing_and_claims_no_version():

@@ -123,7 +123,9 @@ class Cores:
             logprobs_mode="processed_logprobs", dtype="torch.bfloat16", model="nowhere", hf_config=None,
         )  # fmt: skip
         parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=cores)
-        self.vllm_config = SimpleNamespace(model_config=model, parallel_config=parallel, lora_config=None)
+        self.vllm_config = SimpleNamespace(
+            model_config=model, parallel_config=parallel, lora_config=None, kv_transfer_config=None
+        )
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         return (await asyncio.gather(*(self._call_utility_async(method, *args, engine=e) for e in self.core_engines)))[
@@ -159,7 +161,7 @@ class Cores:
         return self.label
 
 
-ROUND = b'{"version": 4, "clear_cache": true}'
+ROUND = b'{"version": 4, "kv": "recompute"}'
 
 
 async def info(cores: Cores, keys: list[str]) -> dict[str, Any]:

@@ -221,7 +221,7 @@ async def test_an_update_on_a_paused_engine_leaves_it_paused(live):
 
 
 async def test_cached_prefixes_never_outlive_their_weights(live):
-    """G5: fails when apply is sent with clear_cache=false, as the second half shows."""
+    """G5: fails when apply is sent with kv=keep, as the second half shows."""
     prompt = [3 + i % 90 for i in range(160)]
     one = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
     await live.engine.sample(prompt, 1, one)  # fills the prefix cache
@@ -235,7 +235,7 @@ async def test_cached_prefixes_never_outlive_their_weights(live):
     manifest = store.publish(version, model.named_parameters())
     await live.engine.control.prepare_weights(manifest)
     assert not (await live.engine.control.info()).kv_kept
-    await live.engine.control.apply_weights(version, clear_cache=False)
+    await live.engine.control.apply_weights(version, kv="keep")
     assert (await live.engine.control.info()).kv_kept, "for who takes the engine over"
     store.commit(manifest)
     live.engine._version = version

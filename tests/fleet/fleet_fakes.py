@@ -18,7 +18,7 @@ from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
 from penstock.router.admin_client import EngineLoad, RouterState
 from penstock.router.membership import EngineEntry
-from penstock.types import EngineStats, EngineUpdate, PauseMode
+from penstock.types import KV, EngineStats, EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest
 
 Kind = Literal["refuse", "hang", "die", "unfit", "garbage", "wrong"]
@@ -149,7 +149,7 @@ class FakeEngine:
         await self.at("prepare")
         self.prepared = manifest.version
 
-    async def apply_weights(self, version: int, *, clear_cache: bool = True) -> EngineUpdate:
+    async def apply_weights(self, version: int, *, kv: KV = "recompute") -> EngineUpdate:
         assert self.prepared == version, "apply without prepare"
         was_paused, self.paused = self.paused, True
         await self.at("apply-pause")

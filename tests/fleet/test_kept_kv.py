@@ -14,7 +14,7 @@ from penstock.engine.single import HTTPEngine
 from penstock.errors import RequestError, UserError
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
-from penstock.types import EngineUpdate
+from penstock.types import KV, EngineUpdate
 
 PARAMS = SamplingParams(max_tokens=450, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(6)]
@@ -50,7 +50,7 @@ async def test_one_engine_has_it_too():
         report = await engine.update_weights(WEIGHTS, kv="keep")
         (sample,) = await engine.sample([5], 1, SamplingParams(max_tokens=9))
         assert [(span.version, span.kv_kept) for span in sample.spans] == [(report.version, True)]
-        with pytest.raises(RequestError, match="kv must be one of recompute, keep, got 'lose'"):
+        with pytest.raises(RequestError, match="kv must be one of recompute, keep, keep_in_flight, got 'lose'"):
             await engine.update_weights(WEIGHTS, kv="lose")  # type: ignore[arg-type]
         await engine.teardown()
 
@@ -75,7 +75,7 @@ async def test_who_takes_an_engine_over_has_it_until_an_update_recomputes() -> N
 
 async def test_what_else_is_refused_before_anything_is_done():
     async with Fleet.launch("sim-model", engines=1, **SIM) as fleet:
-        with pytest.raises(UserError, match="kv must be one of recompute, keep"):
+        with pytest.raises(UserError, match="kv must be one of recompute, keep, keep_in_flight"):
             await fleet.update_weights(WEIGHTS, kv="lose")  # type: ignore[arg-type]
         assert fleet.weight_version == 0
 
@@ -85,10 +85,10 @@ async def test_who_follows_the_fleet_is_told_before_any_engine_makes_such_tokens
     told = asyncio.create_task(bench.roster.until(lambda: bench.roster.kv_kept_versions == {1}))
     apply, heard = bench.engine["a"].apply_weights, list[bool]()
 
-    async def apply_weights(version: int, *, clear_cache: bool = True) -> EngineUpdate:
+    async def apply_weights(version: int, *, kv: KV = "recompute") -> EngineUpdate:
         await asyncio.sleep(0)
         heard.append(told.done())
-        return await apply(version, clear_cache=clear_cache)
+        return await apply(version, kv=kv)
 
     bench.engine["a"].apply_weights = apply_weights  # type: ignore[method-assign]
     await bench.operations.update([], None, kv="keep")

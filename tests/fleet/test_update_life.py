@@ -17,7 +17,7 @@ from penstock.errors import EngineDeadError, EngineError, StateError, UpdateErro
 from penstock.fleet.member import State
 from penstock.fleet.sync import bring_to_version
 from penstock.fleet.update import Updater, odd_ones_out
-from penstock.types import EngineUpdate, PauseMode
+from penstock.types import KV, EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest
 
 AFTER_GATE = ["apply-pause", "apply-load", "apply-resume"]
@@ -319,9 +319,9 @@ def says(bench: Bench, **checksums: str) -> None:
     for name, checksum in checksums.items():
 
         async def apply(
-            version: int, *, clear_cache: bool = True, engine: FakeEngine = bench.engine[name], checksum: str = checksum
+            version: int, *, kv: KV = "recompute", engine: FakeEngine = bench.engine[name], checksum: str = checksum
         ) -> EngineUpdate:
-            return replace(await FakeEngine.apply_weights(engine, version, clear_cache=clear_cache), checksum=checksum)
+            return replace(await FakeEngine.apply_weights(engine, version, kv=kv), checksum=checksum)
 
         bench.engine[name].apply_weights = apply
 

@@ -9,7 +9,7 @@ from sim_http import now, virtual
 
 from penstock.errors import EngineDeadError, RequestError, StateError
 from penstock.sim import SimConfig, SimEngine, verify
-from penstock.types import PauseMode, SamplingParams, VersionSpan
+from penstock.types import KV, PauseMode, SamplingParams, VersionSpan
 from penstock.weights.manifest import TensorEntry, WeightManifest
 
 PROMPT = list(range(1, 33))
@@ -21,9 +21,9 @@ def manifest(version: int) -> WeightManifest:
     return WeightManifest(version, "shared_memory", {}, (TensorEntry("w", "float32", (2,), 0, version),))
 
 
-async def update(engine: SimEngine, version: int, *, clear_cache: bool = True) -> dict:
+async def update(engine: SimEngine, version: int, *, kv: KV = "recompute") -> dict:
     await engine.prepare(manifest(version))
-    return await engine.apply(version, clear_cache=clear_cache)
+    return await engine.apply(version, kv=kv)
 
 
 def in_flight(engine: SimEngine, params: SamplingParams) -> asyncio.Task:
@@ -122,7 +122,7 @@ async def test_stale_kv_shows():
     engine = SimEngine()
     task = in_flight(engine, SamplingParams(max_tokens=60))
     await asyncio.sleep(30 * STEP)
-    assert (await update(engine, 1, clear_cache=False))["preempted"] == 0
+    assert (await update(engine, 1, kv="keep"))["preempted"] == 0
     sample = (await task)[0]
     cut = sample.spans[0].end
     wrong = verify(PROMPT, sample, params=SamplingParams(max_tokens=60))

@@ -13,8 +13,9 @@ from penstock.wire import Info, RequiredInfo
 DEV_MODE = "start it with the environment variable VLLM_SERVER_DEV_MODE=1"
 
 Capability = Literal[
-    "plugin", "tokens", "pause", "abort", "caches", "sleep", "rpc", "lora", "weight_transfer", "sampled_logprobs"
-]
+    "plugin", "tokens", "pause", "abort", "caches", "kv_in_flight", "sleep", "rpc", "lora", "weight_transfer",
+    "sampled_logprobs",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class Capabilities:
     abort: bool = True
     caches: bool = True
     """`/reset_prefix_cache`."""
+    kv_in_flight: bool = True
+    """KV stays in the engine, so `kv="keep_in_flight"` can keep it from new requests."""
     sleep: bool = True
     rpc: bool = True
     """`/collective_rpc`."""
@@ -73,6 +76,10 @@ LACKING: Mapping[Capability, tuple[str, str]] = MappingProxyType(
         "pause": ("/pause and /resume", DEV_MODE),
         "abort": ("/abort_requests", f"{DEV_MODE}, and vLLM 0.32 or newer"),
         "caches": ("/reset_prefix_cache", DEV_MODE),
+        "kv_in_flight": (
+            "KV that stays inside of it",
+            "start it by Penstock, and without --kv-transfer-config and KV offloading, or update with kv='recompute'",
+        ),
         "sleep": ("sleep mode", _WITH_SLEEP),
         "rpc": ("/collective_rpc", DEV_MODE),
         "lora": ("adapters that come and go", _WITH_LORA),
@@ -119,6 +126,7 @@ class EngineInfo:
             kv_kept=bool(answer.get("kv_kept", False)),
             dtype=str(answer.get("dtype", "")),
             capabilities=Capabilities(
+                kv_in_flight=bool(answer.get("kv_in_flight", False)),
                 sleep=bool(answer.get("sleep", True)),
                 lora=bool(answer.get("lora", True)),
                 sampled_logprobs=answer["logprobs_mode"] in SAMPLED_FROM,

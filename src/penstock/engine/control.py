@@ -25,7 +25,7 @@ from penstock.errors import (
     WeightsError,
 )
 from penstock.http import TORN, HttpTransport, UnreachableError
-from penstock.types import EngineStats, EngineUpdate, PauseMode
+from penstock.types import KV, EngineStats, EngineUpdate, PauseMode, TokenLoss
 from penstock.weights.manifest import WeightManifest
 from penstock.wire import INFO
 
@@ -273,7 +273,7 @@ class ControlClient:
         """
         await self._weights("prepare", {"manifest": manifest.to_json()}, refused=(BAD_REQUEST,))
 
-    async def apply_weights(self, version: int, *, clear_cache: bool = True) -> EngineUpdate:
+    async def apply_weights(self, version: int, *, kv: KV = "recompute") -> EngineUpdate:
         """Pause (keep), load the prepared version, label it, resume: one call, so that it queues once.
 
         Any error but the first means that the engine must not serve again.
@@ -281,9 +281,8 @@ class ControlClient:
         Raises:
             TransferError: the bytes did not all come. It stays paused until a version was prepared and applied whole.
         """
-        body = {"version": version, "clear_cache": clear_cache}
         try:
-            answer: Any = await self._weights("apply", body)
+            answer: Any = await self._weights("apply", {"version": version, "kv": kv})
         except EngineHTTPError as error:
             if error.error_type == TORN:
                 raise TransferError(str(error)) from error
@@ -297,7 +296,17 @@ class ControlClient:
             seconds={str(k): float(v) for k, v in answer["seconds"].items()},
             preempted=int(answer["preempted"]),
             checksum=str(answer["checksum"]),
+            kept=int(answer["kept"]),
         )
+
+    async def token_loss(self, version: int, *, timeout_s: float) -> TokenLoss | None:
+        """Return what an update cost this engine, as soon as its rate is back; None: it was not measured.
+
+        After `timeout_s` seconds the measurement ends, and the loss so far is returned.
+        """
+        body = {"version": version, "timeout_s": timeout_s}
+        answer: Any = await self._weights("loss", body, timeout_s=timeout_s + self._timeout_s)
+        return None if answer is None else TokenLoss(**answer)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -318,12 +327,15 @@ class ControlClient:
         if url is not None and self._core is None:
             self._core = HttpTransport(url, api_key=self._key, name=self.name)
 
-    async def _weights(self, step: str, body: Mapping[str, Any], *, refused: Sequence[int] = ()) -> Any:
+    async def _weights(
+        self, step: str, body: Mapping[str, Any], *, refused: Sequence[int] = (), timeout_s: float | None = None
+    ) -> Any:
         """Do a step of an update. WeightsError: the engine refused it with one of the statuses `refused`."""
         path = f"/penstock/weights/{step}"
         try:
-            answer: Any = await self._at_core(path, body, self._timeout_s)
-            return await self._post(path, body) if answer is _NO_CORE else answer
+            timeout_s = timeout_s or self._timeout_s
+            answer: Any = await self._at_core(path, body, timeout_s)
+            return await self.http.post(path, body, timeout_s=timeout_s) if answer is _NO_CORE else answer
         except EngineHTTPError as error:
             if error.status in refused:
                 raise WeightsError(str(error)) from error

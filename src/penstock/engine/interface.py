@@ -194,11 +194,21 @@ class Engine(ABC):
             kv: `recompute`: requests in flight attend to nothing of older weights, at the price of their prefill.
                 `keep`: they go on at once, and cached prefixes stay. Until the next update that recomputes, the spans
                 of new tokens say `kv_kept`, and their logprobs are of no version alone.
+                `keep_in_flight`: those that are making tokens go on at once and say `kv_kept`, until they are preempted
+                or continue on another engine. All others compute under the new weights alone, and new requests reuse
+                nothing of older ones.
 
         Raises:
             WeightsError: a missing, extra or misshapen tensor, a wrong dtype, or NaN; nothing was changed.
             StateError: another update is under way.
             UpdateError: it did not commit on enough engines; the old version is still served.
+        """
+
+    @abstractmethod
+    async def recovered(self, report: UpdateReport, *, timeout_s: float = 60.0) -> UpdateReport:
+        """Return the report of an update with its `tokens_lost`, as soon as all engines make tokens as before it.
+
+        The next update ends the wait too, and so do `timeout_s` seconds; then the loss so far is reported.
         """
 
     # --- statistics and escape hatch ---------------------------------------------------------------------------------

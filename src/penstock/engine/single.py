@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, get_args
 
 from penstock.engine.capabilities import Capability, EngineInfo, require
@@ -178,6 +179,8 @@ class HTTPEngine(Engine):
             raise WeightsError(f"version {target} is not newer than the present version {self._version}")
         if kv not in get_args(KV):
             raise RequestError(f"kv must be one of {', '.join(get_args(KV))}, got {kv!r}")
+        if kv == "keep_in_flight":
+            self._require("kv_in_flight", f"update_weights with kv={kv!r}")
         self._update = asyncio.create_task(self._apply(as_named_tensors(named_tensors), target, kv))
         return await asyncio.shield(self._update)
 
@@ -190,7 +193,7 @@ class HTTPEngine(Engine):
         if kv == "keep":
             self._kept.add(target)
         try:
-            update = await self.control.apply_weights(target, clear_cache=kv == "recompute")
+            update = await self.control.apply_weights(target, kv=kv)
         except PenstockError as error:
             raise UpdateError(f"version {target} did not commit, and the engine must not serve: {error}") from error
         self._store.commit(manifest)
@@ -199,6 +202,11 @@ class HTTPEngine(Engine):
         phases = zip(("publish", "prepare", "gate"), times[1:], times, strict=False)
         seconds = {phase: end - begin for phase, end, begin in phases} | {"total": times[-1] - times[0]}
         return UpdateReport(version=target, bytes=manifest.nbytes, seconds=seconds, engines=(update,))
+
+    async def recovered(self, report: UpdateReport, *, timeout_s: float = 60.0) -> UpdateReport:
+        """Return the report with its `tokens_lost`; see `Engine.recovered`."""
+        loss = await self.control.token_loss(report.version, timeout_s=timeout_s)
+        return replace(report, engines=tuple(replace(engine, loss=loss) for engine in report.engines))
 
     async def get_num_unfinished_requests(self, index: int | None = None) -> int:
         """Return the requests running or waiting (R10)."""

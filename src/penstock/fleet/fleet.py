@@ -17,6 +17,7 @@ from penstock.fleet.fan_out import FanOut
 from penstock.fleet.member import EngineStatus, State
 from penstock.fleet.options import specs_of
 from penstock.fleet.roster import Admin, Roster, each_while_engines_remain, while_engines_remain
+from penstock.fleet.update import recovered
 from penstock.rooms import plugged_in
 from penstock.types import (
     KV,
@@ -346,6 +347,10 @@ class Fleet(Engine):
         Once begun, it runs to its end even if this call is cancelled.
         """
         return await self._operations.update(as_named_tensors(named_tensors), version, kv=kv)
+
+    async def recovered(self, report: UpdateReport, *, timeout_s: float = 60.0) -> UpdateReport:
+        """Return the report with its `tokens_lost`; see `Engine.recovered`. Engines that died have none."""
+        return await recovered(self._roster, report, timeout_s=timeout_s)
 
     # --- engines that come and go ------------------------------------------------------------------------------------
 

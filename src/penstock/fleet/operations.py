@@ -317,7 +317,9 @@ class Operations:
             self._require("plugin", "update_weights")
             number = self._roster.highest_version + 1 if version is None else version
             check_version(number, self._roster)
-            return await self._updater.run(publish, version=number, clear_cache=kv == "recompute")
+            if kv == "keep_in_flight":
+                self._require("kv_in_flight", f"update_weights with kv={kv!r}")
+            return await self._updater.run(publish, version=number, kv=kv)
 
         def over() -> None:
             self._updating = False

@@ -18,12 +18,14 @@ from penstock.fleet.member import SERVABLE, Clock, Member, State, updatable, why
 from penstock.fleet.roster import Roster
 from penstock.fleet.stores import Store, Stores
 from penstock.fleet.sync import put, source
-from penstock.types import EngineUpdate, UpdateReport
+from penstock.types import KV, EngineUpdate, UpdateReport
 from penstock.weights.broadcast import BroadcastStore
 from penstock.weights.manifest import WeightManifest, by_rank, kind_of
 
 logger = logging.getLogger(__name__)
 
+ANSWER_S = 10.0
+"""How long an engine may take to answer what an update cost it, from the moment that this is known."""
 SENDINGS = 4
 """How often one version is sent, at most. Each time but the first an engine has died on the way, or bytes were lost."""
 
@@ -54,14 +56,14 @@ class Updater:
         object.__setattr__(self, "delivery", Delivery(self.roster, self.deadline_s))
 
     async def run(
-        self, publish: Callable[[int], WeightManifest], *, version: int, clear_cache: bool = True
+        self, publish: Callable[[int], WeightManifest], *, version: int, kv: KV = "recompute"
     ) -> UpdateReport:
         """Update once; engines that are paused stay paused. Those that wait for weights take part, and join after it.
 
         Args:
             publish: puts the weights of a version into the store; called in a thread.
             version: of the weights.
-            clear_cache: KV is recomputed under the new weights; False: what is there is kept.
+            kv: see `Engine.update_weights`.
 
         Raises:
             WeightsError: the tensors cannot be sent, or an engine refuses them; nothing was changed.
@@ -73,7 +75,7 @@ class Updater:
         manifest = await in_thread(lambda: publish(version))
         sender = sender_of(self.store, manifest)
         try:
-            return await self._put_in_force(manifest, asked, sender, began, clear_cache=clear_cache)
+            return await self._put_in_force(manifest, asked, sender, began, kv=kv)
         finally:
             if sender is not None:
                 sender.forget()  # also what was refused, or did not commit
@@ -85,7 +87,7 @@ class Updater:
         sender: BroadcastStore | None,
         began: float,
         *,
-        clear_cache: bool,
+        kv: KV,
     ) -> UpdateReport:
         """An update from what was published on; see `run`."""
         published, version = self.clock(), manifest.version
@@ -94,7 +96,7 @@ class Updater:
         self._need(updatable(members), version, "when they had prepared it")
         async with self.gate():
             closed = self.clock()
-            applied = await self._apply(updatable(members), manifest, sender, clear_cache=clear_cache)
+            applied = await self._apply(updatable(members), manifest, sender, kv=kv)
             committed = [m for m in members if m.name in applied and m.updatable]
             await self._commit_or_go_back(committed, applied, manifest)
             await self.roster.push_or_defer(f"its engines serve weight version {self.roster.version}")
@@ -185,19 +187,19 @@ class Updater:
         return outcome.results
 
     async def _apply(
-        self, members: Sequence[Member], manifest: WeightManifest, sender: BroadcastStore | None, *, clear_cache: bool
+        self, members: Sequence[Member], manifest: WeightManifest, sender: BroadcastStore | None, *, kv: KV
     ) -> Mapping[str, EngineUpdate]:
         version = manifest.version
         # An engine that has applied goes on with its requests before the update commits.
         self.roster.highest_version = max(self.roster.highest_version, version)
-        if not clear_cache:
+        if kv == "keep":  # of `keep_in_flight` the engines say which tokens attend to what was kept
             self.roster.keep_kv(version)
 
         async def failed(member: Member, error: PenstockError) -> None:
             await self.roster.mark_dead(member, f"apply of weight version {version} failed: {error}", torn=True)
 
         async def call(engine: ControlClient) -> EngineUpdate:
-            return await engine.apply_weights(version, clear_cache=clear_cache)
+            return await engine.apply_weights(version, kv=kv)
 
         tears = self.roster.tears(call)
         if sender is not None:
@@ -266,6 +268,18 @@ class Updater:
             f"weight version {version} was not committed: {len(members)} engines were good {when}, min_engines is "
             f"{self.min_engines}{missing and '; ' + missing}"
         )
+
+
+async def recovered(roster: Roster, report: UpdateReport, *, timeout_s: float) -> UpdateReport:
+    """Add what an update cost each engine, as soon as all make tokens as before it; see `Engine.recovered`."""
+    names = {engine.engine for engine in report.engines}
+    outcome = await fan_out(
+        [member for member in roster.live() if member.name in names],
+        lambda engine: engine.token_loss(report.version, timeout_s=timeout_s),
+        deadline_s=timeout_s + ANSWER_S,
+    )
+    engines = (replace(engine, loss=outcome.results.get(engine.engine)) for engine in report.engines)
+    return replace(report, engines=tuple(engines))
 
 
 def sender_of(store: Store, manifest: WeightManifest) -> BroadcastStore | None:

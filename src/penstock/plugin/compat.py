@@ -57,10 +57,15 @@ def label_core(core: Any, version: int) -> None:
     if hasattr(core, "set_weight_version"):
         core.set_weight_version(str(version))
         return
+    core._penstock_version = version  # noqa: SLF001
+    send_mark(core, f"{VERSION_MARK}{version}")
+
+
+def send_mark(core: Any, text: str) -> None:
+    """Send every API server an output that belongs to no request, whose id is `text`, between those that do."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs  # noqa: PLC0415 - only inside vLLM
 
-    core._penstock_version = version  # noqa: SLF001
-    mark = EngineCoreOutput(request_id=f"{VERSION_MARK}{version}", new_token_ids=[])
+    mark = EngineCoreOutput(request_id=text, new_token_ids=[])
     for client in range(len(core.addresses.outputs)):
         core.output_queue.put_nowait((client, EngineCoreOutputs(outputs=[mark])))
 

@@ -15,22 +15,27 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any
+from concurrent.futures import Future, wait
+from dataclasses import asdict
+from typing import Any, get_args
 
 from penstock.errors import EngineError, StateError, TransferError, WeightsError
 from penstock.plugin import compat
 from penstock.plugin.core_http import CoreServer, Route, respond
+from penstock.plugin.kept_kv import KeptKV
 from penstock.plugin.patches import attempt
 from penstock.plugin.pause import PauseState, StepCap, clear_kv, mode_in_core
 from penstock.plugin.spec import WeightSpec, check_tensors, expected_weights
 from penstock.rooms import plugged_as, plugged_in
+from penstock.types import KV, TokenLoss
 from penstock.weights import shared_memory
 from penstock.weights.manifest import WeightManifest
 from penstock.weights.shared_memory import open_mapping
 
 SPEC_TIMEOUT_S = 600.0
 """For the core to end its step and find its tensors; callers have deadlines of their own."""
+LOSS_S = 60.0
+"""How long an update's loss of tokens is measured, at most, where somebody asks for it."""
 READS = frozenset({"compute_weight_checksums", "get_model_inspection", "update_max_model_len"})
 """vLLM's worker methods that are called from outside and leave the weights as they are; any other may not."""
 _CALL = object()
@@ -121,6 +126,9 @@ class CoreControl:
         self.core = core
         self.pausing = PauseState(core)
         self.step_cap = StepCap(core)
+        self.kv = KeptKV(core)
+        scheduler = core.scheduler
+        scheduler.update_from_output = functools.partial(self._after_step, scheduler.update_from_output)
         self.kept_version: int | None = None
         """Version of the last update of ours, if that kept the KV cache."""
         self.routes: dict[str, Route] = {
@@ -129,6 +137,7 @@ class CoreControl:
             "/penstock/weights/apply": lambda body: self.in_core(self._update(body).apply),
             "/penstock/weights/load": lambda body: self.in_core(self._update(body).load),
             "/penstock/weights/commit": lambda body: self.in_core(self._update(body).commit),
+            "/penstock/weights/loss": self._loss,
             "/penstock/pause": self._pause,
             "/penstock/resume": lambda _: self.in_core(self.pausing.resume),
             "/penstock/core": lambda _: self.in_core(self._state),
@@ -220,7 +229,32 @@ class CoreControl:
         return self.in_core(lambda: self.pausing.pause(mode, clear_cache))
 
     def _update(self, body: Any) -> CoreUpdate:
-        return CoreUpdate(self, int(field(body, "version")), clear_cache=bool(field(body, "clear_cache")))
+        if (kv := field(body, "kv")) not in get_args(KV):
+            raise WeightsError(f"kv must be one of {', '.join(get_args(KV))}, got {kv!r}")
+        return CoreUpdate(self, int(field(body, "version")), kv)
+
+    def _loss(self, body: Any) -> Future[Any]:
+        """Answer what a version cost as soon as that is known, or what it cost so far after `timeout_s`."""
+        version, timeout_s = int(field(body, "version")), float(field(body, "timeout_s"))
+        answer: Future[Any] = Future()
+
+        def answer_once(loss: TokenLoss | None) -> None:
+            if not answer.done():
+                answer.set_result(None if loss is None else asdict(loss))
+
+        meter = self.pausing.meter
+        self.in_core(lambda: meter.when_known(version, answer_once))
+        if not wait((answer,), min(timeout_s, LOSS_S)).done:
+            self.in_core(meter.close)
+        return answer
+
+    def _after_step(self, update_from_output: Any, scheduled: Any, *args: Any) -> Any:
+        """In place of the scheduler's `update_from_output`, for which vLLM (0.26 to 0.33) has no hook."""
+        self.kv.before_output(scheduled)
+        outputs = update_from_output(scheduled, *args)
+        tokens = sum(len(one.new_token_ids) for of_client in outputs.values() for one in of_client.outputs)
+        self.pausing.meter.step(tokens, sum(self.core.scheduler.get_request_counts()))
+        return outputs
 
     def _state(self) -> dict[str, Any]:
         running, waiting = self.core.scheduler.get_request_counts()
@@ -239,11 +273,11 @@ class CoreControl:
 class CoreUpdate:
     """One update of one core; its methods run in the core's thread."""
 
-    def __init__(self, control: CoreControl, version: int, *, clear_cache: bool) -> None:
+    def __init__(self, control: CoreControl, version: int, kv: KV) -> None:
         self._control = control
         self._core = control.core
         self._version = version
-        self._clear_cache = clear_cache
+        self._kv: KV = kv
         self._commits = False
         self._began = 0.0
 
@@ -257,9 +291,13 @@ class CoreUpdate:
         self._began = time.perf_counter()
         self._control.step_cap.end()
         self._control.pausing.require_awake()
+        if self._kv == "keep_in_flight":
+            self._control.kv.check()
         prepared = self._core.collective_rpc("penstock_prepared")
         if any(version != self._version for version in prepared):
             raise StateError(f"weight version {self._version} is not prepared here (prepared: {prepared})")
+        if self._control.pausing.makes_tokens:
+            self._control.pausing.meter.begin(self._version, self._core.scheduler.get_request_counts()[0])
         # Also if it is paused: a pause that waits lets requests go on, and one that keeps may still wait for a step.
         self._control.pausing.begin_update()
         paused: Future[Any] | None = self._core.pause_scheduler("keep", False)  # noqa: FBT003 - see `_load_paused`
@@ -285,13 +323,16 @@ class CoreUpdate:
 
     def _load_paused(self) -> dict[str, Any]:
         core, paused = self._core, time.perf_counter()
-        preempted = sum(core.scheduler.get_request_counts())  # a paused scheduler calls none of them unfinished
+        in_flight = sum(core.scheduler.get_request_counts())  # a paused scheduler calls none of them unfinished
         self._control.pausing.weights_are_out()
-        if self._clear_cache:
+        kept = in_flight if self._kv == "keep" else 0
+        if self._kv == "recompute":
             clear_kv(core)
+        elif self._kv == "keep_in_flight":
+            kept = self._control.kv.keep_in_flight(self._version)
         ranks = core.collective_rpc("penstock_load", args=(self._version,))
         _raise_failure(ranks)
-        self._control.kept_version = None if self._clear_cache else self._version
+        self._control.kept_version = self._version if self._kv == "keep" else None
         slowest = max(ranks, key=lambda rank: rank["seconds"]["load"])
         loaded = time.perf_counter()
         seconds = {"pause": paused - self._began, "load": loaded - paused}
@@ -301,7 +342,8 @@ class CoreUpdate:
             end = time.perf_counter()
             seconds |= {"resume": end - loaded, "bubble": end - self._began}
         checksum = "-".join(rank["checksum"] for rank in ranks)
-        return {"version": self._version, "seconds": seconds, "preempted": preempted, "checksum": checksum}
+        requests = {"preempted": in_flight - kept, "kept": kept}
+        return {"version": self._version, "seconds": seconds, **requests, "checksum": checksum}
 
     def commit(self) -> None:
         """Label the loaded weights; the core goes on unless a client has paused it or put it to sleep."""

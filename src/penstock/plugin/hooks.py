@@ -18,6 +18,7 @@ import orjson
 
 from penstock.plugin import resume
 from penstock.plugin.compat import TokenVersions
+from penstock.plugin.kept_kv import KeptRequests
 from penstock.plugin.pause import ROUTES, PauseControl
 from penstock.plugin.progress import CURRENT, RequestProgress, SampleProgress, serve
 from penstock.wire import GENERATE, PROGRESS_HEADER
@@ -33,6 +34,7 @@ class RequestHooks:
 
     def __init__(self) -> None:
         self.versions = TokenVersions()
+        self.kept = KeptRequests()
         self._installed = False
         self.pausing = PauseControl()
         self._model: Any = None
@@ -48,6 +50,7 @@ class RequestHooks:
         processor.add_request = functools.partial(self._add, processor, processor.add_request)
         core.add_request_async = functools.partial(self._add_to_core, processor, core.add_request_async)
         self.versions.install(engine)
+        self.kept.install(processor)
 
     async def pass_on(self, app: Any, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Serve a request of vLLM's own, and report its progress (`progress.py`)."""
@@ -114,7 +117,8 @@ class RequestHooks:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        in_flight.count(sample, (self.versions.of_newest(sample.state), None), finish_reason, stop_reason)
+        made_by = (self.versions.of_newest(sample.state), self.kept.notes(sample.state.request_id))
+        in_flight.count(sample, made_by, finish_reason, stop_reason)
         output = make_request_output(new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
         return in_flight.lighten(output)
 

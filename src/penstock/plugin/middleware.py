@@ -66,6 +66,7 @@ class PenstockMiddleware:
             ("POST", _WEIGHTS + "group"): functools.partial(self._forward, "group"),
             ("POST", _WEIGHTS + "prepare"): functools.partial(self._forward, "prepare"),
             ("POST", _WEIGHTS + "apply"): self._apply,
+            ("POST", _WEIGHTS + "loss"): self._loss,
             ("POST", _WEIGHTS + "label"): self._label,
         }.get((scope["method"], scope["path"]))
         if route is None:
@@ -92,6 +93,7 @@ class PenstockMiddleware:
             "vllm": _vllm_version(),
             "weight_version": version,
             "kv_kept": version == await engine.engine_core.call_utility_async("penstock_kv_kept"),
+            "kv_in_flight": config.kv_transfer_config is None,
             "paused": await engine.is_paused(),
             "tp": parallel.tensor_parallel_size,
             "pp": parallel.pipeline_parallel_size,
@@ -134,9 +136,17 @@ class PenstockMiddleware:
         return {
             "version": cores[0]["version"],
             "seconds": {**slowest, "resume": end - loaded, "bubble": end - began},
-            "preempted": sum(core["preempted"] for core in cores),
+            **{name: sum(core[name] for core in cores) for name in ("preempted", "kept")},
             "checksum": checksum,
         }
+
+    async def _loss(self, engine: Any, data: bytes) -> dict[str, Any] | None:
+        """What an update cost all cores: their tokens, until the last is back."""
+        losses = [loss for loss in await _on_cores(engine, "loss", data) if loss is not None]
+        if not losses:
+            return None
+        added = {name: sum(loss[name] for loss in losses) for name in ("tokens", "rate")}
+        return {**added, "seconds": max(one["seconds"] for one in losses), "back": all(one["back"] for one in losses)}
 
     async def _label(self, engine: Any, data: bytes) -> dict[str, Any]:
         """Label tokens from here on with this version; the engine must be paused, its weights loaded."""

@@ -26,6 +26,7 @@ from urllib.parse import parse_qs
 from penstock.errors import EngineError, StateError
 from penstock.plugin import compat
 from penstock.plugin.patches import collect_all_dp_replies
+from penstock.token_meter import TokenMeter
 
 ROUTES = frozenset({"/pause", "/resume", "/sleep", "/wake_up", "/finish_weight_update", "/collective_rpc"})
 MEMORY_TAGS = frozenset({"weights", "kv_cache"})
@@ -56,9 +57,16 @@ class PauseState:
         """An update waits for the step under way, and has changed nothing yet."""
         self.without_weights = False
         """They were dropped, or an update has begun to write them and has not ended."""
+        self.meter = TokenMeter(time.perf_counter)
+        """Of the core's tokens."""
         self._core = core
         self._held_s = 0.0
         self._since: float | None = None
+
+    @property
+    def makes_tokens(self) -> bool:
+        """Nothing holds the core."""
+        return not (self.paused or self.asleep or self.updating or self.without_weights)
 
     @property
     def held_s(self) -> float:
@@ -67,6 +75,7 @@ class PauseState:
 
     def pause(self, mode: str, clear_cache: bool) -> Any:  # noqa: FBT001 - as vLLM has it
         """`/pause`; a future where steps are under way."""
+        self.meter.close()
         self._hold()
         done = self._core.pause_scheduler(mode, clear_cache)
         self.paused = True
@@ -79,6 +88,7 @@ class PauseState:
 
     def sleep(self, level: int, mode: str) -> Any:
         """`/sleep`; a future where steps are under way."""
+        self.meter.close()
         self._hold()
         done = self._core.sleep(level, mode)
         self.asleep |= MEMORY_TAGS if level else SCHEDULING
@@ -130,9 +140,10 @@ class PauseState:
 
     def go_on(self) -> None:
         """Resume unless something holds the core."""
-        if not (self.paused or self.asleep or self.updating or self.without_weights):
+        if self.makes_tokens:
             self._core.resume_scheduler()
             self._held_s, self._since = self.held_s, None
+            self.meter.resume()
 
     def _hold(self) -> None:
         if self._since is None:

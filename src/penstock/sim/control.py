@@ -6,8 +6,9 @@ A server without Penstock's plugin (`SimConfig.plain`) has those that vLLM has w
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -20,7 +21,7 @@ from penstock.sim.config import SimConfig
 from penstock.sim.engine import NotFoundError, SimEngine
 from penstock.sim.faults import Fault, Phase
 from penstock.sim.http import RANKS, InvalidFieldError, engine_of, error_answer, json_answer, json_body
-from penstock.types import PauseMode
+from penstock.types import KV, PauseMode
 from penstock.weights.manifest import WeightManifest
 
 E = TypeVar("E", bound=StrEnum)
@@ -39,6 +40,7 @@ async def info(http: web.Request) -> web.Response:
             "vllm": config.vllm_version,
             "weight_version": weights.version,
             "kv_kept": weights.version == weights.kv_kept,
+            "kv_in_flight": True,
             "paused": engine.paused,
             "tp": 1,
             "pp": 1,
@@ -81,13 +83,22 @@ async def apply(http: web.Request) -> web.Response:
     version = body.get("version")
     if type(version) is not int:
         return json_answer({"error": f"version must be an integer, got {version!r}"}, 400)
+    if (kv := body.get("kv", "recompute")) not in get_args(KV):
+        return json_answer({"error": f"kv must be one of {', '.join(get_args(KV))}, got {kv!r}"}, 400)
     try:
-        done = await engine_of(http).apply(version, clear_cache=bool(body.get("clear_cache", True)))
+        done = await engine_of(http).apply(version, kv=kv)
     except StateError as error:
         return json_answer({"error": str(error)}, 409)
     except TransferError as error:
         return json_answer({"error": str(error), "torn": True}, 409)
     return json_answer(done)
+
+
+async def loss(http: web.Request) -> web.Response:
+    """`POST /penstock/weights/loss`: what an update cost, once it is known."""
+    body = await json_body(http)
+    cost = await engine_of(http).token_loss(int(body["version"]), float(body["timeout_s"]))
+    return json_answer(None if cost is None else asdict(cost))
 
 
 async def set_fault(http: web.Request) -> web.Response:

@@ -18,7 +18,8 @@ from penstock.sim.faults import Died, FaultKind, FaultPlan, Phase
 from penstock.sim.scheduler import Scheduler, SimRequest, SimSequence, StepPlan
 from penstock.sim.tokens import Weights
 from penstock.sim.update import WeightState, check_manifest, checksum_of
-from penstock.types import PauseMode, Sample, SamplingParams
+from penstock.token_meter import TokenMeter
+from penstock.types import KV, PauseMode, Sample, SamplingParams, TokenLoss
 from penstock.weights.broadcast import TRANSPORT as BROADCAST
 from penstock.weights.manifest import WeightManifest
 
@@ -89,6 +90,7 @@ class SimEngine:
         self.weights = WeightState()
         self.scheduler = Scheduler(self.config, lambda s: self.adapters.path(s.request.lora))
         self.stats = self.scheduler.stats
+        self.meter = TokenMeter(lambda: asyncio.get_running_loop().time())
         self.asleep: frozenset[str] = frozenset()
         """Memory that sleep released: `weights`, `kv_cache`."""
         self.death: str | None = None
@@ -190,6 +192,7 @@ class SimEngine:
         Pausing twice is allowed, as in vLLM; the later mode holds. With `release` (or in plain vLLM) the mode `abort`
         ends requests, so that they continue on another engine; else they wait here.
         """
+        self.meter.close()
         await self._stop(self._stop_mode(mode, release=release), clear_cache=clear_cache)
         self._pause_requested = True
 
@@ -212,6 +215,7 @@ class SimEngine:
 
     async def sleep(self, level: int = 1, mode: PauseMode = PauseMode.ABORT) -> None:
         """`/sleep`: pause; from level 1 on weights and KV leave the device."""
+        self.meter.close()
         await self._stop(self._stop_mode(mode), clear_cache=level >= 1)
         if level >= 1:
             self.asleep = frozenset({"weights", "kv_cache"})
@@ -248,6 +252,7 @@ class SimEngine:
         await self.at(Phase.RESUME)
         self._frozen = False
         self.scheduler.admitting = True
+        self.meter.resume()
         self.kick()
 
     async def _resume_if_ready(self) -> None:
@@ -267,11 +272,11 @@ class SimEngine:
             self.weights.group.check(manifest)
         self.weights.prepared = (manifest, check_manifest(manifest, self.config.tensor_specs))
 
-    async def apply(self, version: int, *, clear_cache: bool = True) -> dict[str, Any]:
+    async def apply(self, version: int, *, kv: KV = "recompute") -> dict[str, Any]:
         """Pause (keep), load what was prepared, label it, resume; an engine that was paused stays paused.
 
         Returns:
-            `version`, `seconds` of each phase, `preempted`, `checksum`, as vLLM with Penstock's plugin answers.
+            `version`, `seconds` of each phase, `preempted`, `kept`, `checksum`, as vLLM with Penstock's plugin answers.
 
         Raises:
             StateError: that version was not prepared; nothing was changed.
@@ -284,16 +289,28 @@ class SimEngine:
         self.weights.prepared = None
         now = asyncio.get_running_loop().time
         begin = now()
-        preempted = await self._stop(PauseMode.KEEP, clear_cache=clear_cache)
+        if not self.paused:
+            self.meter.begin(version, len(self.scheduler.running))
+        preempted = await self._stop(PauseMode.KEEP, clear_cache=kv == "recompute")
+        kept = self.scheduler.keep_in_flight(version) if kv == "keep_in_flight" else len(self.scheduler.running)
         paused = now()
         self._without_weights = True
         checksum = await self._load(*prepared)
-        self.weights.kv_kept = None if clear_cache else version
+        self.weights.kv_kept = version if kv == "keep" else None
         loaded = now()
         await self._weights_complete()
         end = now()
         seconds = {"pause": paused - begin, "load": loaded - paused, "resume": end - loaded, "bubble": end - begin}
-        return {"version": version, "seconds": seconds, "preempted": preempted, "checksum": checksum}
+        requests = {"preempted": preempted, "kept": kept}
+        return {"version": version, "seconds": seconds, **requests, "checksum": checksum}
+
+    async def token_loss(self, version: int, timeout_s: float) -> TokenLoss | None:
+        """What an update cost, as soon as it is known; after `timeout_s` what it cost so far."""
+        known = asyncio.get_running_loop().create_future()
+        self.meter.when_known(version, lambda loss: known.done() or known.set_result(loss))
+        if not (await asyncio.wait((known,), timeout=timeout_s))[0]:
+            self.meter.close()
+        return await known
 
     async def _load(self, manifest: WeightManifest, checksum: str) -> str:
         weights, version = self.weights, manifest.version
@@ -400,13 +417,15 @@ class SimEngine:
         return self.faults.slow_factor * (decode + plan.prefill_tokens / config.prefill_tokens_per_second)
 
     async def _emit(self, plan: StepPlan) -> None:
+        made = 0
         for sequence in plan.sequences:
             # Aborted or preempted while the step ran: its token is dropped, as vLLM drops stale output.
             if self.death is not None or sequence.finish_reason is not None or not sequence.blocks:
                 continue
             adapter = self.adapters.path(sequence.request.lora)
             weights = Weights(self.weights.identity, sequence.kv_version, adapter)
-            sequence.advance(weights, self.weights.label)
+            sequence.advance(weights, self.weights.label, {"kv_kept": True} if sequence.kv_kept else None)
+            made += 1
             self.scheduler.computed(sequence)
             self.stats.generation_tokens += 1
             if sequence.finish_reason is not None:
@@ -417,6 +436,7 @@ class SimEngine:
                     await self.at(Phase.TOKENS)
                 except EngineDeadError:
                     return
+        self.meter.step(made, len(self.scheduler.running) + len(self.scheduler.waiting))
 
     def _abort(self, sequences: Sequence[SimSequence]) -> None:
         for sequence in sequences:

@@ -26,8 +26,8 @@ from penstock.sim.tokens import (
 from penstock.types import FinishReason, Sample, SamplingParams, VersionSpan
 from penstock.wire import INITIAL_VERSION, Notes, add_stretch, spans_of, version_of_tokens
 
-Key = tuple[str, int, int]
-"""Names the tokens up to the end of a block: adapter, number of tokens, their CRC-32."""
+Key = tuple[int, str, int, int]
+"""Names the tokens up to the end of a block: salt, adapter, number of tokens, their CRC-32."""
 
 
 @dataclass(slots=True, eq=False)
@@ -136,6 +136,10 @@ class SimSequence:
         self.published = 0
         """Blocks of it that others can find."""
         self.kv_version = 0
+        self.salt = 0
+        """Of its blocks: the scheduler's when it was admitted."""
+        self.kv_kept = False
+        """It has KV of older weights, and went on with that."""
         self.resumed_tokens = 0
         """Tokens of it that another engine has made."""
         self.resumed_whole = False
@@ -368,6 +372,8 @@ class Scheduler:
         self.stats = EngineStats()
         self.admitting = True
         """False while paused."""
+        self.salt = 0
+        """Version of the last update that kept KV in flight: sequences find blocks of this salt alone."""
         self._config = config
         self._adapter_of = adapter_of
 
@@ -413,13 +419,20 @@ class Scheduler:
             self.preempt(self.running[-1])
         return count
 
+    def keep_in_flight(self, version: int) -> int:
+        """Let running sequences keep their KV, and no other find it; returns how many. No step may be under way."""
+        self.salt = version
+        for sequence in self.running:
+            sequence.kv_kept = True
+        return len(self.running)
+
     def computed(self, sequence: SimSequence) -> None:
         """Its step is done: all tokens but the newest have KV, and the blocks that these fill can be shared."""
         full = (sequence.length - 1) // self._config.block_size
         if sequence.published < full:
             adapter = self._adapter_of(sequence)
             for i in range(sequence.published, full):
-                self.pool.publish(sequence.blocks[i], (adapter, *sequence.block_ends[i]))
+                self.pool.publish(sequence.blocks[i], (sequence.salt, adapter, *sequence.block_ends[i]))
             sequence.published = full
 
     def _admit_waiting(self, version: int) -> int:
@@ -438,7 +451,7 @@ class Scheduler:
         adapter = self._adapter_of(sequence)
         # At least the last token is computed, for its output (vLLM: max_cache_hit_length).
         findable = sequence.block_ends[: (sequence.length - 1) // self._config.block_size]
-        blocks = self.pool.take_cached([(adapter, *end) for end in findable])
+        blocks = self.pool.take_cached([(self.salt, adapter, *end) for end in findable])
         stale = next((block.version for block in blocks if block.version != version), version)
         fresh = self.pool.allocate(self._needed(sequence) - len(blocks), stale)
         if fresh is None:
@@ -452,7 +465,7 @@ class Scheduler:
             self.stats.hits += hit
         sequence.blocks = [*blocks, *fresh]
         sequence.published = len(blocks)
-        sequence.kv_version = stale
+        sequence.kv_version, sequence.salt, sequence.kv_kept = stale, self.salt, False
         return sequence.length - hit
 
     def _grow(self, sequence: SimSequence) -> bool:

@@ -139,6 +139,7 @@ def _app(config: SimConfig, ranks: tuple[SimEngine, ...]) -> web.Application:
         post("/penstock/weights/group", control.group)
         post("/penstock/weights/prepare", on_all(control.prepare))
         post("/penstock/weights/apply", on_all(control.apply))
+        post("/penstock/weights/loss", on_all(control.loss))
     elif config.dev_mode:
         get("/server_info", control.server_info)
     post("/sim/fault", on_all(control.set_fault))

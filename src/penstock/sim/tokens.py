@@ -15,7 +15,7 @@ import math
 import struct
 import zlib
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Self, cast
@@ -147,7 +147,7 @@ def verify(
     model, params = model or Model(), params or SamplingParams()
     start = model.seed if params.seed is None else params.seed
     choices: list[int | None] = [None] if params.temperature == 0 else list(seeds or range(start, start + params.n))
-    versions, length = sample.versions(), len(sample.token_ids)
+    length = len(sample.token_ids)
     edges = [0, *(span.end for span in sample.spans)]
     if edges[-1] != length or [span.start for span in sample.spans] != edges[:-1]:
         return [Mismatch(length, f"spans {sample.spans} do not cover {length} tokens exactly")]
@@ -155,8 +155,8 @@ def verify(
         return [Mismatch(length, f"{length} tokens but {len(sample.logprobs)} logprobs")]
     wrong: list[Mismatch] = []
     prefix = Prefix.of(prompt_ids)
-    for i, (token, version) in enumerate(zip(sample.token_ids, versions, strict=True)):
-        weights = Weights(version, version, adapter)
+    for i, (token, weights) in enumerate(zip(sample.token_ids, _weights_of(sample, adapter), strict=True)):
+        version = weights.version
         banned = banned_before_min(model, params) if i < params.min_tokens else ()
         if all(token != expected_token(model, prefix, weights, seed=s, banned=banned) for s in choices):
             wrong.append(Mismatch(i, f"{token} is not the token of this position and version {version}"))
@@ -166,6 +166,16 @@ def verify(
                 wrong.append(Mismatch(i, f"logprob {sample.logprobs[i]}, under version {version} it is {expected}"))
         prefix = prefix.then(token)
     return wrong + _wrong_end(sample, model, params, None if context is None else context - len(prompt_ids))
+
+
+def _weights_of(sample: Sample, adapter: str) -> Iterator[Weights]:
+    """Yield the weights that made each token; those with kept KV attend to what the tokens before them attend to."""
+    kv_version: int | None = None
+    for span in sample.spans:
+        if not span.kv_kept or kv_version is None:
+            kv_version = span.version
+        for _ in range(span.start, span.end):
+            yield Weights(span.version, kv_version, adapter)
 
 
 def _wrong_end(sample: Sample, model: Model, params: SamplingParams, room: int | None) -> list[Mismatch]:

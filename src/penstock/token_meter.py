@@ -1,0 +1,147 @@
+"""Measures the tokens that a weight update costs one engine; plugin and simulated engine share it."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from penstock.types import TokenLoss
+
+STEADY_S = 2.0
+"""The steady rate is that of so many seconds before an update, or of all since requests came or generation resumed."""
+BACK, BACK_S = 0.8, 1.0
+"""The rate is back where it was at least this share of the steady one for so many seconds."""
+KEPT_LOSSES = 8
+"""Updates whose loss is remembered."""
+
+Known = Callable[[TokenLoss | None], object]
+
+
+@dataclass(slots=True)
+class _Mark:
+    """A moment: what was made, and what would have been made at the steady rate, since the update began."""
+
+    time: float
+    made: float
+    expected: float
+
+
+@dataclass(slots=True)
+class _Update:
+    """An update whose loss is being measured."""
+
+    version: int
+    began: float
+    rate: float
+    running: int
+    now: _Mark
+    in_flight: int
+    marks: deque[_Mark] = field(default_factory=deque[_Mark])
+    """Of the last `BACK_S` seconds; empty until generation goes on."""
+
+
+class TokenMeter:
+    """Counts tokens by step, and measures what each update costs.
+
+    Tokens lost are the steady rate times the time from the update's beginning until the rate is back, minus the tokens
+    made in that time. With fewer requests in flight than were running at the update, less is expected in proportion.
+    The rate is back at the beginning of the first `BACK_S` seconds that have `BACK` of what is expected. A measurement
+    also ends with the next update, with a pause, and with the last request in flight; the loss so far counts.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._tokens = 0
+        self._in_flight = 0
+        self._window: deque[tuple[float, int]] = deque()
+        """Time and tokens so far, of the steps of the last `STEADY_S` seconds."""
+        self._open: _Update | None = None
+        self._losses: dict[int, TokenLoss] = {}
+        self._asked: defaultdict[int, list[Known]] = defaultdict(list)
+
+    def step(self, tokens: int, in_flight: int) -> None:
+        """Count a step's tokens; `in_flight` requests are left, running or waiting."""
+        now = self._clock()
+        self._tokens += tokens
+        if not self._in_flight:
+            self._window.clear()
+        self._window.append((now, self._tokens))
+        while len(self._window) > 2 and self._window[1][0] <= now - STEADY_S:  # noqa: PLR2004 - two make a rate
+            self._window.popleft()
+        self._in_flight = in_flight
+        if (update := self._open) is not None:
+            self._advance(update, now, tokens)
+            update.in_flight = in_flight
+            if update.marks:
+                self._look(update)
+
+    def begin(self, version: int, running: int) -> None:
+        """Begin to measure: an update of an engine that is making tokens, by `running` requests."""
+        now, rate = self._clock(), 0.0
+        if (before := self._open) is not None:
+            if before.version == version:  # it is sent again
+                return
+            rate, running = before.rate, before.running
+            self.close()
+        elif running and self._window and now > self._window[0][0]:
+            rate = (self._tokens - self._window[0][1]) / (now - self._window[0][0])
+        self._open = _Update(version, now, rate, max(1, running), _Mark(now, 0.0, 0.0), self._in_flight)
+        if not rate:
+            self._end(self._open.now, back=True)
+
+    def resume(self) -> None:
+        """Generation goes on, after an update or a pause."""
+        now = self._clock()
+        if (update := self._open) is None:
+            self._window.clear()
+            return
+        self._advance(update, now, 0)
+        update.marks = deque((update.now,))
+
+    def close(self) -> None:
+        """End a measurement now, if one is under way, with the loss so far."""
+        if (update := self._open) is not None:
+            self._advance(update, self._clock(), 0)
+            self._end(update.now, back=False)
+
+    def when_known(self, version: int, known: Known) -> None:
+        """Call `known` with the loss of an update as soon as it is known; None: it was not measured."""
+        if self._open is not None and self._open.version == version:
+            self._asked[version].append(known)
+        else:
+            known(self._losses.get(version))
+
+    def _advance(self, update: _Update, now: float, tokens: int) -> None:
+        before = update.now
+        expected = update.rate * min(1.0, update.in_flight / update.running) * (now - before.time)
+        update.now = _Mark(now, before.made + tokens, before.expected + expected)
+
+    def _look(self, update: _Update) -> None:
+        """End the measurement if the rate is back."""
+        marks, now = update.marks, update.now
+        marks.append(now)
+        while len(marks) > 2 and marks[1].time <= now.time - BACK_S:  # noqa: PLR2004
+            marks.popleft()
+        first = marks[0]
+        if not update.in_flight:
+            self._end(now, back=True)
+        elif now.time - first.time >= BACK_S and now.made - first.made >= BACK * (now.expected - first.expected):
+            self._end(first, back=True)
+
+    def _end(self, mark: _Mark, *, back: bool) -> None:
+        update, self._open = self._open, None
+        if update is None:
+            return
+        while self._window and self._window[0][0] < mark.time:
+            self._window.popleft()
+        tokens = max(0.0, mark.expected - mark.made)
+        loss = TokenLoss(tokens=tokens, seconds=mark.time - update.began, rate=update.rate, back=back)
+        self._losses[update.version] = loss
+        while len(self._losses) > KEPT_LOSSES:
+            del self._losses[min(self._losses)]
+        for known in self._asked.pop(update.version, ()):
+            known(loss)
