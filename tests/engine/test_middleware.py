@@ -140,7 +140,7 @@ class Cores:
             if step == "load":
                 self.loading.set()
                 await self.may_load.wait()
-            loaded = {"checksum": "c", "seconds": {"pause": 0.1, "load": 0.2 + engine}, "preempted": 3}
+            loaded = {"checksum": "c", "seconds": {"pause": 0.1, "load": 0.2 + engine}, "preempted": 3, "kept": 1}
             loaded["version"] = orjson.loads(data).get("version")
             return self.replies.get(step, [200, loaded]) if engine else [200, loaded]
         if engine == 0:
@@ -228,7 +228,7 @@ async def test_a_core_that_fails_fails_for_all_and_none_goes_on(
 
 async def test_replicas_of_other_weights_do_not_go_on() -> None:
     cores = Cores()
-    cores.replies["load"] = [200, {"checksum": "d", "seconds": {"load": 0.1}, "preempted": 0}]
+    cores.replies["load"] = [200, {"checksum": "d", "seconds": {"load": 0.1}, "preempted": 0, "kept": 0}]
     with pytest.raises(WeightsError, match="replica 1 has on rank 0 weights of checksum d, replica 0 of c"):
         await PenstockMiddleware(behind)._apply(cores, ROUND)
     assert cores.done == ["load 0", "load 1"]

@@ -19,7 +19,7 @@ from typing import Any
 
 from penstock.errors import StateError
 from penstock.plugin.compat import send_mark
-from penstock.plugin.salt import salt_of
+from penstock.plugin.salt import resalt, salt_of
 from penstock.wire import Notes
 
 MARK = "penstock-kv-kept:"
@@ -83,20 +83,15 @@ class KeptKV:
 
     def _salt(self, preprocess: Any, request: Any) -> Any:
         """Salt a request before its blocks are hashed, in the core's input thread."""
-        version, own = self._version, request.cache_salt
-        request.cache_salt = salt_of(own, version, None, None)
+        caller, version, lora = request.cache_salt, self._version, request.lora_request
+        request.cache_salt = salt_of(caller, version, lora and lora.lora_name, None)
         result = preprocess(request)
-        result[0].penstock_salt = (version, own)
+        result[0].penstock_salt = (caller, version, None)
         return result
 
     def _look_up(self, get_computed_blocks: Any, request: Any) -> Any:
         """Look for cached KV of the weights in force; vLLM does so where a request has none."""
-        version, own = getattr(request, "penstock_salt", (None, request.cache_salt))
-        if version != self._version:
-            request.penstock_salt = (self._version, own)
-            request.cache_salt = salt_of(own, self._version, None, None)
-            request.block_hashes = []
-            request.update_block_hashes()
+        resalt(request, weights=self._version)
         return get_computed_blocks(request)
 
 
