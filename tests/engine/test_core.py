@@ -17,7 +17,9 @@ from penstock.errors import EngineError, StateError, TransferError, WeightsError
 from penstock.plugin import core as core_module
 from penstock.plugin import pause
 from penstock.plugin.core import control_of
+from penstock.plugin.core_http import respond
 from penstock.plugin.spec import WeightSpec
+from penstock.token_meter import TokenMeter
 from penstock.weights.shared_memory import SharedMemoryStore
 
 
@@ -389,3 +391,58 @@ def test_a_group_is_joined_between_two_steps():
     done = join({"epoch": "a"})
     core.step()
     assert (done.result(0), core.done, core.given) == ({"ok": True}, ["penstock_join_group"], {"epoch": "a"})
+
+
+def test_an_engine_whose_kv_leaves_it_keeps_none_in_flight_alone() -> None:
+    core = Core(step_under_way=False)
+    core.scheduler.connector = type("SharedStorage", (), {})()
+    done = ask(core, kv="keep_in_flight")
+    core.step()
+    with pytest.raises(StateError, match="the KV connector SharedStorage shares KV outside of the engine"):
+        done.result(0)
+    assert core.done == []
+    status, answer = respond(control_of(core).routes["/penstock/weights/apply"], b'{"version": 4, "kv": "lose"}')
+    assert status == 400
+    assert "kv must be one of recompute, keep, keep_in_flight, got 'lose'" in answer["error"]
+
+
+def test_an_update_is_measured_by_the_cores_own_steps_and_the_answer_waits_for_them() -> None:
+    core = Core(step_under_way=False)
+    out = {0: SimpleNamespace(outputs=[SimpleNamespace(new_token_ids=[1, 2])])}
+    core.scheduler.update_from_output = lambda *_: out
+    control, scheduled = control_of(core), SimpleNamespace()
+    clock = [0]
+    meter = control.pausing.meter = TokenMeter(lambda: clock[0])
+
+    def step() -> None:
+        clock[0] += 1
+        assert core.scheduler.update_from_output(scheduled, None) is out
+
+    for _ in range(5):
+        step()
+    applied(core)
+
+    def ask_loss(timeout_s: float) -> Any:
+        asked = threading.Thread(target=lambda: answers.append(route({"version": 4, "timeout_s": timeout_s}).result(9)))
+        asked.start()
+        kind, call = core.input_queue.get(timeout=9)
+        assert kind is core_module._CALL
+        call()
+        return asked
+
+    answers, route = list[Any](), control.routes["/penstock/weights/loss"]
+    asked = ask_loss(9.0)
+    for _ in range(3):
+        step()
+    asked.join(9)
+    ask_loss(9.0).join(9)
+    assert answers == [{"tokens": 0.0, "seconds": 0, "rate": 2.0, "back": True}] * 2
+    meter.step(2, 3)
+    clock[0] += 1
+    applied(core)
+    clock[0] += 3
+    asked = ask_loss(0.01)
+    core.input_queue.get(timeout=9)[1]()  # the deadline
+    asked.join(9)
+    assert answers[-1]["back"] is False
+    assert answers[-1]["tokens"] == 3 * answers[-1]["rate"]

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
 from fleet_fakes import Bench
-from sim_fleets import SIM, generated, in_flight
+from sim_fleets import SIM, check, generated, in_flight
 
 from penstock import Fleet, SamplingParams
 from penstock.engine.single import HTTPEngine
-from penstock.errors import RequestError, UserError
+from penstock.errors import MissingCapabilityError, RequestError, UserError
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import KV, EngineUpdate
 
 PARAMS = SamplingParams(max_tokens=450, detokenize=False)
+SHORT = SamplingParams(max_tokens=8, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(6)]
 WEIGHTS = [("w", torch.ones(5))]
 
@@ -42,6 +44,74 @@ async def test_tokens_of_a_version_that_kept_the_cache_say_so():
     labels = {span.version: span.kv_kept for spans in out.response_spans for span in spans}
     assert labels == {0: False, 1: True, 2: True, 3: False}
     assert [span.kv_kept for span in late[0].spans] == [False]
+
+
+async def test_requests_in_flight_alone_keep_their_kv_and_say_so():
+    """The simulated engine's tokens depend on the KV that they attend to, so `check` sees stale KV and wrong labels."""
+    slow = {**SIM, "extra_args": {"tokens-per-second": 150}}
+    prefix = list(range(3, 60))
+    prompts = [[*prefix, i] for i in range(6)]
+    async with Fleet.launch("sim-model", engines=2, **slow) as fleet:
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=PARAMS))
+        await in_flight(fleet, lambda requests: requests == len(prompts))
+        for version in (1, 2):
+            await generated(fleet, 60)
+            report = await fleet.update_weights(WEIGHTS, kv="keep_in_flight")
+            assert sum(engine.kept for engine in report.engines) == len(prompts)
+            assert sum(engine.preempted for engine in report.engines) == 0
+            for _ in range(2):  # the second finds what the first has computed
+                new = await fleet.generate(prompt_token_ids=prompts, sampling_params=SHORT)
+                check(prompts, new, SHORT)
+                assert {(s.version, s.kv_kept) for spans in new.response_spans for s in spans} == {(version, False)}
+        out = await running
+        check(prompts, out, PARAMS)
+        for spans in out.response_spans:
+            assert [(span.version, span.kv_kept) for span in spans] == [(0, False), (1, True), (2, True)]
+        lies = replace(out, response_spans=[tuple(replace(s, kv_kept=False) for s in o) for o in out.response_spans])
+        with pytest.raises(AssertionError):
+            check(prompts, lies, PARAMS)
+
+
+async def test_a_request_that_continues_on_another_engine_has_no_kept_kv_any_more():
+    slow = {**SIM, "extra_args": {"tokens-per-second": 150}}
+    async with Fleet.launch("sim-model", engines=2, **slow) as fleet:
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        await generated(fleet, 60)
+        await fleet.update_weights(WEIGHTS, kv="keep_in_flight")
+        await generated(fleet, 900)
+        await fleet.remove("e1", timeout_s=0.1)
+        out = await running
+        check(PROMPTS, out, PARAMS)
+    ends = {tuple(span.kv_kept for span in spans) for spans in out.response_spans}
+    assert ends == {(False, True), (False, True, False)}
+
+
+async def test_every_process_can_ask_what_an_update_cost():
+    async with Fleet.launch("sim-model", engines=2, **SIM) as fleet:
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS * 4, sampling_params=PARAMS))
+        await in_flight(fleet, lambda requests: requests == 4 * len(PROMPTS))
+        async with Fleet.connect(fleet.url) as other:
+            await generated(fleet, 1000)
+            report = await other.update_weights(WEIGHTS, kv="keep_in_flight")
+            assert report.tokens_lost is None
+            done = await other.recovered(report, timeout_s=5.0)
+        losses = [engine.loss for engine in done.engines]
+        assert done.tokens_lost == sum(loss.tokens for loss in losses if loss is not None)
+        assert all(loss is not None and loss.rate > 0 for loss in losses)
+        assert await fleet.recovered(report) == done, "it is remembered"
+        await running
+
+
+async def test_engines_that_share_kv_are_named_before_anything_is_done():
+    bench = await Bench("ab").started()
+    member = bench.roster.members[1]
+    capabilities = replace(member.info.capabilities, kv_in_flight=False)
+    member.info = replace(member.info, capabilities=capabilities)
+    with pytest.raises(MissingCapabilityError, match="engine b lacks KV that stays inside of it"):
+        await bench.operations.update([], None, kv="keep_in_flight")
+    assert bench.roster.version == 0
+    await bench.operations.update([], None)
 
 
 async def test_one_engine_has_it_too():
