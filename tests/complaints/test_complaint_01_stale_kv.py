@@ -13,33 +13,39 @@ from complaint_rig import LONG, SHORT, check, generate, in_flight
 
 from nano_models import changed
 from penstock import Fleet, SamplingParams
+from penstock.types import KV
 
 PREFIX = [3 + i % 90 for i in range(160)]
 """Ten whole blocks of KV, and as many in the simulated engine."""
 
 
-async def test_a_prefix_cached_before_an_update_is_computed_again_after_it(fleet: Fleet) -> None:
-    """A simulated token that attends to KV of other weights is the token of no version, so `check` sees it."""
+@pytest.mark.parametrize("kv", ["recompute", "keep_in_flight"])
+async def test_a_prefix_cached_before_an_update_is_computed_again_after_it(fleet: Fleet, kv: KV) -> None:
+    """A simulated token that attends to KV of other weights is the token of no version, so `check` sees it.
+
+    Also where requests in flight keep their KV (miles #2782): then they say so, and no new request finds it.
+    """
     prompts = [[*PREFIX, i] for i in range(1, 9)]
     for version in range(1, 4):
         running = generate(fleet, prompts, LONG)
         await in_flight(fleet, len(prompts))
-        report = await fleet.update_weights([("w", torch.full((64,), float(version)))])
+        report = await fleet.update_weights([("w", torch.full((64,), float(version)))], kv=kv)
         after = await generate(fleet, prompts, SHORT)
         check(prompts, after, SHORT)
-        assert {span.version for spans in after.response_spans for span in spans} == {report.version}
+        assert {(s.version, s.kv_kept) for spans in after.response_spans for s in spans} == {(report.version, False)}
         check(prompts, await running, LONG)  # and of the requests that the update interrupted
 
 
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
-async def test_real_vllm_computes_a_cached_prefix_again_after_an_update(live) -> None:
+@pytest.mark.parametrize("kv", ["recompute", "keep_in_flight"])
+async def test_real_vllm_computes_a_cached_prefix_again_after_an_update(live, kv: KV) -> None:
     """Logprobs equal those of the model under the version that each token claims, and not those before."""
     one, long = SamplingParams(max_tokens=1, temperature=0, detokenize=False), LONG
     before = (await live.engine.sample(PREFIX, 1, one))[0]
     running = asyncio.create_task(live.engine.sample(PREFIX, 2, long))
     await asyncio.sleep(0.2)
-    await live.update(changed(live.history.latest, 31))
+    await live.update(changed(live.history.latest, 31), kv)
     after = (await live.engine.sample(PREFIX, 1, one))[0]
     assert after.logprobs != before.logprobs
     for sample in (after, *await running):
