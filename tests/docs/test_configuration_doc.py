@@ -40,7 +40,8 @@ def keys(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[tuple
             value = section.model_construct().model_dump(mode="json", include={name})[name]
             default = yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
         yield prefix + name, default, annotation
-        for inner in typing.get_args(annotation):
+        kinds = typing.get_args(annotation)
+        for inner in kinds if type(None) in kinds else ():  # a section that may be absent
             if isinstance(inner, type) and issubclass(inner, Section):
                 yield from keys(inner, f"{prefix}{name}.")
 

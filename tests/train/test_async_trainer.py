@@ -99,11 +99,11 @@ async def test_groups_without_a_difference_are_trained_on_and_teach_nothing(mode
 
     config = config_of(model, train={"steps": 3})
     learner = learner_of(config)
-    before = {name: tensor.clone() for name, tensor in learner.weights()}
+    before = {name: tensor.clone() for name, tensor in learner.learner.weights(None)}
     folder = RunFolder.create(tmp_path, config)
     summary = await run_on_sim(config, folder, environment=AllTheSame(), learner=learner)
     assert [row["zero_variance_share"] for row in folder.metrics()] == [1.0, 1.0, 1.0]
-    assert all(torch.equal(before[name], tensor) for name, tensor in learner.weights())
+    assert all(torch.equal(before[name], tensor) for name, tensor in learner.learner.weights(None))
     assert summary.updates == 3
     assert summary.accuracy_after == 0.0
 
@@ -180,6 +180,22 @@ async def test_a_run_that_was_cut_off_and_resumed_equals_one_that_was_not(model:
     assert summary.unconsumed_tokens == 0
     assert reporter.events[:2] == [("phase", "resume"), ("eval", ("before", cut.evaluations()[0]))]
     assert [r.step for r in cut.trajectories()] == [r.step for r in whole.trajectories()]
+
+
+async def test_a_run_of_a_merged_adapter_is_resumed_from_the_adapter_alone(model: Path, tmp_path: Path) -> None:
+    lora = {"rank": 2, "merge": True}
+
+    def config(steps: int) -> RunConfig:
+        return config_of(model, train={"steps": steps, "max_staleness": 0, "checkpoint_every": 2, "lora": lora})
+
+    whole = RunFolder.create(tmp_path / "whole", config(4))
+    await run_on_sim(config(4), whole)
+    folder = RunFolder.create(tmp_path / "parts", config(2))
+    await run_on_sim(config(2), folder)
+    await run_on_sim(config(4), folder, resume=True)
+    assert what_counts(folder) == what_counts(whole)
+    assert [row["version"] for row in whole.metrics()] == [2, 3, 4, 5], "1 is the adapter as it was created"
+    assert all(row["learner/grad_norm"] > 0 for row in whole.metrics())
 
 
 async def test_a_run_that_ended_can_be_taken_further(model: Path, tmp_path: Path) -> None:

@@ -18,13 +18,14 @@ from in_process_engine import InProcessEngine
 from training_setup import Characters, Letters, config_of
 
 from penstock.config import RunConfig
+from penstock.engine.interface import Engine
 from penstock.errors import StateError
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
 from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.train.async_trainer import train
 from penstock.train.checkpoint import LearnerState
-from penstock.types import Sample, SamplingParams, Trajectory
+from penstock.types import Sample, SamplingParams, Trajectory, UpdateReport
 
 
 class CountingLearner:
@@ -39,8 +40,8 @@ class CountingLearner:
         self.version += 1
         return {}
 
-    def weights(self) -> list[tuple[str, torch.Tensor]]:
-        return []
+    async def put_in_force(self, engine: Engine) -> UpdateReport:
+        return await engine.update_weights([], version=self.version)
 
     def state(self) -> LearnerState:
         return LearnerState({"x": torch.zeros(1)}, {"version": self.version})

@@ -282,21 +282,21 @@ def test_a_bf16_checkpoint_is_served_in_the_dtypes_that_it_has(micro_model: str,
     with safe_open(f"{folder}/model.safetensors", "pt") as file:
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16, torch.float32}
-    served = dict(learner.weights())
+    served = dict(learner.learner.weights(None))
     assert {name: tensor.dtype for name, tensor in served.items()} == {name: t.dtype for name, t in stored.items()}
     assert all(torch.equal(served[name], stored[name]) for name in stored)
     assert {tensor.dtype for _, tensor in held(learner).items()} == {torch.float32}
-    check_as_an_engine_does(folder, learner.weights())
+    check_as_an_engine_does(folder, learner.learner.weights(None))
     with pytest.raises(WeightsError, match="is float32; the engine takes bfloat16"):
         check_as_an_engine_does(folder, held(learner).items())
 
 
 def test_a_step_is_served_from_the_same_memory(micro_model: str, tmp_path: Path):
     learner = learner_of(save_as_bf16(micro_model, tmp_path), served_dtype="auto", learning_rate=1e-2)
-    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in learner.weights()}
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in learner.learner.weights(None)}
     learner.step(trajectories_of(learner))
     masters = held(learner)
-    for name, tensor in learner.weights():
+    for name, tensor in learner.learner.weights(None):
         place, value = before[name]
         assert tensor.data_ptr() == place
         assert torch.equal(tensor, masters[name].to(tensor.dtype))
@@ -307,18 +307,18 @@ def test_a_step_is_served_from_the_same_memory(micro_model: str, tmp_path: Path)
 def test_where_the_dtypes_agree_nothing_is_copied(micro_model: str, served_dtype: ServedDtype):
     learner = learner_of(micro_model, served_dtype=served_dtype)
     live = {name: tensor.data_ptr() for name, tensor in held(learner).items()}
-    assert {name: tensor.data_ptr() for name, tensor in learner.weights()} == live
+    assert {name: tensor.data_ptr() for name, tensor in learner.learner.weights(None)} == live
 
 
 @pytest.mark.parametrize("save", [save_moe, save_routed])
 def test_experts_and_buffers_are_served_as_their_checkpoint_has_them(save: Callable[[Path], Path], tmp_path: Path):
     learner = learner_of(str(save(tmp_path / "model")))
-    check_as_an_engine_does(str(tmp_path / "model"), learner.weights())
+    check_as_an_engine_does(str(tmp_path / "model"), learner.learner.weights(None))
 
 
 def test_a_given_dtype_is_that_of_every_tensor(micro_model: str):
     learner = learner_of(micro_model, served_dtype="bfloat16")
-    assert {tensor.dtype for _, tensor in learner.weights()} == {torch.bfloat16}
+    assert {tensor.dtype for _, tensor in learner.learner.weights(None)} == {torch.bfloat16}
 
 
 def test_without_headers_the_config_says_what_is_served(micro_model: str, tmp_path: Path):
@@ -327,8 +327,8 @@ def test_without_headers_the_config_says_what_is_served(micro_model: str, tmp_pa
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
     learner = learner_of(folder, served_dtype="auto")
-    assert {tensor.dtype for _, tensor in learner.weights()} == {torch.bfloat16}
-    check_as_an_engine_does(folder, learner.weights())
+    assert {tensor.dtype for _, tensor in learner.learner.weights(None)} == {torch.bfloat16}
+    check_as_an_engine_does(folder, learner.learner.weights(None))
 
 
 @pytest.mark.parametrize(

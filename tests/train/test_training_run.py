@@ -126,7 +126,7 @@ def test_the_demo_sends_the_tensors_that_it_trains() -> None:
     demo = load_config(ROOT / "examples" / "DEMO.yaml", [f"engine.model={ROOT / 'examples/models/sorter-0.8m'}"])
     learner = _learner(demo)
     live = {name: parameter.data_ptr() for name, parameter in learner.learner.policy.model.named_parameters()}
-    assert {name: tensor.data_ptr() for name, tensor in learner.weights()} == live
+    assert {name: tensor.data_ptr() for name, tensor in learner.learner.weights(None)} == live
 
 
 def test_sampling_that_the_loss_does_not_correct_for_is_refused_before_anything_starts() -> None:

@@ -17,7 +17,7 @@ from penstock.sim.server import SimServer
 from penstock.sim.tokens import decode, encode
 from penstock.train.async_trainer import train
 from penstock.train.grpo import Trainee
-from penstock.train.learner import LocalLearner
+from penstock.train.run import _learner
 from penstock.types import SamplingParams, UpdateReport
 
 VOCAB = 96
@@ -114,8 +114,7 @@ def config_of(model: Path | str, **changes: Mapping[str, Any]) -> RunConfig:
 
 def learner_of(config: RunConfig) -> Trainee:
     """A fresh learner, as the command line builds it."""
-    learner = LocalLearner(config.engine.model, config.train, seed=config.seed)
-    return Trainee(learner, config.train, config.rollout.temperature, config.rollout.max_tokens)
+    return _learner(config)
 
 
 async def run_on_sim(

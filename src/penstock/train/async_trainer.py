@@ -133,13 +133,13 @@ class _Run:
         served, wanted = self.client.weight_version, self.learner.version
         if served == wanted == 0:
             return
-        if served >= wanted:
+        if served >= wanted and self.learner.served_adapter is None:
             raise StateError(
                 f"the engines serve weight version {served} and the learner starts at {wanted}: a run needs engines "
                 "freshly loaded from the model; restart them"
             )
-        log.info("taking up the run after step %d", self.progress.step)
-        await _to_the_end(self.client.update_weights(self.learner.weights(), version=wanted))
+        log.info("putting version %d in force, after step %d", wanted, self.progress.step)
+        await _to_the_end(self.learner.put_in_force(self.client))
 
     async def evaluate_if_due(self) -> None:
         """Measure held-out accuracy of the weights in force: before, after, and every `eval.every` steps."""
@@ -199,7 +199,7 @@ class _Run:
         with self.watch.measure("training"):
             learned = await _to_the_end(asyncio.to_thread(self.learner.step, batch))
         with self.watch.measure("update"):
-            report = await _to_the_end(self.client.update_weights(self.learner.weights(), version=self.learner.version))
+            report = await _to_the_end(self.learner.put_in_force(self.client))
         if self.config.train.max_staleness:  # a synchronous run has nothing to do while rollouts go on
             self.pacer.busy_s = time.monotonic() - began
         self.window.commit(self.learner.version)

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.config import TrainConfig
+from penstock.engine.interface import Engine
 from penstock.errors import StateError, UserError
 from penstock.train.advantages import ADVANTAGES, group_indices
 from penstock.train.checkpoint import LearnerState
 from penstock.train.interface import AdamSpec, Datum, Learner, Outputs
 from penstock.train.losses import LOG_RATIO_LIMIT, Limits, LossSpec
-from penstock.types import Trajectory
+from penstock.types import Trajectory, UpdateReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class Trainee:
         temperature: of sampling.
         max_tokens: generation budget; the constant that Dr. GRPO divides by.
         adapter: name of the adapter; None: the base's weights.
+        merge: engines get the base's weights with the adapter in them, and no adapter.
     """
 
     learner: Learner
@@ -42,11 +45,27 @@ class Trainee:
     temperature: float = 1.0
     max_tokens: int = 1
     adapter: str | None = None
+    merge: bool = False
 
     @property
     def version(self) -> int:
-        """Version of the weights held: 0 as loaded, +1 for each step."""
+        """Version of what is held: of weights 0 as loaded, of an adapter 1 as created; +1 for each step."""
         return self.learner.versions[self.adapter]
+
+    @property
+    def served_adapter(self) -> str | None:
+        """What requests name to be answered by it; None: the engines' own weights."""
+        return None if self.merge else self.adapter
+
+    async def put_in_force(self, engine: Engine) -> UpdateReport:
+        """Have engines serve what is held: all weights, or the adapter's tensors alone."""
+        if self.adapter is None:
+            return await engine.update_weights(self.learner.weights(None), version=self.version)
+        if self.merge:
+            return await engine.update_weights(self.learner.merged_weights(self.adapter), version=self.version)
+        tensors, config = self.learner.weights(self.adapter), self.learner.adapter_config(self.adapter)
+        adapters: Any = engine
+        return await adapters.update_adapter(self.adapter, tensors, config=config, version=self.version)
 
     def step(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Do one optimiser step on the batch; `version` goes up by one.
@@ -90,10 +109,6 @@ class Trainee:
             "seconds": seconds,
             "tokens_per_second": tokens / seconds,
         }
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Learner.weights`."""
-        return self.learner.weights(self.adapter)
 
     def state(self) -> LearnerState:
         """See `Learner.state`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -18,6 +19,7 @@ from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.train.async_trainer import train
 from penstock.train.grpo import Trainee
+from penstock.train.interface import LoraSpec
 from penstock.train.learner import LocalLearner, ServedDtype
 from penstock.train.resume import check as check_resume
 from penstock.types import SamplingParams
@@ -87,6 +89,7 @@ async def _run(
     loading = asyncio.create_task(asyncio.to_thread(_learner, config))
     try:
         async with opening as fleet:
+            trainee = await loading
             generator = SingleTurnGenerator(
                 fleet,
                 tokenizer,
@@ -97,7 +100,7 @@ async def _run(
             training = train(
                 config,
                 fleet,
-                learner=await loading,
+                learner=trainee,
                 generator=generator,
                 environment=environment,
                 folder=folder,
@@ -112,7 +115,12 @@ async def _run(
 
 def _learner(config: RunConfig) -> Trainee:
     learner = LocalLearner(config.engine.model, config.train, seed=config.seed, served_dtype=_served_dtype(config))
-    return Trainee(learner, config.train, config.rollout.temperature, config.rollout.max_tokens)
+    trainee = Trainee(learner, config.train, config.rollout.temperature, config.rollout.max_tokens)
+    if (lora := config.train.lora) is None:
+        return trainee
+    flags = {name: getattr(lora, name) for name in ("train_attn", "train_mlp", "train_unembed")}
+    learner.create_adapter(lora.name, LoraSpec(lora.rank, lora.alpha, seed=config.seed, **flags))
+    return replace(trainee, adapter=lora.name, merge=lora.merge)
 
 
 def _served_dtype(config: RunConfig) -> ServedDtype:
