@@ -329,6 +329,11 @@ class TrainConfig(Section):
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     correction: Literal["tis", "mis", "icepop", "dppo", "sequence_mask", "none"] = "tis"
     """Of tokens that older weights made; see `penstock.train.losses`. `none` needs `max_staleness: 0`."""
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Of the KL divergence from the model that the run starts from, added to the loss; without `lora` that takes a
+    second copy of the model."""
+    entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Of the policy's entropy, taken from the loss."""
     importance_cap: Annotated[float, Field(gt=0)] = 2.0
     """`tis`: truncation of the trainer/engine importance weight."""
     ratio_band: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(ge=1)]] = (0.5, 5.0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from penstock.config import TrainConfig
 from penstock.engine.interface import Engine
 from penstock.errors import StateError, UserError
 from penstock.train.advantages import ADVANTAGES, group_indices
+from penstock.train.batching import collate
 from penstock.train.checkpoint import LearnerState
 from penstock.train.interface import AdamSpec, Datum, Learner, Outputs
-from penstock.train.losses import LOG_RATIO_LIMIT, Limits, LossSpec
+from penstock.train.losses import DROP_NOTHING, LOG_RATIO_LIMIT, LOSSES, Limits, LossSpec
 from penstock.types import Trajectory, UpdateReport
 
 
@@ -38,6 +39,7 @@ class Trainee:
         max_tokens: generation budget; the constant that Dr. GRPO divides by.
         adapter: name of the adapter; None: the base's weights.
         merge: engines get the base's weights with the adapter in them, and no adapter.
+        reference: holds the model that `kl_coefficient` compares with; None: the base without the adapter.
     """
 
     learner: Learner
@@ -46,6 +48,7 @@ class Trainee:
     max_tokens: int = 1
     adapter: str | None = None
     merge: bool = False
+    reference: Learner | None = None
 
     @property
     def version(self) -> int:
@@ -70,14 +73,14 @@ class Trainee:
     def step(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Do one optimiser step on the batch; `version` goes up by one.
 
-        The gradient is divided by what the loss and its correction kept. The engine's logprobs are the behaviour
-        policy: there is no second forward pass for them.
+        The gradient of each part of the loss is divided by what that part kept of the whole batch. The engine's
+        logprobs are the behaviour policy: there is no second forward pass for them.
 
         Returns:
-            `loss`, `grad_norm` (before clipping), `reward_mean`, `tokens` (prompt and response), `seconds`,
-            `tokens_per_second`, `trajectories_without_advantage` (fraction); over the policy's tokens the means of
-            `LossOutput.metrics` and `entropy` (nats), `ratio_p1`, `ratio_p50`, `ratio_p99`, `ratio_max` and
-            `effective_sample_share`; and of
+            `loss`, and of several parts `loss_kl` and `loss_entropy` without their coefficients; `grad_norm` (before
+            clipping), `reward_mean`, `tokens` (prompt and response), `seconds`, `tokens_per_second`,
+            `trajectories_without_advantage` (fraction); over the policy's tokens the means of `LossOutput.metrics` and
+            `entropy` (nats), `ratio_p1`, `ratio_p50`, `ratio_p99`, `ratio_max` and `effective_sample_share`; and of
             |trainer logprob - engine logprob| over the policy's tokens: `logprob_diff_mean`, for each staleness s
             `logprob_diff_staleness/s` (mean), and for tokens of the version held before the step
             `logprob_diff_equal_tokens` (count) and `logprob_diff_max_equal`, the latter absent where the count is 0.
@@ -92,14 +95,16 @@ class Trainee:
         groups_N = group_indices([t.group_id for t in trajectories])
         advantages_N = ADVANTAGES[self.config.advantage](rewards_N, groups_N).float()
         data = [datum_of(t, advantage) for t, advantage in zip(trajectories, advantages_N.tolist(), strict=True)]
+        if self.config.kl_coefficient:
+            data = self._with_reference(data)
         version = self.version
-        outputs = self.learner.forward_backward(self.adapter, self._loss(), data)
-        loss, grad_norm = self._optimise(outputs)
+        outputs = self.learner.forward_backward(self.adapter, self._loss(data), data)
+        losses, grad_norm = self._optimise(outputs)
         means = {name: total / policy_tokens for name, total in outputs.metrics.items()}
         tokens = sum(len(t.prompt_ids) + len(t.response_ids) for t in trajectories)
         seconds = time.perf_counter() - started
         return {
-            "loss": loss,
+            **losses,
             **means,
             **_logprob_metrics(outputs, data, trajectories, version),
             "grad_norm": grad_norm,
@@ -118,7 +123,19 @@ class Trainee:
         """See `Learner.load_state`."""
         self.learner.load_state(self.adapter, state)
 
-    def _loss(self) -> LossSpec:
+    def _with_reference(self, data: Sequence[Datum]) -> list[Datum]:
+        """Add the reference policy's logprobs."""
+        found = (self.reference or self.learner).forward(None, LossSpec({}, temperature=self.temperature), data)
+        return [replace(datum, reference=row) for datum, row in zip(data, found.logprobs, strict=True)]
+
+    def _coefficients(self) -> dict[str, float]:
+        """Return the parts of the loss, the policy's first, with their coefficients."""
+        config = self.config
+        others = {"kl": config.kl_coefficient, "entropy": config.entropy_coefficient}
+        return {config.loss: 1.0} | {part: factor for part, factor in others.items() if factor}
+
+    def _loss(self, data: Sequence[Datum]) -> LossSpec:
+        """Return what to evaluate. Divided by the policy part's denominator, each part is divided by its own."""
         config = self.config
         limits = Limits(
             low=config.clip_low,
@@ -130,13 +147,24 @@ class Trainee:
             sequence_gap=config.sequence_gap,
             max_tokens=self.max_tokens,
         )
-        return LossSpec({config.loss: 1.0}, limits, self.temperature)
+        spec = LossSpec(self._coefficients(), limits, self.temperature)
+        if len(spec.parts) == 1:
+            return spec
+        if config.correction in DROP_NOTHING:
+            found = known_denominators(spec, data)
+        else:
+            found = self.learner.forward(self.adapter, spec, data).denominators
+        whole = max(found[config.loss], 1.0)
+        return replace(
+            spec, parts={part: factor * whole / max(found[part], 1.0) for part, factor in spec.parts.items()}
+        )
 
-    def _optimise(self, outputs: Outputs) -> tuple[float, float]:
-        """Take the optimiser's step: the batch's loss, and the norm of its gradient."""
+    def _optimise(self, outputs: Outputs) -> tuple[dict[str, float], float]:
+        """Take the optimiser's step: the batch's loss and those of its other parts, and the norm of the gradient."""
         config = self.config
-        denominator = max(outputs.denominators[config.loss], 1.0)
-        loss = outputs.losses[config.loss] / denominator
+        coefficients = self._coefficients()
+        means = {part: outputs.losses[part] / max(outputs.denominators[part], 1.0) for part in coefficients}
+        loss = sum(factor * means[part] for part, factor in coefficients.items())
         adam = AdamSpec(
             learning_rate=config.learning_rate,
             beta1=config.adam_betas[0],
@@ -146,11 +174,21 @@ class Trainee:
         )
         try:
             # A loss that is no number may leave a finite gradient; scaled by NaN it is refused like one that is not.
-            scale = 1 / denominator if math.isfinite(loss) else math.nan
+            scale = 1 / max(outputs.denominators[config.loss], 1.0) if math.isfinite(loss) else math.nan
             figures = self.learner.optim_step(self.adapter, adam, scale=scale)
         except StateError as error:
             raise StateError(f"step {self.version + 1} has loss {loss} and {error}") from error
-        return loss, figures.grad_norm
+        return {"loss": loss} | {
+            f"loss_{part}": means[part] for part in means if part != config.loss
+        }, figures.grad_norm
+
+
+def known_denominators(spec: LossSpec, data: Sequence[Datum]) -> dict[str, float]:
+    """Return the denominators of data of which the correction drops nothing, whatever the policy."""
+    batch = collate([datum for datum in data if any(datum.weights)], spec)
+    behaviour_K = batch.behaviour_B_T[batch.present_B_T]
+    terms = batch.terms(behaviour_K, torch.zeros_like(behaviour_K))
+    return {part: float(LOSSES[part](terms, spec.limits).denominator) for part in spec.parts}
 
 
 def datum_of(trajectory: Trajectory, advantage: float) -> Datum:

@@ -190,6 +190,8 @@ CORRECTIONS: Mapping[str, Callable[[LossTerms, Limits], Corrected]] = {
     "none": no_correction,
 }
 """By the name that `train.correction` has in the config."""
+DROP_NOTHING = {"tis", "none"}
+"""Corrections under which denominators do not depend on the policy."""
 
 
 def _inside(ratio: Tensor, limits: Limits) -> Tensor:

@@ -117,6 +117,9 @@ def _learner(config: RunConfig) -> Trainee:
     learner = LocalLearner(config.engine.model, config.train, seed=config.seed, served_dtype=_served_dtype(config))
     trainee = Trainee(learner, config.train, config.rollout.temperature, config.rollout.max_tokens)
     if (lora := config.train.lora) is None:
+        if config.train.kl_coefficient:
+            reference = LocalLearner(config.engine.model, config.train, seed=config.seed)
+            trainee = replace(trainee, reference=reference)
         return trainee
     flags = {name: getattr(lora, name) for name in ("train_attn", "train_mlp", "train_unembed")}
     learner.create_adapter(lora.name, LoraSpec(lora.rank, lora.alpha, seed=config.seed, **flags))
