@@ -22,9 +22,10 @@ from penstock.config import TrainConfig
 from penstock.errors import CheckpointError, StateError, UserError
 from penstock.train.batching import MicroBatch, micro_batches
 from penstock.train.checkpoint import LearnerState
+from penstock.train.fit import check_fits
 from penstock.train.interface import AdamSpec, Datum, Learner, LoraSpec, Outputs, StepFigures
 from penstock.train.losses import LOSSES, LossSpec
-from penstock.train.policy_model import PolicyModel
+from penstock.train.policy_model import PolicyModel, compute_dtype
 from penstock.weights.checkpoint_names import checkpoint_tensors, is_adapter, plain_name
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class LocalLearner(Learner):
         served_dtype: what engines take (`weights`); `auto`: of each tensor that of the checkpoint.
 
     Raises:
-        ConfigError: see `PolicyModel`.
+        ConfigError: see `check_fits` and `PolicyModel`.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class LocalLearner(Learner):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._use_threads()
         torch.manual_seed(seed)
+        check_fits(model_path, config, self.device, frozen_bytes=compute_dtype(config, self.device).itemsize)
         self.policy = PolicyModel(model_path, config, self.device)
         self._stored_dtypes = _stored_dtypes(model_path) if served_dtype == "auto" else {}
         self._served_dtype = _config_dtype(model_path) if served_dtype == "auto" else getattr(torch, served_dtype)
