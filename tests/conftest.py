@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from http_engine import HTTPEngine
     from nano_models import History
     from penstock.engine.launch import EngineProcess
-    from penstock.engine.single import HTTPEngine
     from penstock.types import KV
 
 # Models here are so small that a second thread costs more than it gives; before torch is imported.
@@ -76,9 +76,9 @@ def nano_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 async def live(nano_path: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LiveEngine]:
     """One real engine on the nano checkpoint."""
+    from http_engine import HTTPEngine
     from penstock.config import EngineConfig
     from penstock.engine.launch import EngineProcess
-    from penstock.engine.single import HTTPEngine
 
     # The same tests run on a GPU machine: PENSTOCK_TEST_ENGINE='{"profile": "gpu", "extra_args": {...}}'.
     given = json.loads(os.environ.get("PENSTOCK_TEST_ENGINE", '{"profile": "cpu"}'))

@@ -13,9 +13,9 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM
 
+from http_engine import HTTPEngine
 from nano_models import History, changed
 from penstock import Fleet
-from penstock.engine.single import HTTPEngine
 from penstock.fleet.member import State
 from penstock.http import HttpTransport
 from penstock.types import Sample, SamplingParams

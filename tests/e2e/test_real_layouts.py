@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from http_engine import HTTPEngine
 from nano_models import History, changed, save_moe
 from penstock import Fleet
 from penstock.config import EngineConfig
 from penstock.engine.launch import EngineProcess, server_command
-from penstock.engine.single import HTTPEngine
 from penstock.errors import ConfigError, EngineHTTPError
 from penstock.types import Sample, SamplingParams
 from penstock.weights.checkpoint_names import checkpoint_tensors

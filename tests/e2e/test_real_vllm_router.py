@@ -9,9 +9,9 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
+from http_engine import HTTPEngine
 from nano_models import changed
 from penstock import Fleet
-from penstock.engine.single import HTTPEngine
 from penstock.types import Sample, SamplingParams
 from vllm_router_server import installed, vllm_router
 

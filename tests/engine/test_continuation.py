@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.single import HTTPEngine
+from http_engine import HTTPEngine
 from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, RequestError, StateError
 from penstock.sim.config import SimConfig
 from penstock.sim.faults import Fault, FaultKind, Phase

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from penstock.engine.single import HTTPEngine
+from http_engine import HTTPEngine
 from penstock.errors import DeadlineError, RequestError, StateError, WeightsError
 from penstock.sim.config import SimConfig
 from penstock.sim.faults import Fault, FaultKind, Phase

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import penstock
+from http_engine import HTTPEngine
 from penstock import Fleet
 from penstock.cli.status import _cells, _collect
-from penstock.engine.single import HTTPEngine
 from penstock.errors import EngineError, MissingCapabilityError
 from penstock.sim.config import SimConfig
 from penstock.sim.faults import Fault, FaultKind, Phase
@@ -220,4 +220,4 @@ def test_it_plugs_in_where_servers_of_others_join_and_nowhere_else() -> None:
         for file in source.rglob("*.py")
         if room not in file.parents and "penstock.engine.vanilla" in file.read_text()
     }
-    assert users == {"engine/single.py", "fleet/attach.py", "fleet/remote.py", "cli/status.py"}
+    assert users == {"fleet/attach.py", "fleet/remote.py", "cli/status.py"}

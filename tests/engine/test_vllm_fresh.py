@@ -10,10 +10,10 @@ import asyncio
 import pytest
 from transformers import AutoModelForCausalLM
 
+from http_engine import HTTPEngine
 from nano_models import changed, logprobs_of, save_moe
 from penstock.config import EngineConfig
 from penstock.engine.launch import EngineProcess
-from penstock.engine.single import HTTPEngine
 from penstock.types import SamplingParams
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from sim_fleets import CONTEXT, check, in_flight, made, samples_of
 
+from http_engine import HTTPEngine
 from penstock import Fleet, GenerateBatch, SamplingParams
-from penstock.engine.single import HTTPEngine
 from penstock.errors import EngineHTTPError, RequestError, UserError
 from penstock.sim.tokens import verify
 

@@ -10,8 +10,8 @@ import torch
 from fleet_fakes import Bench
 from sim_fleets import SIM, check, generated, in_flight
 
+from http_engine import HTTPEngine
 from penstock import Fleet, SamplingParams
-from penstock.engine.single import HTTPEngine
 from penstock.errors import MissingCapabilityError, RequestError, UserError
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer

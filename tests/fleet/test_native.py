@@ -9,9 +9,9 @@ import torch
 from fleet_fakes import Bench
 from sim_fleets import SIM, check_serves
 
+from http_engine import HTTPEngine
 from penstock import Fleet
 from penstock.engine.capabilities import PENSTOCK, Capabilities
-from penstock.engine.single import HTTPEngine
 from penstock.errors import EngineHTTPError, MissingCapabilityError, UserError
 from penstock.fleet.member import State
 from penstock.sim.config import SimConfig

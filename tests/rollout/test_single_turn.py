@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.single import HTTPEngine
+from http_engine import HTTPEngine
 from penstock.errors import ConfigError, PenstockError, RequestError
 from penstock.rollout.char_tokenizer import save_char_tokenizer
 from penstock.rollout.environment import Environment, Task

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from http_engine import HTTPEngine
 from penstock.config import RunConfig
-from penstock.engine.single import HTTPEngine
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
 from penstock.rollout.environment import Environment, Task

@@ -45,7 +45,7 @@ class DataClient:
         routed: a router may place the requests by shared prefixes. Hashing a prompt of 32k tokens takes 1 ms.
 
     Attributes:
-        state: what its requests share. `fleet` and `HTTPEngine` replace its `unreported` for vLLM without our plugin.
+        state: what its requests share. `fleet` replaces its `unreported` for vLLM without our plugin.
         kept: returns the weight versions whose update kept the KV cache.
     """
 

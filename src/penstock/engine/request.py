@@ -42,7 +42,7 @@ IDLE_ABORT_S = 0.1
 """Wait before a request is sent again that an engine has aborted twice without a token."""
 NO_REPORTS = (
     "answered without progress reports, so it runs without Penstock's plugin; attach it to a fleet "
-    "(docs/how-to/other-servers.md) or connect to it by HTTPEngine"
+    "(docs/how-to/other-servers.md)"
 )
 
 
