@@ -10,6 +10,7 @@ import pytest
 
 from penstock.config import PolicyName, RouterConfig, load_config, validate
 from penstock.errors import ConfigError
+from penstock.rooms import plugged_in
 from penstock.router.policies import (
     POLICIES,
     Defer,
@@ -37,7 +38,7 @@ def resident(*tokens: int, **columns: Sequence[float]) -> tuple[EngineView, ...]
 
 
 def policy(name: str, **options: float) -> Policy:
-    return POLICIES[name](PolicyOptions(**options))
+    return plugged_in(f"policy.{name}")(PolicyOptions(**options))
 
 
 def choose(
