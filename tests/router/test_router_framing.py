@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import httptools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,42 +70,6 @@ def test_any_split_finds_the_same_end_and_payload(body: tuple[bytes, bytes], aft
     assert consumed == len(wire)
     assert b"".join(pieces) == payload
     assert reader.size == len(wire)
-
-
-class _Complete:
-    def __init__(self) -> None:
-        self.body = b""
-        self.done = False
-
-    def on_body(self, body: bytes) -> None:
-        self.body += body
-
-    def on_message_complete(self) -> None:
-        self.done = True
-
-
-@settings(max_examples=400, deadline=None)
-@given(
-    chunked_bodies(), st.lists(st.tuples(st.integers(0, 200), st.sampled_from(list(b"\r\n 0a;:\x00g-"))), max_size=3)
-)
-def test_what_is_accepted_means_the_same_to_llhttp(body: tuple[bytes, bytes], changes: list[tuple[int, int]]) -> None:
-    wire = bytearray(body[0])
-    for at, byte in changes:
-        wire[at % len(wire)] = byte
-    pieces: list[bytes] = []
-    reader = ChunkedReader(pieces)
-    try:
-        end = reader.feed(bytes(wire))
-    except FramingError:
-        return
-    if not reader.done:
-        return
-    events = _Complete()
-    parser = httptools.HttpRequestParser(events)
-    parser.feed_data(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
-    parser.feed_data(bytes(wire[:end]))
-    assert events.done
-    assert events.body == b"".join(pieces)
 
 
 def test_length_ends_where_it_says() -> None:

@@ -10,14 +10,14 @@ import asyncio
 import random
 from collections import Counter
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import h11
 import httptools
 import pytest
 import router_rig
 from starlette.routing import Match, Route
-from test_router_splits import Pair, Wire, cut, read
+from test_router_splits import Message, Pair, Wire, by_h11, cut, read
 
 from penstock.router.access import CONTROL_PATHS, DATA_PATHS, PRIVATE_PATHS
 from penstock.router.head import CHUNKED, UNTIL_CLOSE, RequestHead, parse_request, parse_response
@@ -45,16 +45,8 @@ ODD = [
     b":", b";", b",", b"=", b'"', b"\\", b"%0a", b"%2e", b"//", b"/./", b"/../", b"#", b"?", b"0", b"1", b"9", b"a",
     b"f", b"-", b"+", b"x", b"HTTP/1.0", b"HTTP/1.1", b"0x", b"close", b"chunked", b"Content-Length: 3\r\n",
     b"Transfer-Encoding: chunked\r\n", b"Connection: ,\r\n", b"GET /pause HTTP/1.1\r\nHost: a\r\n\r\n",
+    b"\r\n folded", b"\r\nBroken", b"\r\nSp : a", b"\r\nA:\x00",
 ]  # fmt: skip
-
-
-class Message(NamedTuple):
-    """A whole request as one reader sees it; names of fields in lower case, in order."""
-
-    method: bytes
-    target: bytes
-    fields: tuple[tuple[bytes, bytes], ...]
-    body: bytes
 
 
 def mutated(rng: random.Random, data: bytes) -> bytes:
@@ -142,32 +134,6 @@ def by_llhttp(data: bytes) -> tuple[list[Message], bool]:
     except (httptools.HttpParserError, httptools.HttpParserUpgrade):
         return callbacks.messages, True
     return callbacks.messages, False
-
-
-def by_h11(data: bytes) -> tuple[list[Message], bool]:
-    """Complete requests, and whether the rest is bad or another protocol."""
-    messages: list[Message] = []
-    connection = h11.Connection(h11.SERVER)
-    connection.receive_data(data)
-    head, body = None, b""
-    try:
-        while True:
-            event = connection.next_event()
-            if isinstance(event, h11.Request):
-                head, body = event, b""
-            elif isinstance(event, h11.Data):
-                body += event.data
-            elif isinstance(event, h11.EndOfMessage) and head is not None:
-                messages.append(Message(head.method, head.target, tuple(head.headers), body))
-                connection.send(h11.Response(status_code=200, headers=[("content-length", "0")]))
-                connection.send(h11.EndOfMessage())
-                if connection.our_state is h11.MUST_CLOSE:
-                    return messages, False
-                connection.start_next_cycle()
-            else:
-                return messages, event is h11.PAUSED
-    except h11.RemoteProtocolError:
-        return messages, True
 
 
 def passed_on(message: Message) -> tuple[tuple[bytes, bytes], ...]:

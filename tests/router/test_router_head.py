@@ -2,10 +2,7 @@ from __future__ import annotations
 
 import re
 
-import httptools
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from penstock.router import head as heads
 from penstock.router.head import CHUNKED, UNTIL_CLOSE, parse_request, parse_response
@@ -227,64 +224,3 @@ def test_no_key_and_no_rank_of_a_client_travels_on() -> None:
     assert parse_request(head).to_engine(b"X-data-parallel-rank: 0\r\n") == (
         b"POST / HTTP/1.1\r\nX-data-parallel-rank: 0\r\nHost: a\r\n\r\n"
     )
-
-
-class _Reference:
-    """What llhttp's callbacks say of a head."""
-
-    def __init__(self) -> None:
-        self.url = b""
-        self.fields: list[tuple[bytes, bytes]] = []
-        self.complete = False
-
-    def on_url(self, url: bytes) -> None:
-        self.url += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.fields.append((name, value))
-
-    def on_headers_complete(self) -> None:
-        self.complete = True
-
-
-LINES = [
-    b"Host: a", b"Content-Length: 5", b"content-length:0", b"Transfer-Encoding: chunked", b"Connection: close",
-    b"Connection: keep-alive, x-a", b"X-A: 1", b"X-Session-ID: s", b"Expect: 100-continue", b" folded", b"Upgrade: h2c",
-    b"X-Weight-Version: 2", b"TE: trailers", b"Broken", b"Sp : a", b"A:\x00", b"A: \xff", b"A:", b"",
-]  # fmt: skip
-
-
-@settings(max_examples=600, deadline=None)
-@given(
-    st.sampled_from(
-        [b"GET / HTTP/1.1", b"POST /a?b HTTP/1.1", b"HEAD / HTTP/1.0", b"PUT  / HTTP/1.1", b"\r\nGET / HTTP/1.1"]
-    ),
-    st.lists(st.sampled_from(LINES), max_size=6),
-    st.lists(st.tuples(st.integers(0, 300), st.integers(0, 255)), max_size=2),
-)
-def test_what_is_accepted_means_the_same_to_llhttp(
-    start: bytes, lines: list[bytes], changes: list[tuple[int, int]]
-) -> None:
-    raw = bytearray(b"\r\n".join([start, *lines]) + b"\r\n\r\n")
-    for at, byte in changes:
-        raw[at % len(raw)] = byte
-    head = bytes(raw[: raw.find(b"\r\n\r\n") + 4])
-    try:
-        request = parse_request(head)
-    except RefusalError:
-        return
-    reference = _Reference()
-    parser = httptools.HttpRequestParser(reference)
-    try:
-        parser.feed_data(request.to_engine())  # what an engine reads
-    except httptools.HttpParserUpgrade:
-        pytest.fail("an upgrade was passed on")
-    assert reference.complete
-    assert (parser.get_method(), reference.url) == (request.method, request.target)
-    names = [name.lower() for name, _ in reference.fields]
-    assert not {b"connection", b"upgrade", b"te", b"expect"} & set(names)
-    assert names.count(b"host") == 1 or not request.http_1_1
-    sizes = [value.strip() for name, value in reference.fields if name.lower() == b"content-length"]
-    chunked = [value for name, value in reference.fields if name.lower() == b"transfer-encoding"]
-    assert len(sizes) + len(chunked) <= 1
-    assert request.length == (CHUNKED if chunked else int(sizes[0]) if sizes else 0)

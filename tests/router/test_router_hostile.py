@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from router_rig import Rig, answer_name, request, rig
 from test_router_framing import BAD_BODIES
-from test_router_head import BAD_HEADS, LINES
+from test_router_head import BAD_HEADS
 
 from penstock.router.exchange import REPLAY_LIMIT
 
@@ -125,6 +125,11 @@ async def test_a_client_that_never_reads_is_given_up(monkeypatch: pytest.MonkeyP
         assert state.engines[0].requests == 1
 
 
+LINES = [
+    b"Host: a", b"Content-Length: 5", b"content-length:0", b"Transfer-Encoding: chunked", b"Connection: close",
+    b"Connection: keep-alive, x-a", b"X-A: 1", b"X-Session-ID: s", b"Expect: 100-continue", b" folded", b"Upgrade: h2c",
+    b"X-Weight-Version: 2", b"TE: trailers", b"Broken", b"Sp : a", b"A:\x00", b"A: \xff", b"A:", b"",
+]  # fmt: skip
 PIECES = [
     *[line + b"\r\n" for line in LINES],
     b"\r\n",
