@@ -24,6 +24,7 @@ from pydantic import (
 
 from penstock.errors import ConfigError
 from penstock.section import Section, read_yaml, validate
+from penstock.types import KV
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -345,6 +346,8 @@ class TrainConfig(Section):
     advantage: Literal["group_norm", "group_mean", "leave_one_out"] = "group_norm"
     max_staleness: Annotated[int, Field(ge=0)] = 2
     """Largest trainer version minus the version that made a token, at the time of training on it."""
+    kv: KV = "keep_in_flight"
+    """Of requests in flight when weights change; see `Engine.update_weights`."""
     micro_batch_tokens: Positive = 16_384
     checkpoint_every: Positive = 20
     threads: Positive | None = None

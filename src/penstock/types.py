@@ -213,6 +213,10 @@ class Sample:
         """Weight version of each token, shape `[len(token_ids)]`."""
         return tuple(span.version for span in self.spans for _ in range(span.start, span.end))
 
+    def kv_kept(self) -> tuple[bool, ...]:
+        """Whether each token attends, or may attend, to KV of older weights, shape `[len(token_ids)]`."""
+        return tuple(span.kv_kept for span in self.spans for _ in range(span.start, span.end))
+
 
 @dataclass(frozen=True, slots=True)
 class GenerateBatch:
@@ -424,8 +428,12 @@ class Trajectory:
     group_id: str
     """Trajectories of one prompt share it; advantages are taken within it."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    kv_kept: tuple[bool, ...] = ()
+    """Of each token of `response_ids`: it attends to KV of older weights. Empty: none does."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.loss_mask), len(self.logprobs), len(self.versions)}
+        if self.kv_kept:
+            lengths.add(len(self.kv_kept))
         if len(lengths) != 1:
             raise ValueError(f"per-token fields of a trajectory differ in length: {sorted(lengths)}")

@@ -245,8 +245,9 @@ def test_the_summary_adds_up_the_rows(tmp_path: Path) -> None:
     rows = [
         row(1, **{"staleness/0": 80, "logprob_difference": 1e-6}),
         row(2, **{"staleness/0": 10, "staleness/1": 60, "logprob_difference": 3e-6, "samples": 30}),
-        row(3, **{"staleness/1": 5, "staleness/2": 4, "multi_version_share": 0.0}),
+        row(3, **{"staleness/1": 5, "staleness/2": 4, "multi_version_share": 0.0, "update/tokens_lost": 40.0}),
     ]
+    rows[0]["update/kept"] = 3
     summary = Summary.of(
         rows,
         name="r",
@@ -258,7 +259,8 @@ def test_the_summary_adds_up_the_rows(tmp_path: Path) -> None:
         seconds={"total": 6.0},
     )
     assert summary.staleness == {0: 95, 1: 65, 2: 4}
-    assert (summary.steps, summary.updates, summary.updates_in_flight, summary.tokens) == (3, 3, 2, 300)
+    assert (summary.steps, summary.updates, summary.updates_in_flight, summary.tokens) == (3, 3, 3, 300)
+    assert summary.tokens_lost == 40.0
     assert summary.tokens_per_second == pytest.approx(50.0)
     assert (summary.bubble_median, summary.bubble_max) == (pytest.approx(0.02), pytest.approx(0.03))
     assert summary.multi_version_share == pytest.approx((5 + 15) / 50)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABCMeta
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from penstock.engine.interface import Engine
-from penstock.types import EngineUpdate, Sample, SamplingParams, SessionId, UpdateReport, VersionSpan
+from penstock.types import KV, EngineUpdate, Sample, SamplingParams, SessionId, TokenLoss, UpdateReport, VersionSpan
 
 NextToken = Callable[[Sequence[int], SamplingParams], tuple[int, float]]
 """Prompt and output so far, and the parameters, to the next token and its logprob."""
@@ -61,11 +62,17 @@ class InProcessEngine(Engine, metaclass=_Concrete):
         return Sample(tuple(ids), "length", tuple(logprobs), tuple(spans))
 
     async def update_weights(
-        self, named_tensors: Iterable[tuple[str, Any]], *, version: int | None = None
+        self, named_tensors: Iterable[tuple[str, Any]], *, version: int | None = None, kv: KV = "recompute"
     ) -> UpdateReport:
+        del kv  # it has none
         tensors = {name: tensor.clone() for name, tensor in named_tensors}
         await self._pause()
         self.tensors = tensors
         self._version = self._version + 1 if version is None else version
         engine = EngineUpdate("here", {"bubble": 0.0}, 0, "")
         return UpdateReport(self._version, 0, {"total": 0.0}, (engine,))
+
+    async def recovered(self, report: UpdateReport, *, timeout_s: float = 60.0) -> UpdateReport:
+        del timeout_s
+        loss = TokenLoss(tokens=10.0 * report.version, seconds=0.1, rate=100.0, back=True)
+        return replace(report, engines=tuple(replace(engine, loss=loss) for engine in report.engines))

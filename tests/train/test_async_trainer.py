@@ -67,6 +67,9 @@ async def test_a_run_trains_on_every_token_once_within_the_bound(model: Path, tm
     assert summary.updates == summary.steps == 8
     assert set(summary.evaluations) == {0, 8}
     assert summary.bubble_max >= summary.bubble_median > 0
+    assert "update/tokens_lost" not in rows[0], "it is of the update of the row before"
+    assert all(row["update/tokens_lost"] >= 0 for row in rows[1:])
+    assert summary.tokens_lost == sum(row["update/tokens_lost"] for row in rows[1:])
     assert set(summary.seconds) == {"waiting", "training", "update", "evaluation", "checkpoint", "total"}
     assert sum(v for k, v in summary.seconds.items() if k != "total") <= summary.seconds["total"]
     assert all(row["tokens_per_second"] == pytest.approx(row["generated_tokens"] / row["seconds/step"]) for row in rows)
@@ -78,7 +81,7 @@ async def test_a_run_trains_on_every_token_once_within_the_bound(model: Path, tm
 
 
 async def test_recorded_tokens_are_those_of_the_version_they_claim(model: Path, tmp_path: Path) -> None:
-    config = config_of(model, train={"steps": 5})
+    config = config_of(model, train={"steps": 5, "kv": "recompute"})  # records do not say which tokens kept their KV
     folder = RunFolder.create(tmp_path, config)
     await run_on_sim(config, folder, sim=replace(SIM, tokens_per_second=300))
     records = folder.trajectories()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -169,6 +170,17 @@ def test_what_the_environment_said_is_context_and_not_learned(micro_model: str):
 
 
 # --- a step -----------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_over_kept_kv_raise_no_alarm(micro_model: str):
+    """The trainer has no KV of older weights, so it differs by right."""
+    learner = learner_of(micro_model)
+    exact = score(learner, [1, 2], [3, 4, 5])
+    far = trajectory([1, 2], [3, 4, 5], logprobs=[exact[0], exact[1] - 3, exact[2] - 3], versions=[0, 0, 0], reward=1)
+    metrics = learner.step([replace(far, kv_kept=(False, True, True)), replace(far, reward=0.0, kv_kept=(True,) * 3)])
+    assert metrics["logprob_diff_staleness/0"] == pytest.approx(0, abs=1e-5)
+    assert (metrics["logprob_diff_equal_tokens"], metrics["kv_kept_share"]) == (1, pytest.approx(5 / 6))
+    assert metrics["logprob_diff_kv_kept"] == pytest.approx((4 * 3 + 0) / 5, abs=1e-5)
 
 
 def test_figures_of_the_logprob_difference_by_staleness(micro_model: str):

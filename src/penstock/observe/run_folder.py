@@ -31,7 +31,11 @@ Keys of a row of metrics.jsonl, all of them numbers; seconds are wall seconds:
     wasted_tokens        tokens generated and thrown away since the run began
     aborted_samples      samples thrown away since the run began, because `abort_generation` cut them
     update/bubble        seconds in which an engine made no token because of the update
-    update/bytes, update/engines, update/failures, update/preempted
+    update/bytes, update/engines, update/failures
+    update/preempted, update/kept
+                         requests in flight whose KV was computed again, and those that kept it
+    update/tokens_lost   tokens that the update of the row before cost: steady rate minus tokens made, until the rate
+                         was back or this row's update came; absent where it is unknown
     update/PHASE         seconds of the fleet's phases: publish, prepare, gate, total
     seconds/waiting, seconds/training, seconds/update
                          the trainer's time: for rollouts, in the learner, for new weights to be in force

@@ -36,6 +36,8 @@ class Summary:
         updates_in_flight: those that found requests in flight on an engine.
         bubble_median: median update bubble in seconds (see `UpdateReport.bubble`).
         bubble_max: the longest.
+        tokens_lost: tokens that the updates cost (see `UpdateReport.tokens_lost`). The last one counts as none, since
+            nothing is trained on after it.
         wasted_tokens: tokens generated and then thrown away. Steps lost to a kill and done again count; what was in
             flight at the kill cannot be known.
         unconsumed_tokens: tokens generated and never trained on because the run ended.
@@ -58,6 +60,7 @@ class Summary:
     updates_in_flight: int
     bubble_median: float
     bubble_max: float
+    tokens_lost: float
     wasted_tokens: int
     unconsumed_tokens: int
     staleness: Mapping[int, int]
@@ -110,9 +113,10 @@ class Summary:
             tokens=tokens,
             tokens_per_second=tokens / step_seconds if step_seconds else 0.0,
             updates=len(rows),
-            updates_in_flight=sum(row["update/preempted"] > 0 for row in rows),
+            updates_in_flight=sum(row["update/preempted"] + row.get("update/kept", 0) > 0 for row in rows),
             bubble_median=statistics.median(bubbles) if bubbles else 0.0,
             bubble_max=max(bubbles, default=0.0),
+            tokens_lost=sum(row.get("update/tokens_lost", 0.0) for row in rows),
             wasted_tokens=wasted_tokens,
             unconsumed_tokens=unconsumed_tokens,
             staleness=_staleness(rows),

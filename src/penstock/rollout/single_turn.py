@@ -90,6 +90,7 @@ class SingleTurnGenerator(Generator):
             reward=self._reward(task, self._tokenizer.decode(sample.token_ids)),
             stop_reason=sample.finish_reason,
             group_id=group_id,
+            kv_kept=sample.kv_kept() if any(span.kv_kept for span in sample.spans) else (),
         )
 
     def _reward(self, task: Task, text: str) -> float:

@@ -112,6 +112,8 @@ class _Run:
     groups: dict[int, asyncio.Task[list[Trajectory]]] = field(init=False)
     """Groups submitted and not yet trained on, by index."""
     pacer: Pacer = field(init=False)
+    recovering: asyncio.Task[UpdateReport] | None = None
+    """Waits for what the last update cost."""
     generated_before: int = field(init=False)
     """`progress.generated_tokens` at the last recorded step."""
 
@@ -168,6 +170,9 @@ class _Run:
             first = errors.exceptions[0]
             log.error("run ended after step %d: %s", self.progress.step, first)  # noqa: TRY400 - it is raised
             raise first from first.__cause__
+        finally:
+            if self.recovering is not None:
+                self.recovering.cancel()
 
     def summarize(self) -> Summary:
         """Write the summary and tell the reporter."""
@@ -206,9 +211,22 @@ class _Run:
         self._submit(rollouts)
         if (warning := logprob_alarm(learned, self.config.train.logprob_alarm)) is not None:
             log.warning("step %d: %s", self.progress.step + 1, warning)
-        self._record(batch, {**batch_metrics(batch, ages), **learner_metrics(learned)}, report)
+        lost = await self._tokens_lost(report)
+        self._record(batch, {**batch_metrics(batch, ages), **learner_metrics(learned), **lost}, report)
         await self._checkpoint_if_due()
         await self.evaluate_if_due()
+
+    async def _tokens_lost(self, report: UpdateReport) -> dict[str, float]:
+        """Return what the update before this one cost, which has ended its measurement, and begin to ask for this."""
+        before, self.recovering = self.recovering, asyncio.create_task(self.client.recovered(report))
+        if before is None:
+            return {}
+        try:
+            lost = (await before).tokens_lost
+        except PenstockError as error:  # a figure is missing, and nothing else
+            log.warning("what the update before step %d cost is unknown: %s", self.progress.step + 1, error)
+            return {}
+        return {} if lost is None else {"update/tokens_lost": lost}
 
     def _submit(self, rollouts: asyncio.TaskGroup) -> None:
         admitted = self.window.take()

@@ -63,9 +63,10 @@ class Trainee:
     async def put_in_force(self, engine: Engine) -> UpdateReport:
         """Have engines serve what is held: all weights, or the adapter's tensors alone."""
         if self.adapter is None:
-            return await engine.update_weights(self.learner.weights(None), version=self.version)
+            return await engine.update_weights(self.learner.weights(None), version=self.version, kv=self.config.kv)
         if self.merge:
-            return await engine.update_weights(self.learner.merged_weights(self.adapter), version=self.version)
+            merged = self.learner.merged_weights(self.adapter)
+            return await engine.update_weights(merged, version=self.version, kv=self.config.kv)
         tensors, config = self.learner.weights(self.adapter), self.learner.adapter_config(self.adapter)
         adapters: Any = engine
         return await adapters.update_adapter(self.adapter, tensors, config=config, version=self.version)
@@ -224,7 +225,15 @@ def _logprob_metrics(
     versions_K = torch.tensor(
         [made_by for t in trajectories for made_by, mask in zip(t.versions, t.loss_mask, strict=True) if mask]
     )
-    return _gap_metrics(log_ratio_K) | _difference_metrics(log_ratio_K.abs(), version - versions_K)
+    kept_K = torch.tensor(
+        [
+            kept
+            for t in trajectories
+            for kept, mask in zip(t.kv_kept or (False,) * len(t.loss_mask), t.loss_mask, strict=True)
+            if mask
+        ]
+    )
+    return _gap_metrics(log_ratio_K) | _difference_metrics(log_ratio_K.abs(), version - versions_K, kept_K)
 
 
 def _gap_metrics(log_ratio_K: Tensor) -> dict[str, float]:
@@ -240,11 +249,20 @@ def _gap_metrics(log_ratio_K: Tensor) -> dict[str, float]:
     return {**quantiles, "ratio_max": float(ordered_K[-1]), "effective_sample_share": share}
 
 
-def _difference_metrics(difference_K: Tensor, staleness_K: Tensor) -> dict[str, float]:
-    """Figures of |trainer - engine logprob| by trainer version minus token version."""
-    equal_K = difference_K[staleness_K == 0]
+def _difference_metrics(difference_K: Tensor, staleness_K: Tensor, kept_K: Tensor) -> dict[str, float]:
+    """Figures of |trainer - engine logprob| by trainer version minus token version.
+
+    Tokens that attend to KV of older weights stand apart: the trainer has no KV of these, so it differs by right.
+    """
     result = {
         "logprob_diff_mean": float(difference_K.mean()),
+        "kv_kept_share": float(kept_K.float().mean()),
+    }
+    if kept_K.any():
+        result["logprob_diff_kv_kept"] = float(difference_K[kept_K].mean())
+    difference_K, staleness_K = difference_K[~kept_K], staleness_K[~kept_K]
+    equal_K = difference_K[staleness_K == 0]
+    result |= {
         "logprob_diff_equal_tokens": float(len(equal_K)),
     }
     if len(equal_K):

@@ -105,6 +105,7 @@ def update_metrics(report: UpdateReport) -> dict[str, float]:
         "update/engines": len(report.engines),
         "update/failures": len(report.failures),
         "update/preempted": sum(engine.preempted for engine in report.engines),
+        "update/kept": sum(engine.kept for engine in report.engines),
         **{f"update/{phase}": seconds for phase, seconds in report.seconds.items()},
     }
 
