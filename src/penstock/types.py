@@ -430,6 +430,8 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     kv_kept: tuple[bool, ...] = ()
     """Of each token of `response_ids`: it attends to KV of older weights. Empty: none does."""
+    turn_rewards: tuple[tuple[int, float], ...] = ()
+    """Of an episode of several turns: the end of each turn in `response_ids`, and its own reward."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.loss_mask), len(self.logprobs), len(self.versions)}

@@ -20,7 +20,7 @@ from penstock.errors import ConfigError, PenstockError, RequestError
 from penstock.rollout.char_tokenizer import save_char_tokenizer
 from penstock.rollout.environment import Environment, Task
 from penstock.rollout.generator import GeneratorInput
-from penstock.rollout.single_turn import SingleTurnGenerator, _Places
+from penstock.rollout.single_turn import Places, SingleTurnGenerator
 from penstock.rollout.tokenizer import load_tokenizer
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
@@ -194,7 +194,7 @@ def test_places_are_never_oversold_and_given_in_order(total: int, wanted: list[i
     order: list[int] = []
     in_use = 0
 
-    async def user(places: _Places, index: int, pauses: int) -> None:
+    async def user(places: Places, index: int, pauses: int) -> None:
         nonlocal in_use
         await places.take(wanted[index])
         order.append(index)
@@ -206,7 +206,7 @@ def test_places_are_never_oversold_and_given_in_order(total: int, wanted: list[i
         places.give_back(wanted[index])
 
     async def run() -> None:
-        places = _Places(total)
+        places = Places(total)
         pauses = [data.draw(st.integers(0, 4)) for _ in wanted]
         async with asyncio.timeout(5), asyncio.TaskGroup() as group:
             for i, n in enumerate(pauses):

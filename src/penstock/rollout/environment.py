@@ -29,9 +29,26 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The environment's answer to a response, in an episode of several turns."""
+    """The environment's answer to a response, in an episode of several turns.
 
-    observation: str
+    Attributes:
+        observation: the next message, as text, or several messages in OpenAI's form.
+        reward: of the response that it answers; the episode's reward is the sum of these and of `Environment.reward`.
+        done: the episode ends, and the observation is not shown to the policy.
+        role: of the message, if the observation is a text.
+    """
+
+    observation: str | Sequence[Mapping[str, Any]] = ""
+    reward: float = 0.0
+    done: bool = False
+    role: Literal["user", "tool"] = "user"
+
+    @property
+    def messages(self) -> list[Mapping[str, Any]]:
+        """The observation in OpenAI's form."""
+        if isinstance(self.observation, str):
+            return [{"role": self.role, "content": self.observation}]
+        return list(self.observation)
 
 
 class Environment(ABC):
@@ -53,13 +70,22 @@ class Environment(ABC):
     def reward(self, task: Task, response_text: str) -> float:
         """Reward of the decoded response, special tokens left out. Never raises for any text a policy could write."""
 
-    async def step(self, task: Task, responses: Sequence[str]) -> Turn | None:
-        """Answer the latest of the policy's `responses`; None ends the episode.
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Functions in OpenAI's form, which the chat template shows to the policy in episodes of several turns."""
 
-        Nothing calls it yet: episodes have one turn so far, and `load_environment` refuses a class that overrides it.
+    async def step(self, task: Task, responses: Sequence[str]) -> Turn | None:
+        """Answer the latest of the policy's `responses`, `[turns so far]`; None ends the episode.
+
+        A class that overrides it has episodes of several turns (`MultiTurnGenerator`). The responses are text with the
+        markers of tool calls; see `penstock.rollout.output_parser`.
         """
         del task, responses
         return None
+
+    @classmethod
+    def has_turns(cls) -> bool:
+        """Whether episodes may have several turns."""
+        return cls.step is not Environment.step
 
 
 def split_of(prompt: str) -> Split:
@@ -138,10 +164,10 @@ def _environment_class(name: str) -> Callable[..., Environment]:
         cls = getattr(importlib.import_module(module_name), class_name)
     if not (isinstance(cls, type) and issubclass(cls, Environment)):
         raise ConfigError(f"environment.name {name!r} is not a subclass of penstock.rollout.environment.Environment")
-    if cls.step is not Environment.step:
+    if cls.has_turns():
         raise ConfigError(
-            f"environment.name {name!r} overrides `step`, and episodes have one turn so far: it would never be called. "
-            "Take it out to train on the first response alone, or play episodes of several turns in a loop of your "
-            "own: one `await fleet.sample(prompt_token_ids, num_samples, params, session_id=...)` for each turn"
+            f"environment.name {name!r} overrides `step`, and a training run plays episodes of one turn so far: it "
+            "would never be called. Take it out, or play the episodes with "
+            "penstock.rollout.multi_turn.MultiTurnGenerator in a loop of your own"
         )
     return cls

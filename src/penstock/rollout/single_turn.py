@@ -42,8 +42,8 @@ class SingleTurnGenerator(Generator):
         self._client = client
         self._tokenizer = tokenizer
         self._environment = environment
-        self._params = _token_space(sampling_params)
-        self._places = _Places(concurrency)
+        self._params = token_space(sampling_params)
+        self._places = Places(concurrency)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -53,7 +53,7 @@ class SingleTurnGenerator(Generator):
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         """Complete every task `num_samples` times and score the completions."""
         given = input_batch.sampling_params
-        params = self._params if given is None else _token_space(given)
+        params = self._params if given is None else token_space(given)
         groups = await all_or_first_error(self._group(input_batch, i, params) for i in range(len(input_batch.tasks)))
         return GeneratorOutput.of([trajectory for group in groups for trajectory in group])
 
@@ -96,11 +96,11 @@ class SingleTurnGenerator(Generator):
     def _reward(self, task: Task, text: str) -> float:
         with user_code(f"the environment's reward of task {task.id!r} failed", PenstockError):
             reward = self._environment.reward(task, text)
-        return _finite(reward, task)
+        return finite_reward(reward, task)
 
 
-def _finite(reward: object, task: Task) -> float:
-    """A reward as Python's float: numpy's and torch's numbers are taken, NaN would spoil the weights in silence."""
+def finite_reward(reward: object, task: Task) -> float:
+    """Return a reward as Python's float, of numpy's and torch's numbers too; PenstockError for NaN."""
     try:
         value = math.nan if isinstance(reward, str) else float(cast("SupportsFloat", reward))
     except (TypeError, ValueError, RuntimeError):  # the last: a tensor of several elements
@@ -110,13 +110,14 @@ def _finite(reward: object, task: Task) -> float:
     return value
 
 
-def _token_space(params: SamplingParams) -> SamplingParams:
+def token_space(params: SamplingParams) -> SamplingParams:
+    """Return the parameters of one sample in tokens; ConfigError for stop strings, which only text has."""
     if params.stop:
         raise ConfigError(f"stop strings {params.stop!r} need text, but rollouts are in tokens: use stop_token_ids")
     return replace(params, n=1, detokenize=False, logprobs=True)
 
 
-class _Places:
+class Places:
     """A semaphore that hands out several places at once, in the order of asking.
 
     A larger request at the head of the queue holds back smaller ones behind it, so that none starves; one larger than

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, RequestError
 
 
 class Tokenizer:
@@ -32,6 +32,49 @@ class Tokenizer:
         return self._tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` can be called."""
+        return bool(self._tokenizer.chat_template)
+
+    def encode_exact(self, text: str) -> list[int]:
+        """Token ids of the text alone, nothing added; text of special tokens becomes their ids."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a whole token, such as `<think>`; None: the vocabulary has no such token."""
+        found = self._tokenizer.convert_tokens_to_ids(token)
+        return found if isinstance(found, int) and found != self._tokenizer.unk_token_id else None
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        opening: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Render a conversation by the model's chat template.
+
+        Args:
+            messages: in OpenAI's form; arguments of tool calls as objects.
+            tools: functions in OpenAI's form.
+            opening: end with the beginning of the assistant's next message.
+            options: further variables of the template.
+
+        Raises:
+            RequestError: the template refuses the messages.
+        """
+        from jinja2 import TemplateError  # noqa: PLC0415 - comes with transformers' templates
+
+        given = list(tools) or None
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages), tools=given, tokenize=False, add_generation_prompt=opening, **(options or {})
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise RequestError(f"the chat template refuses these messages: {error}") from error
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:

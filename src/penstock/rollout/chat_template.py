@@ -1,0 +1,130 @@
+"""A chat template in token space: a conversation to token ids, and new messages to the ids that follow a sample.
+
+A whole conversation is rendered once. After that, sampled tokens stay as they are, and only new messages are rendered,
+as what the template writes after an assistant's message. That text is found by rendering the new messages behind a
+message that holds a mark; what stands behind the mark is the suffix. It needs no knowledge of the template.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.errors import ConfigError, RequestError
+from penstock.rollout.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+_MARK = "penstock7mark3"
+_CALLED = "penstock7called3"
+
+
+class ChatTemplate:
+    """Renders conversations of one model. It depends on nothing but its arguments, so it can be shared.
+
+    Args:
+        tokenizer: with a chat template.
+        options: further variables of the template, such as `enable_thinking`.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any] | None = None) -> None:
+        if not tokenizer.has_chat_template:
+            raise ConfigError("the tokenizer has no chat template, so conversations cannot be rendered")
+        self.tokenizer = tokenizer
+        self._options = dict(options or {})
+        self._closing = self._after(_MARK, [_question(), {"role": "assistant", "content": _MARK}], (), opening=False)
+        self._closing_ids = tokenizer.encode_exact(self._closing)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids that end an assistant's message: the tokenizer's, and the one that the template writes there."""
+        ids = (self.tokenizer.eos_token_id, *self._closing_ids[:1])
+        return tuple(dict.fromkeys(token for token in ids if token is not None))
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
+        """Return the ids of a whole conversation and of the opening of the assistant's next message."""
+        return self.tokenizer.encode_exact(self.tokenizer.chat(messages, tools, options=self._options))
+
+    def suffix(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, last_id: int) -> list[int] | None:
+        """Return the ids that new messages add after a sample, up to the opening of the next one.
+
+        Args:
+            messages: that followed the sample.
+            tools: of the conversation.
+            last_id: of the sample. If it is no end of a message (the sample was cut off), the suffix has one.
+
+        Returns:
+            None: the template gives no such suffix, so the conversation has to be rendered as a whole.
+        """
+        text = self._suffix_text(messages, tools)
+        if text is None:
+            return None
+        ids = self.tokenizer.encode_exact(self._closing + text)
+        return ids[1:] if self._closing_ids[:1] == [last_id] else ids
+
+    def faults(self, histories: int = 8, seed: int = 0) -> list[str]:
+        """Try the suffix on random histories; return where it is not what the template writes as a whole.
+
+        A template with faults, such as one that renders a message by what follows it, cannot be extended.
+        """
+        rng = random.Random(seed)
+        found: list[str] = []
+        for number in range(histories):
+            history = _random_history(rng)
+            last = history[-1]
+            new = [{"role": "user", "content": _words(rng)}]
+            if calls := last.get("tool_calls"):
+                new = [{"role": "tool", "content": _words(rng), "tool_call_id": calls[0]["id"], "name": "f"}]
+            try:
+                whole, suffix = self.render([*history, *new]), self.suffix(new, last_id=-1)
+            except RequestError:  # of a role that this model does not have
+                continue
+            if suffix is None or whole[-len(suffix) :] != suffix:
+                found.append(f"history {number}: {new[0]['role']} messages are not rendered as a suffix")
+        return found
+
+    def _suffix_text(self, messages: Sequence[Message], tools: Sequence[Message]) -> str | None:
+        """Return the text behind the end of the message before `messages`."""
+        leading = next((i for i, m in enumerate(messages) if m.get("role") != "tool"), len(messages))
+        calls = [_call(message, i == leading - 1) for i, message in enumerate(messages[:leading])]
+        before: dict[str, Any] = {"role": "assistant", "content": _MARK, **({"tool_calls": calls} if calls else {})}
+        context = [_question(), before]
+        try:
+            closing = self._after(_CALLED, context, tools, opening=False) if calls else self._closing
+            text = self._after(_CALLED if calls else _MARK, [*context, *messages], tools, opening=True)
+        except ValueError:  # the template left the mark out, or refuses the messages in this place
+            return None
+        return text[len(closing) :] if text.startswith(closing) else None
+
+    def _after(self, mark: str, messages: Sequence[Message], tools: Sequence[Message], *, opening: bool) -> str:
+        text = self.tokenizer.chat(messages, tools, opening=opening, options=self._options)
+        mark = mark if mark in text else _MARK  # some templates show no calls
+        return text[text.rindex(mark) + len(mark) :]
+
+
+def _question() -> dict[str, Any]:
+    return {"role": "user", "content": "x"}
+
+
+def _call(message: Message, is_last: bool) -> dict[str, Any]:  # noqa: FBT001
+    function = {"name": str(message.get("name") or "f"), "arguments": {"x": _CALLED if is_last else "x"}}
+    return {"id": str(message.get("tool_call_id") or "call00000"), "type": "function", "function": function}
+
+
+def _words(rng: random.Random) -> str:
+    return " ".join(rng.choice(("one", "two", "3", "{4}", "five\n", "six.")) for _ in range(rng.randint(1, 5))).strip()
+
+
+def _random_history(rng: random.Random) -> list[dict[str, Any]]:
+    """Return a conversation that ends with an assistant's message, perhaps with a call."""
+    history: list[dict[str, Any]] = [{"role": "system", "content": _words(rng)}] if rng.random() < 0.5 else []  # noqa: PLR2004
+    for _ in range(rng.randint(0, 2)):
+        history += [{"role": "user", "content": _words(rng)}, {"role": "assistant", "content": _words(rng)}]
+    history += [{"role": "user", "content": _words(rng)}, {"role": "assistant", "content": _words(rng)}]
+    if rng.random() < 0.5:  # noqa: PLR2004
+        function = {"name": "f", "arguments": {"x": _words(rng)}}
+        history[-1]["tool_calls"] = [{"id": "call00000", "type": "function", "function": function}]
+    return history

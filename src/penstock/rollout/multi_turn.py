@@ -1,0 +1,200 @@
+"""Episodes of several turns in token space: what a turn sampled is what the next turn sends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+from uuid import uuid4
+
+from penstock.aio import all_or_first_error
+from penstock.errors import ConfigError, EngineError, PenstockError
+from penstock.rollout.chat_template import ChatTemplate
+from penstock.rollout.environment import Environment, Task, Turn, user_code
+from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
+from penstock.rollout.single_turn import Places, finite_reward, token_space
+from penstock.rollout.tokenizer import Tokenizer
+from penstock.types import FinishReason, Sample, SamplingParams, SessionId, Trajectory
+
+_SEED_STEP = 1_000_003
+_SEEDS = 2**63
+
+
+class Sampler(Protocol):
+    """What samples: `Engine`, or a `DataClient`."""
+
+    async def sample(
+        self,
+        prompt_token_ids: Sequence[int],
+        num_samples: int,
+        sampling_params: SamplingParams,
+        session_id: SessionId | None = None,
+    ) -> list[Sample]:
+        """Draw samples of one prompt."""
+        ...
+
+
+@dataclass(slots=True)
+class TokenRow:
+    """The tokens of an episode as they come: sampled ones, and those of the environment between them."""
+
+    prompt_ids: tuple[int, ...]
+    ids: list[int] = field(default_factory=list[int])
+    mask: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+
+    def add_sample(self, sample: Sample, *, trained: bool = True) -> None:
+        """Append what the policy made. EngineError: it has no logprobs."""
+        if sample.logprobs is None:
+            raise EngineError("the engine returned no logprobs, although they were asked for")
+        self.ids += sample.token_ids
+        self.mask += [int(trained)] * len(sample.token_ids)
+        self.logprobs += sample.logprobs if trained else [0.0] * len(sample.token_ids)
+        self.versions += sample.versions()
+
+    def add_environment(self, token_ids: Sequence[int]) -> None:
+        """Append what the policy did not make; it has the version of the token before it."""
+        self.ids += token_ids
+        self.mask += [0] * len(token_ids)
+        self.logprobs += [0.0] * len(token_ids)
+        self.versions += self.versions[-1:] * len(token_ids)
+
+    def trajectory(
+        self,
+        *,
+        reward: float,
+        stop_reason: FinishReason,
+        group_id: str,
+        turn_rewards: Sequence[tuple[int, float]],
+    ) -> Trajectory:
+        """Return the finished episode."""
+        return Trajectory(
+            prompt_ids=self.prompt_ids,
+            response_ids=tuple(self.ids),
+            loss_mask=tuple(self.mask),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            reward=reward,
+            stop_reason=stop_reason,
+            group_id=group_id,
+            metrics={"turns": float(len(turn_rewards))},
+            turn_rewards=tuple(turn_rewards),
+        )
+
+
+class MultiTurnGenerator(Generator):
+    """Plays `Environment.step` until it ends the episode, a turn is cut off, or a limit is reached.
+
+    Args:
+        client: one engine or a fleet.
+        tokenizer: of the policy, with a chat template.
+        environment: answers and scores. It runs on the event loop: slow work belongs in a process of its own.
+        sampling_params: of training; `max_tokens` is that of one turn.
+        concurrency: most samples in flight at the engines.
+        max_turns: most responses of an episode.
+        max_tokens: most tokens of an episode after its prompt, those of the environment among them.
+
+    Raises:
+        ConfigError: no chat template, stop strings, or a limit below 1.
+    """
+
+    def __init__(
+        self,
+        client: Sampler,
+        tokenizer: Tokenizer,
+        environment: Environment,
+        sampling_params: SamplingParams,
+        concurrency: int,
+        *,
+        max_turns: int = 8,
+        max_tokens: int = 4096,
+    ) -> None:
+        if max_turns < 1 or max_tokens < 1:
+            raise ConfigError(f"max_turns and max_tokens must be at least 1, got {max_turns} and {max_tokens}")
+        self._client = client
+        self._template = ChatTemplate(tokenizer)
+        if faults := self._template.faults():
+            raise ConfigError(f"the chat template cannot be extended turn by turn: {faults[0]}")
+        self._environment = environment
+        given = token_space(sampling_params)
+        self._params = replace(given, stop_token_ids=_with_ends(given, self._template))
+        self._places = Places(concurrency)
+        self._max_turns = max_turns
+        self._max_tokens = max_tokens
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The policy's tokenizer."""
+        return self._template.tokenizer
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        """Play `num_samples` episodes of every task, each in a session of its own."""
+        episodes = (
+            self._episode(input_batch, index, number)
+            for index in range(len(input_batch.tasks))
+            for number in range(input_batch.num_samples)
+        )
+        return GeneratorOutput.of(await all_or_first_error(episodes))
+
+    async def _episode(self, batch: GeneratorInput, index: int, number: int) -> Trajectory:
+        task = batch.tasks[index]
+        given = batch.sampling_params
+        params = self._params if given is None else token_space(given)
+        params = replace(params, stop_token_ids=_with_ends(params, self._template))
+        seed = params.seed if batch.seeds is None else batch.seeds[index]
+        session = uuid4().hex if batch.session_ids is None else batch.session_ids[index]
+        return await self._play(
+            task,
+            replace(params, seed=None if seed is None else seed + number),
+            session,
+            batch.group_ids[index] if batch.group_ids is not None else task.id,
+        )
+
+    async def _play(self, task: Task, params: SamplingParams, session: SessionId, group_id: str) -> Trajectory:
+        tools = self._environment.tools
+        row = TokenRow(tuple(self._template.render([{"role": "user", "content": task.prompt}], tools)))
+        responses: list[str] = []
+        rewards: list[tuple[int, float]] = []
+        while True:
+            sample = await self._sample(row, params, session, len(responses))
+            row.add_sample(sample)
+            stop_reason = sample.finish_reason
+            responses.append(self.tokenizer.decode(sample.token_ids))
+            turn = await self._answer(task, responses)
+            rewards.append((len(row.ids), finite_reward(turn.reward if turn else 0.0, task)))
+            if turn is None or turn.done or stop_reason != "stop":
+                break
+            suffix = self._template.suffix(turn.messages, tools, last_id=sample.token_ids[-1])
+            if suffix is None:
+                raise PenstockError(f"the chat template cannot render the answer to task {task.id!r}: {turn.messages}")
+            if len(responses) == self._max_turns or len(row.ids) + len(suffix) >= self._max_tokens:
+                stop_reason = "length"
+                break
+            row.add_environment(suffix)
+        with user_code(f"the environment's reward of task {task.id!r} failed", PenstockError):
+            last = self._environment.reward(task, responses[-1])
+        total = finite_reward(last, task) + sum(reward for _, reward in rewards)
+        return row.trajectory(reward=total, stop_reason=stop_reason, group_id=group_id, turn_rewards=rewards)
+
+    async def _sample(self, row: TokenRow, params: SamplingParams, session: SessionId, turn: int) -> Sample:
+        """Draw the next turn. Its seed is its own: with an equal seed, all turns would draw the same numbers."""
+        room = min(params.max_tokens, self._max_tokens - len(row.ids))
+        seed = None if params.seed is None else (params.seed + turn * _SEED_STEP) % _SEEDS
+        now = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room), seed=seed)
+        await self._places.take(1)
+        try:
+            (sample,) = await self._client.sample([*row.prompt_ids, *row.ids], 1, now, session)
+        finally:
+            self._places.give_back(1)
+        if not sample.token_ids and sample.finish_reason != "abort":
+            raise EngineError("the engine returned a sample without a token")
+        return sample
+
+    async def _answer(self, task: Task, responses: Sequence[str]) -> Turn | None:
+        with user_code(f"the environment's step of task {task.id!r} failed", PenstockError):
+            return await self._environment.step(task, responses)
+
+
+def _with_ends(params: SamplingParams, template: ChatTemplate) -> tuple[int, ...]:
+    return tuple(dict.fromkeys((*params.stop_token_ids, *template.end_ids)))

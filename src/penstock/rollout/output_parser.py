@@ -1,0 +1,134 @@
+"""Reasoning, text and tool calls of sampled tokens, by the ids of their markers.
+
+A marker counts as one only as its own token. The same characters spelled by other tokens, as in a quoted text, are
+text. This is the form of Qwen, Hermes and their like: `<think>`, `<tool_call>` with JSON or with Qwen-Coder's XML.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from penstock.rollout.tokenizer import Tokenizer
+
+_ARGUMENTS = re.compile(r'"arguments"\s*:\s*')
+_XML_CALL = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
+_XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A sample taken apart. `calls` are names with their arguments as JSON text, exactly as sampled."""
+
+    text: str
+    reasoning: str | None
+    calls: tuple[tuple[str, str], ...]
+
+
+class OutputParser:
+    """Parser for one tokenizer. Without the markers in the vocabulary, everything is text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._think, self._end_think = tokenizer.token_id("<think>"), tokenizer.token_id("</think>")
+        self._call, self._end_call = tokenizer.token_id("<tool_call>"), tokenizer.token_id("</tool_call>")
+
+    def parse(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Mapping[str, Mapping[str, Any]]
+    ) -> Parsed:
+        """Take a sample apart.
+
+        Args:
+            prompt_ids: before it; some templates open the reasoning there.
+            token_ids: sampled.
+            tools: names that may be called, with the JSON schemas of their parameters; a call of another is text.
+        """
+        ids = list(token_ids)
+        reasoning, rest = self._split_reasoning(prompt_ids, ids)
+        if rest is None:  # the reasoning has no end, so nothing in it is an answer
+            return Parsed("", reasoning, ())
+        text, calls = "", list[tuple[str, str]]()
+        while self._call is not None and self._call in rest:
+            start = rest.index(self._call)
+            text += self._decode(rest[:start])
+            if self._end_call not in rest[start:]:
+                rest = rest[start:]
+                break
+            end = rest.index(self._end_call, start)
+            call = _call_in(self._decode(rest[start + 1 : end]), tools)
+            if call is None:
+                text += self._decode(rest[start : end + 1])
+            else:
+                calls.append(call)
+            rest = rest[end + 1 :]
+        text += self._decode(rest)
+        return Parsed(text.strip("\n") if calls or reasoning is not None else text, reasoning, tuple(calls))
+
+    def _split_reasoning(self, prompt_ids: Sequence[int], ids: list[int]) -> tuple[str | None, list[int] | None]:
+        begins = self._think is not None and self._is_open(prompt_ids)
+        if not begins and self._think in ids[:3]:  # white space may come before it
+            begins, ids = True, ids[ids.index(self._think) + 1 :]
+        if not begins:
+            return None, ids
+        if self._end_think not in ids:
+            return self._decode(ids).strip("\n"), None
+        end = ids.index(self._end_think)
+        return self._decode(ids[:end]).strip("\n"), ids[end + 1 :]
+
+    def _is_open(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the prompt's end opens the reasoning: its marker, and then at most white space."""
+        tail = list(prompt_ids[-4:])
+        if self._think not in tail:
+            return False
+        after = tail[len(tail) - tail[::-1].index(self._think) :]
+        return self._end_think not in after and not self._decode(after).strip()
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids) if ids else ""
+
+
+def _call_in(text: str, tools: Mapping[str, Mapping[str, Any]]) -> tuple[str, str] | None:
+    """Read what stands between the markers of a call; None: it is none, or of no tool that was given."""
+    if xml := _XML_CALL.fullmatch(text):
+        found = _xml_arguments(xml[2], tools.get(xml[1], {}))
+        return (xml[1], found) if xml[1] in tools else None
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict):
+        return None
+    fields = cast("dict[str, Any]", call)
+    name, arguments = fields.get("name"), fields.get("arguments")
+    if name not in tools or not isinstance(arguments, dict):
+        return None
+    return str(name), _as_sampled(text, cast("dict[str, Any]", arguments))
+
+
+def _as_sampled(text: str, arguments: dict[str, Any]) -> str:
+    """Return the text that spells the arguments of a call."""
+    for match in _ARGUMENTS.finditer(text):
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, match.end())
+        except ValueError:  # these characters stand within a string
+            continue
+        if value == arguments:
+            return text[match.end() : end]
+    return json.dumps(arguments)
+
+
+def _xml_arguments(text: str, schema: Mapping[str, Any]) -> str:
+    """Return Qwen-Coder's parameters as JSON; those that the schema does not call strings are JSON already."""
+    properties = cast("Mapping[str, Any]", schema.get("properties") or {})
+    arguments: dict[str, Any] = {}
+    for name, value in _XML_PARAMETER.findall(text):
+        arguments[name] = value
+        if cast("Mapping[str, Any]", properties.get(name) or {}).get("type", "string") != "string":
+            try:
+                arguments[name] = json.loads(value)
+            except (ValueError, RecursionError):
+                continue
+    return json.dumps(arguments, ensure_ascii=False)
