@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 _HOW = {
+    "gateway": "pip install 'penstock[gateway]'",
     "train": "pip install 'penstock[train]'",
     "vllm": "pip install 'penstock[vllm]' on a machine with GPUs, or `make setup` in a checkout without one",
 }

@@ -14,6 +14,7 @@ import typer
 from penstock import PenstockError, __version__
 from penstock.cli.common import Interrupted
 from penstock.cli.fleet import fleet
+from penstock.cli.gateway import gateway
 from penstock.cli.serve import serve
 from penstock.cli.sim import sim
 from penstock.cli.status import status
@@ -37,7 +38,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="`penstock COMMAND --help` shows examples. Errors are one line; PENSTOCK_DEBUG=1 adds where they come from.",
 )
-for command in (serve, status, train, plot, sim):
+for command in (serve, gateway, status, train, plot, sim):
     app.command()(command)
 app.add_typer(fleet)
 

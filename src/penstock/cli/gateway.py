@@ -1,0 +1,124 @@
+"""`penstock gateway`: any agent's wires in front of a fleet, with exact token rows kept."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from penstock.cli.common import check_port, require_extra, run_until_signal
+from penstock.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from penstock.gateway.service import Tenant
+
+_INFO_S = 30.0
+
+
+def gateway(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Router of a fleet, or one engine.", show_default=False)],
+    *,
+    tokenizer: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Folder or hub name of the model's tokenizer.", show_default=False)
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 8080,
+    policy: Annotated[
+        str, typer.Option(help="extend: sampled tokens stay; faithful: each prompt as the template renders it.")
+    ] = "extend",
+    temperature: Annotated[
+        float | None, typer.Option(help="Instead of what a harness asks for.", min=0.0, show_default=False)
+    ] = None,
+    tenants: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="YAML: NAME: {key, max_turns, max_tokens, max_seconds}.", show_default=False),
+    ] = None,
+    router_key: Annotated[
+        str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="Key of the router; rather by the variable.")
+    ] = None,
+) -> None:
+    """Serve chat completions, Responses and Anthropic messages for any agent, until Ctrl-C.
+
+    Its key is PENSTOCK_GATEWAY_KEY, unless `--tenants` gives several.
+
+    **Examples**
+
+    - `PENSTOCK_GATEWAY_KEY=... penstock gateway http://127.0.0.1:8000 --tokenizer Qwen/Qwen3-0.6B`
+    - `penstock gateway http://127.0.0.1:8000 --tokenizer ./checkpoint --policy faithful --tenants tenants.yaml`
+
+    Harnesses call BASE/v1 with a session's key; rows and rewards: docs/how-to/agents.md.
+    """
+    require_extra("gateway", "starlette", "uvicorn", "transformers")
+    if policy not in {"extend", "faithful"}:
+        raise UserError(f"--policy is extend or faithful, got {policy!r}")
+    found = _tenants(tenants)
+    check_port(host, port)
+    sampling: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
+    options: dict[str, Any] = {"policy": policy, "sampling": sampling}
+    run_until_signal(_serve(url, tokenizer, found, router_key or None, host=host, port=port, options=options))
+
+
+def _tenants(file: Path | None) -> list[Tenant]:
+    """Read the tenants of a file, or the one of the environment."""
+    from penstock.gateway.service import Limits, Tenant  # noqa: PLC0415
+    from penstock.parsing import reading  # noqa: PLC0415
+
+    if file is None:
+        key = os.environ.get("PENSTOCK_GATEWAY_KEY")
+        if not key:
+            raise UserError("the gateway needs a key: set PENSTOCK_GATEWAY_KEY, or give --tenants FILE")
+        return [Tenant("default", key)]
+    import yaml  # noqa: PLC0415
+
+    try:
+        given: object = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read the tenants in {file}: {' '.join(str(error).split())}") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"{file} must map tenants' names to their keys and limits")
+    with reading(f"tenants in {file}", ConfigError):
+        entries = cast("dict[str, dict[str, Any]]", given)
+        return [Tenant(str(name), str(entry["key"]), Limits.of(entry)) for name, entry in entries.items()]
+
+
+async def _serve(
+    url: str,
+    tokenizer: str,
+    tenants: list[Tenant],
+    router_key: str | None,
+    *,
+    host: str,
+    port: int,
+    options: dict[str, Any],
+) -> None:
+    from penstock.engine.client import DataClient  # noqa: PLC0415
+    from penstock.gateway.server import serving  # noqa: PLC0415
+    from penstock.gateway.service import Gateway, GatewayOptions  # noqa: PLC0415
+    from penstock.rollout.chat_template import ChatTemplate  # noqa: PLC0415
+    from penstock.rollout.tokenizer import load_tokenizer  # noqa: PLC0415
+
+    template = ChatTemplate(await asyncio.to_thread(load_tokenizer, tokenizer))
+    client = DataClient(url, api_key=router_key)
+    try:
+        model, context = await _model(client)
+        kept = Gateway(client, template, GatewayOptions(model, context, **options), tenants)
+        if kept.template_faults and options["policy"] == "extend":
+            typer.echo(f"policy faithful: the template cannot be extended ({kept.template_faults[0]})", err=True)
+        async with serving(kept, host=host, port=port) as base:
+            typer.echo(f"ready: gateway to {model} at {base}, policy {kept.policy}\nCtrl-C stops it.")
+            await asyncio.Event().wait()
+    finally:
+        await client.close()
+
+
+async def _model(client: Any) -> tuple[str, int]:
+    """Return the name and the context length of the model behind a router."""
+    from penstock.parsing import reading  # noqa: PLC0415
+
+    answer = await client.http.get("/v1/models", timeout_s=_INFO_S)
+    with reading("answer to /v1/models", ConfigError):
+        first = answer["data"][0]
+        return str(first["id"]), int(first["max_model_len"])

@@ -1,0 +1,208 @@
+"""Episodes of any agent: a callable or a command that calls the gateway, and the rows that its calls left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.aio import all_or_first_error
+from penstock.errors import ConfigError, PenstockError
+from penstock.gateway.graph import Row, Session
+from penstock.gateway.service import Gateway, Limits, Tenant
+from penstock.process import ChildProcess
+from penstock.rollout.environment import Environment, Task, user_code
+from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
+from penstock.rollout.single_turn import Places, finite_reward
+from penstock.rollout.tokenizer import Tokenizer
+from penstock.types import Trajectory
+
+STOP_S = 5.0
+_WRAPPER = (
+    "import subprocess, sys; from penstock.process import watch_lifeline; watch_lifeline(); "
+    "sys.exit(subprocess.call(sys.argv[1:]))"
+)
+"""Ends the command with us, however we end."""
+_TAIL = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What an agent gets.
+
+    Attributes:
+        task: to do.
+        base_url: of the gateway, without `/v1`.
+        api_key: of this episode's session alone.
+        model: name to ask for.
+        session: name of the session.
+    """
+
+    task: Task
+    base_url: str
+    api_key: str
+    model: str
+    session: str
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables by which harnesses find the gateway."""
+        metadata = json.dumps(dict(self.task.metadata), default=str)
+        return {
+            "OPENAI_BASE_URL": f"{self.base_url}/v1",
+            "OPENAI_API_BASE": f"{self.base_url}/v1",
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.base_url,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "PENSTOCK_MODEL": self.model,
+            "PENSTOCK_PROMPT": self.task.prompt,
+            "PENSTOCK_SESSION": self.session,
+            "PENSTOCK_TASK": json.dumps({"id": self.task.id, "metadata": json.loads(metadata)}),
+        }
+
+
+Agent = Callable[[Episode], Awaitable[float | None]]
+"""Plays an episode. It returns the reward, or None: the environment scores the last answer."""
+
+
+class AgentGenerator(Generator):
+    """Runs an agent for each episode, in a session of its own, and returns what it sampled as rows.
+
+    An agent that fails or is over its time has the reward 0: its turns were the policy's as well. In an evaluation
+    (`sampling_params` of the batch) an episode has one trajectory, its last leaf; else one for each leaf.
+
+    Args:
+        gateway: that is being served at `base_url`.
+        base_url: without `/v1`.
+        tenant: whose sessions these are.
+        environment: scores the last answer where the agent gives no reward.
+        agent: a callable on this event loop; or the words of a command, in which `{prompt}`, `{model}`, `{base_url}`
+            and `{api_key}` are filled in. A command's process group ends with the episode.
+        concurrency: most episodes at once.
+        timeout_s: of one episode.
+        log_dir: each command's output is kept there, in a file named by its session.
+        limits: budget of an episode.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        base_url: str,
+        tenant: Tenant,
+        environment: Environment,
+        agent: Agent | Sequence[str],
+        *,
+        concurrency: int = 64,
+        timeout_s: float = 600.0,
+        log_dir: Path | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        if not callable(agent) and (isinstance(agent, str) or not agent):
+            raise ConfigError(f"an agent's command is a list of words, got {agent!r}")
+        self._gateway = gateway
+        self._base_url = base_url
+        self._tenant = tenant
+        self._environment = environment
+        self._agent = agent
+        self._places = Places(concurrency)
+        self._timeout_s = timeout_s
+        self._log_dir = Path(tempfile.mkdtemp(prefix="penstock-agents-")) if log_dir is None else log_dir
+        self._limits = limits
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The policy's tokenizer."""
+        return self._gateway.template.tokenizer
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        """Play `num_samples` episodes of every task.
+
+        Raises:
+            PenstockError: an agent asked for no turn; the end of its output is in the message.
+        """
+        episodes = (
+            self._episode(input_batch, index)
+            for index in range(len(input_batch.tasks))
+            for _ in range(input_batch.num_samples)
+        )
+        found = await all_or_first_error(episodes)
+        return GeneratorOutput.of([trajectory for trajectories in found for trajectory in trajectories])
+
+    async def _episode(self, batch: GeneratorInput, index: int) -> list[Trajectory]:
+        task = batch.tasks[index]
+        group = batch.group_ids[index] if batch.group_ids is not None else task.id
+        given = batch.sampling_params
+        sampling = {} if given is None else {"temperature": given.temperature, "top_p": given.top_p}
+        await self._places.take(1)
+        name, key = self._gateway.open_session(self._tenant, None, self._limits, sampling)
+        try:
+            episode = Episode(task, self._base_url, key, self._gateway.options.model, name)
+            reward, why = await self._play(episode)
+        finally:
+            self._places.give_back(1)
+            session = self._gateway.find(self._tenant, name)
+            rows = await self._gateway.close_session(self._tenant, name)
+        if not rows:
+            raise PenstockError(f"the agent of task {task.id!r} asked for no turn{why or ''}")
+        if session.reward is None:
+            session.reward = self._reward(task, session, reward, failed=why is not None)
+        return [row.trajectory(group) for row in _chosen(rows, last_alone=given is not None)]
+
+    def _reward(self, task: Task, session: Session, reward: float | None, *, failed: bool) -> float:
+        if failed:
+            return 0.0
+        if reward is not None:
+            return finite_reward(reward, task)
+        last = list(session.nodes.values())[-1]
+        with user_code(f"the environment's reward of task {task.id!r} failed", PenstockError):
+            return finite_reward(self._environment.reward(task, last.message.text), task)
+
+    async def _play(self, episode: Episode) -> tuple[float | None, str | None]:
+        """Run the agent; return its reward, and why it failed, if it did."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                if callable(self._agent):
+                    with user_code("the agent failed", PenstockError):
+                        return await self._agent(episode), None
+                return None, await self._run(episode, self._agent)
+        except TimeoutError:
+            return None, f" within {self._timeout_s:g} s"
+        except PenstockError as error:
+            return None, f": {error}"
+
+    async def _run(self, episode: Episode, command: Sequence[str]) -> str | None:
+        """Run the command to its end, which is also that of its process group; return why it failed."""
+        filled = {
+            "prompt": episode.task.prompt,
+            "model": episode.model,
+            "base_url": episode.base_url,
+            "api_key": episode.api_key,
+        }
+        child = await ChildProcess.start(
+            [sys.executable, "-c", _WRAPPER, *(_filled(word, filled) for word in command)],
+            name=f"agent {episode.session}",
+            log=self._log_dir / f"{episode.session}.log",
+            env=episode.environment(),
+        )
+        try:
+            status = await child.wait()
+        finally:
+            await asyncio.shield(child.stop(STOP_S))
+        return None if status == 0 else f": it ended with status {status}; {child.log}: {child.said()[-_TAIL:]}"
+
+
+def _filled(word: str, values: Mapping[str, str]) -> str:
+    for name, value in values.items():
+        if word == f"{{{name}}}":  # whole words alone: a prompt may hold anything
+            return value
+    return word
+
+
+def _chosen(rows: Sequence[Row], *, last_alone: bool) -> Sequence[Row]:
+    """Return the rows to give back: all, or that of the latest turn."""
+    if not last_alone:
+        return rows
+    return [max(rows, key=lambda row: row.leaf.created)]

@@ -1,0 +1,266 @@
+"""The gateway's HTTP: three wires, sessions, rewards, rows."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from typing import Any, cast
+
+import orjson
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from penstock.errors import UserError
+from penstock.gateway.anthropic import AnthropicDialect
+from penstock.gateway.chat import ChatDialect
+from penstock.gateway.dialect import KEEPALIVE, Dialect
+from penstock.gateway.graph import Row, Session
+from penstock.gateway.messages import Answer, GatewayError, bare
+from penstock.gateway.responses import ResponsesDialect
+from penstock.gateway.service import Gateway, Limits, PendingTurn, Tenant
+from penstock.guard import cross_site
+from penstock.parsing import parse_json, reading
+
+MOST_BODY = 64 << 20
+BODY_S = 60.0
+"""Deadline of a request's whole body."""
+KEEPALIVE_S = 10.0
+"""A stream begins after so long without an answer; an error before that has its own status."""
+NOTE_HEADER = "X-Penstock-Note"
+"""What was asked for and is not done."""
+NODE_HEADER = "X-Penstock-Node"
+SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "session-id")
+WIRES: dict[str, Dialect] = {
+    "/v1/chat/completions": ChatDialect(),
+    "/v1/responses": ResponsesDialect(),
+    "/v1/messages": AnthropicDialect(),
+}
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def build_app(gateway: Gateway, *, keepalive_s: float = KEEPALIVE_S) -> Starlette:
+    """Make the ASGI application of a gateway.
+
+    Each wire is served at its own path, and at `/s/SESSION` before that path.
+    """
+    calls = _Calls(gateway, keepalive_s)
+    chat, anthropic = WIRES["/v1/chat/completions"], WIRES["/v1/messages"]
+    routes = [
+        Route("/health", calls.health),
+        Route("/sessions", calls.for_tenants(calls.open_session), methods=["POST"]),
+        Route("/sessions", calls.for_tenants(calls.report), methods=["GET"]),
+        Route("/sessions/{session}/reward", calls.for_tenants(calls.reward), methods=["POST"]),
+        Route("/sessions/{session}/rows", calls.for_tenants(calls.rows), methods=["GET"]),
+        Route("/sessions/{session}/finish", calls.for_tenants(calls.finish), methods=["POST"]),
+    ]
+    for prefix in ("", "/s/{session}"):
+        routes += [Route(prefix + path, calls.on(wire, calls.turn), methods=["POST"]) for path, wire in WIRES.items()]
+        counting = calls.on(anthropic, calls.count_tokens)
+        routes.append(Route(f"{prefix}/v1/messages/count_tokens", counting, methods=["POST"]))
+        routes.append(Route(f"{prefix}/v1/models", calls.on(chat, calls.models), methods=["GET"]))
+    return Starlette(routes=routes)
+
+
+class _Calls:
+    """Handlers of the routes."""
+
+    def __init__(self, gateway: Gateway, keepalive_s: float) -> None:
+        self._gateway = gateway
+        self._keepalive_s = keepalive_s
+
+    def on(self, wire: Dialect, handler: Callable[[Request, Dialect], Awaitable[Response]]) -> Handler:
+        """Answer errors in the form of the wire."""
+
+        async def handle(http: Request) -> Response:
+            try:
+                return await handler(http, wire)
+            except GatewayError as error:
+                return JSONResponse(wire.error(error), error.status)
+            except UserError as error:
+                return JSONResponse(wire.error(GatewayError(str(error))), 400)
+
+        return handle
+
+    def for_tenants(self, handler: Callable[[Request, Tenant], Awaitable[Response]]) -> Handler:
+        """Let only a tenant's own key pass, and no web page."""
+
+        async def handle(http: Request, _: Dialect) -> Response:
+            if (why := cross_site(http.headers.raw)) is not None:
+                raise GatewayError(why, status=403, code="forbidden")
+            if (tenant := self._gateway.tenant_of(_key(http))) is None:
+                raise GatewayError("these calls need a tenant's own key", status=401, code="invalid_api_key")
+            return await handler(http, tenant)
+
+        return self.on(WIRES["/v1/chat/completions"], handle)
+
+    async def health(self, _: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def models(self, http: Request, _: Dialect) -> Response:
+        self._session(http)
+        options = self._gateway.options
+        model = {"id": options.model, "object": "model", "created": 0, "owned_by": "penstock"}
+        return JSONResponse({"object": "list", "data": [{**model, "max_model_len": options.max_model_len}]})
+
+    def _session(self, http: Request) -> Session:
+        hint = next((value for name in SESSION_HEADERS if (value := http.headers.get(name))), None)
+        return self._gateway.session(_key(http), http.path_params.get("session"), hint)
+
+    async def turn(self, http: Request, wire: Dialect) -> Response:
+        session = self._session(http)
+        body = await _body(http)
+        with reading("request", GatewayError):
+            request = wire.read(_as_object(body))
+        idempotency = http.headers.get("idempotency-key", "")
+        retries = http.headers.get("x-stainless-retry-count", "0")
+        digest = hashlib.sha256(b"\n".join((http.url.path.encode(), idempotency.encode(), body))).digest()
+        repeated = bool(idempotency) or retries not in {"", "0"}
+        turn = self._gateway.submit(session, request, digest, repeated=repeated)
+        turn.waiters += 1
+        notes = {NOTE_HEADER: "; ".join(request.notes)} if request.notes else {}
+        try:
+            answer = await self._wait(turn, http, self._keepalive_s if request.stream else None)
+        except BaseException:
+            turn.waiters -= 1
+            raise
+        if answer is not None and not request.stream:
+            headers = {**notes, NODE_HEADER: answer.id}
+            return Response(
+                orjson.dumps(wire.write(answer)),
+                media_type="application/json",
+                headers=headers,
+                background=BackgroundTask(_delivered, turn),
+            )
+        headers = {**notes, "Cache-Control": "no-cache"}
+        return StreamingResponse(
+            _stream(wire, turn, self._keepalive_s), media_type="text/event-stream", headers=headers
+        )
+
+    async def _wait(self, turn: PendingTurn, http: Request, seconds: float | None) -> Answer | None:
+        """Return the answer, or None after so many seconds. The turn goes on if the client leaves."""
+        gone = asyncio.ensure_future(_disconnected(http))
+        try:
+            await asyncio.wait((turn.task, gone), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if turn.task.done():
+                return _result(turn)
+            if gone.done():
+                raise GatewayError("the client has left", status=499, code="client_left")
+            return None
+        finally:
+            gone.cancel()
+
+    async def count_tokens(self, http: Request, wire: Dialect) -> Response:
+        session = self._session(http)
+        body = await _body(http)
+        with reading("request", GatewayError):
+            request = wire.read(_as_object(body))
+        parent, added, _ = self._gateway.prompt_of(session, request)
+        return JSONResponse({"input_tokens": (parent.length if parent else 0) + len(added)})
+
+    async def open_session(self, http: Request, tenant: Tenant) -> Response:
+        body = _as_object(await _body(http) or b"{}")
+        name = body.get("session")
+        given = any(body.get(key) is not None for key in ("max_turns", "max_tokens", "max_seconds"))
+        session, key = self._gateway.open_session(
+            tenant, None if name is None else str(name), Limits.of(body) if given else None
+        )
+        return JSONResponse({"session": session, "api_key": key, "base_url": str(http.base_url).rstrip("/")})
+
+    async def report(self, _: Request, tenant: Tenant) -> Response:
+        return JSONResponse(self._gateway.report(tenant))
+
+    async def reward(self, http: Request, tenant: Tenant) -> Response:
+        session = self._gateway.find(tenant, http.path_params["session"])
+        body = _as_object(await _body(http))
+        reward, node = body.get("reward"), body.get("node")
+        if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
+            raise UserError(f"reward must be a finite number, got {reward!r}")
+        session.give_reward(float(reward), None if node is None else bare(str(node)))
+        return JSONResponse({"session": session.id, "node": node, "reward": reward})
+
+    async def rows(self, http: Request, tenant: Tenant) -> Response:
+        return _lines(self._gateway.find(tenant, http.path_params["session"]).rows())
+
+    async def finish(self, http: Request, tenant: Tenant) -> Response:
+        return _lines(self._gateway.drop(tenant, http.path_params["session"]))
+
+
+async def _stream(wire: Dialect, turn: PendingTurn, keepalive_s: float) -> AsyncGenerator[bytes]:
+    """Write a turn as events, with comments until it is finished. A stream without its last event is not whole."""
+    try:
+        while not turn.task.done():
+            await asyncio.wait((turn.task,), timeout=keepalive_s)
+            if not turn.task.done():
+                yield KEEPALIVE
+        try:
+            answer = _result(turn)
+        except GatewayError as error:
+            yield wire.error_event(error)
+            return
+        for data in wire.events(answer):
+            yield data
+        turn.delivered = True
+    finally:
+        turn.waiters -= 1
+
+
+def _result(turn: PendingTurn) -> Answer:
+    """Return a finished turn's answer. GatewayError: it has none."""
+    if turn.task.cancelled():
+        raise GatewayError("the gateway is shutting down", status=503, code="shutting_down")
+    error = turn.task.exception()
+    if error is None:
+        return turn.task.result()
+    if isinstance(error, GatewayError):
+        raise error
+    if isinstance(error, UserError):
+        raise GatewayError(str(error)) from error
+    raise error
+
+
+def _delivered(turn: PendingTurn) -> None:
+    turn.waiters -= 1
+    turn.delivered = True
+
+
+async def _disconnected(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        continue
+
+
+async def _body(http: Request) -> bytes:
+    data = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in http.stream():
+                data += piece
+                if len(data) > MOST_BODY:
+                    raise GatewayError(f"the body is over {MOST_BODY >> 20} MiB", status=413, code="too_large")
+    except TimeoutError as error:
+        raise GatewayError(f"no whole body within {BODY_S:g} s", status=408, code="timeout") from error
+    except ClientDisconnect as error:
+        raise GatewayError("the client has left", status=499, code="client_left") from error
+    return bytes(data)
+
+
+def _as_object(body: bytes) -> dict[str, Any]:
+    given = parse_json(body, "the body", GatewayError)
+    if not isinstance(given, dict):
+        raise GatewayError("the body is no JSON object")
+    return cast("dict[str, Any]", given)
+
+
+def _key(http: Request) -> str:
+    given = http.headers.get("authorization", "")
+    scheme, _, key = given.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")
+
+
+def _lines(rows: Iterable[Row]) -> Response:
+    data = b"".join(orjson.dumps(row.as_json()) + b"\n" for row in rows)
+    return Response(data, media_type="application/x-ndjson")

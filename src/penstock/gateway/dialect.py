@@ -1,0 +1,83 @@
+"""What the three wires share: reading parts of a body, and the interface of a dialect."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import orjson
+
+from penstock.gateway.messages import Answer, ChatRequest, GatewayError
+
+KEEPALIVE = b": keepalive\n\n"
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")
+TOOLS_OFF = ("none", "auto", None)
+
+
+class Dialect(ABC):
+    """One wire: its requests read, answers, events and errors written."""
+
+    @abstractmethod
+    def read(self, body: Mapping[str, Any]) -> ChatRequest:
+        """Read a request. GatewayError: it asks for what cannot be done."""
+
+    @abstractmethod
+    def write(self, answer: Answer) -> dict[str, Any]:
+        """Write a finished turn as one body."""
+
+    @abstractmethod
+    def events(self, answer: Answer) -> Iterator[bytes]:
+        """Write a finished turn as server-sent events, the last of which says that it is whole."""
+
+    @abstractmethod
+    def error(self, error: GatewayError) -> dict[str, Any]:
+        """Write an error as a body."""
+
+    def error_event(self, error: GatewayError) -> bytes:
+        """Write an error as the last event of a stream that has begun."""
+        return event("error", self.error(error))
+
+
+def event(name: str | None, data: Mapping[str, Any]) -> bytes:
+    """Write one event; some wires have no names."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+def sampling_of(body: Mapping[str, Any], *, stop: str) -> dict[str, Any]:
+    """Return the sampling parameters of a body under vLLM's names; `stop` is this wire's name of stop strings."""
+    found = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
+    stops = body.get(stop)
+    if stops:
+        found["stop"] = [stops] if isinstance(stops, str) else list(stops)
+    return found
+
+
+def text_of(content: Any, kinds: Sequence[str] = ("text", "input_text", "output_text", "refusal")) -> str:
+    """Join the text parts of a content. GatewayError: it has a part that is no text, such as an image."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise GatewayError(f"a message's content is a text or a list of parts, got {str(content)[:80]}")
+    texts: list[str] = []
+    for part in cast("list[Any]", content):
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, dict) and (fields := cast("dict[str, Any]", part)).get("type") in kinds:
+            texts.append(str(fields.get("text") or fields.get("refusal") or ""))
+        else:
+            raise GatewayError(f"only text is served here, got a part {str(cast('Any', part))[:80]}")
+    return "\n".join(texts)
+
+
+def tool_choice_notes(choice: Any) -> tuple[str, ...]:
+    """Return what is not done: generation follows no grammar, so no call can be forced."""
+    kind = cast("dict[str, Any]", choice).get("type") if isinstance(choice, dict) else choice
+    return () if kind in TOOLS_OFF else (f"tool_choice {kind!r} is not enforced",)
+
+
+def refuse_many(body: Mapping[str, Any]) -> None:
+    """Refuse several choices of one turn."""
+    if body.get("n") not in (None, 1):
+        raise GatewayError(f"one choice a turn is served here, got n={body['n']!r}; send the request again for another")

@@ -1,0 +1,258 @@
+"""The turns of a session as a graph of nodes, in tokens: what each turn added, sampled, and was rewarded with.
+
+A node's context is that of its parent, the tokens added before it, and those it sampled: exactly what the engine saw.
+A row of training data is a path from a root to a leaf. A node that several paths share trains in the first alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from secrets import token_hex
+from typing import Any
+
+from penstock.errors import UserError
+from penstock.gateway.messages import ChatMessage, Tool, tools_key
+from penstock.rollout.multi_turn import TokenRow
+from penstock.types import Sample, Trajectory
+
+ID_BYTES = 12
+
+
+@dataclass(slots=True)
+class Node:
+    """One turn.
+
+    Attributes:
+        id: 24 hexadecimal digits.
+        parent: the turn before it; None: this is a root.
+        added: ids between the parent's and the sampled ones; a root's are its whole prompt.
+        sample: what the engine gave.
+        message: the sample as a message, with the minted ids.
+        inputs: messages between the parent's and `message`.
+        seen: messages of the conversation up to and with `message`.
+        digest: of the conversation up to and with `message`.
+        length: tokens of the context with the sample.
+        temperature: it was sampled at.
+        cause: why it did not extend an earlier turn; empty: it did, or the session was new.
+        reward: given to this turn.
+    """
+
+    id: str
+    parent: Node | None
+    added: tuple[int, ...]
+    sample: Sample
+    message: ChatMessage
+    inputs: tuple[ChatMessage, ...]
+    seen: int
+    digest: bytes
+    length: int
+    temperature: float
+    cause: str = ""
+    reward: float | None = None
+    children: list[Node] = field(default_factory=list["Node"])
+    created: float = field(default_factory=time.time)
+
+    def path(self) -> list[Node]:
+        """Nodes from the root to this one."""
+        found: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            found.append(node)
+            node = node.parent
+        return found[::-1]
+
+    def history(self) -> tuple[ChatMessage, ...]:
+        """Messages up to and with this turn's: shape `[seen]`."""
+        return tuple(message for node in self.path() for message in (*node.inputs, node.message))
+
+    def context(self) -> list[int]:
+        """Every id up to the end of the sample: shape `[length]`."""
+        return [token for node in self.path() for token in (*node.added, *node.sample.token_ids)]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a conversation continues: the node, how many of its messages lie behind it, and why not later ones."""
+
+    parent: Node | None
+    seen: int
+    messages: tuple[ChatMessage, ...]
+    """With what we sent in place of what came back."""
+    cause: str = ""
+
+
+@dataclass(slots=True)
+class Session:
+    """All turns of one episode, whatever sub-agents and branches it has."""
+
+    id: str
+    tenant: str
+    nodes: dict[str, Node] = field(default_factory=dict[str, Node])
+    reward: float | None = None
+    breaks: Counter[str] = field(default_factory=Counter[str])
+    sampled_tokens: int = 0
+    created: float = field(default_factory=time.time)
+    _by_digest: dict[bytes, list[Node]] = field(default_factory=dict[bytes, "list[Node]"])
+    _by_minted: dict[str, Node] = field(default_factory=dict[str, Node])
+    _heads: set[bytes] = field(default_factory=set[bytes])
+
+    def find(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> Place:
+        """Find the latest turn that a conversation continues.
+
+        A message that carries an id of ours is that turn's if it agrees with it, however the harness wrote it. Then
+        equal meaning of all messages up to there decides.
+        """
+        given: list[ChatMessage] = []
+        cause = ""
+        for message in messages:
+            ours = self._sent(message)
+            difference = message.agrees(ours.message) if ours else ""
+            cause = cause or difference
+            given.append(ours.message if ours and not difference else message)
+        digests = list(digests_of(given, tools))
+        for i in range(len(given) - 1, -1, -1):
+            if given[i].role == "assistant" and (nodes := self._by_digest.get(digests[i + 1])):
+                named = [node for node in nodes if node.id in messages[i].minted]
+                lost = any(m.role == "assistant" for m in given[i + 1 :])
+                return Place((named or nodes)[-1], i + 1, tuple(given), cause or ("edited history" if lost else ""))
+        return Place(None, 0, tuple(given), cause or self._why_root(given, digests))
+
+    def add(self, node: Node, tools: Sequence[Tool]) -> None:
+        """Add a turn."""
+        self.nodes[node.id] = node
+        self._by_digest.setdefault(node.digest, []).append(node)
+        self._by_minted |= dict.fromkeys((node.id, *(call.id for call in node.message.calls)), node)
+        self._heads |= {tools_key(tools), _head(node.path()[0].inputs)}
+        self.sampled_tokens += len(node.sample.token_ids)
+        if node.cause:
+            self.breaks[node.cause] += 1
+        if node.parent is not None:
+            node.parent.children.append(node)
+
+    def _sent(self, message: ChatMessage) -> Node | None:
+        if message.role != "assistant":
+            return None
+        return next((node for i in message.minted if (node := self._by_minted.get(i))), None)
+
+    def _why_root(self, given: Sequence[ChatMessage], digests: Sequence[bytes]) -> str:
+        if not self.nodes:
+            return ""
+        if _head(given) not in self._heads:
+            return "other system prompt"
+        if digests[0] not in self._heads:
+            return "other tools"
+        return "edited history" if any(m.role == "assistant" for m in given) else "new conversation"
+
+    def leaves(self) -> list[Node]:
+        """Turns that no other extends, in the order of their making."""
+        return [node for node in self.nodes.values() if not node.children]
+
+    def reward_of(self, leaf: Node) -> float | None:
+        """Return a row's reward: the leaf's and its turns' own, else the session's; None: there is none yet."""
+        own = [node.reward for node in leaf.path() if node.reward is not None]
+        if leaf.reward is not None or self.reward is None:
+            return sum(own) if own else None
+        return self.reward + sum(own)
+
+    def give_reward(self, reward: float, node_id: str | None) -> None:
+        """Set the reward of the session or of a node; a second one replaces the first. UserError: no such node."""
+        if node_id is None:
+            self.reward = reward
+            return
+        node = self._by_minted.get(node_id)
+        if node is None:
+            raise UserError(f"session {self.id} has no node {node_id!r}")
+        node.reward = reward
+
+    def rows(self) -> list[Row]:
+        """Return one row for each leaf. Every sampled token has mask 1 in exactly one of them."""
+        trained: set[str] = set()
+        rows: list[Row] = []
+        for leaf in self.leaves():
+            rows.append(Row(self, leaf, frozenset(trained)))
+            trained |= {node.id for node in leaf.path()}
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A path from a root to a leaf; the turns in `elsewhere` train in another row."""
+
+    session: Session
+    leaf: Node
+    elsewhere: frozenset[str]
+
+    def trajectory(self, group_id: str = "", reward: float | None = None) -> Trajectory:
+        """Return the row as a trajectory. UserError: it has no reward yet and none is given."""
+        reward = self.session.reward_of(self.leaf) if reward is None else reward
+        if reward is None:
+            raise UserError(f"session {self.session.id} has no reward for leaf {self.leaf.id}; post it first")
+        path = self.leaf.path()
+        row = TokenRow(path[0].added)
+        turns: list[tuple[int, float]] = []
+        for node in path:
+            if node.parent is not None:
+                row.add_environment(node.added)
+            row.add_sample(node.sample, trained=node.id not in self.elsewhere)
+            turns.append((len(row.ids), node.reward or 0.0))
+        return row.trajectory(
+            reward=reward,
+            stop_reason=self.leaf.sample.finish_reason,
+            group_id=group_id or self.session.id,
+            turn_rewards=turns,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the row as one object of a JSONL file; its reward may be null."""
+        reward = self.session.reward_of(self.leaf)
+        t = self.trajectory(reward=0.0 if reward is None else reward)
+        columns = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions", "stop_reason", "group_id")
+        return {
+            "session": self.session.id,
+            "tenant": self.session.tenant,
+            "leaf": self.leaf.id,
+            "reward": reward,
+            **{name: getattr(t, name) for name in columns},
+            "nodes": [
+                {
+                    "id": node.id,
+                    "end": end,
+                    "tokens": len(node.sample.token_ids),
+                    "trained": node.id not in self.elsewhere,
+                    "reward": node.reward,
+                    "temperature": node.temperature,
+                    "finish": node.sample.finish_reason,
+                    "cause": node.cause,
+                    "text": node.message.text,
+                }
+                for node, (end, _) in zip(self.leaf.path(), t.turn_rewards, strict=True)
+            ],
+        }
+
+
+def digests_of(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> Iterator[bytes]:
+    """Yield the digest of the tools, then that up to each message: `[len(messages) + 1]`."""
+    digest = tools_key(tools)
+    yield digest
+    for message in messages:
+        digest = extended(digest, message)
+        yield digest
+
+
+def extended(digest: bytes, message: ChatMessage) -> bytes:
+    """Return the digest of a conversation with one message more."""
+    return hashlib.blake2b(digest + message.key, digest_size=16).digest()
+
+
+def new_id() -> str:
+    """Mint an id."""
+    return token_hex(ID_BYTES)
+
+
+def _head(messages: Sequence[ChatMessage]) -> bytes:
+    text = messages[0].text.strip() if messages and messages[0].role == "system" else ""
+    return b"system:" + hashlib.blake2b(text.encode(), digest_size=16).digest()

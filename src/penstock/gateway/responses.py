@@ -1,0 +1,218 @@
+"""OpenAI's `/v1/responses`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from penstock.gateway.dialect import Dialect, event, sampling_of, text_of, tool_choice_notes
+from penstock.gateway.messages import Answer, ChatMessage, ChatRequest, GatewayError, Tool, ToolCall, bare, minted_in
+
+_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+_RESULTS = ("function_call_output", "custom_tool_call_output")
+_SUMMARY = "summary_text"
+_REASONING = "reasoning_text"
+
+
+class ResponsesDialect(Dialect):
+    """Items instead of messages; an assistant's items in a row are one message."""
+
+    def read(self, body: Mapping[str, Any]) -> ChatRequest:
+        """Read a request."""
+        messages = [ChatMessage("system", text)] if (text := str(body.get("instructions") or "")) else []
+        given = body["input"]
+        items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        for item in items:
+            _add(messages, item)
+        choice = body.get("tool_choice")
+        tools, notes = _tools(body.get("tools") or ())
+        return ChatRequest(
+            messages=tuple(messages),
+            tools=() if choice == "none" else tools,
+            max_tokens=body.get("max_output_tokens"),
+            sampling=sampling_of(body, stop="stop"),
+            stream=bool(body.get("stream")),
+            model=str(body.get("model") or ""),
+            previous=bare(str(body.get("previous_response_id") or "")),
+            notes=(*notes, *tool_choice_notes(choice)),
+        )
+
+    def write(self, answer: Answer) -> dict[str, Any]:
+        """Write a finished turn as one body."""
+        whole = answer.finish in {"stop", "tool_calls"}
+        return {
+            **_head(answer, "completed" if whole else "incomplete"),
+            "incomplete_details": None if whole else {"reason": "max_output_tokens"},
+            "output": _items(answer),
+            "usage": _usage(answer),
+        }
+
+    def events(self, answer: Answer) -> Iterator[bytes]:
+        """Write a finished turn as events."""
+        finished = self.write(answer)
+        begun: dict[str, Any] = {**_head(answer, "in_progress"), "output": [], "usage": None}
+        events: list[dict[str, Any]] = [
+            {"type": "response.created", "response": begun},
+            {"type": "response.in_progress", "response": begun},
+        ]
+        for index, item in enumerate(finished["output"]):
+            events += _item_events(item, index)
+        events.append({"type": f"response.{finished['status']}", "response": finished})
+        for number, data in enumerate(events):
+            yield event(data["type"], {**data, "sequence_number": number})
+
+    def error(self, error: GatewayError) -> dict[str, Any]:
+        """Write an error as a body."""
+        kind = "invalid_request_error" if error.status < 500 else "server_error"  # noqa: PLR2004
+        return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+
+    def error_event(self, error: GatewayError) -> bytes:
+        """Write an error as the last event: a failed response."""
+        why = {"code": error.code, "message": str(error)}
+        failed: dict[str, Any] = {"object": "response", "status": "failed", "error": why, "output": []}
+        return event("response.failed", {"type": "response.failed", "response": failed})
+
+
+def _add(messages: list[ChatMessage], item: Mapping[str, Any]) -> None:
+    """Add an item; an assistant's joins the assistant's message before it."""
+    kind = item.get("type", "message")
+    if kind in _RESULTS:
+        messages.append(ChatMessage("tool", text_of(item.get("output")), call_id=bare(str(item["call_id"]))))
+    elif kind == "message" and item["role"] != "assistant":
+        role = "system" if item["role"] in {"system", "developer"} else "user"
+        messages.append(ChatMessage(role, text_of(item.get("content"))))
+    elif messages and messages[-1].role == "assistant" and not (kind == "reasoning" and messages[-1].text):
+        messages[-1] = _joined(messages[-1], _assistant(kind, item))
+    else:
+        messages.append(_assistant(kind, item))
+
+
+def _assistant(kind: str, item: Mapping[str, Any]) -> ChatMessage:
+    minted = tuple(bare(str(item[name])) for name in ("id", "call_id", "encrypted_content") if item.get(name))
+    if kind == "message":
+        text = text_of(item.get("content"))
+        return ChatMessage("assistant", text, minted=(*minted, *minted_in(text)))
+    if kind == "reasoning":
+        parts = [*(item.get("content") or ()), *(item.get("summary") or ())]
+        text = text_of(parts, (_REASONING, _SUMMARY)) if parts else None  # it may come without what it said
+        return ChatMessage("assistant", reasoning=text, minted=minted)
+    if kind == "function_call":
+        arguments = str(item.get("arguments") or "{}")
+    elif kind == "custom_tool_call":
+        arguments = orjson.dumps({"input": item.get("input") or ""}).decode()
+    else:
+        raise GatewayError(f"items of type {kind!r} are not served here")
+    call = ToolCall(bare(str(item["call_id"])), str(item["name"]), arguments)
+    return ChatMessage("assistant", calls=(call,), minted=minted)
+
+
+def _joined(first: ChatMessage, second: ChatMessage) -> ChatMessage:
+    reasoning = first.reasoning if second.reasoning is None else (first.reasoning or "") + second.reasoning
+    return replace(
+        first,
+        text="\n".join(filter(None, (first.text, second.text))),
+        reasoning=reasoning,
+        calls=(*first.calls, *second.calls),
+        minted=(*first.minted, *second.minted),
+    )
+
+
+def _tools(given: Any) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
+    """Read the tools; those that OpenAI's servers run are left out, with a note."""
+    tools: list[Tool] = []
+    notes: list[str] = []
+    for tool in given:
+        if tool["type"] == "function":
+            parameters = dict(tool.get("parameters") or {})
+            tools.append(Tool(str(tool["name"]), str(tool.get("description") or ""), parameters))
+        elif tool["type"] == "custom":
+            tools.append(Tool(str(tool["name"]), str(tool.get("description") or ""), _INPUT, custom=True))
+        else:
+            notes.append(f"the tool {tool['type']!r} is not served here")
+    return tuple(tools), tuple(notes)
+
+
+def _head(answer: Answer, status: str) -> dict[str, Any]:
+    request = answer.request
+    return {
+        "id": f"resp_{answer.id}",
+        "object": "response",
+        "created_at": answer.created,
+        "status": status,
+        "model": request.model,
+        "error": None,
+        "instructions": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "temperature": request.sampling.get("temperature"),
+        "top_p": request.sampling.get("top_p"),
+        "tool_choice": "auto",
+        "tools": [],
+        "previous_response_id": f"resp_{request.previous}" if request.previous else None,
+    }
+
+
+def _items(answer: Answer) -> list[dict[str, Any]]:
+    message, node = answer.message, answer.id
+    items: list[dict[str, Any]] = []
+    if message.reasoning is not None:
+        content = [{"type": _REASONING, "text": message.reasoning}]
+        reasoning = {"id": f"rs_{node}", "type": "reasoning", "summary": [], "content": content}
+        items.append({**reasoning, "encrypted_content": f"sig_{node}", "status": "completed"})
+    if message.text or not message.calls:
+        part: dict[str, Any] = {"type": "output_text", "text": message.text, "annotations": [], "logprobs": []}
+        head = {"id": f"msg_{node}", "type": "message", "role": "assistant", "status": "completed"}
+        items.append({**head, "content": [part]})
+    custom = {tool.name for tool in answer.request.tools if tool.custom}
+    items += [_call_item(call, is_custom=call.name in custom) for call in message.calls]
+    return items
+
+
+def _call_item(call: ToolCall, *, is_custom: bool) -> dict[str, Any]:
+    item: dict[str, Any] = {"call_id": f"call_{call.id}", "name": call.name, "status": "completed"}
+    if not is_custom:
+        return {"id": f"fc_{call.id}", "type": "function_call", **item, "arguments": call.arguments}
+    given = call.parsed()
+    written = given.get("input", "") if isinstance(given, dict) else given
+    return {"id": f"ctc_{call.id}", "type": "custom_tool_call", **item, "input": str(written)}
+
+
+def _item_events(item: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
+    place = {"output_index": index, "item_id": item["id"]}
+    empty, name, text = _emptied(item)
+    yield {"type": "response.output_item.added", "output_index": index, "item": empty}
+    part: dict[str, Any] | None = item["content"][0] if item["type"] in {"message", "reasoning"} else None
+    if part is not None:
+        place["content_index"] = 0
+        yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
+    field = {"response.function_call_arguments": "arguments", "response.custom_tool_call_input": "input"}
+    yield {"type": f"{name}.delta", **place, "delta": text}
+    yield {"type": f"{name}.done", **place, field.get(name, "text"): text}
+    if part is not None:
+        yield {"type": "response.content_part.done", **place, "part": part}
+    yield {"type": "response.output_item.done", "output_index": index, "item": item}
+
+
+def _emptied(item: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
+    """Return an item as it begins, the name of the events that fill it, and the text that does."""
+    kind = item["type"]
+    begun = {**item, "status": "in_progress"}
+    if kind == "function_call":
+        return {**begun, "arguments": ""}, "response.function_call_arguments", item["arguments"]
+    if kind == "custom_tool_call":
+        return {**begun, "input": ""}, "response.custom_tool_call_input", item["input"]
+    name = "response.output_text" if kind == "message" else f"response.{_REASONING}"
+    return {**begun, "content": []}, name, item["content"][0]["text"]
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    return {
+        "input_tokens": answer.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": answer.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": answer.prompt_tokens + answer.output_tokens,
+    }

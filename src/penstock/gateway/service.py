@@ -1,0 +1,426 @@
+"""Turns of harnesses: budgets, lineage, rendering, sampling, and answers that outlive their client.
+
+Towards engines there are only token ids, over our own client. So logprobs, versions, pauses and deaths of engines are
+what they are for every other rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+from penstock.errors import ConfigError, EngineHTTPError, PenstockError, RequestError, UserError
+from penstock.gateway.graph import Node, Place, Row, Session, digests_of, extended, new_id
+from penstock.gateway.messages import Answer, ChatMessage, ChatRequest, GatewayError, Tool, ToolCall, merged
+from penstock.guard import new_key
+from penstock.parsing import whole_number
+from penstock.rollout.chat_template import ChatTemplate
+from penstock.rollout.multi_turn import Sampler
+from penstock.rollout.output_parser import OutputParser
+from penstock.types import Sample, SamplingParams
+
+Policy = Literal["extend", "faithful"]
+MOST_NAME = 200
+"""Characters of a session's name."""
+MOST_REPLAYED = 8
+"""Answers of a session kept for a client that sends its request again although it has read the answer."""
+_SERVER_ERROR = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Budget of a session: sampled tokens, turns, seconds since its start; None: no limit."""
+
+    max_turns: int | None = None
+    max_tokens: int | None = None
+    max_seconds: float | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Limits:
+        """Read the limits of a mapping. UserError: one of them is no number, or below its least value."""
+        values: dict[str, Any] = {f.name: given[f.name] for f in fields(cls) if given.get(f.name) is not None}
+        for name in ("max_turns", "max_tokens"):
+            if name in values:
+                whole_number(values[name], name, least=1)
+        seconds = values.get("max_seconds", 1.0)
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+            raise UserError(f"max_seconds must be a number above 0, got {seconds!r}")
+        return cls(**values)
+
+    def check(self, session: Session) -> None:
+        """Refuse the next turn of a session that is over its budget."""
+        seconds = time.time() - session.created
+        used = {"max_turns": len(session.nodes), "max_tokens": session.sampled_tokens, "max_seconds": seconds}
+        for name, value in used.items():
+            limit = getattr(self, name)
+            if limit is not None and value >= limit:
+                raise GatewayError(
+                    f"the budget of session {session.id} is used up: {name}={limit:g}", code="budget_exceeded"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A user of the gateway: sees its own sessions alone."""
+
+    name: str
+    key: str = field(repr=False)
+    limits: Limits = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """How a gateway answers.
+
+    Attributes:
+        model: name it shows.
+        max_model_len: of the engines, in tokens.
+        policy: `extend` keeps sampled tokens; `faithful` renders each prompt as the template would.
+        sampling: parameters that replace the harness's own, such as `temperature`.
+        max_sessions: most sessions kept, of all tenants.
+    """
+
+    model: str
+    max_model_len: int
+    policy: Policy = "extend"
+    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    max_sessions: int = 100_000
+
+
+@dataclass(slots=True)
+class PendingTurn:
+    """A turn under way or finished; clients that repeat a request read the same one."""
+
+    task: asyncio.Task[Answer]
+    waiters: int = 0
+    delivered: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended without an answer."""
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A session with what belongs to its serving."""
+
+    session: Session
+    limits: Limits
+    key: str
+    sampling: Mapping[str, Any]
+    turns: dict[bytes, PendingTurn] = field(default_factory=dict[bytes, PendingTurn])
+
+
+class Gateway:
+    """Sessions of tenants over one model.
+
+    Args:
+        client: samples; an engine, a fleet, or a `DataClient` of a router.
+        template: of the model. If it cannot be extended, the policy is `faithful`.
+        options: see there.
+        tenants: at least one.
+
+    Raises:
+        ConfigError: two tenants with one name or key, or an empty one.
+
+    Attributes:
+        policy: in force.
+    """
+
+    def __init__(
+        self, client: Sampler, template: ChatTemplate, options: GatewayOptions, tenants: Sequence[Tenant]
+    ) -> None:
+        if not tenants or not all(t.name and t.key for t in tenants):
+            raise ConfigError("give at least one tenant, each with a name and a key")
+        if len({t.name for t in tenants}) < len(tenants) or len({t.key for t in tenants}) < len(tenants):
+            raise ConfigError("two tenants have the same name or the same key")
+        self.options = options
+        self.template = template
+        self.template_faults = template.faults()
+        self.policy: Policy = "faithful" if self.template_faults else options.policy
+        self._client = client
+        self._parser = OutputParser(template.tokenizer)
+        self._tenants = {_digest(t.key): t for t in tenants}
+        self._kept: dict[tuple[str, str], _Kept] = {}
+        self._by_key: dict[bytes, _Kept] = {}
+        self._tasks: set[asyncio.Task[Answer]] = set()
+
+    # --- sessions ----------------------------------------------------------------------------------------------------
+
+    def tenant_of(self, key: str) -> Tenant | None:
+        """Return the tenant whose own key this is; a session's key is not."""
+        return self._tenants.get(_digest(key))
+
+    def open_session(
+        self,
+        tenant: Tenant,
+        name: str | None = None,
+        limits: Limits | None = None,
+        sampling: Mapping[str, Any] | None = None,
+    ) -> tuple[str, str]:
+        """Open a session, or find the tenant's own of that name; return its name and its key.
+
+        The key serves this session's turns and nothing else, so a harness can have it.
+
+        Args:
+            tenant: whose session it is.
+            name: default: a new id.
+            limits: default: the tenant's.
+            sampling: parameters of all its turns, before the gateway's own and what the harness asks for.
+
+        Raises:
+            UserError: the name is too long, or limits are given for a session that exists.
+            GatewayError: too many sessions.
+        """
+        kept = self._open(tenant, name or new_id(), limits, sampling)
+        return kept.session.id, kept.key
+
+    def session(self, key: str, name: str | None, hint: str | None = None) -> Session:
+        """Return the session of a call: that of a session's key, else the tenant's of that name, which is opened.
+
+        Args:
+            key: of a session or of a tenant.
+            name: that the path says.
+            hint: name that the harness gave in a header, for a tenant's key without a `name`.
+
+        Raises:
+            GatewayError: the key is unknown, or of another session.
+        """
+        if (kept := self._by_key.get(_digest(key))) is not None:
+            if name not in (None, kept.session.id):
+                raise GatewayError("this key is of another session", status=403, code="forbidden")
+            return kept.session
+        if (tenant := self.tenant_of(key)) is None:
+            raise GatewayError("missing or unknown API key", status=401, code="invalid_api_key")
+        return self._open(tenant, name or hint or "default", None).session
+
+    def find(self, tenant: Tenant, name: str) -> Session:
+        """Return a session of the tenant. GatewayError: there is none; those of others count as none."""
+        return self._find(tenant, name).session
+
+    def sessions(self, tenant: Tenant) -> list[Session]:
+        """Sessions of the tenant, oldest first."""
+        return [kept.session for (owner, _), kept in self._kept.items() if owner == tenant.name]
+
+    def drop(self, tenant: Tenant, name: str) -> list[Row]:
+        """Forget a session, and return its rows. GatewayError: a turn of it is under way, or there is none."""
+        kept = self._find(tenant, name)
+        if any(not turn.task.done() for turn in kept.turns.values()):
+            raise GatewayError(f"a turn of session {name} is under way; wait for it", status=409, code="busy")
+        del self._kept[tenant.name, name]
+        del self._by_key[_digest(kept.key)]
+        return kept.session.rows()
+
+    async def close_session(self, tenant: Tenant, name: str) -> list[Row]:
+        """End the session's turns under way, forget it, and return its rows."""
+        under_way = [turn.task for turn in self._find(tenant, name).turns.values() if not turn.task.done()]
+        for task in under_way:
+            task.cancel()
+        if under_way:
+            await asyncio.wait(under_way)
+        return self.drop(tenant, name)
+
+    def _open(
+        self, tenant: Tenant, name: str, limits: Limits | None, sampling: Mapping[str, Any] | None = None
+    ) -> _Kept:
+        if (kept := self._kept.get((tenant.name, name))) is not None:
+            if limits not in (None, kept.limits):
+                raise UserError(f"session {name} exists, and its limits cannot change")
+            return kept
+        if not name.isprintable() or len(name) > MOST_NAME or "/" in name:
+            raise UserError(f"a session's name has at most {MOST_NAME} printable characters and no slash")
+        if len(self._kept) >= self.options.max_sessions:
+            why = f"{len(self._kept)} sessions are kept; finish some"
+            raise GatewayError(why, status=503, code="too_many_sessions")
+        kept = _Kept(Session(name, tenant.name), limits or tenant.limits, new_key(), sampling or {})
+        self._kept[tenant.name, name] = self._by_key[_digest(kept.key)] = kept
+        return kept
+
+    def _find(self, tenant: Tenant, name: str) -> _Kept:
+        kept = self._kept.get((tenant.name, name))
+        if kept is None:
+            raise GatewayError(f"there is no session {name!r}", status=404, code="not_found")
+        return kept
+
+    # --- turns -------------------------------------------------------------------------------------------------------
+
+    def submit(self, session: Session, request: ChatRequest, digest: bytes, *, repeated: bool) -> PendingTurn:
+        """Begin a turn, or return the one that this request repeats.
+
+        A request repeats an earlier one of equal `digest` if its client says so (`repeated`), or if no client has read
+        the earlier answer and none waits for it. Two clients that ask the same at once get a turn each.
+        """
+        kept = self._kept[session.tenant, session.id]
+        turn = kept.turns.get(digest)
+        if turn is not None and not turn.failed and (repeated or not (turn.delivered or turn.waiters)):
+            return turn
+        kept.limits.check(session)
+        task = asyncio.create_task(self._turn(kept, request))
+        self._tasks.add(task)  # a task that nobody refers to may be collected
+        task.add_done_callback(self._tasks.discard)
+        read = [key for key, turn in kept.turns.items() if turn.delivered]
+        for key in read[:-MOST_REPLAYED]:
+            del kept.turns[key]
+        kept.turns[digest] = turn = PendingTurn(task)
+        return turn
+
+    def prompt_of(self, session: Session, request: ChatRequest) -> tuple[Node | None, list[int], Place]:
+        """Return the turn that a request extends, the ids to add after it, and where its conversation was found."""
+        given = merged(self._with_previous(session, request))
+        place = session.find(given, request.tools)
+        if self.policy == "faithful":
+            return (*self._rendered(place, request.tools), place)
+        tools = [tool.for_template() for tool in request.tools]
+        messages = [message.for_template() for message in place.messages]
+        if (parent := place.parent) is not None:
+            last = parent.sample.token_ids[-1:] or (-1,)
+            suffix = self.template.suffix(messages[place.seen :], tools, last_id=last[0])
+            if suffix is not None:
+                return parent, suffix, place
+            place = replace(place, cause="template")
+        return None, self.template.render(messages, tools), place
+
+    async def _turn(self, kept: _Kept, request: ChatRequest) -> Answer:
+        session = kept.session
+        parent, added, place = self.prompt_of(session, request)
+        context = [*(parent.context() if parent else ()), *added]
+        params = self._params(kept, request, len(context))
+        try:
+            (sample,) = await self._client.sample(context, 1, params, f"{session.tenant}/{session.id}")
+        except EngineHTTPError as error:
+            code = "engine" if error.status >= _SERVER_ERROR else "invalid_request"
+            raise GatewayError(str(error), status=error.status, code=code) from error
+        except (RequestError, GatewayError):
+            raise
+        except PenstockError as error:
+            raise GatewayError(f"no engine could answer: {error}", status=503, code="engine") from error
+        node = self._node(parent, added, sample, request, place, params)
+        session.add(node, request.tools)
+        finish = sample.finish_reason
+        return Answer(
+            id=node.id,
+            message=node.message,
+            finish="tool_calls" if node.message.calls and finish == "stop" else finish,
+            prompt_tokens=len(context),
+            output_tokens=len(sample.token_ids),
+            request=replace(request, messages=(), model=request.model or self.options.model),
+            created=int(node.created),
+        )
+
+    def _with_previous(self, session: Session, request: ChatRequest) -> tuple[ChatMessage, ...]:
+        """Return the whole conversation, of a request that names the answer that it continues."""
+        if not request.previous:
+            return request.messages
+        node = session.nodes.get(request.previous)
+        if node is None:
+            raise GatewayError(f"session {session.id} has no response {request.previous!r}", status=404)
+        system = [m for m in request.messages if m.role == "system"]
+        rest = [m for m in request.messages if m.role != "system"]
+        before = [m for m in node.history() if not system or m.role != "system"]
+        return (*system, *before, *rest)
+
+    def _rendered(self, place: Place, tools: Sequence[Tool]) -> tuple[Node | None, list[int]]:
+        """Render the conversation as a whole, and find the latest turn whose tokens it begins with."""
+        messages = [message.for_template() for message in place.messages]
+        ids = self.template.render(messages, [tool.for_template() for tool in tools])
+        for node in reversed(place.parent.path() if place.parent else []):
+            if node.length < len(ids) and ids[: node.length] == node.context():
+                return node, ids[node.length :]
+        return None, ids
+
+    def _params(self, kept: _Kept, request: ChatRequest, prompt_tokens: int) -> SamplingParams:
+        room = self.options.max_model_len - prompt_tokens
+        if room < 1:
+            raise GatewayError(
+                f"the prompt has {prompt_tokens} tokens, and the context length is {self.options.max_model_len}",
+                code="context_length_exceeded",
+            )
+        limits = [room, request.max_tokens]
+        if kept.limits.max_tokens is not None:
+            limits.append(kept.limits.max_tokens - kept.session.sampled_tokens)
+        given = {**request.sampling, **self.options.sampling, **kept.sampling}
+        most = min(limit for limit in limits if limit is not None)
+        params = SamplingParams.of({**given, "max_tokens": most, "detokenize": False})
+        return replace(params, stop_token_ids=tuple({*params.stop_token_ids, *self.template.end_ids}))
+
+    def _node(
+        self,
+        parent: Node | None,
+        added: Sequence[int],
+        sample: Sample,
+        request: ChatRequest,
+        place: Place,
+        params: SamplingParams,
+    ) -> Node:
+        prompt = added if parent is None else (*parent.sample.token_ids[-4:], *added)
+        message = self._message(prompt, sample, request.tools, params)
+        *_, before = digests_of(place.messages, request.tools)
+        cause = place.cause
+        if place.parent is not parent and not cause:
+            cause = "template"
+        return Node(
+            id=new_id(),
+            parent=parent,
+            added=tuple(added),
+            sample=sample,
+            message=message,
+            inputs=place.messages[parent.seen if parent else 0 :],
+            seen=len(place.messages) + 1,
+            digest=extended(before, message),
+            length=(parent.length if parent else 0) + len(added) + len(sample.token_ids),
+            temperature=params.temperature,
+            cause=cause,
+        )
+
+    def _message(
+        self, prompt: Sequence[int], sample: Sample, tools: Sequence[Tool], params: SamplingParams
+    ) -> ChatMessage:
+        ids = sample.token_ids
+        ends = (*self.template.end_ids, *params.stop_token_ids)
+        if sample.finish_reason == "stop" and ids and ids[-1] in ends:
+            ids = ids[:-1]
+        parsed = self._parser.parse(prompt, ids, {tool.name: tool.parameters for tool in tools})
+        text = parsed.text
+        if sample.finish_reason == "stop":
+            found = [at for stop in params.stop if (at := text.rfind(stop)) >= 0]
+            text = text[: min(found)] if found else text
+        calls = tuple(ToolCall(new_id(), name, arguments) for name, arguments in parsed.calls)
+        return ChatMessage("assistant", text, parsed.reasoning, calls)
+
+    # --- report ------------------------------------------------------------------------------------------------------
+
+    def report(self, tenant: Tenant) -> dict[str, Any]:
+        """Return what a tenant's sessions came to: rows, tokens, and breaks by cause."""
+        sessions = self.sessions(tenant)
+        rows = [row for session in sessions for row in session.rows()]
+        sampled = sum(session.sampled_tokens for session in sessions)
+        trained = sum(sum(row.trajectory(reward=0.0).loss_mask) for row in rows)
+        return {
+            "sessions": len(sessions),
+            "turns": sum(len(session.nodes) for session in sessions),
+            "rows": len(rows),
+            "sampled_tokens": sampled,
+            "trained_tokens": trained,
+            "unscored_rows": sum(row.session.reward_of(row.leaf) is None for row in rows),
+            "breaks": dict(sum((session.breaks for session in sessions), Counter[str]())),
+            "policy": self.policy,
+        }
+
+    async def close(self) -> None:
+        """End turns under way."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+
+def _digest(key: str) -> bytes:
+    """Hash a key: looking it up then takes a time that does not depend on how much of it is right."""
+    return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,347 @@
+"""Lineage, branches, retries, rewards, budgets and tenants of the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from gateway_rig import CALL, KEY, OTHER_KEY, THOUGHT, Rig, auth
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wire_clients import WIRES, Chat
+
+from penstock.errors import ConfigError
+from penstock.gateway import app
+from penstock.gateway.service import Gateway, GatewayOptions, Limits, Tenant
+from penstock.rollout.chat_template import ChatTemplate
+from penstock.rollout.tokenizer import Tokenizer
+
+CHAT = "/v1/chat/completions"
+
+
+def body(*texts: str, system: str = "", **more: Any) -> dict[str, Any]:
+    """Messages of user and assistant in turn."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    return {"messages": [*([{"role": "system", "content": system}] if system else []), *messages], **more}
+
+
+async def causes(rig: Rig) -> dict[str, int]:
+    answer = await rig.http.get("/sessions")
+    report = answer.json()
+    assert report["trained_tokens"] == report["sampled_tokens"]
+    return report["breaks"]
+
+
+# --- branches --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_edited_arguments_branch_and_the_shared_turn_trains_once(tokenizer: Tokenizer, wire: type[Chat]) -> None:
+    rig = Rig(tokenizer)
+    rig.engine.texts = ["first", CALL, "edited", "as it was"]
+    client = wire(rig)
+    client.user("x")
+    client.echo(await client.ask())
+    client.user("call")
+    answer = await client.ask()
+    before = list(client.items)
+    client.echo(json.loads(json.dumps(answer).replace('1,\\"b\\"', '7,\\"b\\"').replace('"a": 1,', '"a": 7,')))
+    await client.ask()
+    client.items = before
+    client.echo(answer)
+    await client.ask()
+    rows = await rig.rows()
+    assert sorted(len(row["nodes"]) for row in rows) == [2, 3]
+    assert sum(row["nodes"][0]["trained"] for row in rows) == 1
+    assert await causes(rig) == {"edited arguments": 1}
+
+
+async def test_each_kind_of_break_is_counted_by_its_cause(tokenizer: Tokenizer) -> None:
+    rig = Rig(tokenizer)
+    rig.engine.texts = ["one", "two"]
+    await rig.post(CHAT, body("a", system="s"))
+    await rig.post(CHAT, body("a", "one", "b", system="s"))
+    await rig.post(CHAT, body("a", "uno", "b", system="s"))
+    await rig.post(CHAT, body("b", "two", "c", system="s"))  # a dropped turn
+    await rig.post(CHAT, body("sub-agent", system="another"))
+    await rig.post(CHAT, body("summary of it all", system="s"))
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    await rig.post(CHAT, body("a", "one", "b", system="s", tools=[tool]))
+    rows = await rig.rows()
+    assert [len(row["nodes"]) for row in rows] == [2, 1, 1, 1, 1, 1]
+    assert await causes(rig) == {
+        "edited history": 2, "other system prompt": 1, "new conversation": 1, "other tools": 1,
+    }  # fmt: skip
+
+
+async def test_an_edit_late_in_a_conversation_keeps_the_turns_before_it(tokenizer: Tokenizer) -> None:
+    rig = Rig(tokenizer)
+    rig.engine.texts = ["one", "two", "three"]
+    await rig.post(CHAT, body("a"))
+    await rig.post(CHAT, body("a", "one", "b"))
+    await rig.post(CHAT, body("a", "one", "b", "zwei", "c"))
+    rows = await rig.rows()
+    assert [len(row["nodes"]) for row in rows] == [2, 2]
+    assert rows[0]["nodes"][0]["id"] == rows[1]["nodes"][0]["id"]
+    assert "zwei" in tokenizer.decode(rows[1]["response_ids"])
+    assert await causes(rig) == {"edited history": 1}
+
+
+async def test_a_turn_that_was_cut_off_is_closed_before_the_next_message(tokenizer: Tokenizer) -> None:
+    rig = Rig(tokenizer)
+    rig.engine.texts = ["a long answer"]
+    first = await rig.post(CHAT, body("a", max_tokens=4))
+    text = first["choices"][0]["message"]["content"]
+    await rig.post(CHAT, body("a", text, "b"))
+    (row,) = await rig.rows()
+    assert tokenizer.decode(row["response_ids"], skip_special_tokens=False).startswith(
+        f"{text}<|im_end|>\n<|im_start|>"
+    )
+    assert row["loss_mask"][:5] == [1, 1, 1, 1, 0]
+
+
+async def test_the_faithful_policy_renders_as_the_template_does(tokenizer: Tokenizer) -> None:
+    """Thinking of turns before the last question is stripped there, so a question makes a branch; a result does not."""
+    rig = Rig(tokenizer, policy="faithful")
+    rig.engine.texts = [f"{THOUGHT}so\n{CALL}", "five", "bye"]
+    client = Chat(rig)
+    client.user("x")
+    client.echo(await client.ask())
+    client.echo(await client.ask())
+    client.user("y")
+    await client.ask()
+    template = ChatTemplate(tokenizer)
+    tools = [{"type": "function", "function": client.function}]
+    messages = json.loads(json.dumps(client.items))
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    assert rig.engine.seen[-1] == template.render(messages, tools)
+    assert tokenizer.decode(rig.engine.seen[-1]).count("let me see") == 0
+    await rig.rows()
+    assert await causes(rig) == {"template": 2}
+
+
+def test_a_template_that_cannot_be_extended_makes_the_gateway_faithful(tmp_path: Any) -> None:
+    from chat_model import TEMPLATE, chat_tokenizer
+
+    counting = chat_tokenizer(tmp_path, TEMPLATE.replace("{{ m.role }}", "{{ m.role }}{{ messages | length }}"))
+    gateway = Gateway(object(), ChatTemplate(counting), GatewayOptions("m", 99), [Tenant("a", "k")])  # pyright: ignore[reportArgumentType]
+    assert gateway.policy == "faithful"
+    assert gateway.template_faults
+
+
+# --- retries and streams ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("headers", [{"Idempotency-Key": "1"}, {"X-Stainless-Retry-Count": "1"}])
+async def test_a_retry_reads_the_first_answer(tokenizer: Tokenizer, headers: dict[str, str]) -> None:
+    rig = Rig(tokenizer)
+    first = await rig.post(CHAT, body("a"), **({"Idempotency-Key": "1"} if "Idempotency-Key" in headers else {}))
+    again = await rig.post(CHAT, body("a"), **headers)
+    assert again == first
+    assert len(rig.engine.seen) == 1
+    other = await rig.post(CHAT, body("a"))  # no retry: another sample
+    assert other["id"] != first["id"]
+    assert len(await rig.rows()) == 2
+
+
+async def test_retries_while_the_turn_is_under_way_join_it(tokenizer: Tokenizer) -> None:
+    rig = Rig(tokenizer)
+    rig.engine.hold = asyncio.Event()
+    asking = [asyncio.create_task(rig.post(CHAT, body("a"), **{"Idempotency-Key": "1"})) for _ in range(5)]
+    await asyncio.sleep(0.1)
+    rig.engine.hold.set()
+    assert len({json.dumps(answer) for answer in await asyncio.gather(*asking)}) == 1
+    assert len(rig.engine.seen) == 1
+
+
+async def test_a_client_that_goes_away_loses_nothing(tokenizer: Tokenizer) -> None:
+    """The turn goes on, its tokens are in the rows, and the same request reads its answer."""
+    rig = Rig(tokenizer)
+    rig.engine.hold = asyncio.Event()
+    sent = json.dumps(body("a")).encode()
+    incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    incoming.put_nowait({"type": "http.request", "body": sent, "more_body": False})
+    answers: list[Any] = []
+
+    async def send(message: Any) -> None:
+        answers.append(message)
+
+    headers = [(b"authorization", f"Bearer {KEY}".encode())]
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": headers, "query_string": b"", "root_path": ""}
+    asking = asyncio.create_task(app.build_app(rig.gateway)(scope, incoming.get, send))
+    await asyncio.sleep(0.1)
+    incoming.put_nowait({"type": "http.disconnect"})
+    await asyncio.wait_for(asking, 10)
+    assert answers[0]["status"] == 499
+    rig.engine.hold.set()
+    again = await rig.http.post(CHAT, content=sent)
+    assert again.json()["choices"][0]["message"]["content"] == "done"
+    assert len(rig.engine.seen) == 1
+    (row,) = await rig.rows()
+    assert sum(row["loss_mask"]) == len("done") + 1
+
+
+# --- rewards ---------------------------------------------------------------------------------------------------------
+
+
+async def test_rewards_of_session_leaf_and_turn_also_after_the_fact(tokenizer: Tokenizer) -> None:
+    rig = Rig(tokenizer)
+    rig.engine.texts = ["one", "two", "other"]
+    first = await rig.post(CHAT, body("a"))
+    second = await rig.post(CHAT, body("a", "one", "b"))
+    await rig.post(CHAT, body("elsewhere"))
+    assert [row["reward"] for row in await rig.rows()] == [None, None]
+    assert (await rig.http.get("/sessions")).json()["unscored_rows"] == 2
+    await rig.post("/sessions/default/reward", {"reward": 1.0})
+    assert [row["reward"] for row in await rig.rows()] == [1.0, 1.0]
+    await rig.post("/sessions/default/reward", {"reward": 0.25, "node": first["id"]})
+    rows = await rig.rows()
+    assert [row["reward"] for row in rows] == [1.25, 1.0]
+    assert [node["reward"] for node in rows[0]["nodes"]] == [0.25, None]
+    await rig.post("/sessions/default/reward", {"reward": -1, "node": second["id"]})  # a leaf's own, for the session's
+    await rig.post("/sessions/default/reward", {"reward": -1, "node": second["id"]})  # again: it is set, not added
+    assert [row["reward"] for row in await rig.rows()] == [-0.75, 1.0]
+    for wrong in ({"reward": "1"}, {"reward": None}, {"reward": True}, {"reward": 1, "node": "chatcmpl-none"}):
+        answer = await rig.http.post("/sessions/default/reward", json=wrong)
+        assert answer.status_code == 400
+    finished = await rig.http.post("/sessions/default/finish")
+    assert len(finished.text.splitlines()) == 2
+    assert (await rig.http.get("/sessions/default/rows")).status_code == 404
+
+
+# --- sessions, tenants, budgets --------------------------------------------------------------------------------------
+
+
+async def test_sessions_by_path_header_and_key(tokenizer: Tokenizer) -> None:
+    rig = Rig(tokenizer)
+    opened = await rig.post("/sessions", {"session": "ep/1".replace("/", "-"), "max_turns": 2})
+    await rig.post(CHAT, body("a"), **{**auth(opened["api_key"]), "X-Claude-Code-Session-Id": "mine"})
+    await rig.post("/s/by-path/v1/chat/completions", body("a"))
+    await rig.post(CHAT, body("a"), **{"X-Claude-Code-Session-Id": "by-header"})
+    await rig.post("/v1/messages", {**body("a"), "max_tokens": 9}, **{"x-api-key": KEY, "Authorization": ""})
+    assert [s.id for s in rig.gateway.sessions(rig.gateway.tenant_of(KEY))] == [
+        "ep-1", "by-path", "by-header", "default",
+    ]  # fmt: skip
+    assert [len(await rig.rows(name)) for name in ("ep-1", "by-path", "by-header", "default")] == [1, 1, 1, 1]
+
+
+async def test_a_session_is_nobody_else_s(tokenizer: Tokenizer) -> None:
+    rig = Rig(tokenizer)
+    opened = await rig.post("/sessions", {"session": "mine"})
+    await rig.post("/s/mine/v1/chat/completions", body("secret"))
+    post, get = rig.http.post, rig.http.get
+    for key, path, status in (
+        ("", "/v1/models", 401),
+        ("wrong", "/v1/models", 401),
+        (OTHER_KEY, "/sessions/mine/rows", 404),
+        (opened["api_key"], "/sessions/mine/rows", 401),  # a harness must not read or reward
+        (opened["api_key"], "/sessions", 401),
+        (opened["api_key"], "/s/other/v1/models", 403),
+        (opened["api_key"], "/s/mine/v1/models", 200),
+    ):
+        assert (await get(path, headers=auth(key))).status_code == status, (key, path)
+    assert (await post("/sessions/mine/reward", json={"reward": 1}, headers=auth(OTHER_KEY))).status_code == 404
+    assert (await post("/sessions/mine/reward", json={"reward": 1}, headers=auth(opened["api_key"]))).status_code == 401
+    assert (await post("/sessions", json={}, headers={"Origin": "http://evil"})).status_code == 403
+    assert (await post("/sessions", json={}, headers={"Host": "evil.example"})).status_code == 403
+    other = await post("/s/mine/v1/chat/completions", json=body("a"), headers=auth(OTHER_KEY))
+    assert other.status_code == 200  # a session of the other tenant's, of the same name
+    assert len(await rig.rows("mine")) == 1
+
+
+async def test_budgets_are_answered_in_the_wire_s_own_error(tokenizer: Tokenizer) -> None:
+    rig = Rig(tokenizer, limits=Limits(max_turns=2))
+    assert (await rig.post(CHAT, body("a")))["choices"]
+    assert (await rig.post(CHAT, body("b")))["choices"]
+    answer = await rig.http.post("/v1/messages", json={**body("c"), "max_tokens": 5})
+    assert (answer.status_code, answer.json()["type"]) == (400, "error")
+    assert "max_turns=2" in answer.json()["error"]["message"]
+    opened = await rig.post("/sessions", {"session": "few", "max_tokens": 7})
+    rig.engine.texts = ["12345", "12345"]
+    for finish in ("stop", "length"):
+        answer = await rig.post(CHAT, body("a"), **auth(opened["api_key"]))
+        assert answer["choices"][0]["finish_reason"] == finish
+    refused = await rig.http.post(CHAT, json=body("a"), headers=auth(opened["api_key"]))
+    assert refused.json()["error"]["code"] == "budget_exceeded"
+    assert sum(sum(row["loss_mask"]) for row in await rig.rows("few")) == 7
+    for wrong in (
+        {"max_turns": 0},
+        {"max_tokens": "x"},
+        {"max_seconds": -1},
+        {"session": "a/b"},
+        {"session": "x" * 999},
+    ):
+        assert (await rig.http.post("/sessions", json=wrong)).status_code == 400
+
+
+async def test_bodies_and_sessions_are_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "MOST_BODY", 1000)
+    rig = Rig(tokenizer, max_sessions=1)
+    answer = await rig.http.post(CHAT, content=b" " * 2000)
+    assert answer.status_code == 413
+    assert (await rig.http.post("/sessions", json={"session": "second"})).status_code == 503
+
+
+def test_tenants_have_names_and_keys_of_their_own(tokenizer: Tokenizer) -> None:
+    for tenants in ([], [Tenant("a", "")], [Tenant("a", "k"), Tenant("a", "l")], [Tenant("a", "k"), Tenant("b", "k")]):
+        with pytest.raises(ConfigError):
+            Gateway(object(), ChatTemplate(tokenizer), GatewayOptions("m", 9), tenants)  # pyright: ignore[reportArgumentType]
+
+
+# --- random histories ------------------------------------------------------------------------------------------------
+
+TEXTS = st.sampled_from(["one", "two\n", f"{THOUGHT}three", CALL, f"{THOUGHT}x\n{CALL}\n{CALL}", "<think>\nopen"])
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["go", "go", "go", "again", "retry", "back", "edit", "strip", "new", "tools"]),
+        TEXTS,
+        st.sampled_from([None, None, None, 3]),
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+@pytest.mark.parametrize("policy", ["extend", "faithful"])
+@given(steps=STEPS, number=st.integers(0, 2))
+@settings(max_examples=40)
+async def test_no_token_is_lost_doubled_or_trained_twice(
+    tokenizer: Tokenizer, policy: str, steps: list[tuple[str, str, int | None]], number: int
+) -> None:
+    rig = Rig(tokenizer, policy=policy)
+    client = WIRES[number](rig)
+    client.user("begin")
+    for step, text, cut in steps:
+        rig.engine.texts = [text]
+        items = json.loads(json.dumps(client.items))
+        if step == "back":
+            client.items = items[: max(1, len(items) // 2)]
+        elif step == "edit":
+            client.items = json.loads(json.dumps(items).replace("one", "uno").replace('a\\": ', 'a\\":  9'))
+        elif step == "new":
+            client.items = items[:1] if isinstance(client, Chat) else []
+        elif step == "tools":
+            client.function = {**client.function, "description": client.function["description"] + "!"}
+        if step in {"back", "new"}:
+            client.user(f"go on {len(items)}")
+        client.headers = {"Idempotency-Key": "k"} if step == "retry" else {}
+        limit = {"max_output_tokens": cut} if number == 1 else {"max_tokens": cut}
+        sent = {**client.body, **({name: value for name, value in limit.items() if value} if cut else {})}
+        answer = await rig.http.post(client.path, json=sent, headers=client.headers)
+        if answer.status_code != 200:
+            assert answer.status_code == 400, answer.text  # an edit may break the JSON of arguments
+            client.items = items
+            continue
+        given = answer.json()
+        message = given["choices"][0]["message"] if number == 0 else given
+        client.echo(message, "no reasoning" if step == "strip" else "identical")
+        if step != "again":
+            client.user(f"next {len(client.items)}")
+    rows = await rig.rows()
+    sampled = sum(len(node.sample.token_ids) for node in rig.session().nodes.values())
+    assert sum(sum(row["loss_mask"]) for row in rows) == sampled
+    assert len(rig.session().nodes) == len(rig.engine.seen)
