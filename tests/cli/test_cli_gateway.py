@@ -14,7 +14,7 @@ from chat_model import save_chat_tokenizer
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 
 
 async def test_it_serves_tenants_of_a_file_and_ends_by_a_signal(tmp_path: Path) -> None:

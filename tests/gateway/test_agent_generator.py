@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
 from collections.abc import AsyncIterator
@@ -11,8 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-from gateway_rig import KEY, Rig
 
+from gateway_rig import KEY, Rig
 from penstock.errors import PenstockError
 from penstock.gateway.agent import AgentGenerator, Episode
 from penstock.gateway.server import serving
@@ -78,13 +79,30 @@ async def test_a_command_plays_episodes_and_nothing_of_it_is_left(served: tuple[
     assert rig.gateway.sessions(rig.gateway.tenant_of(KEY)) == []
 
 
-@pytest.mark.parametrize(("mode", "timeout_s"), [("fail", 60.0), ("hang", 6.0)])
-async def test_an_agent_that_fails_or_hangs_has_no_reward(
-    served: tuple[Rig, str], tmp_path: Path, mode: str, timeout_s: float
-) -> None:
-    made = generator(served, [sys.executable, PROGRAM, "{prompt}", mode], log_dir=tmp_path, timeout_s=timeout_s)
+async def test_a_command_that_fails_has_no_reward(served: tuple[Rig, str], tmp_path: Path) -> None:
+    made = generator(served, [sys.executable, PROGRAM, "{prompt}", "fail"], log_dir=tmp_path)
     output = await made.generate(GeneratorInput([Lengths().train_task(0)]))
     assert output.rewards == [0.0]
+    assert of_programs(tmp_path) == []
+
+
+async def test_an_agent_over_its_time_has_no_reward_and_its_processes_end(
+    served: tuple[Rig, str], tmp_path: Path
+) -> None:
+    rig, _ = served
+
+    async def agent(episode: Episode) -> float:
+        headers = {"Authorization": f"Bearer {episode.api_key}"}
+        await rig.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, **headers)
+        await asyncio.Event().wait()
+        return 1.0
+
+    made = generator(served, agent, timeout_s=5.0)
+    output = await made.generate(GeneratorInput([Lengths().train_task(0)]))
+    assert output.rewards == [0.0]
+    hanging = generator(served, ["sh", "-c", "sleep 600 & echo child $!; wait"], log_dir=tmp_path, timeout_s=5.0)
+    with pytest.raises(PenstockError, match="asked for no turn within 5 s"):
+        await hanging.generate(GeneratorInput([Lengths().train_task(0)]))
     assert of_programs(tmp_path) == []
 
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 from penstock.config import EnvironmentConfig
 from penstock.errors import ConfigError, PenstockError, UserError
@@ -25,6 +25,25 @@ class Task:
     id: str
     prompt: str
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Response(str):  # noqa: SLOT000 - a str has no slots of its own beside its text
+    """Text of a response, with the markers of tool calls.
+
+    Attributes:
+        answer: the text without reasoning and calls.
+        calls: name and arguments of each tool call, the arguments as JSON text.
+    """
+
+    answer: str
+    calls: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, text: str, answer: str, calls: tuple[tuple[str, str], ...]) -> Self:
+        """Build one; `str` takes no further arguments."""
+        response = cls(text)
+        response.answer, response.calls = answer, calls
+        return response
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +92,10 @@ class Environment(ABC):
     tools: Sequence[Mapping[str, Any]] = ()
     """Functions in OpenAI's form, which the chat template shows to the policy in episodes of several turns."""
 
-    async def step(self, task: Task, responses: Sequence[str]) -> Turn | None:
+    async def step(self, task: Task, responses: Sequence[Response]) -> Turn | None:
         """Answer the latest of the policy's `responses`, `[turns so far]`; None ends the episode.
 
-        A class that overrides it has episodes of several turns (`MultiTurnGenerator`). The responses are text with the
-        markers of tool calls; see `penstock.rollout.output_parser`.
+        A class that overrides it has episodes of several turns (`MultiTurnGenerator`).
         """
         del task, responses
         return None

@@ -10,8 +10,9 @@ from uuid import uuid4
 from penstock.aio import all_or_first_error
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.rollout.chat_template import ChatTemplate
-from penstock.rollout.environment import Environment, Task, Turn, user_code
+from penstock.rollout.environment import Environment, Response, Task, Turn, user_code
 from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
+from penstock.rollout.output_parser import OutputParser
 from penstock.rollout.single_turn import Places, finite_reward, token_space
 from penstock.rollout.tokenizer import Tokenizer
 from penstock.types import FinishReason, Sample, SamplingParams, SessionId, Trajectory
@@ -116,6 +117,8 @@ class MultiTurnGenerator(Generator):
         self._template = ChatTemplate(tokenizer)
         if faults := self._template.faults():
             raise ConfigError(f"the chat template cannot be extended turn by turn: {faults[0]}")
+        self._parser = OutputParser(tokenizer)
+        self._schemas = {t["function"]["name"]: t["function"].get("parameters", {}) for t in environment.tools}
         self._environment = environment
         given = token_space(sampling_params)
         self._params = replace(given, stop_token_ids=_with_ends(given, self._template))
@@ -154,13 +157,14 @@ class MultiTurnGenerator(Generator):
     async def _play(self, task: Task, params: SamplingParams, session: SessionId, group_id: str) -> Trajectory:
         tools = self._environment.tools
         row = TokenRow(tuple(self._template.render([{"role": "user", "content": task.prompt}], tools)))
-        responses: list[str] = []
+        responses: list[Response] = []
         rewards: list[tuple[int, float]] = []
         while True:
+            context = [*row.prompt_ids, *row.ids]
             sample = await self._sample(row, params, session, len(responses))
             row.add_sample(sample)
             stop_reason = sample.finish_reason
-            responses.append(self.tokenizer.decode(sample.token_ids))
+            responses.append(self._response(context, sample))
             turn = await self._answer(task, responses)
             rewards.append((len(row.ids), finite_reward(turn.reward if turn else 0.0, task)))
             if turn is None or turn.done or stop_reason != "stop":
@@ -177,6 +181,12 @@ class MultiTurnGenerator(Generator):
         total = finite_reward(last, task) + sum(reward for _, reward in rewards)
         return row.trajectory(reward=total, stop_reason=stop_reason, group_id=group_id, turn_rewards=rewards)
 
+    def _response(self, context: Sequence[int], sample: Sample) -> Response:
+        ended = sample.finish_reason == "stop" and sample.token_ids[-1] in self._params.stop_token_ids
+        ids = sample.token_ids[:-1] if ended else sample.token_ids
+        parsed = self._parser.parse(context, ids, self._schemas)
+        return Response.of(self.tokenizer.decode(sample.token_ids), parsed.text, parsed.calls)
+
     async def _sample(self, row: TokenRow, params: SamplingParams, session: SessionId, turn: int) -> Sample:
         """Draw the next turn. Its seed is its own: with an equal seed, all turns would draw the same numbers."""
         room = min(params.max_tokens, self._max_tokens - len(row.ids))
@@ -191,7 +201,7 @@ class MultiTurnGenerator(Generator):
             raise EngineError("the engine returned a sample without a token")
         return sample
 
-    async def _answer(self, task: Task, responses: Sequence[str]) -> Turn | None:
+    async def _answer(self, task: Task, responses: Sequence[Response]) -> Turn | None:
         with user_code(f"the environment's step of task {task.id!r} failed", PenstockError):
             return await self._environment.step(task, responses)
 
