@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from gateway_rig import KEY, auth
 
+from gateway_rig import KEY, auth
 from nano_models import changed, logprobs_of
 from penstock import Fleet
 from penstock.engine.single import HTTPEngine

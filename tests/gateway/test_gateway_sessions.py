@@ -7,11 +7,11 @@ import json
 from typing import Any
 
 import pytest
-from gateway_rig import CALL, KEY, OTHER_KEY, THOUGHT, Rig, auth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_clients import WIRES, Chat
 
+from gateway_rig import CALL, KEY, OTHER_KEY, THOUGHT, Rig, auth
 from penstock.errors import ConfigError
 from penstock.gateway import app
 from penstock.gateway.service import Gateway, GatewayOptions, Limits, Tenant
@@ -40,7 +40,7 @@ async def causes(rig: Rig) -> dict[str, int]:
 @pytest.mark.parametrize("wire", WIRES)
 async def test_edited_arguments_branch_and_the_shared_turn_trains_once(tokenizer: Tokenizer, wire: type[Chat]) -> None:
     rig = Rig(tokenizer)
-    rig.engine.texts = ["first", CALL, "edited", "as it was"]
+    rig.engine.texts = ["first", CALL, "edited", "as it was", "more"]
     client = wire(rig)
     client.user("x")
     client.echo(await client.ask())
@@ -49,11 +49,13 @@ async def test_edited_arguments_branch_and_the_shared_turn_trains_once(tokenizer
     before = list(client.items)
     client.echo(json.loads(json.dumps(answer).replace('1,\\"b\\"', '7,\\"b\\"').replace('"a": 1,', '"a": 7,')))
     await client.ask()
+    client.user("on it goes")
+    await client.ask()  # the edited call is still there, and this turn extends the one before
     client.items = before
     client.echo(answer)
     await client.ask()
     rows = await rig.rows()
-    assert sorted(len(row["nodes"]) for row in rows) == [2, 3]
+    assert sorted(len(row["nodes"]) for row in rows) == [3, 3]
     assert sum(row["nodes"][0]["trained"] for row in rows) == 1
     assert await causes(rig) == {"edited arguments": 1}
 

@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from gateway_rig import CALL, KEY, THOUGHT, Rig, auth, events_of
 from wire_clients import ECHOES, WIRES, Chat
 
+from gateway_rig import CALL, KEY, THOUGHT, Rig, auth, events_of
 from penstock.errors import DeadlineError
 from penstock.gateway.server import serving
 from penstock.rollout.tokenizer import Tokenizer

@@ -28,6 +28,8 @@ _WRAPPER = (
 )
 """Ends the command with us, however we end."""
 _TAIL = 2000
+_SECRETS = ("PENSTOCK_API_KEY", "PENSTOCK_GATEWAY_KEY", "VLLM_API_KEY")
+"""Of our environment; an agent must not have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,7 @@ class AgentGenerator(Generator):
             [sys.executable, "-c", _WRAPPER, *(_filled(word, filled) for word in command)],
             name=f"agent {episode.session}",
             log=self._log_dir / f"{episode.session}.log",
-            env=episode.environment(),
+            env={**dict.fromkeys(_SECRETS, ""), **episode.environment()},
         )
         try:
             status = await child.wait()

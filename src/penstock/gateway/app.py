@@ -121,13 +121,8 @@ class _Calls:
         digest = hashlib.sha256(b"\n".join((http.url.path.encode(), idempotency.encode(), body))).digest()
         repeated = bool(idempotency) or retries not in {"", "0"}
         turn = self._gateway.submit(session, request, digest, repeated=repeated)
-        turn.waiters += 1
         notes = {NOTE_HEADER: "; ".join(request.notes)} if request.notes else {}
-        try:
-            answer = await self._wait(turn, http, self._keepalive_s if request.stream else None)
-        except BaseException:
-            turn.waiters -= 1
-            raise
+        answer = await self._wait(turn, http, self._keepalive_s if request.stream else None)
         if answer is not None and not request.stream:
             headers = {**notes, NODE_HEADER: answer.id}
             return Response(
@@ -144,6 +139,7 @@ class _Calls:
     async def _wait(self, turn: PendingTurn, http: Request, seconds: float | None) -> Answer | None:
         """Return the answer, or None after so many seconds. The turn goes on if the client leaves."""
         gone = asyncio.ensure_future(_disconnected(http))
+        turn.waiters += 1
         try:
             await asyncio.wait((turn.task, gone), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if turn.task.done():
@@ -152,6 +148,7 @@ class _Calls:
                 raise GatewayError("the client has left", status=499, code="client_left")
             return None
         finally:
+            turn.waiters -= 1
             gone.cancel()
 
     async def count_tokens(self, http: Request, wire: Dialect) -> Response:
@@ -192,6 +189,7 @@ class _Calls:
 
 async def _stream(wire: Dialect, turn: PendingTurn, keepalive_s: float) -> AsyncGenerator[bytes]:
     """Write a turn as events, with comments until it is finished. A stream without its last event is not whole."""
+    turn.waiters += 1
     try:
         while not turn.task.done():
             await asyncio.wait((turn.task,), timeout=keepalive_s)
@@ -223,8 +221,7 @@ def _result(turn: PendingTurn) -> Answer:
     raise error
 
 
-def _delivered(turn: PendingTurn) -> None:
-    turn.waiters -= 1
+async def _delivered(turn: PendingTurn) -> None:  # not in a thread: the client's next request may come before
     turn.delivered = True
 
 

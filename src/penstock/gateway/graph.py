@@ -118,7 +118,7 @@ class Session:
             if given[i].role == "assistant" and (nodes := self._by_digest.get(digests[i + 1])):
                 named = [node for node in nodes if node.id in messages[i].minted]
                 lost = any(m.role == "assistant" for m in given[i + 1 :])
-                return Place((named or nodes)[-1], i + 1, tuple(given), cause or ("edited history" if lost else ""))
+                return Place((named or nodes)[-1], i + 1, tuple(given), (cause or "edited history") if lost else "")
         return Place(None, 0, tuple(given), cause or self._why_root(given, digests))
 
     def add(self, node: Node, tools: Sequence[Tool]) -> None:
@@ -226,6 +226,7 @@ class Row:
                     "reward": node.reward,
                     "temperature": node.temperature,
                     "finish": node.sample.finish_reason,
+                    "kv_kept": any(span.kv_kept for span in node.sample.spans),
                     "cause": node.cause,
                     "text": node.message.text,
                 }

@@ -52,10 +52,13 @@ class Limits:
             raise UserError(f"max_seconds must be a number above 0, got {seconds!r}")
         return cls(**values)
 
-    def check(self, session: Session) -> None:
-        """Refuse the next turn of a session that is over its budget."""
-        seconds = time.time() - session.created
-        used = {"max_turns": len(session.nodes), "max_tokens": session.sampled_tokens, "max_seconds": seconds}
+    def check(self, session: Session, *, under_way: int, reserved: int) -> None:
+        """Refuse the next turn of a session that is over its budget, with turns under way and their tokens."""
+        used = {
+            "max_turns": len(session.nodes) + under_way,
+            "max_tokens": session.sampled_tokens + reserved,
+            "max_seconds": time.time() - session.created,
+        }
         for name, value in used.items():
             limit = getattr(self, name)
             if limit is not None and value >= limit:
@@ -114,6 +117,8 @@ class _Kept:
     limits: Limits
     key: str
     sampling: Mapping[str, Any]
+    reserved: int = 0
+    """Most tokens that turns under way may sample."""
     turns: dict[bytes, PendingTurn] = field(default_factory=dict[bytes, PendingTurn])
 
 
@@ -233,8 +238,8 @@ class Gateway:
             if limits not in (None, kept.limits):
                 raise UserError(f"session {name} exists, and its limits cannot change")
             return kept
-        if not name.isprintable() or len(name) > MOST_NAME or "/" in name:
-            raise UserError(f"a session's name has at most {MOST_NAME} printable characters and no slash")
+        if not (name.isascii() and name.isprintable()) or len(name) > MOST_NAME or "/" in name:
+            raise UserError(f"a session's name has at most {MOST_NAME} printable ASCII characters and no slash")
         if len(self._kept) >= self.options.max_sessions:
             why = f"{len(self._kept)} sessions are kept; finish some"
             raise GatewayError(why, status=503, code="too_many_sessions")
@@ -260,7 +265,8 @@ class Gateway:
         turn = kept.turns.get(digest)
         if turn is not None and not turn.failed and (repeated or not (turn.delivered or turn.waiters)):
             return turn
-        kept.limits.check(session)
+        under_way = sum(not turn.task.done() for turn in kept.turns.values())
+        kept.limits.check(session, under_way=under_way, reserved=kept.reserved)
         task = asyncio.create_task(self._turn(kept, request))
         self._tasks.add(task)  # a task that nobody refers to may be collected
         task.add_done_callback(self._tasks.discard)
@@ -291,6 +297,7 @@ class Gateway:
         parent, added, place = self.prompt_of(session, request)
         context = [*(parent.context() if parent else ()), *added]
         params = self._params(kept, request, len(context))
+        kept.reserved += params.max_tokens
         try:
             (sample,) = await self._client.sample(context, 1, params, f"{session.tenant}/{session.id}")
         except EngineHTTPError as error:
@@ -300,6 +307,8 @@ class Gateway:
             raise
         except PenstockError as error:
             raise GatewayError(f"no engine could answer: {error}", status=503, code="engine") from error
+        finally:
+            kept.reserved -= params.max_tokens
         node = self._node(parent, added, sample, request, place, params)
         session.add(node, request.tools)
         finish = sample.finish_reason
@@ -341,11 +350,14 @@ class Gateway:
                 f"the prompt has {prompt_tokens} tokens, and the context length is {self.options.max_model_len}",
                 code="context_length_exceeded",
             )
-        limits = [room, request.max_tokens]
+        limits = [room]
+        if request.max_tokens is not None:
+            limits.append(whole_number(request.max_tokens, "the limit of tokens", least=1, error=GatewayError))
         if kept.limits.max_tokens is not None:
-            limits.append(kept.limits.max_tokens - kept.session.sampled_tokens)
+            left = kept.limits.max_tokens - kept.session.sampled_tokens - kept.reserved
+            limits.append(max(left, 1))
         given = {**request.sampling, **self.options.sampling, **kept.sampling}
-        most = min(limit for limit in limits if limit is not None)
+        most = min(limits)
         params = SamplingParams.of({**given, "max_tokens": most, "detokenize": False})
         return replace(params, stop_token_ids=tuple({*params.stop_token_ids, *self.template.end_ids}))
 
