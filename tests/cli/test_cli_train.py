@@ -42,7 +42,7 @@ def test_after_ctrl_c_it_says_how_far_it_is_and_the_command_that_goes_on(tmp_pat
         "my run.yaml",
         "seed=3",
         "--fresh",
-        when=lambda: any(folder.glob("checkpoints/*.safetensors")),
+        when=lambda: any(folder.glob("checkpoints/*[0-9]/record.json")),
     )
     done, _, command = said.splitlines()[-1].partition("; go on with: ")
     steps = (folder / "metrics.jsonl").read_text().count("\n")
@@ -127,5 +127,6 @@ def _leave(settings: RunConfig, *, steps: int, checkpoint: bool) -> None:
     for step in range(1, steps + 1):
         folder.append_metrics({"step": step})
     if checkpoint:
-        (folder.path / "checkpoints").mkdir()
-        (folder.path / "checkpoints" / "step-00000020.safetensors").touch()
+        checkpoint_folder = folder.path / "checkpoints" / "step-00000020"
+        checkpoint_folder.mkdir(parents=True)
+        (checkpoint_folder / "record.json").touch()

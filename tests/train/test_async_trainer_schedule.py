@@ -24,7 +24,6 @@ from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
 from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.train.async_trainer import train
-from penstock.train.checkpoint import LearnerState
 from penstock.types import Sample, SamplingParams, Trajectory, UpdateReport
 
 
@@ -43,8 +42,9 @@ class CountingLearner:
     async def put_in_force(self, engine: Engine) -> UpdateReport:
         return await engine.update_weights([], version=self.version)
 
-    def state(self) -> LearnerState:
-        return LearnerState({"x": torch.zeros(1)}, {"version": self.version})
+    def save(self, folder: Path) -> dict[str, int]:
+        del folder
+        return {"version": self.version}
 
 
 async def run(config: RunConfig, engine: InProcessEngine, learner: CountingLearner, path: Path) -> Summary:

@@ -383,12 +383,12 @@ def test_a_resumed_learner_goes_on_bit_for_bit(micro_model: str, tmp_path):
     batches = [trajectories_of(learner, seed=seed) for seed in range(3)]
     for batch in batches[:2]:
         learner.step(batch)
-    path = checkpoint.save(tmp_path, 2, learner.state())
+    path = checkpoint.save(tmp_path, 2, learner.save)
     want = learner.step(batches[2])
 
     resumed = learner_of(micro_model)
-    step, state = checkpoint.load(path)
-    resumed.load_state(state)
+    step, values = checkpoint.load(path)
+    resumed.load(path, values)
     assert (step, resumed.version) == (2, 2)
     got = resumed.step(batches[2])
     assert got["loss"] == want["loss"]
@@ -399,15 +399,15 @@ def test_a_resumed_learner_goes_on_bit_for_bit(micro_model: str, tmp_path):
 
 def test_the_random_state_is_part_of_the_state(micro_model: str):
     learner = learner_of(micro_model)
-    state = learner.state()
+    state = learner.learner.state(None)
     drawn = torch.rand(4)
-    learner.load_state(state)
+    learner.learner.load_state(None, state)
     assert torch.equal(torch.rand(4), drawn)
 
 
 def test_a_state_is_a_copy(micro_model: str):
     learner = learner_of(micro_model)
-    state = learner.state()
+    state = learner.learner.state(None)
     before = {name: tensor.clone() for name, tensor in state.tensors.items()}
     learner.step(trajectories_of(learner))
     assert all(torch.equal(before[name], tensor) for name, tensor in state.tensors.items())
@@ -415,12 +415,12 @@ def test_a_state_is_a_copy(micro_model: str):
 
 def test_the_state_of_another_model_is_refused_and_changes_nothing(micro_model: str):
     learner = learner_of(micro_model)
-    state = learner.state()
+    state = learner.learner.state(None)
     before = {name: tensor.clone() for name, tensor in held(learner).items()}
     missing = {name: tensor + 1 for name, tensor in state.tensors.items() if "layers.1.mlp.up" not in name}
     misshapen = {name: tensor[:3] if "embed_tokens" in name else tensor + 1 for name, tensor in state.tensors.items()}
     extra = state.tensors | {"model/model.layers.2.mlp.up_proj.weight": torch.zeros(2)}
     for tensors, name in ((missing, "layers.1.mlp.up"), (misshapen, "embed_tokens"), (extra, "layers.2")):
         with pytest.raises(CheckpointError, match=f"another model: .*{name}"):
-            learner.load_state(LearnerState(tensors, state.values))
+            learner.learner.load_state(None, LearnerState(tensors, state.values))
     assert all(torch.equal(before[name], tensor) for name, tensor in held(learner).items())

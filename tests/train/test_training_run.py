@@ -229,7 +229,7 @@ async def test_fewer_steps_than_a_run_has_are_refused_before_engines_start(model
     config = fleet_config(model, tmp_path)
     checkpoints = RunFolder.create(tmp_path / "test", config).path / "checkpoints"
     checkpoints.mkdir()
-    (checkpoints / "step-00000009.safetensors").touch()
+    (checkpoints / "step-00000009").mkdir()
     with pytest.raises(UserError, match=r"is at step 9, beyond train\.steps=4; ask for more steps"):
         await run(config, resume=True, reporter=Recorder())
     assert not (tmp_path / "test" / "logs").exists()

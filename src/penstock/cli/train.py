@@ -84,7 +84,7 @@ def _advice(folder: Path, settings: RunConfig, command: str) -> str:
 
     steps = len(RunFolder(folder, settings).metrics())
     done = f"interrupted after step {steps}" if steps else "interrupted before the end of the first step"
-    if any((folder / "checkpoints").glob("step-*.safetensors")):
+    if any((folder / "checkpoints").glob("step-*[0-9]/record.json")):
         return f"{done}; go on with: {command} --resume"
     every = settings.train.checkpoint_every
     return (

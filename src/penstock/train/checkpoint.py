@@ -1,6 +1,10 @@
-"""Checkpoints of a run: one safetensors file each, whole or absent, with everything that is no tensor as JSON in it."""
+"""Checkpoints of a run: a folder each, whole or absent.
 
-# safetensors ships partial types.
+The tensors are in the format of `torch.distributed.checkpoint`, which any number of ranks can write and another number
+read. `record.json` holds everything that is no tensor, and the size of each file.
+"""
+
+# torch.distributed.checkpoint ships partial types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -8,23 +12,35 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+import shutil
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from penstock.errors import CheckpointError
 from penstock.parsing import parse_json
+from penstock.process import shortage
 
-FORMAT = "penstock-checkpoint-1"
+FORMAT = "penstock-checkpoint-2"
 KEEP = 2
 """Checkpoints kept: the last, and the one before it in case the last cannot be read."""
+RECORD = "record.json"
 
-_NAME = re.compile(r"step-(\d+)\.safetensors")
+_NAME = re.compile(r"step-(\d+)")
+_OLD = "step-*.safetensors"
+_UNFINISHED = ".unfinished"
+_LITTLE = 64 << 20
+"""Free bytes of a disk on which a checkpoint failed that call it full."""
+_REMEDY = "remove it to go on from the checkpoint before it, or start a new run without --resume"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,41 +51,55 @@ class LearnerState:
     values: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-def save(run_dir: Path, step: int, payload: LearnerState) -> Path:
-    """Write `run_dir/checkpoints/step-N.safetensors` and remove all but the last `KEEP` checkpoints.
+def save(run_dir: Path, step: int, write: Callable[[Path], Mapping[str, Any]]) -> Path:
+    """Write `run_dir/checkpoints/step-N` and remove all but the last `KEEP` checkpoints.
 
-    The file appears under its name only when all of it is on the disk, so a kill at any moment leaves the checkpoint
+    The folder appears under its name only when all of it is on the disk, so a kill at any moment leaves the checkpoint
     before it.
+
+    Args:
+        run_dir: of the run.
+        step: that it is of.
+        write: writes files into the folder it is given, and returns what else `load` shall give, as JSON.
 
     Raises:
         CheckpointError: the disk refused, or a value is not JSON.
     """
     folder = run_dir / "checkpoints"
-    path = folder / f"step-{step:08d}.safetensors"
-    unfinished = folder / f"{path.name}.unfinished"
-    try:
-        values = json.dumps(payload.values, allow_nan=False)
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(dict(payload.tensors), unfinished, metadata={"format": FORMAT, "step": str(step), "values": values})
-        _flush(unfinished)
+    path = folder / f"step-{step:08d}"
+    unfinished = folder / f"{path.name}{_UNFINISHED}"
+    with ExitStack() as last, _refusals(path):
+        for useless in folder.glob(f"*{_UNFINISHED}"):  # left by a kill
+            shutil.rmtree(useless)
+        unfinished.mkdir(parents=True)
+        last.callback(shutil.rmtree, unfinished, ignore_errors=True)
+        values = write(unfinished)
+        sizes = {file.name: file.stat().st_size for file in unfinished.iterdir()}
+        record = {"format": FORMAT, "step": step, "files": sizes, "values": values}
+        (unfinished / RECORD).write_text(json.dumps(record, allow_nan=False))
+        for file in (*unfinished.iterdir(), unfinished):
+            _flush(file)
+        shutil.rmtree(path, ignore_errors=True)  # of a run that was taken up again before it
         unfinished.replace(path)
         _flush(folder)
-        for useless in (*_checkpoints(folder)[:-KEEP], *folder.glob("*.unfinished")):
-            useless.unlink(missing_ok=True)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot write checkpoint {path}: {error}; free space or choose another run_dir"
-        ) from error
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"checkpoint {path}: a value is not JSON, or a tensor cannot be stored: {error}"
-        ) from error
+        for useless in _checkpoints(folder)[:-KEEP]:
+            shutil.rmtree(useless)
     return path
 
 
 def latest(run_dir: Path) -> Path | None:
-    """The checkpoint of the highest step in `run_dir`, or None where there is none."""
-    found = _checkpoints(run_dir / "checkpoints")
+    """The checkpoint of the highest step in `run_dir`, or None where there is none.
+
+    Raises:
+        CheckpointError: there are only checkpoints of an older Penstock, which this one cannot read.
+    """
+    folder = run_dir / "checkpoints"
+    found = _checkpoints(folder)
+    if not found and any(folder.glob(_OLD)):
+        raise CheckpointError(
+            f"{folder} has checkpoints of an older Penstock, one file each, which this one cannot read; end the run "
+            "with that one, or start a new run without --resume"
+        )
     return found[-1] if found else None
 
 
@@ -80,26 +110,101 @@ def latest_step(run_dir: Path) -> int:
     return int(match[1]) if match else 0
 
 
-def load(path: Path) -> tuple[int, LearnerState]:
-    """Read a checkpoint: its step and what `save` was given.
+def load(path: Path) -> tuple[int, Mapping[str, Any]]:
+    """Read a checkpoint's step and what `write` returned; its tensors are `read_tensors`' to read.
 
     Raises:
         CheckpointError: missing, truncated, or not one of ours; says which file, and what to do.
     """
-    remedy = "remove it to go on from the checkpoint before it, or start a new run without --resume"
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise CheckpointError(f"{path} is no checkpoint of Penstock ({FORMAT}); {remedy}")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-            return int(metadata["step"]), LearnerState(
-                tensors, parse_json(metadata["values"], "its record", loads=json.loads)
-            )
-    except FileNotFoundError:
-        raise CheckpointError(f"no such checkpoint: {path}; start a new run without --resume") from None
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {path} is truncated or damaged ({error}); {remedy}") from error
+        record = parse_json((path / RECORD).read_bytes(), "its record", loads=json.loads)
+        if not isinstance(record, dict) or record.get("format") != FORMAT:
+            raise CheckpointError(f"{path} is no checkpoint of Penstock ({FORMAT}); {_REMEDY}")
+        for name, size in record["files"].items():
+            found = (path / name).stat().st_size
+            if found != size:
+                raise CheckpointError(f"checkpoint {path} is damaged: {name} has {found} of {size} bytes; {_REMEDY}")
+        return int(record["step"]), record["values"]
+    except FileNotFoundError as error:
+        what = "is no checkpoint, or not all of one" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {what}: there is no {error.filename}; {_REMEDY}") from None
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {path} is truncated or damaged ({error}); {_REMEDY}") from error
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Write tensors into a folder, of sharded ones each rank its part.
+
+    Args:
+        folder: of the checkpoint; all ranks see it.
+        tensors: by names that are the same on every rank.
+        group: of the ranks, on CPUs; None: this process alone.
+
+    Raises:
+        CheckpointError: the disk refused, on any rank.
+    """
+    with _refusals(folder), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of one process alone, and of what torch deprecates
+        dcp.save(dict(tensors), checkpoint_id=folder, process_group=group, no_dist=group is None)
+
+
+def read_tensors(
+    folder: Path,
+    blank: Callable[[str, Sequence[int], torch.dtype], Tensor],
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Tensor]:
+    """Read what `write_tensors` wrote, by any number of ranks.
+
+    Args:
+        folder: of the checkpoint.
+        blank: makes room for a tensor of a name, shape and dtype: a sharded one is filled with this rank's part.
+        group: see `write_tensors`.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    damaged = f"checkpoint {folder} is truncated or damaged"
+    try:
+        found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        kept = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+        tensors: dict[str, Any] = {
+            name: blank(name, entry.size, entry.properties.dtype) for name, entry in kept.items()
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(tensors, checkpoint_id=folder, process_group=group, no_dist=group is None)
+    except dcp.api.CheckpointException as error:  # no Exception, by torch's choice
+        raise CheckpointError(f"{damaged} ({_first(error)}); {_REMEDY}") from error
+    except Exception as error:  # a pickle that is damaged raises anything
+        raise CheckpointError(f"{damaged} ({error}); {_REMEDY}") from error
+    return tensors
+
+
+@contextmanager
+def _refusals(path: Path) -> Generator[None]:
+    """Say of what the disk refused where, and what to do."""
+    try:
+        yield
+    except (OSError, dcp.api.CheckpointException) as error:
+        why = shortage(error) if isinstance(error, OSError) else _first(error)
+        # torch's own words for a full disk are "unexpected pos".
+        free = next(shutil.disk_usage(near).free for near in path.parents if near.exists())
+        full = "the disk is full, or nearly so: " if free < _LITTLE else ""
+        raise CheckpointError(
+            f"cannot write checkpoint {path}: {full}{why} ({free >> 20} MiB free there); free space or choose another "
+            "run_dir"
+        ) from error
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoint {path}: a value is not JSON, or a tensor cannot be stored: {error}"
+        ) from error
+
+
+def _first(error: dcp.api.CheckpointException) -> str:
+    """What the first rank that failed says."""
+    rank, (cause, _) = min(error.failures.items())
+    lines = str(cause).strip().splitlines()
+    return f"rank {rank}: {type(cause).__name__}: {lines[0] if lines else ''}"
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from penstock.engine.interface import Engine
 from penstock.errors import StateError, UserError
 from penstock.train.advantages import ADVANTAGES, group_indices
 from penstock.train.batching import collate
-from penstock.train.checkpoint import LearnerState
 from penstock.train.interface import AdamSpec, Datum, Learner, Outputs
 from penstock.train.losses import DROP_NOTHING, LOG_RATIO_LIMIT, LOSSES, Limits, LossSpec
 from penstock.types import Trajectory, UpdateReport
@@ -116,13 +116,13 @@ class Trainee:
             "tokens_per_second": tokens / seconds,
         }
 
-    def state(self) -> LearnerState:
-        """See `Learner.state`."""
-        return self.learner.state(self.adapter)
+    def save(self, folder: Path) -> Mapping[str, Any]:
+        """See `Learner.save`."""
+        return self.learner.save(self.adapter, folder)
 
-    def load_state(self, state: LearnerState) -> None:
-        """See `Learner.load_state`."""
-        self.learner.load_state(self.adapter, state)
+    def load(self, folder: Path, values: Mapping[str, Any]) -> None:
+        """See `Learner.load`."""
+        self.learner.load(self.adapter, folder, values)
 
     def _with_reference(self, data: Sequence[Datum]) -> list[Datum]:
         """Add the reference policy's logprobs."""

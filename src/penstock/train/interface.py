@@ -7,14 +7,14 @@ One learner holds one base model, and trains either its weights or any number of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from penstock.errors import UserError
-from penstock.train.checkpoint import LearnerState
 from penstock.train.losses import LossSpec
 
 
@@ -152,7 +152,7 @@ class Learner(ABC):
         """PEFT's `adapter_config` of an adapter, as JSON holds it."""
 
     @abstractmethod
-    def weights(self, adapter: str | None) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, adapter: str | None) -> Iterable[tuple[str, Tensor]]:
         """`(name, tensor)` of what engines are sent: good until the next call of the learner, so copy before it.
 
         Of the base: all weights under the names of its checkpoint, tied ones once, in the dtypes that engines take. Of
@@ -160,7 +160,7 @@ class Learner(ABC):
         """
 
     @abstractmethod
-    def merged_weights(self, adapter: str) -> Iterator[tuple[str, Tensor]]:
+    def merged_weights(self, adapter: str) -> Iterable[tuple[str, Tensor]]:
         """All weights as `weights(None)` gives them, with an adapter's product added to those that it changes.
 
         Raises:
@@ -168,13 +168,20 @@ class Learner(ABC):
         """
 
     @abstractmethod
-    def state(self, adapter: str | None) -> LearnerState:
-        """Everything a resumed run needs, copied to the CPU: weights, optimiser, random state, version."""
+    def save(self, adapter: str | None, folder: Path) -> Mapping[str, Any]:
+        """Write everything that a resumed run needs: weights, optimiser, random state, version.
 
-    @abstractmethod
-    def load_state(self, adapter: str | None, state: LearnerState) -> None:
-        """Take up what `state` gave.
+        Returns:
+            What `load` needs besides the folder, as JSON.
 
         Raises:
-            CheckpointError: the state is that of another model; nothing was changed.
+            CheckpointError: the disk refused.
+        """
+
+    @abstractmethod
+    def load(self, adapter: str | None, folder: Path, values: Mapping[str, Any]) -> None:
+        """Take up what `save` wrote and returned, also as another number of ranks.
+
+        Raises:
+            CheckpointError: it cannot be read, or is of another model; nothing was changed.
         """

@@ -8,20 +8,23 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import AutoConfig
 
 from penstock.config import TrainConfig
 from penstock.errors import CheckpointError, StateError, UserError
 from penstock.train.batching import MicroBatch, micro_batches
-from penstock.train.checkpoint import LearnerState
+from penstock.train.checkpoint import LearnerState, read_tensors, write_tensors
 from penstock.train.fit import check_fits
 from penstock.train.interface import AdamSpec, Datum, Learner, LoraSpec, Outputs, StepFigures
 from penstock.train.losses import LOSSES, LossSpec
@@ -50,17 +53,25 @@ class LocalLearner(Learner):
         ConfigError: see `check_fits` and `PolicyModel`.
     """
 
+    _group: dist.ProcessGroup | None = None
+    """Of the ranks that a checkpoint is written and read by; None: this process alone."""
+
     def __init__(
-        self, model_path: str, config: TrainConfig, *, seed: int, served_dtype: ServedDtype = "float32"
+        self,
+        model_path: str,
+        config: TrainConfig,
+        *,
+        seed: int,
+        served_dtype: ServedDtype = "float32",
+        device: torch.device | None = None,
     ) -> None:
         self.config = config
         self._model_path = model_path
         self.versions = {None: 0}
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._use_threads()
         torch.manual_seed(seed)
-        check_fits(model_path, config, self.device, frozen_bytes=compute_dtype(config, self.device).itemsize)
-        self.policy = PolicyModel(model_path, config, self.device)
+        self.policy = self._load(model_path)
         self._stored_dtypes = _stored_dtypes(model_path) if served_dtype == "auto" else {}
         self._served_dtype = _config_dtype(model_path) if served_dtype == "auto" else getattr(torch, served_dtype)
         self._casts: dict[str, Tensor] = {}
@@ -91,7 +102,8 @@ class LocalLearner(Learner):
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, adam.grad_clip_norm or math.inf))
+        norm: Any = torch.nn.utils.clip_grad_norm_(parameters, adam.grad_clip_norm or math.inf)
+        grad_norm = float(_whole(norm))
         optimizer = self._optimizer(adapter)
         if math.isfinite(grad_norm):
             optimizer.param_groups[0].update(
@@ -153,7 +165,7 @@ class LocalLearner(Learner):
             tensor = weight.detach()
             if name in changes:
                 tensor = tensor.float() + changes[name]().detach()
-            dtype = self._stored_dtypes.get(name, self._served_dtype)
+            dtype = self._dtype_of(name)
             if dtype == tensor.dtype:
                 yield name, tensor
                 continue
@@ -161,22 +173,40 @@ class LocalLearner(Learner):
                 self._casts[name] = torch.empty_like(tensor, dtype=dtype)
             yield name, self._casts[name].copy_(tensor)
 
+    def save(self, adapter: str | None, folder: Path) -> Mapping[str, Any]:
+        """See `Learner.save`."""
+        state = self._live_state(adapter)
+        write_tensors(folder, state.tensors, self._group)
+        return state.values
+
+    def load(self, adapter: str | None, folder: Path, values: Mapping[str, Any]) -> None:
+        """See `Learner.load`."""
+        self.load_state(adapter, LearnerState(read_tensors(folder, self._blank, self._group), values))
+
     def state(self, adapter: str | None) -> LearnerState:
-        """See `Learner.state`."""
+        """Everything that `save` writes, copied to the CPU."""
+        state = self._live_state(adapter)
+        copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.tensors.items()}
+        return replace(state, tensors=copies)
+
+    def _live_state(self, adapter: str | None) -> LearnerState:
         optimizer = self._optimizer(adapter)
         tensors: dict[str, Tensor] = {"rng/cpu": torch.get_rng_state()}
         for name, parameter in self._parameters(adapter).items():
-            tensors[f"model/{name}"] = parameter
+            tensors[f"model/{name}"] = parameter.detach()
             for key, value in optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer/{key}/{name}"] = value
         if self.device.type == "cuda":
             tensors["rng/cuda"] = torch.cuda.get_rng_state(self.device)
-        copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
         values = {"version": self.versions[adapter]} | ({} if adapter is None else {"base": self._fingerprint()})
-        return LearnerState(copies, values)
+        return LearnerState(tensors, values)
 
     def load_state(self, adapter: str | None, state: LearnerState) -> None:
-        """See `Learner.load_state`."""
+        """Take up what `state` gave.
+
+        Raises:
+            CheckpointError: the state is that of another model; nothing was changed.
+        """
         parameters = self._parameters(adapter)
         here = {f"model/{name}": tuple(parameter.shape) for name, parameter in parameters.items()}
         there = {name: tuple(tensor.shape) for name, tensor in state.tensors.items() if name.startswith("model/")}
@@ -212,7 +242,7 @@ class LocalLearner(Learner):
             raise UserError(f"unknown loss {min(unknown)!r}; known: {', '.join(LOSSES)}")
         logprobs = [torch.zeros(len(datum.input_ids)) for datum in data]
         sums: dict[str, dict[str, float]] = {"losses": {}, "denominators": {}, "metrics": {}}
-        for batch in micro_batches(data, loss, self.config.micro_batch_tokens):
+        for batch in self._batches(data, loss):
             found_K, measured = self._measure(batch.to(self.device), loss)
             for kind, values in measured.items():
                 for name, value in values.items():
@@ -237,6 +267,25 @@ class LocalLearner(Learner):
         denominators = {part: output.denominator for part, output in outputs.items()}
         return found.logprobs.detach(), {"losses": losses, "denominators": denominators, "metrics": metrics}
 
+    def _load(self, model_path: str) -> PolicyModel:
+        check_fits(
+            model_path, self.config, self.device, frozen_bytes=compute_dtype(self.config, self.device).itemsize
+        )
+        return PolicyModel(model_path, self.config, self.device)
+
+    def _batches(self, data: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
+        """What this process evaluates of the data."""
+        return micro_batches(data, loss, self.config.micro_batch_tokens)
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        """What engines take of a tensor of the checkpoint."""
+        return self._stored_dtypes.get(name, self._served_dtype)
+
+    def _blank(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Make room for a tensor of a checkpoint."""
+        del name
+        return torch.empty(tuple(shape), dtype=dtype)
+
     def _parameters(self, adapter: str | None) -> dict[str, Parameter]:
         """What `optim_step` changes, by the names that a state has."""
         if adapter is not None:
@@ -248,7 +297,7 @@ class LocalLearner(Learner):
         """Name the base's weights by a few values of each tensor."""
         digest = hashlib.blake2b(digest_size=16)
         for name, parameter in self._parameters(None).items():
-            digest.update(f"{name}{tuple(parameter.shape)}{parameter.detach().flatten()[:8].tolist()}".encode())
+            digest.update(f"{name}{tuple(parameter.shape)}{_whole(parameter.detach()).flatten()[:8].tolist()}".encode())
         return digest.hexdigest()
 
     def _optimizer(self, adapter: str | None) -> torch.optim.AdamW:
@@ -272,6 +321,11 @@ class LocalLearner(Learner):
         # Set again in each call: the number belongs to the calling thread.
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Gather a tensor of which this rank has a part; all ranks do so at once."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _stored_dtypes(model_path: str) -> dict[str, torch.dtype]:

@@ -16,7 +16,6 @@ from penstock.config import RunConfig
 from penstock.errors import CheckpointError, UserError
 from penstock.observe.run_folder import RunFolder
 from penstock.train import checkpoint
-from penstock.train.checkpoint import LearnerState
 from penstock.train.grpo import Trainee
 
 
@@ -61,8 +60,9 @@ class Progress:
 
 def save_checkpoint(folder: RunFolder, learner: Trainee, progress: Mapping[str, Any]) -> None:
     """Write the state after `progress["step"]` steps; `progress` holds the fields of `Progress`. Blocks."""
-    state = learner.state()
-    checkpoint.save(folder.path, progress["step"], LearnerState(state.tensors, {**state.values, "run": progress}))
+    checkpoint.save(
+        folder.path, progress["step"], lambda path: {"learner": dict(learner.save(path)), "run": dict(progress)}
+    )
 
 
 def begin(folder: RunFolder) -> Progress:
@@ -95,12 +95,12 @@ def take_up(config: RunConfig, folder: RunFolder, learner: Trainee) -> Progress:
     progress = Progress()
     path = checkpoint.latest(folder.path)
     if path is not None:
-        _, snapshot = checkpoint.load(path)
+        _, values = checkpoint.load(path)
         try:
-            progress = Progress(**snapshot.values["run"])
+            progress, of_learner = Progress(**values["run"]), values["learner"]
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"checkpoint {path} is not one of a training run: {error!r}") from error
-        learner.load_state(snapshot)
+        learner.load(path, of_learner)
     progress.resumed(folder.truncate(progress.step))
     folder.write_config(config)
     return progress

@@ -21,13 +21,22 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     Returns:
         Names to tensors; those that had to be taken apart may be copies.
     """
-    from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - slow, and not of the core
+    return checkpoint_names_of(model, distinct_tensors(model))
 
+
+def distinct_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """A model's own tensors by their names in it, live; tied ones once."""
     once: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not is_adapter(name):
             once.setdefault(id(tensor), (plain_name(name), tensor))
-    tensors = dict(once.values())
+    return dict(once.values())
+
+
+def checkpoint_names_of(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Some of a model's tensors, whole layers, named and shaped as its checkpoint has them."""
+    from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - slow, and not of the core
+
     return cast("dict[str, torch.Tensor]", revert_weight_conversion(model, tensors))
 
 
