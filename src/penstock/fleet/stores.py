@@ -93,12 +93,19 @@ class Stores:
         from penstock.weights.pack import checked  # noqa: PLC0415 - the core must import without torch
 
         self._provider = named_tensors if isinstance(named_tensors, TensorProvider) else None
+        gathers = getattr(named_tensors, "specs", None) is not None
+        if gathers and self._settings.weight_transport == "cuda_ipc":
+            raise WeightsError(
+                "cuda_ipc shows engines weights that stay where they are, and a learner of several ranks gathers them "
+                "layer by layer: set fleet.weight_transport to auto, shared_memory or broadcast"
+            )
         if self._settings.weight_transport != "auto":
             return self._by(self._settings.weight_transport).publish(version, named_tensors)
         tensors = iter(named_tensors)
         again = tensors is not named_tensors
         first = next(checked(tensors))
         chosen = choose(first[1].device, self._members())
+        chosen = "shared_memory" if gathers and chosen == "cuda_ipc" else chosen
         logger.debug("weight version %d goes by %s", version, chosen)
         begun = itertools.chain([first], tensors)
         return self._by(chosen).publish(version, _Begun(begun, named_tensors) if again else begun)
@@ -194,6 +201,7 @@ class _Begun:
     def __init__(self, begun: Iterable[tuple[str, torch.Tensor]], again: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._begun: Iterable[tuple[str, torch.Tensor]] | None = begun
         self._again = again
+        self.specs = getattr(again, "specs", None)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         begun, self._begun = self._begun, None

@@ -58,13 +58,13 @@ class DeltaStore(DiskStore):
         tensors, specs = in_order(named_tensors)
         base = self._base(specs)
         if base is None:
-            whole = super().publish(version, tensors)
+            whole = super().publish(version, tensors if isinstance(tensors, list) else named_tensors)
             none = {"delta": "", "delta_bytes": "0", "delta_checksum": "0"}
             return replace(whole, transport=TRANSPORT, location={**whole.location, **none})
         self._folder.own()
         self._folder.keep(self._names(base))
         image = memoryview(mmap.mmap(-1, base.extent))
-        entries = write(image, tensors, [entry.offset for entry in base.tensors])
+        entries = write(image, tensors, specs, [entry.offset for entry in base.tensors])
         with open_version(base) as full, self._folder.new_file(version, "delta", 0) as (name, file):
             nbytes, checksum = write_delta(file, full.read, image, entries)
         delta = {"delta": name, "delta_bytes": str(nbytes), "delta_checksum": str(checksum)}

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 from penstock.errors import StateError, WeightsError
 from penstock.parsing import parse_json
 from penstock.types import TensorSpec
-from penstock.weights.manifest import ALIGNMENT, TensorEntry, WeightManifest
+from penstock.weights.manifest import ALIGNMENT, DTYPE_BYTES, TensorEntry, WeightManifest
 
 if TYPE_CHECKING:
     import torch
@@ -257,12 +257,12 @@ class DiskStore:
         self._folder.own()
         tensors, specs = in_order(named_tensors)
         head, offsets = header(specs)
-        size = len(head) + sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
+        size = len(head) + sum(TensorEntry(spec.name, spec.dtype, spec.shape, 0, 0).nbytes for spec in specs)
         self._folder.keep(self._names(self.current))
         with self._folder.new_file(version, "safetensors", size) as (name, file):
             mapping = mmap.mmap(file.fileno(), size)
             mapping[: len(head)] = head
-            entries = write(memoryview(mapping), tensors, offsets)
+            entries = write(memoryview(mapping), tensors, specs, offsets)
             mapping.flush()
         location = {"folder": str(self._folder.path), "file": name}
         return WeightManifest(version=version, transport=TRANSPORT, location=location, tensors=entries)
@@ -308,16 +308,16 @@ def open_version(manifest: WeightManifest) -> VersionFile:
 
 def in_order(
     named_tensors: Iterable[tuple[str, torch.Tensor]],
-) -> tuple[list[tuple[str, torch.Tensor]], list[TensorSpec]]:
-    """Return the tensors in the order in which a file has them, and what its header says of them.
+) -> tuple[Iterable[tuple[str, torch.Tensor]], list[TensorSpec]]:
+    """Return the tensors, and what a file's header says of them in the order in which it has them.
 
     Raises:
         WeightsError: a name twice, no tensor at all, or a dtype no engine loads.
     """
-    from penstock.weights.pack import checked, dtype_name  # noqa: PLC0415 - the core must import without torch
+    from penstock.weights.pack import described  # noqa: PLC0415 - the core must import without torch
 
-    tensors = sorted(checked(named_tensors), key=lambda named: -named[1].element_size())
-    return tensors, [TensorSpec(name, dtype_name(t.dtype), tuple(t.shape)) for name, t in tensors]
+    tensors, specs = described(named_tensors)
+    return tensors, sorted(specs, key=lambda spec: -DTYPE_BYTES[spec.dtype])
 
 
 def header(specs: Sequence[TensorSpec]) -> tuple[bytes, list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -13,7 +13,7 @@ from penstock.parsing import reading, whole_number
 if TYPE_CHECKING:
     import torch
 
-    from penstock.types import NamedTensors
+    from penstock.types import NamedTensors, TensorSpec
 
 ALIGNMENT = 256
 """Of each tensor in a buffer, in bytes; satisfies every dtype and a device copy."""
@@ -125,10 +125,19 @@ def _entry(name: Any, dtype: Any, shape: Any, offset: Any, checksum: Any) -> Ten
 
 
 class TensorProvider:
-    """Tensors that the caller gives again each time they are iterated."""
+    """Tensors that the caller gives again each time they are iterated.
 
-    def __init__(self, provide: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
+    Args:
+        provide: begins a pass.
+        specs: what a pass gives, in its order, where that is known before. Such tensors are gathered as they are asked
+            for, so stores do not hold all of them at once.
+    """
+
+    def __init__(
+        self, provide: Callable[[], Iterable[tuple[str, torch.Tensor]]], *, specs: Sequence[TensorSpec] | None = None
+    ) -> None:
         self._provide = provide
+        self.specs = specs
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._provide())

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from penstock.errors import WeightsError
+from penstock.types import TensorSpec
 from penstock.weights.manifest import ALIGNMENT, DTYPE_BYTES, TensorEntry
-
-NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 
 def checked(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -58,33 +57,71 @@ def checked(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple
         raise WeightsError("no tensors given: pass every parameter of the model, as model.named_parameters() does")
 
 
-def layout(tensors: NamedTensors) -> tuple[int, list[int]]:
+def described(
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+) -> tuple[Iterable[tuple[str, torch.Tensor]], list[TensorSpec]]:
+    """Return the tensors, checked, and what they are; raises as `checked` does.
+
+    What says itself what it will give (`TensorProvider.specs`) is not read yet, as it may gather one after another. The
+    rest is listed.
+    """
+    specs: Sequence[TensorSpec] | None = getattr(named_tensors, "specs", None)
+    if specs is not None:
+        return checked(named_tensors), list(specs)
+    tensors = list(checked(named_tensors))
+    return tensors, [_spec(name, tensor) for name, tensor in tensors]
+
+
+def layout(specs: Sequence[TensorSpec]) -> tuple[int, list[int]]:
     """Return total bytes and the offset of each tensor."""
     offsets: list[int] = []
     end = 0
-    for _, tensor in tensors:
+    for spec in specs:
         offsets.append(end)
-        end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+        end += -(-entry_of(spec).nbytes // ALIGNMENT) * ALIGNMENT
     return max(end, ALIGNMENT), offsets
 
 
-def write(buffer: memoryview, tensors: NamedTensors, offsets: Sequence[int]) -> tuple[TensorEntry, ...]:
-    """Copy the tensors to their offsets and checksum them.
+def write(
+    buffer: memoryview,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    specs: Sequence[TensorSpec],
+    offsets: Sequence[int],
+) -> tuple[TensorEntry, ...]:
+    """Copy the tensors to the offsets of their specs, in any order, and checksum them.
+
+    Returns:
+        An entry for each, in the order of `specs`.
 
     Raises:
-        WeightsError: a tensor holds NaN or infinity; a policy with such weights produces nothing but noise.
+        WeightsError: a tensor holds NaN or infinity, as a policy with such weights produces nothing but noise; or the
+            tensors are not those that `specs` announced.
     """
-    entries: list[TensorEntry] = []
+    places = dict(zip(specs, offsets, strict=True))
+    entries: dict[TensorSpec, TensorEntry] = {}
     with torch.no_grad():
-        for (name, tensor), offset in zip(tensors, offsets, strict=True):
-            source = tensor.detach()
+        for name, tensor in tensors:
+            source, spec = tensor.detach(), _spec(name, tensor)
             if not all_finite(source):
                 raise WeightsError(f"tensor {name!r} holds NaN or infinity; the update was not sent")
-            entry = TensorEntry(name, dtype_name(source.dtype), tuple(source.shape), offset, 0)
+            if spec not in places:
+                raise WeightsError(f"{spec} was given and not announced; the update was not sent")
+            entry = entry_of(spec, places[spec])
             if entry.nbytes:
                 view(buffer, entry).copy_(source)
-            entries.append(replace(entry, checksum=zlib.crc32(buffer[offset : offset + entry.nbytes])))
-    return tuple(entries)
+            entries[spec] = replace(entry, checksum=zlib.crc32(buffer[entry.offset : entry.offset + entry.nbytes]))
+    if missing := [spec.name for spec in specs if spec not in entries]:
+        raise WeightsError(f"{len(missing)} tensors, {missing[0]!r} the first, were announced and not given")
+    return tuple(entries[spec] for spec in specs)
+
+
+def entry_of(spec: TensorSpec, offset: int = 0) -> TensorEntry:
+    """Return a manifest's entry, without a checksum."""
+    return TensorEntry(spec.name, spec.dtype, spec.shape, offset, 0)
+
+
+def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape))
 
 
 def view(buffer: memoryview, entry: TensorEntry) -> torch.Tensor:

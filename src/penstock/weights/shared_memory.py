@@ -54,12 +54,12 @@ class SharedMemoryStore:
             WeightsError: a name twice, no tensor at all, a dtype no engine loads, NaN or infinity.
             StateError: the store is closed.
         """
-        from penstock.weights.pack import checked, layout, write  # noqa: PLC0415 - the core must import without torch
+        from penstock.weights.pack import described, layout, write  # noqa: PLC0415 - the core must import without torch
 
-        tensors = list(checked(named_tensors))
-        size, offsets = layout(tensors)
+        tensors, specs = described(named_tensors)
+        size, offsets = layout(specs)
         path = self._writable(size)
-        entries = write(memoryview(self._buffers[path]), tensors, offsets)
+        entries = write(memoryview(self._buffers[path]), tensors, specs, offsets)
         return WeightManifest(version=version, transport=TRANSPORT, location={"path": path}, tensors=entries)
 
     def adopt(self, manifest: WeightManifest) -> WeightManifest:
