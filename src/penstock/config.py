@@ -350,6 +350,8 @@ class TrainConfig(Section):
     """Of requests in flight when weights change; see `Engine.update_weights`."""
     micro_batch_tokens: Positive = 16_384
     checkpoint_every: Positive = 20
+    ranks: Positive = 1
+    """Processes that share the model (FSDP2): each with a GPU of its own, or on CPUs."""
     threads: Positive | None = None
     """Torch threads of the learner; default: torch's."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -88,6 +88,10 @@ class UpdateError(PenstockError):
     """A weight update did not commit on enough engines; the fleet still serves the version before it."""
 
 
+class LearnerError(PenstockError):
+    """A rank of a sharded learner is lost; the run goes on from its last checkpoint."""
+
+
 class CheckpointError(PenstockError):
     """A checkpoint is missing, truncated or of another run."""
 

@@ -58,6 +58,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+async def test_a_run_whose_learner_is_two_processes_and_its_resumption_by_one(model: Path, tmp_path: Path) -> None:
+    config = fleet_config(model, tmp_path)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"ranks": 2})})
+    before = set(psutil.Process().children(recursive=True))
+    await run(config, resume=False, reporter=Recorder())
+    assert set(psutil.Process().children(recursive=True)) <= before
+    folder = RunFolder.open(tmp_path / "test")
+    assert [row["version"] for row in folder.metrics()] == [1, 2, 3, 4]
+    assert [row["update/engines"] for row in folder.metrics()] == [2] * 4
+    train = config.train.model_copy(update={"ranks": 1, "steps": 6})
+    await run(config.model_copy(update={"train": train}), resume=True, reporter=Recorder())
+    assert [row["version"] for row in folder.metrics()] == [1, 2, 3, 4, 5, 6]
+
+
 def fleet_config(model: Path, run_dir: Path, **changes: object) -> RunConfig:
     engine = {"profile": "sim", "max_model_len": 64, "extra_args": SIM}
     config = config_of(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,6 +33,7 @@ def train(
     - `penstock train examples/DEMO.yaml`
     - `penstock train examples/DEMO.yaml seed=1 train.steps=40 fleet.engines=4`
     - `penstock train examples/DEMO.yaml --resume` (after a crash or Ctrl-C)
+    - `penstock train examples/DEMO.yaml train.ranks=2` (the learner as two processes)
     - `penstock train examples/DEMO.yaml --fresh` (once more from the start, under the same name)
 
     The run folder, `run_dir`/`name`, holds the resolved config, metrics.jsonl, summary.json, plots, and sample
@@ -39,7 +42,11 @@ def train(
     from penstock.config import load_config  # noqa: PLC0415
     from penstock.errors import UserError  # noqa: PLC0415
     from penstock.observe.run_folder import RunFolder  # noqa: PLC0415
+    from penstock.train.rank import follow, on_one_host, take_launched  # noqa: PLC0415
 
+    launched = take_launched(os.environ)
+    if int(launched.get("RANK", "0")):
+        raise typer.Exit(follow(launched, one_host=on_one_host(launched)))
     if resume and fresh:
         raise UserError("--resume goes on with a run and --fresh deletes it; give one of them")
     settings = load_config(config, overrides or [])
@@ -52,7 +59,7 @@ def train(
     sys.path.append(str(Path.cwd()))  # for an environment of one's own
     found = _written(folder)
     try:
-        _train(settings, resume=resume, fresh=fresh)
+        _train(settings, launched, resume=resume, fresh=fresh)
     except Interrupted:
         begun = resume or _written(folder) != found
         command = shlex.join(["penstock", "train", str(config), *(overrides or [])])
@@ -61,13 +68,13 @@ def train(
     typer.echo(f"run folder: {folder} (read trajectories.md, look at plots/)")
 
 
-def _train(settings: RunConfig, *, resume: bool, fresh: bool) -> None:
+def _train(settings: RunConfig, launched: Mapping[str, str], *, resume: bool, fresh: bool) -> None:
     from penstock.observe.progress import RunDisplay  # noqa: PLC0415
 
     with RunDisplay(settings.name, settings.train.steps) as display:
         from penstock.train.run import run  # noqa: PLC0415 - seconds: torch
 
-        run_until_signal(run(settings, resume=resume, fresh=fresh, reporter=display))
+        run_until_signal(run(settings, resume=resume, fresh=fresh, reporter=display, launched=launched))
 
 
 def _written(folder: Path) -> int | None:

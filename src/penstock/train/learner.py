@@ -71,7 +71,7 @@ class LocalLearner(Learner):
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._use_threads()
         torch.manual_seed(seed)
-        self.policy = self._load(model_path)
+        self.policy = self._load_policy(model_path)
         self._stored_dtypes = _stored_dtypes(model_path) if served_dtype == "auto" else {}
         self._served_dtype = _config_dtype(model_path) if served_dtype == "auto" else getattr(torch, served_dtype)
         self._casts: dict[str, Tensor] = {}
@@ -267,10 +267,8 @@ class LocalLearner(Learner):
         denominators = {part: output.denominator for part, output in outputs.items()}
         return found.logprobs.detach(), {"losses": losses, "denominators": denominators, "metrics": metrics}
 
-    def _load(self, model_path: str) -> PolicyModel:
-        check_fits(
-            model_path, self.config, self.device, frozen_bytes=compute_dtype(self.config, self.device).itemsize
-        )
+    def _load_policy(self, model_path: str) -> PolicyModel:
+        check_fits(model_path, self.config, self.device, frozen_bytes=compute_dtype(self.config, self.device).itemsize)
         return PolicyModel(model_path, self.config, self.device)
 
     def _batches(self, data: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
 from penstock.config import RunConfig
-from penstock.errors import UserError
+from penstock.errors import ConfigError, UserError
 from penstock.fleet.fleet import Fleet
 from penstock.observe.plots import draw_plots
 from penstock.observe.run_folder import RunFolder
@@ -19,15 +20,24 @@ from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.train.async_trainer import train
 from penstock.train.grpo import Trainee
-from penstock.train.interface import LoraSpec
+from penstock.train.interface import Learner, LoraSpec
 from penstock.train.learner import LocalLearner, ServedDtype
+from penstock.train.ranked import RankedLearner
+from penstock.train.ranks import Ranks
 from penstock.train.resume import check as check_resume
 from penstock.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
 
-async def run(config: RunConfig, *, resume: bool, reporter: Reporter, fresh: bool = False) -> Summary:
+async def run(
+    config: RunConfig,
+    *,
+    resume: bool,
+    reporter: Reporter,
+    fresh: bool = False,
+    launched: Mapping[str, str] | None = None,
+) -> Summary:
     """Do a training run, as `penstock train` does. The folder is `config.run_dir / config.name`.
 
     Everything that can be refused is refused before an engine is started.
@@ -37,6 +47,7 @@ async def run(config: RunConfig, *, resume: bool, reporter: Reporter, fresh: boo
         resume: go on with the run in the folder.
         reporter: gets every event of the run.
         fresh: delete the run in the folder first, if there is one.
+        launched: torchrun's variables, if it started this process as rank 0 of the learner (`rank.take_launched`).
 
     Raises:
         UserError: both `resume` and `fresh`, or another process holds the run (it is named).
@@ -55,7 +66,7 @@ async def run(config: RunConfig, *, resume: bool, reporter: Reporter, fresh: boo
         if resume:
             check_resume(config, folder)
         with folder.capture_log():
-            summary = await _run(config, folder, environment, tokenizer, reporter, resume=resume)
+            summary = await _run(config, folder, environment, tokenizer, reporter, launched or {}, resume=resume)
         await asyncio.to_thread(draw_plots, folder)
     return summary
 
@@ -76,50 +87,73 @@ async def _run(
     environment: Environment,
     tokenizer: Tokenizer,
     reporter: Reporter,
+    launched: Mapping[str, str],
     *,
     resume: bool,
 ) -> Summary:
     """From the start of the engines to their end."""
+    ranks = Ranks(config.train.ranks, folder.path / "logs", launched)
     fleet_config = config.fleet
     if fleet_config.log_dir is None:
         fleet_config = fleet_config.model_copy(update={"log_dir": folder.path / "logs"})
     reporter.on_phase("launch")
     opening = Fleet.launch(config.engine, fleet=fleet_config, router=config.router)
-    # The learner loads in a thread while the engines start.
-    loading = asyncio.create_task(asyncio.to_thread(_learner, config))
-    try:
-        async with opening as fleet:
-            trainee = await loading
-            generator = SingleTurnGenerator(
-                fleet,
-                tokenizer,
-                environment,
-                SamplingParams(max_tokens=config.rollout.max_tokens, temperature=config.rollout.temperature),
-                config.rollout.concurrency,
-            )
-            training = train(
-                config,
-                fleet,
-                learner=trainee,
-                generator=generator,
-                environment=environment,
-                folder=folder,
-                reporter=reporter,
-                resume=resume,
-            )
-            endpoint = fleet.endpoint
-            return await (endpoint.during(training) if endpoint is not None else training)
-    finally:
-        loading.cancel()
+    async with ranks:
+        # The learner loads in a thread while the engines start.
+        loading = asyncio.create_task(_load(config, ranks))
+        try:
+            async with opening as fleet:
+                generator = SingleTurnGenerator(
+                    fleet,
+                    tokenizer,
+                    environment,
+                    SamplingParams(max_tokens=config.rollout.max_tokens, temperature=config.rollout.temperature),
+                    config.rollout.concurrency,
+                )
+                training = train(
+                    config,
+                    fleet,
+                    learner=await loading,
+                    generator=generator,
+                    environment=environment,
+                    folder=folder,
+                    reporter=reporter,
+                    resume=resume,
+                )
+                endpoint = fleet.endpoint
+                return await ranks.during(endpoint.during(training) if endpoint is not None else training)
+        finally:
+            loading.cancel()
+            await asyncio.wait((loading,))
+
+
+async def _load(config: RunConfig, ranks: Ranks) -> Trainee:
+    """Load the learner on all ranks."""
+    if ranks.count == 1:
+        return await asyncio.to_thread(_learner, config)
+    if config.train.kl_coefficient and config.train.lora is None:
+        raise ConfigError(
+            "train.kl_coefficient needs a second model, which a learner of several ranks does not hold: train an "
+            "adapter (train.lora), whose base is the reference, or train on one rank"
+        )
+    model, dtype = config.engine.model, _served_dtype(config)
+    learner = await ranks.load(
+        lambda group: RankedLearner(group, model, config.train, seed=config.seed, served_dtype=dtype)
+    )
+    return await asyncio.to_thread(_trainee, config, learner)
 
 
 def _learner(config: RunConfig) -> Trainee:
     learner = LocalLearner(config.engine.model, config.train, seed=config.seed, served_dtype=_served_dtype(config))
+    trainee = _trainee(config, learner)
+    if config.train.kl_coefficient and config.train.lora is None:
+        return replace(trainee, reference=LocalLearner(config.engine.model, config.train, seed=config.seed))
+    return trainee
+
+
+def _trainee(config: RunConfig, learner: Learner) -> Trainee:
     trainee = Trainee(learner, config.train, config.rollout.temperature, config.rollout.max_tokens)
     if (lora := config.train.lora) is None:
-        if config.train.kl_coefficient:
-            reference = LocalLearner(config.engine.model, config.train, seed=config.seed)
-            trainee = replace(trainee, reference=reference)
         return trainee
     flags = {name: getattr(lora, name) for name in ("train_attn", "train_mlp", "train_unembed")}
     learner.create_adapter(lora.name, LoraSpec(lora.rank, lora.alpha, seed=config.seed, **flags))

@@ -1,0 +1,216 @@
+"""One rank's part of a sharded learner (FSDP2): its shards, its share of the data, and layers gathered to be sent.
+
+Every rank makes the same calls in the same order (`ranked.py`); collectives are what they wait for each other in.
+"""
+
+# transformers and torch's distributed tensors ship partial types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from penstock.config import TrainConfig
+from penstock.train.batching import MicroBatch, collate, micro_batches
+from penstock.train.fit import check_fits
+from penstock.train.interface import AdamSpec, Datum, Outputs, StepFigures
+from penstock.train.learner import LocalLearner, ServedDtype
+from penstock.train.losses import LossSpec
+from penstock.train.policy_model import PolicyModel, compute_dtype
+from penstock.train.rank_group import RankGroup
+from penstock.types import TensorSpec
+from penstock.weights.checkpoint_names import checkpoint_names_of, distinct_tensors
+
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13, or 2.11
+
+
+class ShardedLearner(LocalLearner):
+    """Holds a shard of every weight, its gradient and its optimiser state; reads its share of the data.
+
+    Args:
+        group: of the ranks.
+        model_path: see `LocalLearner`, as the rest.
+        config: see `LocalLearner`.
+        seed: see `LocalLearner`.
+        served_dtype: see `LocalLearner`.
+
+    Attributes:
+        specs: what `gather` gives over all units, under the names and in the dtypes that engines take.
+    """
+
+    def __init__(
+        self, group: RankGroup, model_path: str, config: TrainConfig, *, seed: int, served_dtype: ServedDtype
+    ) -> None:
+        self._ranks, self._group = group, group.commands
+        super().__init__(model_path, config, seed=seed, served_dtype=served_dtype, device=group.device)
+        self._units = _units(self.policy)
+        self.specs: list[TensorSpec] = []
+        self._kept: set[str] = set()
+        """Tensors that the checkpoint has under the same name."""
+        for unit in self._units:
+            blank = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in unit}
+            found = checkpoint_names_of(self.policy.model, blank)
+            self._kept |= blank.keys() & found.keys()
+            self.specs += [
+                TensorSpec(name, str(self._dtype_of(name)).removeprefix("torch."), tuple(tensor.shape))
+                for name, tensor in found.items()
+            ]
+
+    @property
+    def units(self) -> int:
+        """How often `gather` is called for a whole version."""
+        return len(self._units)
+
+    def check_merging(self, adapter: str) -> None:
+        """Raise as `Learner.merged_weights` does."""
+        self._adapters_of(adapter).merged(adapter)
+
+    def optim_step(self, adapter: str | None, adam: AdamSpec, *, scale: float) -> StepFigures:
+        """See `Learner.optim_step`. Every rank holds all of an adapter, and the gradient of its share of the data."""
+        if adapter is not None:
+            for parameter in self._parameters(adapter).values():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+        return super().optim_step(adapter, adam, scale=scale)
+
+    def gather(self, unit: int, merged: str | None = None) -> Gathering:
+        """Begin to gather a unit's weights on every rank: a decoder layer, or one tensor outside of them.
+
+        Args:
+            unit: from 0.
+            merged: an adapter whose product is added on the rank that takes them.
+        """
+        narrow = {name for name in self._kept if merged is None}  # cast first, as fewer bytes then travel
+        parts = [
+            (name, _Gathered(tensor, self._dtype_of(name) if name in narrow else tensor.dtype, self._ranks.size))
+            for name, tensor in self._units[unit]
+        ]
+        return Gathering(self, parts, merged)
+
+    def take(self, full: dict[str, Tensor], merged: str | None) -> list[tuple[str, Tensor]]:
+        """Name the gathered tensors of a unit as a checkpoint has them, in the dtypes that engines take."""
+        found = checkpoint_names_of(self.policy.model, full)
+        if merged is not None:
+            adapters = self._adapters_of(merged)
+            for name, layer in adapters.merged(merged).items():
+                if name in found:
+                    found[name] = found[name].float() + adapters.delta(merged, layer).detach()
+        return [(name, tensor.to(self._dtype_of(name))) for name, tensor in found.items()]
+
+    def _load_policy(self, model_path: str) -> PolicyModel:
+        dtype = compute_dtype(self.config, self.device)
+        devices = self._ranks.size if self.device.type == "cuda" else 1  # CPUs have one memory
+        check_fits(model_path, self.config, self.device, frozen_bytes=dtype.itemsize, ranks=devices)
+        policy = PolicyModel(model_path, self.config, torch.device("cpu"))  # whole on no GPU
+        policy.autocast = False  # what is gathered is cast instead
+        half = dtype != torch.float32
+        precision = MixedPrecisionPolicy(dtype, torch.float32) if half else MixedPrecisionPolicy()
+        mesh = init_device_mesh(self.device.type, (self._ranks.size,))
+        for part in (*policy.layers, policy):
+            sharded: Any = fully_shard(part, mesh=mesh, mp_policy=precision)
+            sharded.set_gradient_divide_factor(1.0)  # sums, not means over ranks
+            sharded.set_force_sum_reduction_for_comms(enable=True)  # gloo has no other
+        return policy
+
+    def _run(self, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
+        try:
+            return super()._run(loss, data)
+        finally:
+            self.policy.reshard()  # the root stays whole after a pass without a gradient
+
+    def _batches(self, data: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
+        """This rank's share: of each kind as many as the others have, as all wait for each other in every layer."""
+        mine: list[MicroBatch] = []
+        whole = micro_batches(data, loss, self.config.micro_batch_tokens)
+        for needs_gradient in (True, False):
+            batches = [batch for batch in whole if batch.needs_gradient == needs_gradient]
+            share = batches[self._ranks.rank :: self._ranks.size]
+            missing = math.ceil(len(batches) / self._ranks.size) - len(share)
+            mine += [*share, *[replace(_nothing(), needs_gradient=needs_gradient)] * missing]
+        return mine
+
+    def _measure(self, batch: MicroBatch, loss: LossSpec) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
+        if batch.indices:
+            return super()._measure(batch, loss)
+        with torch.set_grad_enabled(batch.needs_gradient and torch.is_grad_enabled()):
+            nothing = self.policy(batch, loss.temperature).logprobs
+            if torch.is_grad_enabled():
+                nothing.sum().backward()  # zeros, for what the others reduce
+        return nothing.detach(), {}
+
+    def _blank(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        parameter = self._parameters(None).get(name.rpartition("/")[2])
+        if isinstance(parameter, DTensor) and tuple(parameter.shape) == tuple(shape):
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return super()._blank(name, shape, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """A unit on its way to every rank."""
+
+    learner: ShardedLearner
+    parts: list[tuple[str, _Gathered]]
+    merged: str | None
+
+    def wait(self) -> dict[str, Tensor]:
+        """Wait for it, under the names that the model has."""
+        return {name: part.wait() for name, part in self.parts}
+
+    def take(self) -> list[tuple[str, Tensor]]:
+        """Wait for it: `(checkpoint name, tensor)` of each tensor."""
+        return self.learner.take(self.wait(), self.merged)
+
+
+class _Gathered:
+    """One tensor on its way; a shard is cast first, as half of the bytes then travel."""
+
+    def __init__(self, tensor: Tensor, dtype: torch.dtype, ranks: int) -> None:
+        self._work: Any = None
+        if not isinstance(tensor, DTensor):
+            self._full = tensor.detach().to(dtype)
+            return
+        rows = tensor.shape[0]
+        local = tensor.detach().to_local().to(dtype)
+        most = math.ceil(rows / ranks)
+        if len(local) < most:  # the last ranks have fewer rows, or none
+            local = torch.cat([local, local.new_zeros(most - len(local), *local.shape[1:])])
+        gathered = local.new_empty(most * ranks, *local.shape[1:])
+        self._local = local  # until it has left
+        # Bytes, as gloo has not all dtypes.
+        flat, source = gathered.view(-1).view(torch.uint8), local.contiguous().view(-1).view(torch.uint8)
+        self._work = _all_gather(flat, source, async_op=True)
+        self._full = gathered[:rows]
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            del self._local
+        return self._full
+
+
+def _units(policy: PolicyModel) -> list[list[tuple[str, Tensor]]]:
+    """Tensors of a model in units that are gathered together: of a decoder layer, or one outside of them."""
+    names = {module: name for name, module in policy.model.named_modules()}
+    layers = tuple(f"{names[layer]}." for layer in policy.layers)
+    units: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, tensor in distinct_tensors(policy.model).items():
+        unit = next((layer for layer in layers if name.startswith(layer)), name)
+        units.setdefault(unit, []).append((name, tensor))
+    return list(units.values())
+
+
+def _nothing() -> MicroBatch:
+    """A micro-batch of one token whose logprob nobody wants."""
+    datum = Datum([0], [0], [0.0], [0.0], [0.0])
+    return replace(collate([datum], LossSpec({})), indices=(), places=())

@@ -1,0 +1,162 @@
+"""Start the other ranks of a sharded learner beside this process, and end the run if one of them ends."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from penstock.errors import ConfigError, LearnerError
+from penstock.process import ChildProcess
+from penstock.train.rank import on_one_host
+
+if TYPE_CHECKING:
+    from penstock.train.rank_group import RankGroup
+    from penstock.train.ranked import RankedLearner
+
+log = logging.getLogger(__name__)
+STOP_S = 10.0
+"""For a rank to end by itself, then by SIGTERM."""
+EXPLAIN_S = 10.0
+"""Between a collective that failed and the end of the rank that explains it."""
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks beside rank 0, which is this process; an asynchronous context manager that ends them.
+
+    Args:
+        count: ranks in all, this one included.
+        log_dir: of `rank-N.log`.
+        launched: torchrun's variables (`rank.take_launched`): the others run already, and torchrun ends them.
+
+    Attributes:
+        count: ranks in all.
+
+    Raises:
+        ConfigError: torchrun started another number.
+    """
+
+    def __init__(self, count: int, log_dir: Path, launched: Mapping[str, str]) -> None:
+        self.count = int(launched.get("WORLD_SIZE", count))
+        if count not in {1, self.count}:
+            raise ConfigError(
+                f"torchrun started {self.count} ranks and train.ranks is {count}: leave train.ranks out, or start "
+                f"torchrun with {count} processes"
+            )
+        self._log_dir = log_dir
+        self._launched = launched
+        self._children: list[ChildProcess] = []
+        self._group: RankGroup | None = None
+        self._learner: RankedLearner | None = None
+        self._call: asyncio.Future[Any] | None = None
+        """What runs in a thread now, and may wait for the others there."""
+        self._release: Callable[[], None] = self._abort
+        """Ends that wait once a rank is gone."""
+
+    @property
+    def pids(self) -> list[int]:
+        """Of this process and of those started here, by rank."""
+        return [os.getpid(), *(child.pid for child in self._children)]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """End the others: by a command where they listen, else by a signal."""
+        listening = self._learner is not None and (self._call is None or self._call.done())
+        if self._learner is not None and listening:
+            with suppress(LearnerError):  # one is gone; the rest is ended below
+                await asyncio.to_thread(self._learner.stop)
+                waits = [asyncio.create_task(child.wait()) for child in self._children]
+                if waits:
+                    await asyncio.wait(waits, timeout=STOP_S)
+        await asyncio.gather(*(child.stop(STOP_S) for child in self._children))
+        if self._call is not None and not self._call.done():
+            await asyncio.to_thread(self._release)
+            await asyncio.wait((self._call,))
+        if self._group is not None:
+            self._group.close()
+
+    async def load(self, make: Callable[[RankGroup], RankedLearner]) -> RankedLearner:
+        """Start the other ranks, join them, and have all of them load the model.
+
+        Raises:
+            LearnerError: one ended instead, or did not come in time; what it said is in the message.
+            PenstockError: what `make` raises.
+        """
+        self._group = await (self._in_thread(self._join_launched) if self._launched else self._start_and_join())
+        self._learner = await self.during(self._in_thread(make, self._group))
+        return self._learner
+
+    async def during(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what `work` returns, and end it if a rank ends meanwhile.
+
+        Raises:
+            LearnerError: a rank ended; names it, its exit status, and what it said last.
+        """
+        working = asyncio.create_task(work)
+        ends = {asyncio.create_task(child.wait()): child for child in self._children}
+        try:
+            done, _ = await asyncio.wait((working, *ends), return_when=asyncio.FIRST_COMPLETED)
+            if ends and (working not in done or isinstance(working.exception(), LearnerError)):
+                # The connection to a rank that dies ends before the rank does.
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED, timeout=EXPLAIN_S)
+                ended = [(child, task.result()) for task, child in ends.items() if task.done()]
+                if ended:
+                    await asyncio.to_thread(self._release)
+                    raise _lost(*ended[0])
+            return await working
+        finally:
+            for task in (working, *ends):
+                task.cancel()
+            await asyncio.wait((working, *ends))
+
+    async def _in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Run what waits for other ranks. Its thread is not left behind: `__aexit__` waits for it."""
+        self._call = asyncio.get_running_loop().run_in_executor(None, functools.partial(call, *arguments))
+        return await asyncio.shield(self._call)
+
+    def _abort(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+
+    def _join_launched(self) -> RankGroup:
+        from penstock.train.rank_group import RankGroup, place_of  # noqa: PLC0415 - seconds: torch
+
+        return RankGroup(place_of(self._launched), one_host=on_one_host(self._launched))
+
+    async def _start_and_join(self) -> RankGroup:
+        from penstock.train import rank_group  # noqa: PLC0415 - seconds: torch
+
+        store, port = await self._in_thread(rank_group.meeting_point)
+        for rank in range(1, self.count):
+            place = {"RANK": rank, "WORLD_SIZE": self.count, "MASTER_ADDR": rank_group.LOOPBACK, "MASTER_PORT": port}
+            child = await ChildProcess.start(
+                [sys.executable, "-m", "penstock.train.rank"],
+                name=f"rank {rank}",
+                log=self._log_dir / f"rank-{rank}.log",
+                env={name: str(value) for name, value in place.items()},
+            )
+            self._children.append(child)
+        log.info("ranks of the learner: %d, pids %s", self.count, self.pids)
+        self._release = functools.partial(rank_group.release, port, self.count)
+        # Joining takes no time once the others have imported torch, so a rank that cannot start is named soon.
+        await self.during(self._in_thread(rank_group.wait_ready, store, self.count))
+        self._release = self._abort
+        place = rank_group.Place(0, self.count, 0, store)
+        return await self.during(self._in_thread(functools.partial(rank_group.RankGroup, place, one_host=True)))
+
+
+def _lost(child: ChildProcess, status: int) -> LearnerError:
+    lines = child.said().strip().splitlines()
+    return LearnerError(
+        f"{child.name} of the learner (pid {child.pid}) ended with status {status}; it said last: "
+        f"{lines[-1] if lines else 'nothing'} ({child.log}). Go on from the last checkpoint with --resume"
+    )

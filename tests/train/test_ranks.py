@@ -1,0 +1,275 @@
+"""A learner of several ranks, over gloo, in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import resource
+import weakref
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from random_trajectories import trajectories_of
+from training_setup import save_nano_model
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from nano_models import SHAPE, save_moe, save_routed
+from penstock.config import LoraConfig, TrainConfig
+from penstock.errors import CheckpointError, StateError, UserError
+from penstock.train import checkpoint
+from penstock.train.grpo import Trainee, datum_of
+from penstock.train.interface import AdamSpec, Datum, LoraSpec
+from penstock.train.learner import LocalLearner
+from penstock.train.losses import LossSpec
+from penstock.train.rank_group import RankGroup
+from penstock.train.ranked import RankedLearner
+from penstock.train.ranks import Ranks
+from penstock.types import TensorSpec, Trajectory
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+CONFIG = TrainConfig(threads=1, micro_batch_tokens=64, learning_rate=1e-2)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def group(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[RankGroup]:
+    """Two ranks, this process and another one, for learners one after another."""
+    found: list[RankGroup] = []
+
+    def note(group: RankGroup) -> RankedLearner:
+        found.append(group)
+        return learner_of(group, model)
+
+    model = str(save_nano_model(tmp_path_factory.mktemp("first")))
+    async with Ranks(2, tmp_path_factory.mktemp("ranks"), {}) as ranks:
+        await ranks.load(note)
+        yield found[0]
+
+
+def learner_of(group: RankGroup, model: str, config: TrainConfig = CONFIG) -> RankedLearner:
+    return RankedLearner(group, model, config, seed=0, served_dtype="float32")
+
+
+def together(group: RankGroup, model: str, config: TrainConfig = CONFIG) -> Trainee:
+    return Trainee(learner_of(group, model, config), config)
+
+
+def alone(model: str, config: TrainConfig = CONFIG) -> Trainee:
+    return Trainee(LocalLearner(model, config, seed=0), config)
+
+
+async def test_twenty_steps_equal_those_of_one_process(group: RankGroup, micro_model: str):
+    one = alone(micro_model)
+    two = together(group, micro_model)
+    for name, tensor in two.learner.weights(None):
+        assert torch.equal(tensor, dict(one.learner.weights(None))[name]), name
+    for step in range(20):
+        batch = trajectories_of(one, seed=step, version=step)
+        expected, found = one.step(batch), await asyncio.to_thread(two.step, batch)
+        for name in expected.keys() - {"seconds", "tokens_per_second"}:
+            assert abs(found[name] - expected[name]) < 1e-4 + 1e-3 * abs(expected[name]), (step, name)
+    assert two.version == one.version == 20
+    worst = max(
+        (tensor - dict(one.learner.weights(None))[name]).abs().max() for name, tensor in two.learner.weights(None)
+    )
+    assert worst < 1e-3
+
+
+def held(trainee: Trainee) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainee.learner.weights(None)}
+
+
+async def test_two_ranks_take_up_what_one_wrote_and_one_what_two_wrote(
+    group: RankGroup, micro_model: str, tmp_path: Path
+):
+    one = alone(micro_model)
+    batches = [trajectories_of(one, seed=step, version=step) for step in range(4)]
+    one.step(batches[0])
+    first = checkpoint.save(tmp_path, 1, one.save)
+    two = together(group, micro_model)
+    two.load(first, checkpoint.load(first)[1])
+    assert two.version == 1
+    same(held(one), held(two))
+    for batch in batches[1:3]:
+        await asyncio.to_thread(two.step, batch)
+    second = checkpoint.save(tmp_path, 3, two.save)
+    written = held(two)
+    two.step(batches[3])
+    after = held(two)
+    two.load(second, checkpoint.load(second)[1])  # exactly back, and exactly on
+    same(written, held(two))
+    two.step(batches[3])
+    same(after, held(two))
+    again = alone(micro_model)
+    again.load(second, checkpoint.load(second)[1])
+    assert again.version == 3
+    same(written, held(again))
+    assert again.step(batches[3])["loss"] == pytest.approx(one_after(one, batches[1:]), rel=1e-3, abs=1e-5)
+
+
+def one_after(one: Trainee, batches: list[list[Trajectory]]) -> float:
+    return [one.step(batch)["loss"] for batch in batches][-1]
+
+
+def same(these: dict[str, torch.Tensor], those: dict[str, torch.Tensor]) -> None:
+    assert these.keys() == those.keys()
+    for name, tensor in these.items():
+        assert torch.equal(tensor, those[name]), name
+
+
+async def test_a_checkpoint_of_another_model_is_refused_by_all_ranks_and_changes_nothing(
+    group: RankGroup, micro_model: str, tmp_path: Path
+):
+    other = alone(str(save_nano_model(tmp_path / "other")))
+    path = checkpoint.save(tmp_path, 1, other.save)
+    two = together(group, micro_model)
+    before = held(two)
+    with pytest.raises(CheckpointError, match="another model"):
+        two.load(path, checkpoint.load(path)[1])
+    same(before, held(two))
+    assert two.step(trajectories_of(alone(micro_model)))["grad_norm"] > 0
+
+
+async def test_a_disk_that_a_rank_cannot_write_to_is_named_and_the_run_goes_on(
+    group: RankGroup, micro_model: str, tmp_path: Path
+):
+    two = together(group, micro_model)
+    path = checkpoint.save(tmp_path, 1, two.save)
+    with limited_files(), pytest.raises(CheckpointError, match=r"cannot write checkpoint .*rank 0: "):
+        checkpoint.save(tmp_path, 2, two.save)
+    assert checkpoint.latest(tmp_path) == path
+    checkpoint.save(tmp_path, 2, two.save)
+
+
+@contextmanager
+def limited_files() -> Generator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def test_a_gradient_that_is_no_number_on_one_rank_is_refused_by_all(group: RankGroup, micro_model: str):
+    data = [datum(0.5), datum(math.nan)]
+    config = CONFIG.model_copy(update={"micro_batch_tokens": 1})  # a micro-batch each
+    two = together(group, micro_model, config)
+    before = held(two)
+    outputs = two.learner.forward_backward(None, LossSpec({"dapo": 1.0}), data)
+    assert math.isnan(outputs.losses["dapo"])
+    with pytest.raises(StateError, match="nothing was changed"):
+        two.learner.optim_step(None, AdamSpec(), scale=1.0)
+    same(before, held(two))
+    two.learner.forward_backward(None, LossSpec({"dapo": 1.0}), data[:1])  # one micro-batch for two ranks
+    assert two.learner.optim_step(None, AdamSpec(), scale=1.0).grad_norm > 0
+    assert two.version == 1
+
+
+def datum(advantage: float) -> Datum:
+    return Datum([1, 2, 3], [2, 3, 4], [0.0, 1.0, 1.0], [0.0, -1.0, -1.0], [advantage] * 3)
+
+
+async def test_the_same_data_in_the_same_order_come_back(group: RankGroup, micro_model: str):
+    one = alone(micro_model)
+    data = [Datum([1] * n, list(range(n)), [1.0] * n, [-1.0] * n, [n / 9] * n) for n in (7, 1, 12, 3, 9)]
+    loss = LossSpec({"dapo": 1.0}, all_logprobs=True)
+    two = together(group, micro_model)
+    expected, found = one.learner.forward(None, loss, data), two.learner.forward(None, loss, data)
+    for theirs, ours in zip(expected.logprobs, found.logprobs, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert found.losses == pytest.approx(expected.losses)
+    assert found.denominators == expected.denominators
+    with pytest.raises(UserError, match="unknown loss 'x'"):
+        two.learner.forward(None, LossSpec({"x": 1.0}), data)
+    with pytest.raises(UserError, match="no adapter 'a'"):
+        two.learner.forward("a", loss, data)
+    assert found.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
+
+
+async def test_adapters_on_two_ranks_are_those_of_one_process(group: RankGroup, micro_model: str, tmp_path: Path):
+    config = CONFIG.model_copy(update={"lora": LoraConfig()})
+    one, two = alone(micro_model, config), together(group, micro_model, config)
+    loss, adam = LossSpec({"dapo": 1.0}), AdamSpec(learning_rate=1e-2)
+    data = [datum_of(t, 1.0 + n) for n, t in enumerate(trajectories_of(alone(micro_model)))]
+    for learner in (one.learner, two.learner):
+        learner.forward(None, loss, data)  # the base's weights have been gathered before they are frozen
+        for name, rank in (("a", 2), ("b", 4)):
+            learner.create_adapter(name, LoraSpec(rank=rank, seed=rank))
+        for name in ("a", "b", "a"):
+            learner.forward_backward(name, loss, data)
+            learner.optim_step(name, adam, scale=0.1)
+    assert two.learner.versions == one.learner.versions
+    assert two.learner.adapter_config("a") == one.learner.adapter_config("a")
+    for adapter in ("a", "b"):
+        close(dict(two.learner.weights(adapter)), dict(one.learner.weights(adapter)))
+    close(dict(two.learner.merged_weights("a")), {n: t.clone() for n, t in one.learner.merged_weights("a")})
+    same(held(two), held(one))  # frozen
+    path = checkpoint.save(tmp_path, 1, lambda folder: two.learner.save("a", folder))
+    again = alone(micro_model, config).learner
+    again.create_adapter("a", LoraSpec(rank=2))
+    again.load("a", path, checkpoint.load(path)[1])
+    same(dict(two.learner.weights("a")), dict(again.weights("a")))
+    two.learner.drop_adapter("a")
+    with pytest.raises(UserError, match="no adapter 'a'"):
+        two.learner.forward("a", loss, data)
+
+
+def close(these: dict[str, torch.Tensor], those: dict[str, torch.Tensor]) -> None:
+    assert these.keys() == those.keys()
+    for name, tensor in these.items():
+        torch.testing.assert_close(tensor, those[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("save", [save_moe, save_routed])
+async def test_experts_are_gathered_under_the_names_of_the_checkpoint(
+    group: RankGroup, tmp_path: Path, save: Callable[[Path], Path]
+):
+    model = str(save(tmp_path / "model"))
+    learner = RankedLearner(group, model, CONFIG, seed=0, served_dtype="auto")
+    found = dict(learner.weights(None))
+    same(found, dict(LocalLearner(model, CONFIG, seed=0, served_dtype="auto").weights(None)))
+    specs = [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in found.items()]
+    assert learner.weights(None).specs == specs
+
+
+async def test_bf16_weights_give_about_the_gradient_of_bf16_by_autocast(group: RankGroup, micro_model: str):
+    config = CONFIG.model_copy(update={"dtype": "bfloat16", "recompute": "full"})
+    batch = trajectories_of(alone(micro_model))
+    one, two = alone(micro_model, config).step(batch), together(group, micro_model, config).step(batch)
+    assert two["loss"] == pytest.approx(one["loss"], rel=0.05, abs=0.01)
+    assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.2)
+
+
+async def test_no_more_than_two_layers_are_whole_at_once(group: RankGroup, tmp_path: Path):
+    shape = {**SHAPE, "num_hidden_layers": 6, "hidden_size": 64}
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=64, **shape)).save_pretrained(tmp_path / "deep")
+    learner = learner_of(group, str(tmp_path / "deep"))
+    sizes = {spec.name: math.prod(spec.shape) for spec in learner.weights(None).specs or ()}
+    layer = sum(size for name, size in sizes.items() if ".layers.0." in name)
+    alive: dict[int, int] = {}
+
+    def count(tensor: torch.Tensor) -> None:
+        key = tensor.untyped_storage().data_ptr()
+        alive[key] = tensor.numel()
+        weakref.finalize(tensor.untyped_storage(), alive.pop, key, None)
+
+    whole = torch.Tensor.new_empty
+    most = 0
+
+    def counting(self: torch.Tensor, *shape: int, **options: Any) -> torch.Tensor:
+        nonlocal most
+        made = whole(self, *shape, **options)
+        count(made)
+        most = max(most, sum(alive.values()))
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", counting)
+        seen = sum(tensor.numel() for _, tensor in learner.weights(None))
+    assert seen == sum(sizes.values())
+    assert layer < most <= 2 * layer < seen / 2
