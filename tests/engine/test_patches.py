@@ -10,6 +10,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+import torch
 
 pytestmark = pytest.mark.vllm
 
@@ -158,3 +159,20 @@ def test_who_asks_for_it_by_name_still_empties_them() -> None:
     asked.pause_scheduler("keep", True)  # noqa: FBT003
     asked.reset_mm_cache()
     assert done == [*OF_WEIGHTS, "images.clear_cache", "executor.reset_mm_cache"]
+
+
+def test_tokens_of_the_base_model_get_no_adapter_on_cpus():
+    """vLLM's own gives them the last one: `seen` shows it."""
+    from penstock.plugin.patches import spare_base_tokens
+
+    seen: list[torch.Tensor] = []
+
+    def shrink(inputs, weights, _output, indices, scaling=1.0):
+        seen.append(scaling * torch.einsum("bi,boi->bo", inputs, weights[indices]))
+
+    inputs, weights, indices = torch.ones(3, 2), torch.arange(8.0).reshape(2, 2, 2), torch.tensor([0, -1, 1])
+    shrink(inputs, weights, None, indices, 2.0)
+    spare_base_tokens(shrink)(inputs, weights, None, indices, 2.0)
+    assert seen[0][1].abs().min() > 0
+    assert seen[1][1].abs().max() == 0
+    assert torch.equal(seen[0][[0, 2]], seen[1][[0, 2]])

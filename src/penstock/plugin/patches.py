@@ -25,6 +25,12 @@ def install() -> None:
         MultiprocExecutor.collective_rpc = drain_worker_replies(MultiprocExecutor.collective_rpc)
     if not hasattr(EngineCore._reset_caches, "__wrapped__"):  # noqa: SLF001
         EngineCore._reset_caches = keep_image_cache(EngineCore._reset_caches)  # noqa: SLF001
+    from vllm.lora.ops import torch_ops  # noqa: PLC0415 - only inside vLLM
+
+    for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
+        if not hasattr(op := getattr(torch_ops, name), "__wrapped__"):
+            for module in (torch_ops, torch_ops.lora_ops):  # what is imported from the one, and what calls the other
+                setattr(module, name, spare_base_tokens(op))
 
 
 def attempt(work: Callable[[], Any], what: str) -> tuple[Any, Exception | None]:
@@ -137,3 +143,21 @@ def keep_image_cache(reset_caches: Callable[..., Any]) -> Callable[..., Any]:
             del core.reset_mm_cache
 
     return reset
+
+
+# --- Tokens of the base model beside those of adapters ---------------------------------------------------------------
+
+
+def spare_base_tokens(op: Callable[..., None]) -> Callable[..., None]:
+    """An operation of vLLM's LoRA on CPUs that leaves tokens without an adapter as they are.
+
+    Their index is -1, which selects the last adapter: a request of the base model that shares a step with one of an
+    adapter gets another tenant's adapter. vLLM's pull requests 48421 and 49656 (0.26 to 0.33); needed until a release
+    has one of them. GPUs have other operations, which pass over such tokens.
+    """
+
+    @functools.wraps(op)
+    def call(inputs: Any, weights: Any, output: Any, indices: Any, *args: Any, **kwargs: Any) -> None:
+        op(inputs.where((indices != -1).unsqueeze(1), 0), weights, output, indices, *args, **kwargs)
+
+    return call
