@@ -5,19 +5,29 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import replace
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self, get_args
 
 from penstock.engine.capabilities import Capability, EngineInfo, require
 from penstock.engine.client import STREAM_CHUNK_TOKENS, DataClient
-from penstock.engine.control import ControlClient
+from penstock.engine.control import IN_FLIGHT, ControlClient
 from penstock.engine.interface import Engine
 from penstock.engine.request import Counters
 from penstock.engine.vanilla.control import VanillaControl, VersionHistory
 from penstock.engine.vanilla.requests import VanillaReplies
-from penstock.errors import DeadlineError, PenstockError, RequestError, StateError, UpdateError, WeightsError
+from penstock.errors import (
+    DeadlineError,
+    EngineHTTPError,
+    PenstockError,
+    RequestError,
+    StateError,
+    UpdateError,
+    UserError,
+    WeightsError,
+)
 from penstock.types import KV, NamedTensors, PauseMode, UpdateReport
+from penstock.weights.adapter_files import AdapterFiles
 from penstock.weights.manifest import as_named_tensors
 from penstock.weights.shared_memory import SharedMemoryStore
 
@@ -39,6 +49,9 @@ class HTTPEngine(Engine):
         self._update: asyncio.Task[UpdateReport] | None = None
         self._store = SharedMemoryStore()
         self._kept = {info.weight_version} if info.kv_kept else set[int]()
+        self._adapters: dict[str, _Adapter] = {}
+        self._adapter_versions: dict[str, int] = {}
+        """The last version of every name, the unloaded too."""
         self._kv_stays = True
         """The pause in force left the KV cache as it was, or another process paused the engine."""
         data.kept = lambda: self._kept
@@ -102,9 +115,22 @@ class HTTPEngine(Engine):
         return self.data.counters
 
     async def pause_generation(
-        self, mode: PauseMode = PauseMode.KEEP, *, clear_cache: bool = True, timeout_s: float | None = None
+        self,
+        mode: PauseMode = PauseMode.KEEP,
+        *,
+        clear_cache: bool = True,
+        timeout_s: float | None = None,
+        adapter: str | None = None,
     ) -> None:
         """Stop making tokens (R22, R23). The engine says whether it is paused: other processes may pause it too."""
+        if adapter is not None:
+            self._require("plugin", "pause_generation(adapter=...)")
+            resumed = self._adapter(adapter).resumed
+            if not resumed.is_set():
+                raise StateError(f"adapter {adapter!r} is already paused; resume it first")
+            await self.control.pause_adapter(adapter)
+            resumed.clear()
+            return
         mode = PauseMode(mode)  # its name will do, as for a fleet
         self._require("pause", "pause_generation")
         if await self.control.is_paused():
@@ -119,13 +145,71 @@ class HTTPEngine(Engine):
             raise
         self._kv_stays = not clear_cache
 
-    async def resume_generation(self) -> None:
+    async def resume_generation(self, *, adapter: str | None = None) -> None:
         """Resume."""
+        if adapter is not None:
+            resumed = self._adapter(adapter).resumed
+            if resumed.is_set():
+                raise StateError(f"adapter {adapter!r} is not paused; pause it first")
+            await self.control.resume_adapter(adapter)
+            resumed.set()
+            return
         self._require("pause", "resume_generation")
         if not await self.control.is_paused():
             raise StateError("generation is not paused; there is nothing to resume")
         await self.control.resume()
         self._kv_stays = True
+
+    async def wait_until_resumed(self, adapter: str, *, timeout_s: float) -> None:
+        """Return when an adapter is not paused."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._adapter(adapter).resumed.wait()
+        except TimeoutError:
+            message = f"adapter {adapter!r} is still paused after {timeout_s:g} s"
+            raise DeadlineError(message, seconds=timeout_s) from None
+
+    async def update_adapter(
+        self, name: str, tensors: Iterable[tuple[str, Any]], *, config: Mapping[str, Any], version: int | None = None
+    ) -> UpdateReport:
+        """Put a version of a LoRA adapter in force."""
+        self._require("plugin", "update_adapter")
+        highest = self._adapter_versions.get(name, 0)
+        number = highest + 1 if version is None else version
+        if number <= highest:
+            raise WeightsError(f"adapter {name!r} has had version {highest}; a new one is greater, got {version}")
+        began = time.perf_counter()
+        files = await asyncio.to_thread(AdapterFiles.of_tensors, tensors, config)
+        published = time.perf_counter()
+        with ExitStack() as undo:
+            undo.callback(files.close)
+            deadline_s = self.control.timeout_s
+            update = await self.control.load_adapter(name, number, files.source, timeout_s=deadline_s)
+            undo.pop_all()
+        self._adapter_versions[name] = number
+        known = self._adapters.setdefault(name, _Adapter(files))
+        if known.files is not files:
+            known.files.close()
+            known.files = files
+        seconds = {"publish": published - began, "total": time.perf_counter() - began}
+        return UpdateReport(version=number, bytes=files.nbytes, seconds=seconds, engines=(update,))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter."""
+        known = self._adapter(name)
+        try:
+            await self.control.unload_adapter(name)
+        except EngineHTTPError as error:
+            if error.status != IN_FLIGHT:
+                raise
+            raise StateError(str(error)) from error
+        self._adapters.pop(name).files.close()
+        known.resumed.set()
+
+    def _adapter(self, name: str) -> _Adapter:
+        if name not in self._adapters:
+            raise UserError(f"there is no adapter {name!r}; loaded: {', '.join(self._adapters) or 'none'}")
+        return self._adapters[name]
 
     async def abort_generation(self) -> None:
         """End every request in flight with what it has."""
@@ -239,6 +323,18 @@ class HTTPEngine(Engine):
         await self.data.close()
         await self.control.close()
         self._store.close()
+        for known in self._adapters.values():
+            known.files.close()
+
+
+@dataclass(slots=True)
+class _Adapter:
+    files: AdapterFiles
+    resumed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set unless it is paused."""
+
+    def __post_init__(self) -> None:
+        self.resumed.set()
 
 
 def _only(index: int | None) -> None:

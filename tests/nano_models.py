@@ -88,29 +88,36 @@ ADAPTED = {"q_proj": (64, 128), "o_proj": (128, 64)}
 """Projections of each layer that `save_adapter` changes, with what goes in and comes out."""
 
 
-def save_adapter(folder: Path) -> Path:
-    """A LoRA adapter of rank 8 for `save_dense`, large enough to change every answer."""
-    folder.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(3)
+ADAPTER_CONFIG = {
+    "peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": list(ADAPTED), "bias": "none",
+    "task_type": "CAUSAL_LM", "base_model_name_or_path": "",
+}  # fmt: skip
+
+
+def adapter_tensors(seed: int = 3) -> dict[str, torch.Tensor]:
+    """A LoRA adapter of rank 8 for `save_dense` under PEFT's names, large enough to change every answer."""
+    generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for layer in range(SHAPE["num_hidden_layers"]):
         for name, (inner, outer) in ADAPTED.items():
             key = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_"
             tensors[f"{key}A.weight"] = torch.randn(8, inner, generator=generator) * 0.2
             tensors[f"{key}B.weight"] = torch.randn(outer, 8, generator=generator) * 0.2
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": list(ADAPTED), "bias": "none",
-        "task_type": "CAUSAL_LM", "base_model_name_or_path": "",
-    }  # fmt: skip
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return tensors
+
+
+def save_adapter(folder: Path, seed: int = 3) -> Path:
+    """`adapter_tensors` as PEFT saves them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(adapter_tensors(seed), folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(ADAPTER_CONFIG))
     return folder
 
 
-def merged(model: Any, adapter: Path) -> Any:
+def merged(model: Any, adapter: Path | dict[str, torch.Tensor]) -> Any:
     """A copy with the adapter added to its weights, scaled by alpha / rank."""
     other = copy.deepcopy(model)
-    tensors = load_file(adapter / "adapter_model.safetensors")
+    tensors = adapter if isinstance(adapter, dict) else load_file(adapter / "adapter_model.safetensors")
     with torch.no_grad():
         for number, layer in enumerate(other.model.layers):
             for name in ADAPTED:

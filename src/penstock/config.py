@@ -233,6 +233,8 @@ class FleetConfig(Section):
     """`auto`: chosen by where the trainer's tensors and the engines are (docs/how-to/weights.md)."""
     weight_folder: Annotated[Path | None, Field(validate_default=True)] = None
     """For the transports `disk` and `delta`; trainer and engines see it under the same path."""
+    max_adapters: Positive = 256
+    """LoRA adapters that are kept; one more evicts the one used least recently, never one in flight or pinned."""
     weight_address: str = "127.0.0.1"
     """For the transport `broadcast`: address at which the trainer listens for engines."""
     weight_host_copy: bool | None = None

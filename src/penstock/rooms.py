@@ -11,6 +11,10 @@ from typing import Any
 
 PLACES = {
     "adapters": "penstock.fleet.adapters:FleetAdapters",
+    "adapters.core": "penstock.plugin.adapters:CoreAdapters",
+    "adapters.load": "penstock.plugin.adapters:load_adapter",
+    "adapters.served": "penstock.plugin.served_adapters:ServedAdapters",
+    "adapters.unload": "penstock.plugin.adapters:unload_adapter",
     "attach": "penstock.fleet.attach:AttachedServers",
     "connect": "penstock.fleet.connect:connect",
     "control_socket": "penstock.fleet.service:Endpoint",

@@ -210,8 +210,9 @@ class Sample:
     text: str = ""
 
     def versions(self) -> tuple[int, ...]:
-        """Weight version of each token, shape `[len(token_ids)]`."""
-        return tuple(span.version for span in self.spans for _ in range(span.start, span.end))
+        """Version of the policy of each token, shape `[len(token_ids)]`: an adapter's own where one made it."""
+        made = [(s.version if s.adapter_version is None else s.adapter_version, s.end - s.start) for s in self.spans]
+        return tuple(version for version, tokens in made for _ in range(tokens))
 
     def kv_kept(self) -> tuple[bool, ...]:
         """Whether each token attends, or may attend, to KV of older weights, shape `[len(token_ids)]`."""
@@ -226,6 +227,8 @@ class GenerateBatch:
     prompt_token_ids: Sequence[Sequence[int]] | None = None
     sampling_params: SamplingParams | Mapping[str, Any] | None = None
     session_ids: Sequence[SessionId] | None = None
+    adapter: str | None = None
+    """Name of the LoRA adapter that answers; None: the base model."""
 
     def __post_init__(self) -> None:
         if (self.prompts is None) == (self.prompt_token_ids is None):
@@ -395,6 +398,25 @@ class UpdateReport:
         """
         losses = [engine.loss.tokens for engine in self.engines if engine.loss is not None]
         return sum(losses) if losses else None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStatus:
+    """A LoRA adapter of a fleet."""
+
+    version: int
+    """Its own: 1, 2, ..."""
+    nbytes: int
+    """Of its tensors; 0: not known."""
+    in_flight: int
+    """Its requests in engines."""
+    idle_s: float
+    """Seconds since the last one came."""
+    pinned: bool
+    """It is not evicted."""
+    paused: bool
+    engines: int
+    """How many have it."""
 
 
 @dataclass(frozen=True, slots=True)

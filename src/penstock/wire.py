@@ -30,6 +30,8 @@ GENERATE = "/inference/v1/generate"
 """Token endpoint of vLLM."""
 INFO = "/penstock/info"
 """Route of our plugin; answers `Info`."""
+ADAPTERS = "/penstock/adapters"
+"""Route of our plugin: GET answers the adapters by name; `/load`, `/unload`, `/pause` and `/resume` are calls."""
 SESSION_HEADER = "X-Session-ID"
 PROMPT_TOKENS_HEADER = "X-Prompt-Tokens"
 EXPECTED_TOKENS_HEADER = "X-Expected-Tokens"
@@ -219,8 +221,8 @@ _SAMPLING = (
 """Sampling parameters whose name and value are vLLM's."""
 
 
-def generate_body(token_ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:
-    """Make a request of the token endpoint: token ids, and sampling parameters under vLLM's names."""
+def generate_body(token_ids: Sequence[int], params: SamplingParams, *, adapter: str | None = None) -> dict[str, Any]:
+    """Make a request of the token endpoint: token ids, sampling parameters under vLLM's names, and an adapter."""
     sampling: dict[str, Any] = {name: getattr(params, name) for name in _SAMPLING}
     # Stop strings are found in text, so they need it; otherwise the engine can leave it out.
     sampling |= {"output_kind": FINAL_ONLY, "detokenize": bool(params.stop)}
@@ -232,7 +234,8 @@ def generate_body(token_ids: Sequence[int], params: SamplingParams) -> dict[str,
         sampling["stop"] = list(params.stop)
     if params.stop_token_ids:
         sampling["stop_token_ids"] = list(params.stop_token_ids)
-    return {"token_ids": list(token_ids), "sampling_params": sampling}
+    model = {} if adapter is None else {"model": adapter}
+    return {**model, "token_ids": list(token_ids), "sampling_params": sampling}
 
 
 # --- Samples that an engine resumes ----------------------------------------------------------------------------------

@@ -10,12 +10,13 @@ import json
 import math
 import queue
 from types import SimpleNamespace
+from typing import Any
 
 import orjson
 import pytest
 
 from penstock.plugin import compat
-from penstock.plugin.compat import VERSION_MARK, TokenVersions
+from penstock.plugin.compat import ADAPTER_MARK, VERSION_MARK, TokenVersions
 from penstock.plugin.hooks import RequestHooks
 from penstock.plugin.kept_kv import MARK
 from penstock.types import SamplingParams
@@ -32,6 +33,7 @@ class State:
         self.detokenizer = self
         self.logprobs_processor = SimpleNamespace(logprobs=None)
         self.output_token_ids: list[int] = []
+        self.lora_name: str | None = None
 
     def num_output_tokens(self) -> int:
         return len(self.output_token_ids)
@@ -56,7 +58,7 @@ class Engine:
         params = SimpleNamespace(structured_outputs=None, prompt_logprobs=None, extra_args=None)
         key = f"{index}_{external}"
         request = SimpleNamespace(
-            request_id=key, external_req_id=external, sampling_params=params, prompt_token_ids=[1]
+            request_id=key, external_req_id=external, sampling_params=params, prompt_token_ids=[1], lora_request=None
         )
         self.add_request(request, None, None, index, None)
         return self.request_states[key]
@@ -153,6 +155,27 @@ async def test_the_cores_marks_say_which_tokens_attend_to_kept_kv():
 
     made = [[0, 0, 2], [4, 2, 4, kept], [4, 4, 6]], [[0, 0, 1], [4, 1, 2], [4, 2, 3, kept]]
     assert header(await serve(spans, engine, during)) == list(made)
+
+
+async def test_tokens_of_an_adapter_are_counted_under_its_own_version_in_their_core():
+    spans, engine = RequestHooks(), Engine()
+
+    async def during():
+        sample, base = engine.sample("generate-tokens-x"), engine.sample("generate-tokens-x", 1)
+        sample.lora_name = "ä:1"
+        engine.step(sample, 1)
+        for core, version, tokens in ((0, 1, 2), (1, 9, 1), (0, 2, 3)):
+            engine.process_outputs([SimpleNamespace(request_id=f"{ADAPTER_MARK}{core}:{version}:ä:1")])
+            engine.step(sample, tokens)
+            engine.step(base, 1)
+
+    def notes(version: int) -> dict[str, Any]:
+        return {"adapter": "ä:1", "adapter_version": version}
+
+    assert header(await serve(spans, engine, during)) == [
+        [[0, 0, 1, {"adapter": "ä:1"}], [0, 1, 4, notes(1)], [0, 4, 7, notes(2)]],
+        [[0, 0, 3]],
+    ]
 
 
 async def test_a_label_that_is_no_version_ends_nothing_and_claims_no_version():

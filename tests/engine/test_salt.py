@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from itertools import product
 from types import SimpleNamespace
+from typing import Any
 
-from penstock.plugin.salt import resalt, salt_of
+from penstock.plugin.salt import Salting, salt_of
 
 
 def test_each_argument_separates() -> None:
@@ -22,15 +23,29 @@ def test_without_versions_the_callers_salt_stays() -> None:
     assert salt_of(None, None, None, None) is None
 
 
-def test_a_request_keeps_its_callers_salt_and_the_part_that_does_not_change() -> None:
-    hashed: list[str | None] = []
-    request = SimpleNamespace(cache_salt="mine", lora_request=SimpleNamespace(lora_name="x"), block_hashes=["old"])
-    request.update_block_hashes = lambda: (hashed.append(request.cache_salt), request.block_hashes.append("new"))
-    resalt(request, adapter=1)
-    resalt(request, weights=7)
-    resalt(request, adapter=2)
-    assert request.cache_salt == salt_of("mine", 7, "x", 2)
-    assert request.block_hashes == ["new"]
-    assert hashed == [salt_of("mine", None, "x", 1), salt_of("mine", 7, "x", 1), salt_of("mine", 7, "x", 2)]
-    resalt(request, adapter=2)
-    assert len(hashed) == 3, "nothing changed, and its blocks were hashed again"
+def test_a_request_is_salted_as_it_looks_for_kv_and_keeps_its_callers_salt() -> None:
+    versions: dict[str, int | None] = {"base": None, "x": 1}
+    looked: list[str | None] = []
+
+    def look_up(request: Any) -> None:
+        looked.append(request.cache_salt)
+
+    def preprocess(request: Any) -> Any:
+        assert request.cache_salt == salt_of("mine", None, "x", 1), "before its blocks are hashed"
+        return SimpleNamespace(**vars(request), block_hashes=["old"], update_block_hashes=lambda: None), 0
+
+    manager = SimpleNamespace(get_computed_blocks=look_up)
+    core: Any = SimpleNamespace(scheduler=SimpleNamespace(kv_cache_manager=manager), preprocess_add_request=preprocess)
+    salting = Salting(core, lambda lora: (versions["base"], versions[lora.lora_name]))
+    salting.install()
+    salting.install()
+    tuned = SimpleNamespace(lora_name="x")
+    request, _ = core.preprocess_add_request(SimpleNamespace(cache_salt="mine", lora_request=tuned))
+    manager.get_computed_blocks(request)
+    assert request.block_hashes == ["old"], "nothing has changed since"
+    versions["base"] = 7
+    manager.get_computed_blocks(request)
+    assert request.block_hashes == []
+    versions["x"] = 2
+    manager.get_computed_blocks(request)
+    assert looked == [salt_of("mine", None, "x", 1), salt_of("mine", 7, "x", 1), salt_of("mine", 7, "x", 2)]

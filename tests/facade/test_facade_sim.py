@@ -10,7 +10,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import orjson
 import psutil
 import pytest
 
@@ -180,22 +179,19 @@ def test_an_adapter_is_loaded_once_and_asked_for_by_name(service):
         service.generate("a", params, lora_request="style")
 
 
-def test_an_adapter_that_was_saved_again_is_loaded_under_a_name_of_its_own(service, tmp_path, monkeypatch):
-    """Under the old one engines keep the old weights, and the KV that was computed with them."""
-    asked, call = [], HttpTransport.call
-
-    async def noted(http, method, path, data=None, **kwargs):
-        if path == "/v1/load_lora_adapter":
-            asked.append(orjson.loads(data)["lora_name"])
-        return await call(http, method, path, data, **kwargs)
-
-    monkeypatch.setattr(HttpTransport, "call", noted)
+def test_an_adapter_that_was_saved_again_is_a_new_version(service, tmp_path):
     lora = LoRARequest("saved", 4, str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text('{"r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}')
+    params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
+    versions, answers = [], set()
     for weights in ("first", "second", "", "third"):
         if weights:
             (tmp_path / "adapter_model.safetensors").write_text(weights)
-        service.generate("a", SHORT, lora_request=lora)
-    assert asked == [name for name in ("saved", "saved.2", "saved.3") for _ in range(2)]
+        output = service.generate("a", params, lora_request=lora).outputs[0]
+        versions.append(service.call(service.fleet.adapters())["saved"].version)
+        answers.add(tuple(output.token_ids))
+    assert versions == [1, 2, 2, 3]
+    assert len(answers) == 3
 
 
 def test_who_the_engines_are_is_known_without_asking_them(service, monkeypatch):
@@ -209,7 +205,7 @@ def test_who_the_engines_are_is_known_without_asking_them(service, monkeypatch):
     service.generate("a", SHORT, actor_index=1)
     service.generate("a", SHORT, lora_request=LoRARequest("plain", 3, "/adapters/plain"))
     service.create_load_balancer().select_actor("a")
-    assert "/v1/load_lora_adapter" in asked
+    assert "/penstock/adapters/load" in asked
     assert "/metrics" not in asked
     service.engine_stats()
     assert asked.count("/metrics") == 2

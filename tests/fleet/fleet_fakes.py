@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.engine.capabilities import PENSTOCK
-from penstock.engine.control import AdapterTakenError, CoreState, EngineInfo
+from penstock.engine.control import AdapterLoad, CoreState, EngineInfo
 from penstock.errors import EngineDeadError, EngineHTTPError, StateError, WeightsError
 from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.operations import Operations
@@ -48,7 +48,11 @@ class FakeEngine:
         """With vLLM's own native transfer: what is native is none of our business."""
         self.calls: dict[str, Any] = {}
         self.torn = False
-        self.adapters: dict[str, str] = {}
+        self.lora: dict[str, tuple[int, bytes]] = {}
+        """Version and bytes of each adapter."""
+        self.in_flight: dict[str, int] = {}
+        self.idle_s: dict[str, float] = {}
+        self.paused_adapters: set[str] = set()
         self.foreign = 0
         self.gone = asyncio.Event()
         self.tokens = 10
@@ -128,12 +132,33 @@ class FakeEngine:
         await self.at("rpc")
         return [f"{self.name}.{rank}" for rank in range(self.layout[0] * self.layout[1] * self.layout[2])]
 
-    async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> None:
+    async def load_adapter(
+        self, name: str, version: int, source: Mapping[str, Any], *, timeout_s: float
+    ) -> EngineUpdate:
         await self.at("load adapter")
-        if name in self.adapters:
-            raise AdapterTakenError(f"The lora adapter '{name}' has already been loaded.", status=400, engine=self.name)
-        weights = Path(path) / "adapter_model.safetensors"
-        self.adapters[name] = weights.read_text() if weights.exists() else ""
+        content = Path(source["file"]).read_bytes() if "file" in source else b""
+        self.lora[name] = (version, content)
+        return EngineUpdate(self.name, {"bubble": 0.0}, preempted=0, checksum="")
+
+    async def unload_adapter(self, name: str) -> None:
+        await self.at("unload adapter")
+        if self.in_flight.get(name):
+            raise EngineHTTPError(f"adapter {name!r} has requests in flight", status=409, engine=self.name)
+        self.lora.pop(name, None)
+
+    async def adapters(self) -> dict[str, AdapterLoad]:
+        return {
+            name: AdapterLoad(version, self.in_flight.get(name, 0), self.idle_s.get(name, 0.0))
+            for name, (version, _) in self.lora.items()
+        }
+
+    async def pause_adapter(self, name: str) -> None:
+        await self.at("pause adapter")
+        self.paused_adapters.add(name)
+
+    async def resume_adapter(self, name: str) -> None:
+        await self.at("resume adapter")
+        self.paused_adapters.discard(name)
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
         await self.at("init")
@@ -220,6 +245,9 @@ class FakeStore:
         self.current: WeightManifest | None = None
         self.error: Exception | None = None
         self.published: list[tuple[int, Any]] = []
+
+    def shared_folder(self) -> Path | None:
+        return None
 
     def publish(self, version: int, named_tensors: Any) -> WeightManifest:
         if self.error is not None:

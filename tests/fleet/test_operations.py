@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fleet_fakes import DEADLINE_S, Bench, until
-from supervise_rig import dies_and_returns, restarting
 
-from penstock.engine.capabilities import PENSTOCK
-from penstock.engine.control import AdapterTakenError
 from penstock.errors import (
     DeadlineError,
     EngineDeadError,
     EngineError,
     EngineHTTPError,
     FanOutError,
-    MissingCapabilityError,
     StateError,
     UpdateError,
     UserError,
@@ -295,37 +289,6 @@ async def test_a_refusal_by_all_is_the_callers_error_and_kills_nobody(step: str)
     assert not bench.router.closed
     bench.check_belief()
     assert len(bench.roster.live()) == 2
-
-
-async def test_an_adapters_name_stands_for_its_files_and_who_joins_has_it(tmp_path: Path) -> None:
-    bench = await Bench("ab").started()
-    weights = tmp_path / "adapter_model.safetensors"
-    weights.write_text("first")
-    load = bench.operations.load_adapter
-    await asyncio.gather(*(load("style", str(tmp_path), 5.0) for _ in range(3)))
-    await load("style", str(tmp_path), 5.0)
-    assert [bench.engine[name].adapters for name in "ab"] == [{"style": "first"}] * 2
-    weights.write_text("second")
-    with pytest.raises(UserError, match="'style' as it was before it was saved again; give"):
-        await load("style", str(tmp_path), 5.0)
-    await load("style.2", str(tmp_path), 5.0)
-    with pytest.raises(UserError, match=f"'style' of {tmp_path}; give /elsewhere another name"):
-        await load("style", "/elsewhere", 5.0)
-    bench.engine["b"].adapters["theirs"] = "whatever somebody else has loaded"
-    with pytest.raises(AdapterTakenError, match="already been loaded"):
-        await load("theirs", str(tmp_path), 5.0)
-    async with restarting(bench) as restarts:
-        await dies_and_returns(bench, restarts, "a", 0)
-    assert bench.engine["a"].adapters == {"style.2": "second", "theirs": "second"}
-
-
-async def test_an_adapter_goes_to_all_or_to_none() -> None:
-    bench = await Bench("ab").started()
-    other = bench.roster.members[1]
-    other.info = replace(other.info, capabilities=replace(PENSTOCK, lora=False))
-    with pytest.raises(MissingCapabilityError, match=r"load_adapter: engine b lacks .*enable_lora=true"):
-        await bench.operations.load_adapter("style", "/adapters/style", 5.0)
-    assert ("a", "load adapter") not in bench.journal
 
 
 @pytest.mark.parametrize("kind", KINDS)

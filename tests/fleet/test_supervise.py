@@ -118,7 +118,7 @@ async def test_a_core_may_be_silent_while_a_call_of_ours_keeps_it_busy() -> None
             lambda: bench.operations.sleep(1),
             lambda: bench.operations.wake_up(None),
             lambda: bench.operations.collective_rpc("save", 60.0, (), None),
-            lambda: bench.operations.load_adapter("style", "/adapters/style", 60.0),
+            lambda: bench.operations.adapters.load("style", "/adapters/style", 60.0),
         ):
             asked = bench.journal.count(("a", "question"))
             engine.busy.clear()

@@ -90,7 +90,7 @@ class DataClient:
             if [] in prompts:
                 raise RequestError(f"prompts[{prompts.index([])}] has no token; give at least one")
         groups = await all_or_first_error(
-            self._generate(ids, params, session, group)
+            self._generate(ids, params, session, group, batch.adapter)
             for ids, session, group in zip(prompts, sessions, _group_ids(prompts), strict=True)
         )
         return GenerateOutput.of([sample for group in groups for sample in group])
@@ -101,6 +101,8 @@ class DataClient:
         num_samples: int,
         sampling_params: SamplingParams | Mapping[str, Any] | None = None,
         session_id: SessionId | None = None,
+        *,
+        adapter: str | None = None,
     ) -> list[Sample]:
         """Draw `num_samples` samples of one prompt as one n-way request (R3)."""
         ids = self._checked_ids(prompt_token_ids, "prompt_token_ids")
@@ -109,7 +111,7 @@ class DataClient:
         given = SamplingParams.of(sampling_params)
         if given.n not in {1, num_samples}:
             raise RequestError(f"num_samples is {num_samples}, and sampling parameter n is {given.n}; leave n out")
-        return await self._generate(ids, replace(given, n=num_samples), session_id)
+        return await self._generate(ids, replace(given, n=num_samples), session_id, adapter=adapter)
 
     async def completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
         """OpenAI `/v1/completions`; each prompt of the body is a request of its own (R7).
@@ -171,12 +173,15 @@ class DataClient:
         params: SamplingParams,
         session_id: SessionId | None,
         group_id: str | None = None,
+        adapter: str | None = None,
     ) -> list[Sample]:
         self.state.unreported.check(params)
         end = asyncio.get_running_loop().time() + self.request_timeout_s
         hashes = prefix_hashes(token_ids) if self._routed and len(token_ids) >= _LEAST_HASHED else None
-        headers = wire.request_headers(len(token_ids), params, session_id, group_id=group_id, prefix_hashes=hashes)
-        request = self._request(GENERATE, wire.generate_body(token_ids, params), headers)
+        headers = wire.request_headers(
+            len(token_ids), params, session_id, group_id=group_id, adapter=adapter, prefix_hashes=hashes
+        )
+        request = self._request(GENERATE, wire.generate_body(token_ids, params, adapter=adapter), headers)
         answer = await request.answer()
         parts = [request.partials.get(i) for i in range(params.n)]
         made = [

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import orjson
 from prometheus_client.parser import text_string_to_metric_families
 from yarl import URL
 
@@ -27,7 +26,7 @@ from penstock.errors import (
 from penstock.http import TORN, HttpTransport, UnreachableError
 from penstock.types import KV, EngineStats, EngineUpdate, PauseMode, TokenLoss
 from penstock.weights.manifest import WeightManifest
-from penstock.wire import INFO
+from penstock.wire import ADAPTERS, INFO
 
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 KV_USAGE = "vllm:kv_cache_usage_perc"
@@ -35,6 +34,8 @@ GENERATED, PREEMPTIONS = "vllm:generation_tokens_total", "vllm:num_preemptions_t
 _SERIES = (RUNNING, WAITING, KV_USAGE, GENERATED, PREEMPTIONS)
 
 BAD_REQUEST, UNAUTHORIZED, NOT_FOUND = 400, 401, 404
+IN_FLIGHT = 409
+"""Status of the refusal to unload an adapter that is in use."""
 _NO_CORE = object()
 GONE_S = 3000.0
 """Seconds after which the core is asked again for a connection that breaks with it; it keeps one for an hour."""
@@ -72,8 +73,20 @@ def engine_stats(text: str, engine: str) -> EngineStats:
     )
 
 
-class AdapterTakenError(EngineHTTPError):
-    """The engine has an adapter of that name already."""
+class AdapterRefusedError(EngineHTTPError, WeightsError):
+    """An adapter does not fit the engine's model, or cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """A LoRA adapter as an engine has it."""
+
+    version: int | None
+    """The adapter's own; None: it came past the fleet."""
+    in_flight: int
+    """Its requests."""
+    idle_s: float
+    """Seconds since the last one came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +117,7 @@ class ControlClient:
         self.name = name
         self.url = url
         self.http = HttpTransport(url, api_key=api_key, name=name)
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._key = api_key
         self._core: HttpTransport | None = None
         self._core_answered = False
@@ -130,7 +143,7 @@ class ControlClient:
             ) from None
 
     async def _info(self) -> EngineInfo:
-        answer: Any = await self.http.get(INFO, timeout_s=self._timeout_s)
+        answer: Any = await self.http.get(INFO, timeout_s=self.timeout_s)
         try:
             info = EngineInfo.of(answer)
             await self._connect_core(answer.get("control_port"))
@@ -144,7 +157,7 @@ class ControlClient:
 
     async def stats(self) -> EngineStats:
         """Read the load from the engine's metrics. MissingCapabilityError: it was started without them."""
-        return engine_stats(await self.http.get_text("/metrics", timeout_s=self._timeout_s), self.name)
+        return engine_stats(await self.http.get_text("/metrics", timeout_s=self.timeout_s), self.name)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = True, timeout_s: float | None = None) -> None:
         """Pause; the return is the barrier: no token is being made.
@@ -154,21 +167,50 @@ class ControlClient:
             clear_cache: recompute KV at resume.
             timeout_s: deadline in seconds; default: that of every control call.
         """
-        timeout_s = timeout_s or self._timeout_s
+        timeout_s = timeout_s or self.timeout_s
         body = {"mode": mode.value, "clear_cache": clear_cache}
         if await self._at_core("/penstock/pause", body, timeout_s) is _NO_CORE:
             params = {"mode": mode.value, "clear_cache": str(clear_cache).lower()}
             await self.http.post("/pause", timeout_s=timeout_s, params=params)
 
-    async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> None:
-        """Load an adapter. AdapterTakenError: the engine has one of that name, which stays."""
-        data = orjson.dumps({"lora_name": name, "lora_path": path})
+    async def load_adapter(
+        self, name: str, version: int, source: Mapping[str, Any], *, timeout_s: float
+    ) -> EngineUpdate:
+        """Put a version of an adapter in force between two steps (`weights.adapter_files.AdapterFiles.source`).
+
+        AdapterRefusedError: it does not fit; what was in force stays.
+        """
+        body = {"name": name, "version": version, "source": dict(source)}
         try:
-            await self.http.call("POST", "/v1/load_lora_adapter", data, timeout_s=timeout_s)
+            answer: Any = await self.http.post(f"{ADAPTERS}/load", body, timeout_s=timeout_s)
         except EngineHTTPError as error:
-            if "already been loaded" in str(error):
-                raise AdapterTakenError(str(error), status=error.status, engine=self.name) from error
+            if error.status == BAD_REQUEST:
+                raise AdapterRefusedError(str(error), status=error.status, engine=self.name) from error
             raise
+        seconds = {str(k): float(v) for k, v in answer["seconds"].items()}
+        return EngineUpdate(self.name, seconds, preempted=int(answer["preempted"]), checksum="")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. EngineHTTPError with status 409: it has requests in flight."""
+        await self._post(f"{ADAPTERS}/unload", {"name": name})
+
+    async def adapters(self) -> dict[str, AdapterLoad]:
+        """Return the adapters that requests can ask for, by name."""
+        answer: Any = await self.http.get(ADAPTERS, timeout_s=self.timeout_s)
+        return {str(name): AdapterLoad(**given) for name, given in answer.items()}
+
+    async def pause_adapter(self, name: str) -> None:
+        """Stop an adapter's requests at a token; they wait, and new ones too."""
+        await self._adapter("pause", name)
+
+    async def resume_adapter(self, name: str) -> None:
+        """Let an adapter's requests go on; harmless if it is not paused."""
+        await self._adapter("resume", name)
+
+    async def _adapter(self, step: str, name: str) -> None:
+        path, body = f"{ADAPTERS}/{step}", {"name": name}
+        if await self._at_core(path, body, self.timeout_s) is _NO_CORE:
+            await self._post(path, body)
 
     async def release(self, *, timeout_s: float | None = None) -> None:
         """Pause for good, and cut what is in flight, so that our clients continue it on other engines.
@@ -176,21 +218,21 @@ class ControlClient:
         A request of another client ends with the finish reason `abort`.
         """
         params = {"mode": PauseMode.ABORT.value, "release": "true"}
-        await self.http.post("/pause", timeout_s=timeout_s or self._timeout_s, params=params)
+        await self.http.post("/pause", timeout_s=timeout_s or self.timeout_s, params=params)
 
     async def resume(self) -> None:
         """Resume."""
-        if await self._at_core("/penstock/resume", {}, self._timeout_s) is _NO_CORE:
+        if await self._at_core("/penstock/resume", {}, self.timeout_s) is _NO_CORE:
             await self._post("/resume")
 
     async def is_paused(self) -> bool:
         """Return whether the scheduler is paused."""
-        answer = await self.http.get("/is_paused", timeout_s=self._timeout_s)
+        answer = await self.http.get("/is_paused", timeout_s=self.timeout_s)
         return bool(answer["is_paused"])
 
     async def state(self) -> CoreState:
         """Ask the engine's core, between two of its steps. UnreachableError: the core is gone."""
-        answer: Any = await self._at_core("/penstock/core", {}, self._timeout_s)
+        answer: Any = await self._at_core("/penstock/core", {}, self.timeout_s)
         if answer is not _NO_CORE:
             return CoreState(**{name: answer[name] for name in _CORE_FIELDS if name in answer})
         paused = await self.is_paused()
@@ -333,7 +375,7 @@ class ControlClient:
         """Do a step of an update. WeightsError: the engine refused it with one of the statuses `refused`."""
         path = f"/penstock/weights/{step}"
         try:
-            timeout_s = timeout_s or self._timeout_s
+            timeout_s = timeout_s or self.timeout_s
             answer: Any = await self._at_core(path, body, timeout_s)
             return await self.http.post(path, body, timeout_s=timeout_s) if answer is _NO_CORE else answer
         except EngineHTTPError as error:
@@ -363,4 +405,4 @@ class ControlClient:
     async def _post(
         self, path: str, body: Mapping[str, Any] | None = None, *, params: Mapping[str, str] | None = None
     ) -> Any:
-        return await self.http.post(path, body, timeout_s=self._timeout_s, params=params)
+        return await self.http.post(path, body, timeout_s=self.timeout_s, params=params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import RequestError
@@ -72,6 +72,7 @@ class Engine(ABC):
         *,
         prompt_token_ids: Sequence[Sequence[int]] | None = None,
         session_ids: Sequence[SessionId] | None = None,
+        adapter: str | None = None,
     ) -> GenerateOutput:
         """Complete a batch; the answers are in input order (R2).
 
@@ -81,12 +82,16 @@ class Engine(ABC):
             sampling_params: for every prompt; `SamplingParams` or a mapping.
             prompt_token_ids: instead of `prompts`, ragged `[B][P_i]`.
             session_ids: one for each prompt; equal ids go to the same engine.
+            adapter: name of the LoRA adapter that answers; default: the base model.
 
         Raises:
             RequestError: both or neither of prompts and ids, an empty batch, ids outside the vocabulary, an unknown
                 sampling parameter or key, a session list of another length. Nothing was sent.
         """
-        given = {"sampling_params": sampling_params, "prompt_token_ids": prompt_token_ids, "session_ids": session_ids}
+        given = {
+            "sampling_params": sampling_params, "prompt_token_ids": prompt_token_ids, "session_ids": session_ids,
+            "adapter": adapter,
+        }  # fmt: skip
         if not isinstance(prompts, (GenerateBatch, Mapping)):
             return await self.generate_batch(GenerateBatch.of({"prompts": prompts, **given}))
         if twice := [name for name, value in given.items() if value is not None]:
@@ -103,9 +108,11 @@ class Engine(ABC):
         num_samples: int,
         sampling_params: SamplingParams | Mapping[str, Any] | None = None,
         session_id: SessionId | None = None,
+        *,
+        adapter: str | None = None,
     ) -> list[Sample]:
         """Draw `num_samples` samples of one prompt, tokens in and tokens out, as one n-way request (R3)."""
-        return await self.data.sample(prompt_token_ids, num_samples, sampling_params, session_id)
+        return await self.data.sample(prompt_token_ids, num_samples, sampling_params, session_id, adapter=adapter)
 
     async def completion(self, body: Body, session_id: SessionId | None = None) -> dict[str, Any]:
         """Call OpenAI's `/v1/completions`: the body as the API has it, the answer as it came (R7)."""
@@ -130,7 +137,12 @@ class Engine(ABC):
 
     @abstractmethod
     async def pause_generation(
-        self, mode: PauseMode = PauseMode.KEEP, *, clear_cache: bool = True, timeout_s: float | None = None
+        self,
+        mode: PauseMode = PauseMode.KEEP,
+        *,
+        clear_cache: bool = True,
+        timeout_s: float | None = None,
+        adapter: str | None = None,
     ) -> None:
         """Stop making tokens; return when none is being made (R22, R23). New requests wait.
 
@@ -139,6 +151,9 @@ class Engine(ABC):
             clear_cache: recompute KV at resume, so that no cached block outlives its weights (G5).
             timeout_s: seconds after which the pause is given up and generation goes on. Default: of the mode `wait`,
                 which lasts as long as the longest request in flight, a request's deadline; else a control call's.
+            adapter: pause the requests of this LoRA adapter alone (R25). They stop at a token, keep their tokens and
+                are computed again at resume, under the version that is in force then; the other arguments do not
+                matter. All other requests go on.
 
         Raises:
             StateError: already paused.
@@ -146,8 +161,12 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    async def resume_generation(self) -> None:
-        """Resume after `pause_generation`. Raises StateError when not paused."""
+    async def resume_generation(self, *, adapter: str | None = None) -> None:
+        """Resume after `pause_generation` with the same `adapter`. Raises StateError when not paused."""
+
+    @abstractmethod
+    async def wait_until_resumed(self, adapter: str, *, timeout_s: float) -> None:
+        """Return when an adapter is not paused. DeadlineError: it still is after `timeout_s` seconds."""
 
     @abstractmethod
     async def abort_generation(self) -> None:
@@ -210,6 +229,38 @@ class Engine(ABC):
 
         The next update ends the wait too, and so do `timeout_s` seconds; then the loss so far is reported.
         """
+
+    # --- LoRA adapters -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def update_adapter(
+        self,
+        name: str,
+        tensors: Iterable[tuple[str, Any]],
+        *,
+        config: Mapping[str, Any],
+        version: int | None = None,
+    ) -> UpdateReport:
+        """Put a version of a LoRA adapter in force while requests are in flight, the first or a new one.
+
+        Only these tensors travel. The adapter's requests in flight go on under the new version, with KV computed anew;
+        the spans of their tokens name adapter and version. No request finds KV of an older version.
+
+        Args:
+            name: what requests ask for as `model`, or as `adapter`.
+            tensors: `(PEFT's checkpoint name, torch tensor or numpy array)`.
+            config: PEFT's `adapter_config` as a mapping: `r`, `lora_alpha`, `target_modules`, ...
+            version: greater than any that this name has had; default: the last one + 1, first 1.
+
+        Raises:
+            WeightsError: it does not fit the model, or holds NaN; what was in force stays.
+            MissingCapabilityError: an engine takes no adapters.
+            StateError: no room for another name.
+        """
+
+    @abstractmethod
+    async def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter. StateError: it has requests in flight; it stays."""
 
     # --- statistics and escape hatch ---------------------------------------------------------------------------------
 

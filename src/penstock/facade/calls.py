@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, cast
@@ -12,7 +11,7 @@ from typing import Any, cast
 from penstock.aio import all_or_first_error
 from penstock.engine.client import DataClient
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineHTTPError, RequestError, UserError
-from penstock.fleet.adapters import Adapter
+from penstock.fleet.adapters import stamp_of
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.member import SERVABLE
 from penstock.rollout.tokenizer import Tokenizer
@@ -201,17 +200,15 @@ class GenerateCall:
 
 
 class Adapters:
-    """LoRA adapters by the caller's name, each loaded on every engine before its first use.
+    """LoRA adapters by name, each loaded on every engine before its first use, and again when it was saved again.
 
-    Files that were saved again get another name on the engines, which keep weights and KV by name: requests in flight
-    continue with the old ones, and no new request meets their KV. The fleet loads them on engines that join later.
+    The fleet gives each its versions, and loads them on engines that join later.
     """
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._served: dict[str, tuple[Adapter, str]] = {}
-        """By the caller's name: the files as loaded last, and their name on the engines."""
-        self._numbers = itertools.count(2)
+        self._loaded: dict[str, tuple[str, Any]] = {}
+        """Path, and its files as they were loaded last."""
         self._loading = asyncio.Lock()
 
     async def load(self, lora: Any, *, again: bool = False) -> str:
@@ -224,22 +221,20 @@ class Adapters:
         Raises:
             RequestError: it is no LoRARequest, or its name stands for another path here.
             MissingCapabilityError: an engine was launched without `enable_lora`.
-            EngineHTTPError: an engine refused it.
+            WeightsError: the engines refused it.
         """
         name, path = getattr(lora, "lora_name", None), getattr(lora, "lora_path", None)
         if not isinstance(name, str) or not isinstance(path, str):
             raise RequestError(f"lora_request must be vLLM's LoRARequest, got {type(lora).__name__}")
         async with self._loading:
-            now = Adapter.at(path)
-            saved, served = self._served.get(name, (None, name))
-            if saved is not None and saved.path != path:
-                raise RequestError(f"adapter {name!r} is {saved.path}; give {path} another name")
-            if again or saved != now:
-                if saved not in (None, now):
-                    served = f"{name}.{next(self._numbers)}"
-                await self._fleet.load_adapter(served, path, timeout_s=LOAD_TIMEOUT_S)
-                self._served[name] = now, served
-            return served
+            now = path, stamp_of(path)
+            known = self._loaded.get(name)
+            if known is not None and known[0] != path:
+                raise RequestError(f"adapter {name!r} is {known[0]}; give {path} another name")
+            if again or known != now:
+                await self._fleet.load_adapter(name, path, timeout_s=LOAD_TIMEOUT_S)
+                self._loaded[name] = now
+            return name
 
 
 class Requests:

@@ -1,89 +1,305 @@
-"""LoRA adapters of a fleet: what a name stands for, and every engine with the same."""
+"""LoRA adapters of a fleet: their versions, every engine with the same, and pauses of one of them."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from contextlib import suppress
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, TypeVar
 
-from penstock.engine.control import AdapterTakenError
-from penstock.errors import UserError
-from penstock.fleet.fan_out import FanOut, fan_out
+from penstock.aio import in_thread
+from penstock.engine.capabilities import Capability, require
+from penstock.engine.control import IN_FLIGHT, AdapterLoad, ControlClient
+from penstock.errors import DeadlineError, EngineHTTPError, StateError, UserError
+from penstock.fleet.fan_out import fan_out
 from penstock.fleet.member import Member
+from penstock.fleet.operation_queue import OperationQueue
 from penstock.fleet.roster import Roster
+from penstock.fleet.stores import Stores
+from penstock.types import AdapterStatus, UpdateReport
+from penstock.weights.adapter_files import AdapterFiles
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MARGIN_S = 2.0
 """Longer than the engine's own deadline, so that its message arrives."""
+MOST_NAME = 256
+"""Bytes, as a router's header takes them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """An adapter's files as they were saved at one time."""
+@dataclass(slots=True)
+class FleetAdapter:
+    """A name, and what engines have under it."""
 
-    path: str
-    stamp: tuple[tuple[str, int, int, int], ...]
-    """Name, size, time of change (ns) and inode of each file; empty where they are not to be seen from here."""
-
-    @classmethod
-    def at(cls, path: str) -> Self:
-        """As it is saved now."""
-        found: list[tuple[str, int, int, int]] = []
-        with suppress(OSError):  # it is being written, or on another host
-            for file in sorted(Path(path).iterdir()):
-                known = file.stat()
-                found.append((file.name, known.st_size, known.st_mtime_ns, known.st_ino))
-        return cls(path, tuple(found))
+    version: int
+    files: AdapterFiles
+    pinned: bool = False
+    """It is not evicted."""
+    resumed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set unless it is paused."""
 
 
 class FleetAdapters:
-    """Adapters that the engines of a roster were given, by name.
+    """The adapters of a fleet's engines, by name. What changes engines has its turn among the operations.
 
-    A name stands for the files as they were saved when it was loaded first: engines keep those weights under it, and
-    the KV that was computed with them.
+    Args:
+        roster: the engines.
+        store: says where engines can read files.
+        queue: of the fleet's operations.
+        check_awake: raises if the engines sleep.
+        most: names that are kept; one more evicts the one that was used least recently.
+        timeout_s: deadline of a control call.
     """
 
-    def __init__(self, roster: Roster) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        store: Stores,
+        queue: OperationQueue,
+        check_awake: Callable[[], None],
+        *,
+        most: int,
+        timeout_s: float,
+    ) -> None:
         self._roster = roster
-        self._given: dict[str, Adapter] = {}
-        self._loading = asyncio.Lock()
+        self._store = store
+        self._queue = queue
+        self._check_awake = check_awake
+        self._most = most
+        self._timeout_s = timeout_s
+        self._known: dict[str, FleetAdapter] = {}
+        self._highest: dict[str, int] = {}
+        """The last version of every name, the unloaded too: KV of an older one must not be found again."""
+        self._saved: dict[str, tuple[str, int]] = {}
+        """For a name that came by its path, the files as they were, and the version they became."""
 
-    async def load(self, name: str, path: str, timeout_s: float) -> None:
-        """Load one on every engine; a core says nothing while it does, and is not dead of it.
+    async def update(
+        self, name: str, tensors: Iterable[tuple[str, Any]], config: Mapping[str, Any], version: int | None = None
+    ) -> UpdateReport:
+        """Put a version in force on every engine; a new name may evict another. See `Engine.update_adapter`.
 
         Raises:
-            UserError: the name stands for another path, or for other files there; no engine was asked.
-            EngineHTTPError: one refused it, or another error of the first that failed; the others have it.
+            WeightsError: every engine refused it; the version before stays in force.
+            StateError: the bound on names is reached, and no adapter can be evicted.
+            EngineDeadError: no engine is left.
         """
-        async with self._loading:
-            known, saved = self._given.get(name), Adapter.at(path)
-            if known is not None and known != saved:
-                was = "as it was before it was saved again" if known.path == path else f"of {known.path}"
-                raise UserError(f"the engines have the adapter {name!r} {was}; give {path} another name")
-            with self._roster.occupation.going_on():
-                outcome = await _load(self._roster.live(), name, path, timeout_s)
-            if outcome.results:
-                self._given[name] = saved
-            for error in outcome.failures.values():
-                if known is None or not isinstance(error, AdapterTakenError):
-                    raise error
+        self._check(name, version)
+        began, shared = time.perf_counter(), self._store.shared_folder()
+        files = await in_thread(lambda: AdapterFiles.of_tensors(tensors, config, shared=shared))
+        took = time.perf_counter() - began
+        return await self._turn("update_adapter", lambda: self._put(name, files, version, self._timeout_s, took))
 
-    async def give(self, member: Member, timeout_s: float) -> None:
-        """Load all of them on an engine that joins. One that it cannot load, it is without: a warning says so."""
-        for name, adapter in self._given.items():
-            if Adapter.at(adapter.path) != adapter:
-                logger.warning("engine %s joins without adapter %s, which was saved again", member.name, name)
-                continue
-            for error in (await _load((member,), name, adapter.path, timeout_s)).failures.values():
-                if not isinstance(error, AdapterTakenError):
-                    logger.warning("engine %s joins without adapter %s: %s", member.name, name, error)
+    async def update_from(self, name: str, source: Mapping[str, Any], version: int | None = None) -> UpdateReport:
+        """Put a version in force that another process of this user has written; it need not live on."""
+        self._check(name, version)
+        files = AdapterFiles.adopt(source)
+        return await self._turn("update_adapter", lambda: self._put(name, files, version, self._timeout_s))
+
+    async def load(self, name: str, path: str, timeout_s: float) -> UpdateReport | None:
+        """Load what is saved at a path, as a new version if it is not what was loaded last.
+
+        Returns:
+            None if it was; engines that lost it have it again.
+        """
+
+        async def work() -> UpdateReport | None:
+            self._check(name, None)
+            saved = f"{path}\n{stamp_of(path)}"
+            known = self._known.get(name)
+            if known is not None and self._saved.get(name) == (saved, known.version):
+                for member in self._roster.live():
+                    await self._bring(member, name, known)
+                return None
+            files = await in_thread(lambda: AdapterFiles.of_folder(path))
+            report = await self._put(name, files, None, timeout_s)
+            self._saved[name] = saved, report.version
+            return report
+
+        return await self._turn("load_adapter", work)
+
+    async def unload(self, name: str) -> None:
+        """Forget an adapter on every engine. StateError: it has requests in flight somewhere; it stays everywhere."""
+        await self._turn("unload_adapter", lambda: self._unload(name))
+
+    async def pause(self, name: str) -> None:
+        """Stop its requests at a token on every engine; new ones wait too. StateError: it is paused already."""
+
+        async def work() -> None:
+            known = self._of(name)
+            if not known.resumed.is_set():
+                raise StateError(f"adapter {name!r} is already paused; resume it first")
+            await self._roster.command(
+                lambda engine: engine.pause_adapter(name), what=f"pause of adapter {name!r}", deadline_s=self._timeout_s
+            )
+            known.resumed.clear()  # engines that join pause it from now on
+
+        await self._turn("pause_generation(adapter=...)", work, "plugin")
+
+    async def resume(self, name: str) -> None:
+        """Let its requests go on under the version in force. StateError: it is not paused."""
+
+        async def work() -> None:
+            known = self._of(name)
+            if known.resumed.is_set():
+                raise StateError(f"adapter {name!r} is not paused; pause it first")
+            await self._roster.command(
+                lambda engine: engine.resume_adapter(name),
+                what=f"resume of adapter {name!r}",
+                deadline_s=self._timeout_s,
+            )
+            known.resumed.set()
+
+        await self._turn("resume_generation(adapter=...)", work, "plugin")
+
+    async def wait(self, name: str, timeout_s: float) -> None:
+        """Return when an adapter is not paused. DeadlineError: it still is after `timeout_s` seconds."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._of(name).resumed.wait()
+        except TimeoutError:
+            raise DeadlineError(f"adapter {name!r} is still paused after {timeout_s:g} s", seconds=timeout_s) from None
+
+    async def pin(self, name: str, *, pinned: bool) -> None:
+        """Keep an adapter from being evicted, or do so no longer."""
+        self._of(name).pinned = pinned
+
+    async def statuses(self) -> dict[str, AdapterStatus]:
+        """Name every adapter, with its version and its requests over all engines."""
+        outcome = await fan_out(self._roster.live(), lambda engine: engine.adapters(), deadline_s=self._timeout_s)
+        return {name: self._status(name, outcome.results.values()) for name in self._known}
+
+    async def status(self, name: str) -> AdapterStatus:
+        """Return one adapter's version and requests. UserError: there is none of that name."""
+        self._of(name)
+        return (await self.statuses())[name]
+
+    async def give(self, member: Member) -> None:
+        """Bring an engine that joins to the version of every adapter, before it serves.
+
+        Raises:
+            EngineError: it cannot be brought there, so it must not serve.
+        """
+        for name, known in self._known.items():
+            await self._bring(member, name, known)
+
+    def close(self) -> None:
+        """Free every file."""
+        for known in self._known.values():
+            known.files.close()
+        self._known.clear()
+
+    async def _bring(self, member: Member, name: str, known: FleetAdapter) -> None:
+        async def load(engine: ControlClient) -> None:
+            if not known.resumed.is_set():
+                await engine.pause_adapter(name)
+            served = (await engine.adapters()).get(name)
+            if served is None or served.version != known.version:
+                await engine.load_adapter(name, known.version, known.files.source, timeout_s=self._timeout_s)
+
+        (await fan_out((member,), load, deadline_s=3 * self._timeout_s)).raise_first()
+
+    async def _turn(self, what: str, work: Callable[[], Coroutine[Any, Any, T]], needed: Capability = "lora") -> T:
+        async def run() -> T:
+            self._check_awake()
+            require(((m.name, m.info.capabilities) for m in self._roster.live()), needed, what)
+            return await work()
+
+        return await self._queue.run(run)
+
+    async def _put(
+        self, name: str, files: AdapterFiles, version: int | None, timeout_s: float, published_s: float = 0.0
+    ) -> UpdateReport:
+        """Put a version in force in this turn; its files are freed when it is superseded, or now if it is refused."""
+        began = time.perf_counter()
+        with ExitStack() as undo:
+            undo.callback(files.close)
+            self._check(name, version)
+            if name not in self._known:
+                await self._make_room()
+            number = self._highest.get(name, 0) + 1 if version is None else version
+            outcome = await self._roster.command(
+                lambda engine: engine.load_adapter(name, number, files.source, timeout_s=timeout_s),
+                what=f"version {number} of adapter {name!r}",
+                deadline_s=timeout_s + MARGIN_S,
+                refusable=True,
+            )
+            undo.pop_all()
+        self._highest[name] = number
+        if (known := self._known.get(name)) is None:
+            known = self._known[name] = FleetAdapter(number, files)
+            known.resumed.set()
+        else:
+            before, known.version, known.files = known.files, number, files
+            before.close()
+        seconds = {"publish": published_s, "total": published_s + time.perf_counter() - began}
+        failures = {engine: str(error) for engine, error in outcome.failures.items()}
+        return UpdateReport(number, files.nbytes, seconds, tuple(outcome.results.values()), failures)
+
+    async def _unload(self, name: str) -> None:
+        known = self._of(name)
+        if busy := (await self.status(name)).in_flight:
+            raise StateError(f"adapter {name!r} has {busy} requests in flight; unload it when they have ended")
+        members = self._roster.live()
+        outcome = await fan_out(members, lambda engine: engine.unload_adapter(name), deadline_s=self._timeout_s)
+        errors = outcome.failures.values()
+        if refused := [e for e in errors if isinstance(e, EngineHTTPError) and e.status == IN_FLIGHT]:
+            for member in members:  # requests came meanwhile
+                if member.name in outcome.results:
+                    await self._bring(member, name, known)
+            raise StateError(str(refused[0])) from refused[0]
+        for member in members:
+            if (error := outcome.failures.get(member.name)) is not None:
+                await self._roster.mark_dead(member, f"unloading adapter {name!r} failed: {error}")
+        del self._known[name]
+        known.resumed.set()
+        known.files.close()
+
+    async def _make_room(self) -> None:
+        while len(self._known) >= self._most:
+            status = await self.statuses()
+            idle = [n for n, s in status.items() if not (s.in_flight or s.pinned or s.paused)]
+            if not idle:
+                raise StateError(
+                    f"{len(status)} adapters are loaded, as many as fleet.max_adapters allows, and each is in use, "
+                    "pinned or paused; unload one, or allow more"
+                )
+            with suppress(StateError):  # a request came: another one, then
+                await self._unload(max(idle, key=lambda name: status[name].idle_s))
+
+    def _status(self, name: str, served: Iterable[Mapping[str, AdapterLoad]]) -> AdapterStatus:
+        known, loads = self._known[name], [loads[name] for loads in served if name in loads]
+        return AdapterStatus(
+            version=known.version,
+            nbytes=known.files.nbytes,
+            in_flight=sum(load.in_flight for load in loads),
+            idle_s=min((load.idle_s for load in loads), default=0.0),
+            pinned=known.pinned,
+            paused=not known.resumed.is_set(),
+            engines=len(loads),
+        )
+
+    def _check(self, name: str, version: int | None) -> None:
+        """Raise UserError for a name or a version that cannot be."""
+        if not name or len(name.encode()) > MOST_NAME or not name.isprintable():
+            raise UserError(f"an adapter's name is 1 to {MOST_NAME} bytes of text, got {name!r}")
+        highest = self._highest.get(name, 0)
+        if version is not None and (type(version) is not int or not highest < version < 2**63):
+            raise UserError(f"adapter {name!r} has had version {highest}; a new one is a greater int, got {version!r}")
+
+    def _of(self, name: str) -> FleetAdapter:
+        if (known := self._known.get(name)) is None:
+            raise UserError(f"there is no adapter {name!r}; loaded: {', '.join(sorted(self._known)) or 'none'}")
+        return known
 
 
-async def _load(members: tuple[Member, ...], name: str, path: str, timeout_s: float) -> FanOut[None]:
-    return await fan_out(
-        members, lambda engine: engine.load_adapter(name, path, timeout_s=timeout_s), deadline_s=timeout_s + MARGIN_S
-    )
+def stamp_of(path: str) -> list[tuple[str, int, int, int]]:
+    """Return name, size, time of change (ns) and inode of each file; empty where they are not to be seen from here."""
+    found: list[tuple[str, int, int, int]] = []
+    with suppress(OSError):  # it is being written, or on another host
+        for file in sorted(Path(path).iterdir()):
+            known = file.stat()
+            found.append((file.name, known.st_size, known.st_mtime_ns, known.st_ino))
+    return found

@@ -32,13 +32,22 @@ class CallServer:
         prefix: of every path.
         calls: by name; each takes its arguments by keyword.
         more: added to every answer.
+        routes: adds other paths.
     """
 
-    def __init__(self, prefix: str, calls: Mapping[str, Call], more: Callable[[], dict[str, Any]] = dict) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        calls: Mapping[str, Call],
+        more: Callable[[], dict[str, Any]] = dict,
+        *,
+        routes: Callable[[web.Application], None] = lambda _: None,
+    ) -> None:
         self._calls = calls
         self._more = more
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_post(prefix + "/{call}", self._answer)
+        routes(app)
         # A call that has begun runs to its end, also if its caller is gone.
         self._runner = web.AppRunner(app, handler_cancellation=False, access_log=None, shutdown_timeout=1.0)
 

@@ -21,6 +21,7 @@ from penstock.fleet.update import recovered
 from penstock.rooms import plugged_in
 from penstock.types import (
     KV,
+    AdapterStatus,
     GenerateBatch,
     GenerateOutput,
     NamedTensors,
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 class FleetControl(Protocol):
     """What is done with every engine: `operations.Operations` in the owner, `remote.py` in other processes."""
 
+    @property
+    def adapters(self) -> Any: ...  # noqa: D102
     async def pause(  # noqa: D102 - as in Operations, all of them
         self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None
     ) -> None: ...
@@ -52,7 +55,6 @@ class FleetControl(Protocol):
     async def collective_rpc(  # noqa: D102
         self, method: str, timeout_s: float, args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> FanOut[list[Any]]: ...
-    async def load_adapter(self, name: str, path: str, timeout_s: float) -> None: ...  # noqa: D102
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None: ...  # noqa: D102
     async def native_update(self, update_info: Mapping[str, Any], version: int) -> None: ...  # noqa: D102
     async def update(  # noqa: D102
@@ -237,19 +239,16 @@ class Fleet(Engine):
         num_samples: int,
         sampling_params: SamplingParams | Mapping[str, Any] | None = None,
         session_id: SessionId | None = None,
+        *,
+        adapter: str | None = None,
     ) -> list[Sample]:
         """`num_samples` samples of one prompt, as one n-way request (R3)."""
         self._check_open()
-        work = self._data.sample(prompt_token_ids, num_samples, sampling_params, session_id)
+        work = self._data.sample(prompt_token_ids, num_samples, sampling_params, session_id, adapter=adapter)
         return await while_engines_remain(self._roster, work)
 
     async def completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
-        """OpenAI `/v1/completions`; each prompt of the body goes to an engine of its own (R7).
-
-        Raises:
-            RequestError: the prompt has none of the four forms, or `stream` is set.
-            EngineHTTPError: of the first prompt that failed; the others are cancelled.
-        """
+        """OpenAI `/v1/completions`, each prompt to an engine of its own (R7); raises as `DataClient.completion`."""
         self._check_open()
         return await while_engines_remain(self._roster, self._data.completion(body, session_id))
 
@@ -280,18 +279,30 @@ class Fleet(Engine):
     # --- pause, resume, memory ---------------------------------------------------------------------------------------
 
     async def pause_generation(
-        self, mode: PauseMode = PauseMode.KEEP, *, clear_cache: bool = True, timeout_s: float | None = None
+        self,
+        mode: PauseMode = PauseMode.KEEP,
+        *,
+        clear_cache: bool = True,
+        timeout_s: float | None = None,
+        adapter: str | None = None,
     ) -> None:
         """Close the gate and pause every engine; see `Engine.pause_generation`. New requests wait in the router.
 
         While mode `wait` waits for requests, `abort_generation` ends it soon and `resume_generation` takes it back, as
         does cancelling this call.
         """
+        if adapter is not None:
+            await self._operations.adapters.pause(adapter)
+            return
         await self._operations.pause(PauseMode(mode), clear_cache=clear_cache, timeout_s=timeout_s)
 
-    async def resume_generation(self) -> None:
+    async def resume_generation(self, *, adapter: str | None = None) -> None:
         """Resume every engine, then open the gate; see `Engine.resume_generation`."""
-        await self._operations.resume()
+        await (self._operations.resume() if adapter is None else self._operations.adapters.resume(adapter))
+
+    async def wait_until_resumed(self, adapter: str, *, timeout_s: float) -> None:
+        """Return when an adapter is not paused; see `Engine.wait_until_resumed`."""
+        await self._operations.adapters.wait(adapter, timeout_s)
 
     async def abort_generation(self) -> None:
         """End every request in flight on every engine with what it has."""
@@ -326,8 +337,7 @@ class Fleet(Engine):
     async def update_named_weights(self, update_info: Mapping[str, Any], *, version: int) -> None:
         """Run vLLM's native update on every engine.
 
-        No copy of these weights is kept: an engine that returns or is added after it waits for the next
-        `update_weights`, and serves nothing before.
+        No copy of these weights is kept: an engine that joins later waits for the next `update_weights`.
 
         Raises:
             StateError: generation is not paused.
@@ -439,9 +449,27 @@ class Fleet(Engine):
         outcome.raise_for(f"collective_rpc {method!r}")
         return [result for results in outcome.results.values() for result in results]
 
-    async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> None:
-        """Have a LoRA adapter on every engine that serves. Raises what the first engine that failed did."""
-        await self._operations.load_adapter(name, path, timeout_s)
+    async def update_adapter(
+        self, name: str, tensors: Iterable[tuple[str, Any]], *, config: Mapping[str, Any], version: int | None = None
+    ) -> UpdateReport:
+        """Put a version of a LoRA adapter in force on every engine, and on those that join before they serve."""
+        return await self._operations.adapters.update(name, tensors, config, version)
+
+    async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> UpdateReport | None:
+        """Load a LoRA adapter that PEFT has saved, as a new version; None: it is the one that was loaded last."""
+        return await self._operations.adapters.load(name, path, timeout_s)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter on every engine; see `Engine.unload_adapter`."""
+        await self._operations.adapters.unload(name)
+
+    async def pin_adapter(self, name: str, *, pinned: bool = True) -> None:
+        """Keep an adapter from being evicted when `fleet.max_adapters` are loaded, or do so no longer."""
+        await self._operations.adapters.pin(name, pinned=pinned)
+
+    async def adapters(self) -> Mapping[str, AdapterStatus]:
+        """Name every LoRA adapter, with its version and its requests over all engines."""
+        return await self._operations.adapters.statuses()
 
     async def engines(self, *, stats: bool = True) -> tuple[EngineStatus, ...]:
         """Return every engine that ever joined, in order: its state, why, and, with `stats`, its load."""

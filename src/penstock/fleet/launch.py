@@ -266,6 +266,7 @@ def _operations(roster: Roster, store: Stores, terms: Terms, engines: LaunchedEn
         control_timeout_s=terms.control_timeout_s,
         request_timeout_s=terms.request_timeout_s,
         recovery_timeout_s=engines.config.start_timeout_s if engines is not None else 0.0,
+        max_adapters=terms.fleet.max_adapters,
         paused=roster.members[0].info.paused,
     )
 

@@ -41,6 +41,7 @@ class Operations:
     Attributes:
         paused: generation is paused by the user.
         queue: for what else must not meet an operation.
+        adapters: the fleet's LoRA adapters.
 
     Args:
         roster: the engines.
@@ -49,6 +50,7 @@ class Operations:
         control_timeout_s: deadline of a control call.
         request_timeout_s: deadline of a generation request, and so of a pause that waits for them.
         recovery_timeout_s: how long an update waits for engines that restart, where too few are left.
+        max_adapters: see `FleetAdapters`.
         paused: what the engines are in at first.
     """
 
@@ -61,6 +63,7 @@ class Operations:
         control_timeout_s: float,
         request_timeout_s: float,
         recovery_timeout_s: float = 0.0,
+        max_adapters: int = 256,
         paused: bool = False,
     ) -> None:
         self.paused = paused
@@ -80,7 +83,9 @@ class Operations:
         self._kv_stays = paused
         """The pause in force left the KV caches as they were, as far as is known."""
         self._waiting_pause: _WaitingPause | None = None
-        self._adapters = plugged_in("adapters")(roster)
+        self.adapters = plugged_in("adapters")(
+            roster, store, self.queue, self._check_weights_awake, most=max_adapters, timeout_s=control_timeout_s
+        )
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None) -> None:
         """Close the gate, then pause every engine.
@@ -228,15 +233,6 @@ class Operations:
                 deadline_s=timeout_s + 2.0,
             )
 
-    async def load_adapter(self, name: str, path: str, timeout_s: float) -> None:
-        """Load a LoRA adapter on every engine, outside the queue; see `FleetAdapters.load`.
-
-        Raises:
-            MissingCapabilityError: one takes none; none was asked.
-        """
-        self._require("lora", "load_adapter")
-        await self._adapters.load(name, path, timeout_s)
-
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
         """Call vLLM's native `/init_weight_transfer_engine`; see `Fleet.init_weight_update_communicator`."""
 
@@ -365,13 +361,14 @@ class Operations:
     async def close(self) -> None:
         """Let no further operation begin, and cancel the one that runs."""
         await self.queue.close()
+        self.adapters.close()
 
     async def _admit(self, member: Member) -> int | None:
         """None: it serves. Else the version that it has to wait to be over, the fleet's in this turn.
 
         One read before the turn may be over already, and the next update would begin before the engine waits for it.
         """
-        await self._adapters.give(member, self._control_s)
+        await self.adapters.give(member)
         roster, paused, asleep = self._roster, self.paused, self._asleep
         stale = member.weight_version != roster.version or member.torn is not None
         current = await self._weights_for(member) if stale else None

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +42,8 @@ from penstock.fleet.service import (
 )
 from penstock.parsing import reading
 from penstock.router.admin_client import RouterAdmin
-from penstock.types import KV, UpdateReport
+from penstock.types import KV, AdapterStatus, UpdateReport
+from penstock.weights.adapter_files import AdapterFiles
 from penstock.weights.shared_memory import SharedMemoryStore
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ CALL_S = 24 * 3600.0
 
 logger = logging.getLogger(__name__)
 _REPORT = TypeAdapter(UpdateReport)
+_ADAPTERS = TypeAdapter(dict[str, AdapterStatus])
 
 
 class FleetClient(CallClient):
@@ -200,6 +202,62 @@ class AdoptedRoster(Roster):
         return member
 
 
+def _report(result: Any) -> UpdateReport:
+    with reading("report of an update", EngineError):
+        return _REPORT.validate_python(result)
+
+
+class RemoteAdapters:
+    """`FleetAdapters` of a fleet that another process owns.
+
+    Args:
+        call: makes a call to the owner.
+    """
+
+    def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
+        self._call = call
+
+    async def update(
+        self, name: str, tensors: Iterable[tuple[str, Any]], config: Mapping[str, Any], version: int | None = None
+    ) -> UpdateReport:
+        """Write the tensors here, and let the owner keep them."""
+        files = await in_thread(lambda: AdapterFiles.of_tensors(tensors, config))
+        try:
+            return _report(await self._call("adapter_update_from", name=name, source=files.source, version=version))
+        finally:
+            files.close()
+
+    async def load(self, name: str, path: str, timeout_s: float) -> UpdateReport | None:
+        """See `FleetAdapters.load`."""
+        result = await self._call("adapter_load", name=name, path=path, timeout_s=timeout_s)
+        return None if result is None else _report(result)
+
+    async def statuses(self) -> dict[str, AdapterStatus]:
+        """See `FleetAdapters.statuses`."""
+        with reading("adapters of a fleet", EngineError):
+            return _ADAPTERS.validate_python(await self._call("adapter_statuses"))
+
+    async def unload(self, name: str) -> None:
+        """See `FleetAdapters.unload`."""
+        await self._call("adapter_unload", name=name)
+
+    async def pause(self, name: str) -> None:
+        """See `FleetAdapters.pause`."""
+        await self._call("adapter_pause", name=name)
+
+    async def resume(self, name: str) -> None:
+        """See `FleetAdapters.resume`."""
+        await self._call("adapter_resume", name=name)
+
+    async def wait(self, name: str, timeout_s: float) -> None:
+        """See `FleetAdapters.wait`."""
+        await self._call("adapter_wait", name=name, timeout_s=timeout_s)
+
+    async def pin(self, name: str, *, pinned: bool) -> None:
+        """See `FleetAdapters.pin`."""
+        await self._call("adapter_pin", name=name, pinned=pinned)
+
+
 class RemoteControl:
     """`Operations` and `Elastic` of a fleet that another process owns.
 
@@ -211,6 +269,7 @@ class RemoteControl:
         self._client = client
         self._roster = roster
         self._store = store
+        self.adapters = RemoteAdapters(self._call)
         self._update: asyncio.Task[UpdateReport] | None = None
         self._probing: asyncio.Task[Any] | None = None
         self._closed = False
@@ -283,8 +342,7 @@ class RemoteControl:
         finally:
             if self._roster.version == version:
                 self._store.commit(manifest)  # these bytes stay until the one after the next
-        with reading("report of an update", EngineError):
-            report = _REPORT.validate_python(result)
+        report = _report(result)
         longer = {name: published + report.seconds[name] for name in ("publish", "total")}
         return replace(report, seconds={**report.seconds, **longer})
 

@@ -27,6 +27,7 @@ from penstock.engine.control import EngineInfo
 from penstock.errors import EngineError, StateError, UserError
 from penstock.fleet.calls import Call, CallServer
 from penstock.fleet.elastic import Elastic
+from penstock.fleet.lora_paths import LoraPaths
 from penstock.fleet.member import State
 from penstock.fleet.operations import Operations
 from penstock.fleet.options import seconds, specs_of
@@ -224,8 +225,10 @@ def shown(state: FleetState) -> dict[str, Any]:
 
 OPERATIONS = (
     *("pause", "resume", "abort", "reset_prefix_cache", "sleep", "wake_up"),
-    *("collective_rpc", "load_adapter", "init_weight_transfer", "native_update"),
+    *("collective_rpc", "init_weight_transfer", "native_update"),
 )
+OF_ADAPTERS = ("update_from", "load", "unload", "pause", "resume", "wait", "pin", "statuses")
+"""Calls of `FleetAdapters`, as `adapter_NAME`."""
 OF_ENGINES = ("probe_all", "add", "attach", "drain", "remove", "replace")
 
 
@@ -297,7 +300,8 @@ class Endpoint:
             logger.info("a fleet at %s has no control socket: that may be another machine", self._url)
             return
         refuse_second(self._url)
-        self._server = CallServer(PREFIX, self._calls(), lambda: {"state": self._state()})
+        lora = LoraPaths(self._operations.adapters)
+        self._server = CallServer(PREFIX, self._calls(), lambda: {"state": self._state()}, routes=lora.add_to)
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(str(path))
         os.chmod(path, SOCKET_MODE)  # noqa: PTH101 - in a coroutine; it takes microseconds
@@ -334,6 +338,7 @@ class Endpoint:
         operations, elastic = self._operations, self._elastic
         calls: dict[str, Call] = {name: getattr(operations, name) for name in OPERATIONS}
         calls |= {name: getattr(elastic, name) for name in OF_ENGINES}
+        calls |= {f"adapter_{name}": getattr(operations.adapters, name) for name in OF_ADAPTERS}
         calls["update"] = operations.update_from
         return {name: self._read(call) for name, call in calls.items()} | {"engines": self._wait, "stop": self._stop}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
@@ -109,6 +110,23 @@ class Stores:
         logger.debug("weight version %d goes by %s", version, chosen)
         begun = itertools.chain([first], tensors)
         return self._by(chosen).publish(version, _Begun(begun, named_tensors) if again else begun)
+
+    def shared_folder(self) -> Path | None:
+        """Where engines of this fleet read files that memory of this host cannot bring; None: it can bring them.
+
+        Raises:
+            WeightsError: they need one, and there is none.
+        """
+        members = self._members()
+        if all(_is_local(member) and member.info.capabilities.plugin for member in members):
+            return None
+        if (folder := self._settings.weight_folder) is None:
+            far = ", ".join(m.name for m in members if not (_is_local(m) and m.info.capabilities.plugin))
+            raise WeightsError(
+                f"{far} cannot read this process's memory (another host, or no plugin): set fleet.weight_folder, which "
+                "they see under the same path"
+            )
+        return folder / "adapters"
 
     def adopt(self, manifest: WeightManifest) -> WeightManifest:
         """Take over what another process published, by the transport that it chose."""

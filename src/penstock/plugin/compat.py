@@ -15,15 +15,18 @@ import functools
 import importlib.util
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from penstock.errors import StateError
-from penstock.wire import INITIAL_VERSION, version_number, version_of_tokens
+from penstock.wire import INITIAL_VERSION, Notes, version_number, version_of_tokens
 
 VERSION_MARK = "penstock-weight-version:"
 """Begins the id of an output that belongs to no request: outputs after it are of the version that the id ends in."""
+ADAPTER_MARK = "penstock-adapter-version:"
+"""The same for an adapter; the core's number, the version and the adapter's name follow."""
 OUTPUTS_PER_TICK = 128
 """vLLM's output handler yields to the loop after so many outputs (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE's default)."""
 
@@ -63,11 +66,51 @@ def label_core(core: Any, version: int) -> None:
 
 def send_mark(core: Any, text: str) -> None:
     """Send every API server an output that belongs to no request, whose id is `text`, between those that do."""
+    _put_output(core, range(len(core.addresses.outputs)), request_id=text)
+
+
+def mark_adapter(core: Any, name: str, version: int) -> None:
+    """Tell every API server that tokens of an adapter are of this version from here on; no vLLM labels adapters."""
+    send_mark(core, f"{ADAPTER_MARK}{core.engine_index}:{version}:{name}")
+
+
+def abort_unknown(core: Any, request: Any) -> None:
+    """End a request that the scheduler has not taken."""
+    from vllm.v1.engine import FinishReason  # noqa: PLC0415 - only inside vLLM
+
+    _put_output(core, (request.client_index,), request_id=request.request_id, finish_reason=FinishReason.ABORT)
+
+
+def _put_output(core: Any, clients: Iterable[int], **fields: Any) -> None:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs  # noqa: PLC0415 - only inside vLLM
 
-    mark = EngineCoreOutput(request_id=text, new_token_ids=[])
-    for client in range(len(core.addresses.outputs)):
-        core.output_queue.put_nowait((client, EngineCoreOutputs(outputs=[mark])))
+    output = EngineCoreOutput(new_token_ids=[], **fields)
+    for client in clients:
+        core.output_queue.put_nowait((client, EngineCoreOutputs(outputs=[output])))
+
+
+def preempt(scheduler: Any, request: Any) -> None:
+    """Preempt a request that was taken out of `running`; no step is under way."""
+    if hasattr(request, "async_tokens_to_discard"):
+        scheduler._preempt_request(request, time.monotonic())  # noqa: SLF001
+        request.async_tokens_to_discard, request.num_output_placeholders = request.num_output_placeholders, 0
+    else:
+        scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)  # noqa: SLF001
+
+
+def wake_replicas(core: Any) -> None:
+    """Let the data-parallel replicas of a core, which step together, begin to step, as vLLM's `add_request` does."""
+    from vllm.v1.engine import EngineCoreOutputs  # noqa: PLC0415 - only inside vLLM
+
+    if getattr(core, "has_coordinator", False) and not core.engines_running:
+        core.engines_running = True
+        core.output_queue.put_nowait((-1, EngineCoreOutputs(start_wave=core.current_wave)))
+
+
+def waiting_queues(scheduler: Any) -> list[Any]:
+    """The scheduler's queues of requests without KV."""
+    skipped = getattr(scheduler, "skipped_waiting", None)
+    return [scheduler.waiting] if skipped is None else [skipped, scheduler.waiting]
 
 
 # --- in the API server's process -------------------------------------------------------------------------------------
@@ -89,17 +132,28 @@ class TokenVersions:
     def __init__(self) -> None:
         self.version = 0
         """The last that was set, for an engine that labels nothing."""
+        self.adapters: dict[tuple[int, str], Notes] = {}
+        """What tokens of an adapter are labelled with, by the number of the core and the adapter's name."""
 
     def install(self, engine: Any) -> None:
-        """Read the marks of `label_core` among the outputs."""
-        if not labels_weights(engine):
-            processor = engine.output_processor
-            processor.process_outputs = functools.partial(self._process, processor.process_outputs)
+        """Read the marks of `label_core` and `mark_adapter` among the outputs."""
+        processor = engine.output_processor
+        processor.process_outputs = functools.partial(self._process, processor.process_outputs)
 
     def _process(self, process_outputs: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(outputs) == 1 and outputs[0].request_id.startswith(VERSION_MARK):
-            self.version = int(outputs[0].request_id.removeprefix(VERSION_MARK))
+        if len(outputs) == 1:  # a mark comes alone, belongs to no request, and vLLM passes over it
+            name = outputs[0].request_id
+            if name.startswith(VERSION_MARK):
+                self.version = int(name.removeprefix(VERSION_MARK))
+            elif name.startswith(ADAPTER_MARK):
+                core, version, adapter = name.removeprefix(ADAPTER_MARK).split(":", 2)
+                self.adapters[int(core), adapter] = {"adapter": adapter, "adapter_version": int(version)}
         return process_outputs(outputs, *args, **kwargs)
+
+    def notes_of(self, state: Any, core: int) -> Notes | None:
+        """Return what else made the newest tokens of a RequestState that runs in this core."""
+        name = state.lora_name
+        return None if name is None else self.adapters.get((core, name)) or {"adapter": name}
 
     def of_newest(self, state: Any) -> int:
         """The version of the newest tokens of a RequestState."""

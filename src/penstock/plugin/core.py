@@ -25,6 +25,7 @@ from penstock.plugin.core_http import CoreServer, Route, respond
 from penstock.plugin.kept_kv import KeptKV
 from penstock.plugin.patches import attempt
 from penstock.plugin.pause import PauseState, StepCap, clear_kv, mode_in_core
+from penstock.plugin.salt import Salting
 from penstock.plugin.spec import WeightSpec, check_tensors, expected_weights
 from penstock.rooms import plugged_as, plugged_in
 from penstock.types import KV, TokenLoss
@@ -44,7 +45,7 @@ _CALL = object()
 
 def install() -> None:
     """Extend this process's EngineCoreProc; more than once is harmless."""
-    from vllm.v1.engine.core import EngineCoreProc  # noqa: PLC0415 - only inside vLLM
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc  # noqa: PLC0415 - only inside vLLM
 
     if hasattr(EngineCoreProc, "penstock_control_port"):
         return
@@ -59,6 +60,7 @@ def install() -> None:
 
     EngineCoreProc._handle_client_request = handle_or_call  # noqa: SLF001
     EngineCoreProc.collective_rpc = _sendable(EngineCoreProc.collective_rpc)
+    EngineCore.add_request = _admitted(EngineCore.add_request)
     for name in ("control_port", "kv_kept", "control"):
         setattr(EngineCoreProc, f"penstock_{name}", _utility(getattr(CoreControl, name), control_of))
     for name in ("pause", "resume", "sleep", "wake_up", "weights_are_in"):
@@ -90,11 +92,21 @@ def _sendable(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _admitted(add_request: Callable[..., None]) -> Callable[..., None]:
+    """`EngineCore.add_request`, for requests whose adapter has changed or is paused."""
+
+    @functools.wraps(add_request)
+    def call(core: Any, request: Any, request_wave: int = 0) -> None:
+        control_of(core).adapters.add(add_request, request, request_wave)
+
+    return call
+
+
 def control_of(core: Any) -> CoreControl:
     """The control of vLLM's EngineCore, in its process."""
-    if not hasattr(core, "_penstock_control"):
-        core._penstock_control = CoreControl(core)  # noqa: SLF001
-    return core._penstock_control  # noqa: SLF001
+    control: CoreControl | None = core.__dict__.get("_penstock_control")
+    # `setdefault`, since vLLM's input thread asks too.
+    return control or core.__dict__.setdefault("_penstock_control", CoreControl(core))
 
 
 class HostBytes:
@@ -126,7 +138,9 @@ class CoreControl:
         self.core = core
         self.pausing = PauseState(core)
         self.step_cap = StepCap(core)
-        self.kv = KeptKV(core)
+        self.salting = Salting(core, lambda lora: (self.kv.version, self.adapters.version_of(lora)))
+        self.kv = KeptKV(core, self.salting)
+        self.adapters = plugged_in("adapters.core")(core, self._change, self.salting)
         scheduler = core.scheduler
         scheduler.update_from_output = functools.partial(self._after_step, scheduler.update_from_output)
         self.kept_version: int | None = None
@@ -138,6 +152,10 @@ class CoreControl:
             "/penstock/weights/load": lambda body: self.in_core(self._update(body).load),
             "/penstock/weights/commit": lambda body: self.in_core(self._update(body).commit),
             "/penstock/weights/loss": self._loss,
+            "/penstock/adapters/load": self._load_adapter,
+            "/penstock/adapters/unload": lambda body: self.in_core(lambda: self.adapters.unload(field(body, "name"))),
+            "/penstock/adapters/pause": lambda body: self.in_core(lambda: self.adapters.pause(field(body, "name"))),
+            "/penstock/adapters/resume": lambda body: self.in_core(lambda: self.adapters.resume(field(body, "name"))),
             "/penstock/pause": self._pause,
             "/penstock/resume": lambda _: self.in_core(self.pausing.resume),
             "/penstock/core": lambda _: self.in_core(self._state),
@@ -195,10 +213,34 @@ class CoreControl:
 
     def _checked(self, body: Any) -> dict[str, Any]:
         manifest = WeightManifest.from_json(field(body, "manifest"))
-        # Found between two steps: to build a model without weights, transformers changes torch's default dtype.
-        spec = self._spec or self.in_core(self._find_spec).result(SPEC_TIMEOUT_S)
-        spec.check(manifest)
+        self._known_spec().check(manifest)
         return self._bytes.check(manifest).to_json()
+
+    def _known_spec(self) -> WeightSpec:
+        # Found between two steps: to build a model without weights, transformers changes torch's default dtype.
+        return self._spec or self.in_core(self._find_spec).result(SPEC_TIMEOUT_S)
+
+    def _load_adapter(self, body: Any) -> Future[Any]:
+        order = {name: field(body, name) for name in ("name", "id", "version", "source")}
+        spec = self._known_spec()
+
+        def work() -> Any:
+            self.pausing.require_awake()
+            return self.adapters.load(order, spec)
+
+        return self.in_core(work)
+
+    def _change(self, work: Callable[[], Any]) -> Any:
+        """Call `work` between two steps, with none under way; a future if one is."""
+        self.pausing.begin_change()
+
+        def changed() -> Any:
+            try:
+                return work()
+            finally:
+                self.pausing.end_change()
+
+        return at_boundary(self.core, changed)
 
     def _find_spec(self) -> WeightSpec:
         if self._spec is not None:
@@ -300,28 +342,14 @@ class CoreUpdate:
             self._control.pausing.meter.begin(self._version, self._core.scheduler.get_request_counts()[0])
         # Also if it is paused: a pause that waits lets requests go on, and one that keeps may still wait for a step.
         self._control.pausing.begin_update()
-        paused: Future[Any] | None = self._core.pause_scheduler("keep", False)  # noqa: FBT003 - see `_load_paused`
-        if paused is None:
-            return self._load_paused()
-        done: Future[Any] = Future()
-        paused.add_done_callback(functools.partial(self._load_after, done))
-        return done
-
-    def _load_after(self, done: Future[Any], paused: Future[Any]) -> None:
-        def work() -> dict[str, Any]:
-            paused.result(0)
-            try:  # vLLM serves the last of those that wait for a step first: a later sleep has happened by now
-                self._control.pausing.require_awake()
-            except StateError as error:
-                self._control.pausing.drop_update()
-                raise StateError(f"weight version {self._version} was not loaded: {error}") from error
-            return self._load_paused()
-
-        settle(done, work)
-        # vLLM calls this when a step has ended and the core is about to wait for its next input: here is one.
-        self._core.input_queue.put_nowait((_CALL, lambda: None))
+        return at_boundary(self._core, self._load_paused)
 
     def _load_paused(self) -> dict[str, Any]:
+        try:  # vLLM serves the last of those that wait for a step first: a later sleep has happened by now
+            self._control.pausing.require_awake()
+        except StateError as error:
+            self._control.pausing.drop_update()
+            raise StateError(f"weight version {self._version} was not loaded: {error}") from error
         core, paused = self._core, time.perf_counter()
         in_flight = sum(core.scheduler.get_request_counts())  # a paused scheduler calls none of them unfinished
         self._control.pausing.weights_are_out()
@@ -349,6 +377,26 @@ class CoreUpdate:
         """Label the loaded weights; the core goes on unless a client has paused it or put it to sleep."""
         compat.label_core(self._core, self._version)
         self._control.pausing.weights_are_in()
+
+
+def at_boundary(core: Any, work: Callable[[], Any]) -> Any:
+    """Hold a core's scheduler and call `work` once no step is under way; returns a future if one is now."""
+    paused: Future[Any] | None = core.pause_scheduler("keep", False)  # noqa: FBT003 - leaves the KV cache as it is
+    if paused is None:
+        return work()
+    done: Future[Any] = Future()
+
+    def after(paused: Future[Any]) -> None:
+        def checked() -> Any:
+            paused.result(0)
+            return work()
+
+        settle(done, checked)
+        # vLLM calls this when a step has ended and the core is about to wait for its next input: here is one.
+        core.input_queue.put_nowait((_CALL, lambda: None))
+
+    paused.add_done_callback(after)
+    return done
 
 
 def settle(done: Future[Any], work: Callable[[], Any]) -> None:

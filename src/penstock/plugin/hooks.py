@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
+import time
 from typing import Any
 
 import orjson
@@ -21,7 +22,7 @@ from penstock.plugin.compat import TokenVersions
 from penstock.plugin.kept_kv import KeptRequests
 from penstock.plugin.pause import ROUTES, PauseControl
 from penstock.plugin.progress import CURRENT, RequestProgress, SampleProgress, serve
-from penstock.wire import GENERATE, PROGRESS_HEADER
+from penstock.wire import GENERATE, PROGRESS_HEADER, Notes
 
 GENERATION = frozenset({GENERATE, "/v1/completions", "/v1/chat/completions"})
 ABORTS = frozenset({"/abort_requests", "/inference/v1/abort_requests"})
@@ -37,6 +38,8 @@ class RequestHooks:
         self.kept = KeptRequests()
         self._installed = False
         self.pausing = PauseControl()
+        self.adapters_used: dict[str, float] = {}
+        """When a request for an adapter came last, by `time.monotonic`."""
         self._model: Any = None
         self._in_flight: set[RequestProgress] = set()
 
@@ -48,7 +51,7 @@ class RequestHooks:
         processor, core = engine.output_processor, engine.engine_core
         self._model = engine.vllm_config.model_config
         processor.add_request = functools.partial(self._add, processor, processor.add_request)
-        core.add_request_async = functools.partial(self._add_to_core, processor, core.add_request_async)
+        core.add_request_async = functools.partial(self._add_to_core, processor, core, core.add_request_async)
         self.versions.install(engine)
         self.kept.install(processor)
 
@@ -88,6 +91,8 @@ class RequestHooks:
         queue: Any = None,
     ) -> None:
         in_flight = CURRENT.get()
+        if request.lora_request is not None:
+            self.adapters_used[request.lora_request.lora_name] = time.monotonic()
         if in_flight is None or request.sampling_params is None or BEAM.search(request.external_req_id):
             add_request(request, prompt, parent_req, request_index, queue)
             return
@@ -117,19 +122,25 @@ class RequestHooks:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        made_by = (self.versions.of_newest(sample.state), self.kept.notes(sample.state.request_id))
-        in_flight.count(sample, made_by, finish_reason, stop_reason)
+        in_flight.count(sample, self._made_by(sample), finish_reason, stop_reason)
         output = make_request_output(new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
         return in_flight.lighten(output)
 
-    async def _add_to_core(self, processor: Any, add_request_async: Any, request: Any) -> None:
+    def _made_by(self, sample: SampleProgress) -> tuple[int, Notes | None]:
+        kept, tuned = self.kept.notes(sample.state.request_id), self.versions.notes_of(sample.state, sample.core)
+        return self.versions.of_newest(sample.state), {**(kept or {}), **(tuned or {})} or None
+
+    async def _add_to_core(self, processor: Any, core: Any, add_request_async: Any, request: Any) -> None:
         in_flight = CURRENT.get()
         if in_flight is None or request.request_id not in in_flight.samples:
             await add_request_async(request)
             return
-        state = in_flight.samples[request.request_id].state
+        sample = in_flight.samples[request.request_id]
+        state = sample.state
         if request.request_id not in in_flight.to_finish:
             await add_request_async(request)
+            chosen = getattr(core, "reqs_in_flight", {}).get(request.request_id)  # of data-parallel replicas
+            sample.core = 0 if chosen is None else int.from_bytes(chosen, "little")
         parent = state.parent_req
         if parent is not None and state.request_index < parent.n - 1:
             return

@@ -19,7 +19,7 @@ from typing import Any
 
 from penstock.errors import StateError
 from penstock.plugin.compat import send_mark
-from penstock.plugin.salt import resalt, salt_of
+from penstock.plugin.salt import Salting
 from penstock.wire import Notes
 
 MARK = "penstock-kv-kept:"
@@ -32,9 +32,10 @@ MARK = "penstock-kv-kept:"
 class KeptKV:
     """Salts and kept requests of one engine core; methods run in the core's thread, between two steps."""
 
-    def __init__(self, core: Any) -> None:
+    def __init__(self, core: Any, salting: Salting) -> None:
         self._core = core
-        self._version: int | None = None
+        self._salting = salting
+        self.version: int | None = None
         """Of the last update that kept KV in flight: the salt in force."""
         self._kept: set[str] = set()
         """Requests with KV of older weights, as far as the API server was told."""
@@ -53,11 +54,8 @@ class KeptKV:
         The others give up what they have: of a prompt that is half computed nobody could say which weights made what.
         """
         scheduler = self._core.scheduler
-        if self._version is None:
-            manager = scheduler.kv_cache_manager
-            manager.get_computed_blocks = functools.partial(self._look_up, manager.get_computed_blocks)
-            self._core.preprocess_add_request = functools.partial(self._salt, self._core.preprocess_add_request)
-        self._version = version
+        self._salting.install()
+        self.version = version
         for request in [one for one in reversed(scheduler.running) if not _makes_tokens(one)]:
             scheduler.running.remove(request)
             scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
@@ -80,19 +78,6 @@ class KeptKV:
     def _tell(self, requests: Iterable[str], *, kept: bool) -> None:
         if names := sorted(requests):
             send_mark(self._core, MARK + json.dumps([kept, names]))
-
-    def _salt(self, preprocess: Any, request: Any) -> Any:
-        """Salt a request before its blocks are hashed, in the core's input thread."""
-        caller, version, lora = request.cache_salt, self._version, request.lora_request
-        request.cache_salt = salt_of(caller, version, lora and lora.lora_name, None)
-        result = preprocess(request)
-        result[0].penstock_salt = (caller, version, None)
-        return result
-
-    def _look_up(self, get_computed_blocks: Any, request: Any) -> Any:
-        """Look for cached KV of the weights in force; vLLM does so where a request has none."""
-        resalt(request, weights=self._version)
-        return get_computed_blocks(request)
 
 
 def _makes_tokens(request: Any) -> bool:

@@ -24,7 +24,8 @@ from penstock.plugin.core_http import MAX_BODY, refusal
 from penstock.plugin.hooks import RequestHooks
 from penstock.plugin.patches import call_every_core
 from penstock.plugin.spec import check_replicas
-from penstock.rooms import plugged_as
+from penstock.rooms import plugged_as, plugged_in
+from penstock.wire import ADAPTERS
 
 WEBSOCKET_REFUSED, WEBSOCKET_REASON = 1008, 120
 """Close code of a policy (RFC 6455, 7.4.1), and bytes of a reason that fit."""
@@ -47,6 +48,7 @@ class PenstockMiddleware:
     def __init__(self, app: Any) -> None:
         self.app = app
         self._hooks = RequestHooks()
+        self._adapters = plugged_in("adapters.served")(self._hooks)
         self._warm = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,13 +70,18 @@ class PenstockMiddleware:
             ("POST", _WEIGHTS + "apply"): self._apply,
             ("POST", _WEIGHTS + "loss"): self._loss,
             ("POST", _WEIGHTS + "label"): self._label,
+            ("GET", ADAPTERS): functools.partial(self._adapters.served, scope["app"].state),
+            ("POST", ADAPTERS + "/load"): functools.partial(self._adapters.load, scope["app"].state),
+            ("POST", ADAPTERS + "/unload"): functools.partial(self._adapters.unload, scope["app"].state),
+            ("POST", ADAPTERS + "/pause"): functools.partial(self._adapters.forward, "pause"),
+            ("POST", ADAPTERS + "/resume"): functools.partial(self._adapters.forward, "resume"),
         }.get((scope["method"], scope["path"]))
         if route is None:
             await _answer(send, 404, {"error": f"no such route: {scope['method']} {scope['path']}"})
             return
         try:
             status, answer = _OK, await route(scope["app"].state.engine_client, await _body(receive))
-        except _RefusedError as error:
+        except RefusedError as error:
             status, answer = error.reply
         except PenstockError as error:
             status, answer = refusal(error)
@@ -118,19 +125,19 @@ class PenstockMiddleware:
     async def _forward(self, step: str, engine: Any, data: bytes) -> Any:
         """Let every core do a step of an update while the engine generates."""
         self._hooks.install(engine)
-        return (await _on_cores(engine, step, data))[0]
+        return (await on_cores(engine, _WEIGHTS + step, data))[0]
 
     async def _apply(self, engine: Any, data: bytes) -> dict[str, Any]:
         """Update every core: all have loaded before one goes on."""
         began = time.perf_counter()
         async with self._hooks.pausing.changing:
-            cores = await _on_cores(engine, "load", data)
+            cores = await on_cores(engine, _WEIGHTS + "load", data)
             checksum = "-".join(core["checksum"] for core in cores)
             if not engine.vllm_config.model_config.is_moe:
                 check_replicas(checksum.split("-"), len(cores))
             loaded = time.perf_counter()
             await self._hooks.versions.settle(engine)
-            await _on_cores(engine, "commit", data)
+            await on_cores(engine, _WEIGHTS + "commit", data)
         slowest = max((core["seconds"] for core in cores), key=lambda seconds: seconds["load"])
         end = time.perf_counter()
         return {
@@ -142,7 +149,7 @@ class PenstockMiddleware:
 
     async def _loss(self, engine: Any, data: bytes) -> dict[str, Any] | None:
         """What an update cost all cores: their tokens, until the last is back."""
-        losses = [loss for loss in await _on_cores(engine, "loss", data) if loss is not None]
+        losses = [loss for loss in await on_cores(engine, _WEIGHTS + "loss", data) if loss is not None]
         if not losses:
             return None
         added = {name: sum(loss[name] for loss in losses) for name in ("tokens", "rate")}
@@ -156,7 +163,7 @@ class PenstockMiddleware:
         return {"version": version}
 
 
-class _RefusedError(EngineError):
+class RefusedError(EngineError):
     """A core's answer that is no success."""
 
     def __init__(self, reply: tuple[int, Any]) -> None:
@@ -164,12 +171,12 @@ class _RefusedError(EngineError):
         self.reply = reply
 
 
-async def _on_cores(engine: Any, step: str, data: bytes) -> list[Any]:
-    """Let every core do a step of an update, and return their answers. _RefusedError: the worst of those that fail."""
-    replies = await call_every_core(engine, "penstock_control", _WEIGHTS + step, data)
+async def on_cores(engine: Any, path: str, data: bytes) -> list[Any]:
+    """Call a route of every core, and return their answers. RefusedError: the worst of those that fail."""
+    replies = await call_every_core(engine, "penstock_control", path, data)
     status, answer = max(replies, key=lambda reply: reply[0])
     if status != _OK:
-        raise _RefusedError((status, answer))
+        raise RefusedError((status, answer))
     return [answer for _, answer in replies]
 
 

@@ -59,6 +59,8 @@ class PauseState:
         """They were dropped, or an update has begun to write them and has not ended."""
         self.meter = TokenMeter(time.perf_counter)
         """Of the core's tokens."""
+        self.changing = 0
+        """Changes of adapters that wait for the step under way."""
         self._core = core
         self._held_s = 0.0
         self._since: float | None = None
@@ -66,7 +68,7 @@ class PauseState:
     @property
     def makes_tokens(self) -> bool:
         """Nothing holds the core."""
-        return not (self.paused or self.asleep or self.updating or self.without_weights)
+        return not (self.paused or self.asleep or self.updating or self.without_weights or self.changing)
 
     @property
     def held_s(self) -> float:
@@ -136,6 +138,16 @@ class PauseState:
     def weights_are_in(self) -> None:
         """Let go: new weights are in force, and labelled."""
         self.updating = self.without_weights = False
+        self.go_on()
+
+    def begin_change(self) -> None:
+        """Hold the core for a change between two steps that leaves its weights alone."""
+        self._hold()
+        self.changing += 1
+
+    def end_change(self) -> None:
+        """End what `begin_change` began."""
+        self.changing -= 1
         self.go_on()
 
     def go_on(self) -> None:

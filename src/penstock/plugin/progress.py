@@ -56,6 +56,8 @@ class SampleProgress:
     def __init__(self, state: Any, place: int, *, whole_only: bool) -> None:
         self.state = state
         self.place = place
+        self.core = 0
+        """Number of the engine core that makes it."""
         self.versions: list[list[Any]] = []
         self.finish: str | None = None
         self.stop_reason: int | str | None = None

@@ -4,10 +4,14 @@ vLLM looks up cached prefixes by tokens, a request's `cache_salt` and, for an ad
 versions, so KV outlives the weights that made it.
 """
 
+# pyright: basic
+
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 
@@ -32,23 +36,49 @@ def salt_of(
     return hashlib.sha256(named.encode()).hexdigest()
 
 
-def resalt(request: Any, *, weights: int | None = None, adapter: int | None = None) -> None:
-    """Salt a request of the scheduler anew, and hash its blocks again; the caller's own salt stays in it.
+class Salting:
+    """Salts every request of one engine core with the versions in force when it looks for cached KV.
 
-    What it has in blocks keeps the hashes under which vLLM has stored them. So it must hold no KV, or else store no
-    more under hashes that are found.
+    So whatever an older request computes, before a change or after, lies under a salt that no new request has. One
+    that has no KV, because it waits or was preempted, gets the salt in force as it looks.
 
     Args:
-        request: vLLM's `v1.request.Request`.
-        weights: version of the base that it is to be kept to; None: as before.
-        adapter: version of its adapter; None: as before.
+        core: vLLM's.
+        versions: returns the base's version and the adapter's for a LoRARequest, or None; asked in any thread.
     """
-    caller, had_weights, had_adapter = getattr(request, "penstock_salt", (request.cache_salt, None, None))
-    weights = had_weights if weights is None else weights
-    adapter = had_adapter if adapter is None else adapter
-    request.penstock_salt = caller, weights, adapter
+
+    def __init__(self, core: Any, versions: Callable[[Any], tuple[int | None, int | None]]) -> None:
+        self._core = core
+        self._versions = versions
+        self._installed = False
+
+    def install(self) -> None:
+        """Salt from now on, in the core's thread; again is harmless."""
+        if not self._installed:
+            self._installed = True
+            manager, core = self._core.scheduler.kv_cache_manager, self._core
+            manager.get_computed_blocks = functools.partial(self._look_up, manager.get_computed_blocks)
+            core.preprocess_add_request = functools.partial(self._salt, core.preprocess_add_request)
+
+    def _salt(self, preprocess: Any, request: Any) -> Any:
+        """Salt a request before its blocks are hashed, in the core's input thread."""
+        own, versions = request.cache_salt, self._versions(request.lora_request)
+        request.cache_salt = _salt_for(request, own, versions)
+        result = preprocess(request)
+        result[0].penstock_salt = own, versions
+        return result
+
+    def _look_up(self, get_computed_blocks: Any, request: Any) -> Any:
+        """Look for cached KV of the weights in force; vLLM does so where a request has none."""
+        own, had = getattr(request, "penstock_salt", (request.cache_salt, (None, None)))
+        if (versions := self._versions(request.lora_request)) != had:
+            request.penstock_salt = own, versions
+            request.cache_salt = _salt_for(request, own, versions)
+            request.block_hashes = []
+            request.update_block_hashes()
+        return get_computed_blocks(request)
+
+
+def _salt_for(request: Any, own: str | None, versions: tuple[int | None, int | None]) -> str | None:
     name = None if request.lora_request is None else request.lora_request.lora_name
-    if (salt := salt_of(caller, weights, name, adapter)) != request.cache_salt:
-        request.cache_salt = salt
-        request.block_hashes.clear()
-        request.update_block_hashes()
+    return salt_of(own, versions[0], name, versions[1])

@@ -15,6 +15,7 @@ from penstock.plugin.patches import attempt
 from penstock.plugin.reload import Loader
 from penstock.plugin.sources import Source, make_source
 from penstock.plugin.spec import checksum_of_sums, weights_checksum
+from penstock.rooms import plugged_in
 from penstock.weights.checksum import warm_up
 from penstock.weights.manifest import WeightManifest
 
@@ -79,6 +80,14 @@ class WorkerExtension:
 
         loaded, error = attempt(work, f"loading weight version {version}")
         return loaded or {"error" if isinstance(error, PenstockError) else "fault": _text_of(error)}
+
+    def penstock_load_adapter(self, order: dict[str, Any]) -> str | None:
+        """Load a LoRA adapter (`adapters.load_adapter`); return why it cannot be loaded, if so. No step may run."""
+        return _text_of(attempt(lambda: plugged_in("adapters.load")(self, order), "loading an adapter")[1])
+
+    def penstock_unload_adapter(self, number: int) -> None:
+        """Forget a LoRA adapter."""
+        plugged_in("adapters.unload")(self, number)
 
     def penstock_checksum(self) -> str:
         """Checksum of the weights in force on this worker."""

@@ -17,8 +17,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import CollectorRegistry
 
 from penstock.errors import EngineDeadError, StateError, TransferError, UserError, WeightsError
+from penstock.sim.adapters import NotFoundError
 from penstock.sim.config import SimConfig
-from penstock.sim.engine import NotFoundError, SimEngine
+from penstock.sim.engine import SimEngine
 from penstock.sim.faults import Fault, Phase
 from penstock.sim.http import RANKS, InvalidFieldError, engine_of, error_answer, json_answer, json_body
 from penstock.types import KV, PauseMode
@@ -99,6 +100,28 @@ async def loss(http: web.Request) -> web.Response:
     body = await json_body(http)
     cost = await engine_of(http).token_loss(int(body["version"]), float(body["timeout_s"]))
     return json_answer(None if cost is None else asdict(cost))
+
+
+async def adapters(http: web.Request) -> web.Response:
+    """`GET /penstock/adapters`."""
+    engine_of(http).check_alive()
+    return json_answer(engine_of(http).adapters_served())
+
+
+async def change_adapter(http: web.Request) -> web.Response:
+    """`POST /penstock/adapters/CALL`: 400 and nothing changed if it does not fit, 409 if it is in use."""
+    engine, body = engine_of(http), await json_body(http)
+    name, call = str(body.get("name") or ""), http.match_info["call"]
+    try:
+        if call == "load":
+            return json_answer(await engine.load_adapter(name, int(body["version"]), body["source"]))
+        changes = {"unload": engine.unload_adapter, "pause": engine.pause_adapter, "resume": engine.resume_adapter}
+        await changes[call](name)
+    except StateError as error:
+        return json_answer({"error": str(error)}, 409)
+    except (KeyError, TypeError, UserError) as error:
+        return json_answer({"error": str(error)}, 400)
+    return json_answer({"ok": True})
 
 
 async def set_fault(http: web.Request) -> web.Response:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.engine.partial import Partial
-from penstock.errors import EngineDeadError, RequestError, StateError, UserError
+from penstock.errors import EngineDeadError, RequestError, StateError
+from penstock.sim.adapters import Adapters, content_of
 from penstock.sim.config import SimConfig
 from penstock.sim.faults import Died, FaultKind, FaultPlan, Phase
 from penstock.sim.scheduler import Scheduler, SimRequest, SimSequence, StepPlan
@@ -22,57 +23,12 @@ from penstock.token_meter import TokenMeter
 from penstock.types import KV, PauseMode, Sample, SamplingParams, TokenLoss
 from penstock.weights.broadcast import TRANSPORT as BROADCAST
 from penstock.weights.manifest import WeightManifest
+from penstock.wire import Notes
 
 DROPS_WEIGHTS = 2
 """Sleep level that discards the weights."""
 DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 """vLLM's own message."""
-
-
-class NotFoundError(UserError):
-    """No model or adapter of that name; `param` is the field of the request that named it."""
-
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-
-
-class Adapters:
-    """Loaded LoRA adapters: paths by name. The path decides the tokens: other bytes, other path."""
-
-    def __init__(self, config: SimConfig) -> None:
-        self._config = config
-        self.loaded: dict[str, str] = {}
-
-    def load(self, name: str, path: str, *, in_place: bool = False) -> None:
-        """Load one. Requests in flight under this name continue with the new weights, as in vLLM.
-
-        Raises:
-            UserError: the name is taken and `in_place` is not set, or there is no room.
-        """
-        if not name or not path:
-            raise UserError("Both 'lora_name' and 'lora_path' must be provided.")
-        if name == self._config.served_model_name:
-            raise UserError(f"The lora adapter '{name}' conflicts with a served base model.")
-        if name in self.loaded and not in_place:
-            raise UserError(
-                f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
-                "'load_inplace' to True."
-            )
-        if name not in self.loaded and len(self.loaded) >= self._config.max_loras:
-            raise UserError(f"No room for lora adapter '{name}': {self._config.max_loras} are loaded.")
-        self.loaded[name] = path
-
-    def unload(self, name: str) -> None:
-        """Forget one. Raises NotFoundError."""
-        if not name:
-            raise UserError("'lora_name' needs to be provided to unload a LoRA adapter.")
-        if self.loaded.pop(name, None) is None:
-            raise NotFoundError(f"The lora adapter '{name}' cannot be found.")
-
-    def path(self, name: str | None) -> str:
-        """Path of an adapter; empty for the base model and for an adapter unloaded under its requests."""
-        return self.loaded.get(name, "") if name is not None else ""
 
 
 class SimEngine:
@@ -158,6 +114,7 @@ class SimEngine:
         request.sequences = [SimSequence(request, i, self.config.model, limit) for i in range(params.n)]
         self._requests[name] = request
         self.stats.prompt_tokens += len(prompt_ids)
+        self.adapters.note_use(lora)
         for sequence, part in zip(request.sequences, parts, strict=False):
             sequence.resume(part)
         for sequence in request.sequences:
@@ -258,6 +215,53 @@ class SimEngine:
     async def _resume_if_ready(self) -> None:
         if not self._pause_requested and not self.asleep and not self._without_weights:
             await self._resume()
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    async def load_adapter(self, name: str, version: int, source: Mapping[str, Any]) -> dict[str, Any]:
+        """Put a version of an adapter in force; its running requests are computed again.
+
+        Raises:
+            UserError: there is no room, or the source cannot be read; nothing was changed.
+        """
+        await self.at(Phase.CONTROL)
+        self.adapters.load(name, content_of(source), in_place=True, version=version)
+        running = [sequence for sequence in self.scheduler.running if sequence.request.lora == name]
+        for sequence in reversed(running):
+            self.scheduler.preempt(sequence)
+        self.kick()
+        seconds = dict.fromkeys(("pause", "load", "resume", "bubble"), 0.0)
+        return {"version": version, "seconds": seconds, "preempted": len(running)}
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; harmless if there is none. StateError: it has requests in flight."""
+        await self.at(Phase.CONTROL)
+        if count := self._in_flight(name):
+            raise StateError(f"adapter {name!r} has {count} requests in flight; unload it when they have ended")
+        self.adapters.forget(name)
+        self.scheduler.release(name)
+
+    async def pause_adapter(self, name: str) -> None:
+        """Hold an adapter's requests, the new ones too; harmless if they are held."""
+        await self.at(Phase.CONTROL)
+        self.scheduler.hold(name)
+
+    async def resume_adapter(self, name: str) -> None:
+        """Let them go on; harmless if they are not held."""
+        await self.at(Phase.CONTROL)
+        self.scheduler.release(name)
+        self.kick()
+
+    def adapters_served(self) -> dict[str, dict[str, Any]]:
+        """Name every adapter: its version, its requests, and since when it had none."""
+        return {name: self.adapters.served(name, self._in_flight(name)) for name in self.adapters.loaded}
+
+    def _notes_of(self, sequence: SimSequence) -> Notes | None:
+        kept: Notes = {"kv_kept": True} if sequence.kv_kept else {}
+        return {**(self.adapters.notes(sequence.request.lora) or {}), **kept} or None
+
+    def _in_flight(self, name: str) -> int:
+        return sum(sequence.request.lora == name for sequence in self.scheduler)
 
     # --- weights: Penstock's updates ----------------------------------------------------------------------------------
 
@@ -424,7 +428,7 @@ class SimEngine:
                 continue
             adapter = self.adapters.path(sequence.request.lora)
             weights = Weights(self.weights.identity, sequence.kv_version, adapter)
-            sequence.advance(weights, self.weights.label, {"kv_kept": True} if sequence.kv_kept else None)
+            sequence.advance(weights, self.weights.label, self._notes_of(sequence))
             made += 1
             self.scheduler.computed(sequence)
             self.stats.generation_tokens += 1

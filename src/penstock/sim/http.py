@@ -11,8 +11,9 @@ from aiohttp.typedefs import Handler, Middleware
 
 from penstock.errors import EngineDeadError, RequestError, StateError, UserError
 from penstock.guard import DATA_PATHS, OPEN_PATHS, cross_site, has_key
+from penstock.sim.adapters import NotFoundError
 from penstock.sim.config import SimConfig
-from penstock.sim.engine import NotFoundError, SimEngine
+from penstock.sim.engine import SimEngine
 from penstock.sim.faults import RefusedError
 from penstock.types import SamplingParams
 

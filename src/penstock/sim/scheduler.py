@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from penstock.engine.partial import Partial, sample_of, span_of
@@ -368,6 +369,8 @@ class Scheduler:
     def __init__(self, config: SimConfig, adapter_of: Callable[[SimSequence], str]) -> None:
         self.waiting: deque[SimSequence] = deque()
         self.running: list[SimSequence] = []
+        self.held: dict[str, list[SimSequence]] = {}
+        """Sequences of paused adapters, by adapter."""
         self.pool = BlockPool(config.kv_blocks, caching=config.enable_prefix_caching)
         self.stats = EngineStats()
         self.admitting = True
@@ -379,12 +382,23 @@ class Scheduler:
 
     def __iter__(self) -> Iterator[SimSequence]:
         """All sequences, running and waiting."""
-        yield from self.running
-        yield from self.waiting
+        return chain(self.running, self.waiting, *self.held.values())
 
     def add(self, sequence: SimSequence) -> None:
         """A new sequence waits for its turn."""
-        self.waiting.append(sequence)
+        self.held.get(sequence.request.lora or "", self.waiting).append(sequence)
+
+    def hold(self, adapter: str) -> None:
+        """Let the sequences of an adapter wait until `release`, the new ones too."""
+        held = self.held.setdefault(adapter, [])
+        for sequence in reversed([s for s in self.running if s.request.lora == adapter]):
+            self.preempt(sequence)
+        held.extend(s for s in self.waiting if s.request.lora == adapter)
+        self.waiting = deque(s for s in self.waiting if s.request.lora != adapter)
+
+    def release(self, adapter: str) -> None:
+        """Let them go on."""
+        self.waiting.extend(self.held.pop(adapter, ()))
 
     def remove(self, sequence: SimSequence) -> None:
         """It has ended or was aborted: its blocks are free."""
@@ -392,7 +406,7 @@ class Scheduler:
             self.running.remove(sequence)
             self._release(sequence)
         else:
-            self.waiting.remove(sequence)
+            self.held.get(sequence.request.lora or "", self.waiting).remove(sequence)
 
     def plan(self, version: int) -> StepPlan | None:
         """The next step under weights `version`; None where there is nothing to compute."""

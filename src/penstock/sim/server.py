@@ -15,6 +15,7 @@ from penstock.sim.config import SimConfig
 from penstock.sim.engine import SimEngine
 from penstock.sim.faults import FaultKind
 from penstock.sim.http import RANKS, errors_as_vllm, guarded, on_all, on_one
+from penstock.wire import ADAPTERS
 
 CORE_DEATH_EXIT_S = 0.3
 """How long vLLM's API server outlives its engine core (facts: port closed at 0.3 s)."""
@@ -140,6 +141,8 @@ def _app(config: SimConfig, ranks: tuple[SimEngine, ...]) -> web.Application:
         post("/penstock/weights/prepare", on_all(control.prepare))
         post("/penstock/weights/apply", on_all(control.apply))
         post("/penstock/weights/loss", on_all(control.loss))
+        get(ADAPTERS, control.adapters)
+        post(ADAPTERS + "/{call:load|unload|pause|resume}", on_all(control.change_adapter))
     elif config.dev_mode:
         get("/server_info", control.server_info)
     post("/sim/fault", on_all(control.set_fault))

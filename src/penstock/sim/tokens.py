@@ -129,7 +129,7 @@ def verify(
     model: Model | None = None,
     params: SamplingParams | None = None,
     seeds: Iterable[int] | None = None,
-    adapter: str = "",
+    adapter: str | Mapping[tuple[str, int | None], str] = "",
     context: int | None = None,
 ) -> list[Mismatch]:
     """Check every token and logprob of a sample against its position and claimed version; empty: all is right.
@@ -141,7 +141,7 @@ def verify(
         params: of the request.
         seeds: a token may come from any of these. Default: `[s, s + n)` for the request's (or the model's) seed `s`;
             give `[s + i]` to hold sample `i` to its own.
-        adapter: path of the LoRA that made it.
+        adapter: path of the LoRA that made it, or by name and version as its spans have them.
         context: `max_model_len`, where samples may end before `max_tokens` because of it.
     """
     model, params = model or Model(), params or SamplingParams()
@@ -168,14 +168,17 @@ def verify(
     return wrong + _wrong_end(sample, model, params, None if context is None else context - len(prompt_ids))
 
 
-def _weights_of(sample: Sample, adapter: str) -> Iterator[Weights]:
+def _weights_of(sample: Sample, adapter: str | Mapping[tuple[str, int | None], str]) -> Iterator[Weights]:
     """Yield the weights that made each token; those with kept KV attend to what the tokens before them attend to."""
     kv_version: int | None = None
     for span in sample.spans:
         if not span.kv_kept or kv_version is None:
             kv_version = span.version
+        tuned = adapter
+        if not isinstance(tuned, str):
+            tuned = "" if span.adapter is None else tuned[span.adapter, span.adapter_version]
         for _ in range(span.start, span.end):
-            yield Weights(span.version, kv_version, adapter)
+            yield Weights(span.version, kv_version, tuned)
 
 
 def _wrong_end(sample: Sample, model: Model, params: SamplingParams, room: int | None) -> list[Mismatch]:

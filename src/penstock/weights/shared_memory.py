@@ -152,6 +152,15 @@ def open_mapping(path: str, nbytes: int) -> mmap.mmap:
         os.close(fd)
 
 
+def adopted_file(path: str) -> int:
+    """Open a sealed file that another process has published; it lives as long as the descriptor.
+
+    Raises:
+        WeightsError: it is no such file, or gone.
+    """
+    return _open_store(path, 0)
+
+
 def _path_of(fd: int) -> str:
     """Where another process of the same user finds a file."""
     return f"/proc/{os.getpid()}/fd/{fd}"

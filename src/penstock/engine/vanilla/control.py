@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import orjson
+
 from penstock.engine.capabilities import SAMPLED_FROM, Capabilities, EngineInfo
-from penstock.engine.control import ControlClient, CoreState
-from penstock.errors import EngineError, EngineHTTPError
+from penstock.engine.control import AdapterLoad, ControlClient, CoreState
+from penstock.errors import EngineError, EngineHTTPError, MissingCapabilityError
 from penstock.http import HttpTransport
 from penstock.parsing import reading
-from penstock.types import PauseMode
+from penstock.types import EngineUpdate, PauseMode
 from penstock.wire import GENERATE, version_number
 
 NOT_FOUND, NOT_ALLOWED, REFUSED_BODY, FAILED = 404, 405, frozenset({400, 422}), 500
@@ -81,6 +84,34 @@ class VanillaControl(ControlClient):
         """Return what the core reports; without our plugin only whether it is paused."""
         return await super().state() if self._has_plugin else CoreState(await self.is_paused())
 
+    async def load_adapter(
+        self, name: str, version: int, source: Mapping[str, Any], *, timeout_s: float
+    ) -> EngineUpdate:
+        """Load as `ControlClient` does; without our plugin by vLLM's route, in place and from a folder."""
+        if self._has_plugin:
+            return await super().load_adapter(name, version, source, timeout_s=timeout_s)
+        if "path" not in source:
+            raise MissingCapabilityError(
+                f"engine {self.name} runs without Penstock's plugin, so it reads adapters from folders only: set "
+                "fleet.weight_folder, which it sees too, or load a saved adapter by its path"
+            )
+        began = time.perf_counter()
+        data = orjson.dumps({"lora_name": name, "lora_path": source["path"], "load_inplace": True})
+        await self.http.call("POST", "/v1/load_lora_adapter", data, timeout_s=timeout_s)
+        return EngineUpdate(self.name, {"bubble": time.perf_counter() - began}, preempted=0, checksum="")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; without our plugin, vLLM lets its requests in flight end."""
+        if self._has_plugin:
+            await super().unload_adapter(name)
+        else:
+            data = orjson.dumps({"lora_name": name})
+            await self.http.call("POST", "/v1/unload_lora_adapter", data, timeout_s=self.timeout_s)
+
+    async def adapters(self) -> dict[str, AdapterLoad]:
+        """Return the adapters as `ControlClient` does; none without our plugin, which alone counts them."""
+        return await super().adapters() if self._has_plugin else {}
+
     async def _info(self) -> EngineInfo:
         self._has_plugin = True
         try:
@@ -89,7 +120,7 @@ class VanillaControl(ControlClient):
             if error.status != NOT_FOUND:
                 raise
         self._has_plugin = False
-        return await identify(self.http, labelled=self._labelled, timeout_s=self._timeout_s)
+        return await identify(self.http, labelled=self._labelled, timeout_s=self.timeout_s)
 
     async def _label(self, version: int) -> None:
         self._labelled = version

@@ -1,0 +1,278 @@
+"""LoRA adapters in the engine core and its workers: each has a version of its own, and can be paused alone.
+
+vLLM's route reloads an adapter's files in place, with four faults for a trainer: requests in flight change over with
+their KV and without a mark; an adapter that was loaded in place is read from its files at every step (0.26 to 0.33);
+one that its cache has dropped comes back from a path that may hold other weights by then; and 0.26 finds KV of older
+weights by the adapter's name. Here the core loads between two steps. The adapter's requests give up their KV and are
+computed again, under a salt that names the version, and a mark among the outputs tells where the new tokens begin.
+
+A paused adapter's requests stay known to the scheduler, so that they can be aborted, and wait in none of its queues.
+"""
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import EngineError, StateError, WeightsError
+from penstock.plugin import compat
+from penstock.plugin.patches import attempt
+from penstock.plugin.salt import Salting
+from penstock.plugin.spec import WeightSpec
+
+PLACE = "penstock-adapter:"
+"""Begins the path in vLLM's LoRARequest of an adapter that came by us; what it is read from, the worker knows."""
+_LAYER = re.compile(r"(.*\blayers\.\d+)\.")
+_HALF = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+
+
+# --- in the core's process -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """An adapter in force."""
+
+    id: int
+    """vLLM's number for it."""
+    version: int
+
+
+class CoreAdapters:
+    """The adapters of one engine core; methods run in the core's thread, between two steps.
+
+    Args:
+        core: vLLM's.
+        at_boundary: calls a function when no step is under way, with the scheduler held; see `core.at_boundary`.
+        salting: of the core's requests.
+    """
+
+    def __init__(self, core: Any, at_boundary: Callable[[Callable[[], Any]], Any], salting: Salting) -> None:
+        self.loaded: dict[str, LoadedAdapter] = {}
+        """By name; those that came past us are not among them."""
+        self._held: dict[str, list[Any]] = {}
+        """Paused adapters, and vLLM's Requests that wait."""
+        self._core = core
+        self._at_boundary = at_boundary
+        self._salting = salting
+
+    def version_of(self, lora_request: Any) -> int | None:
+        """Version of a request's adapter; None: it has none, or the adapter came past us. Any thread may ask."""
+        adapter = None if lora_request is None else self.loaded.get(lora_request.lora_name)
+        return None if adapter is None else adapter.version
+
+    def load(self, order: Mapping[str, Any], spec: WeightSpec) -> Any:
+        """Put a version of an adapter in force.
+
+        Args:
+            order: `name`, `id` (vLLM's), `version`, `source` (see `read_from`).
+            spec: the tensors of the engine's model.
+
+        Raises:
+            WeightsError: it does not fit the model, or cannot be read; the version before it stays in force.
+            EngineError: only some workers have it; the engine must not serve.
+        """
+        check_adapter(order["source"], spec)
+        began = time.perf_counter()
+        return self._at_boundary(lambda: self._load(order, began))
+
+    def _load(self, order: Mapping[str, Any], began: float) -> dict[str, Any]:
+        name, version, paused = order["name"], order["version"], time.perf_counter()
+        problems = self._core.collective_rpc("penstock_load_adapter", args=(dict(order),))
+        if any(problems):
+            refused = next(filter(None, problems))
+            raise (
+                WeightsError(refused)
+                if all(problems)
+                else EngineError(f"some workers lack adapter {name!r}: {refused}")
+            )
+        self.loaded[name] = LoadedAdapter(order["id"], version)
+        loaded = time.perf_counter()
+        self._salting.install()
+        preempted = self._preempt(name)
+        compat.mark_adapter(self._core, name, version)
+        end = time.perf_counter()
+        seconds = {"pause": paused - began, "load": loaded - paused, "resume": end - loaded, "bubble": end - began}
+        return {"version": version, "seconds": seconds, "preempted": preempted}
+
+    def unload(self, name: str) -> dict[str, Any]:
+        """Forget an adapter. StateError: requests are in flight."""
+        if count := len(self._requests(name)):
+            raise StateError(f"adapter {name!r} has {count} requests in flight; unload it when they have ended")
+        if (adapter := self.loaded.pop(name, None)) is not None:
+            self._core.collective_rpc("penstock_unload_adapter", args=(adapter.id,))
+        self._held.pop(name, None)
+        return {"ok": True}
+
+    def pause(self, name: str) -> Any:
+        """Stop an adapter's requests at a token; they keep their tokens, and new ones wait too. Again is harmless."""
+        running = any(_adapter_of(request) == name for request in self._core.scheduler.running)
+        # Data-parallel replicas that step together hold together.
+        together = hasattr(self._core, "dp_group")
+        return self._at_boundary(lambda: self._hold(name)) if running or together else self._hold(name)
+
+    def resume(self, name: str) -> dict[str, Any]:
+        """Let an adapter's requests go on; harmless if it is not paused."""
+        held, scheduler = self._held.pop(name, []), self._core.scheduler
+        for request in held:
+            if scheduler.requests.get(request.request_id) is request:  # else it was aborted
+                scheduler._enqueue_waiting_request(request)  # noqa: SLF001
+        compat.wake_replicas(self._core)
+        return {"ok": True}
+
+    def add(self, add_request: Callable[..., None], request: Any, wave: int) -> None:
+        """`EngineCore.add_request`, for a request whose adapter may be gone or paused."""
+        lora = request.lora_request
+        if lora is not None and lora.lora_path.startswith(PLACE) and lora.lora_name not in self.loaded:
+            # It was unloaded while the request was on its way here.
+            compat.abort_unknown(self._core, request)
+            return
+        add_request(self._core, request, wave)
+        if lora is not None and lora.lora_name in self._held:
+            self._hold_back([request])
+
+    def _requests(self, name: str) -> list[Any]:
+        return [request for request in self._core.scheduler.requests.values() if _adapter_of(request) == name]
+
+    def _preempt(self, name: str) -> int:
+        """Take the KV of an adapter's running requests away; they wait at the head of the queue."""
+        scheduler = self._core.scheduler
+        chosen = [request for request in scheduler.running if _adapter_of(request) == name]
+        for request in reversed(chosen):
+            scheduler.running.remove(request)
+            compat.preempt(scheduler, request)
+        # As vLLM's own `reset_prefix_cache` has it: they must not count as scheduled in the step before.
+        scheduler.prev_step_scheduled_req_ids.difference_update(request.request_id for request in chosen)
+        return len(chosen)
+
+    def _hold(self, name: str) -> dict[str, Any]:
+        self._held.setdefault(name, [])
+        self._preempt(name)
+        scheduler = self._core.scheduler
+        self._hold_back([r for queue in compat.waiting_queues(scheduler) for r in queue if _adapter_of(r) == name])
+        return {"held": len(self._held[name])}
+
+    def _hold_back(self, requests: Iterable[Any]) -> None:
+        chosen = list(requests)
+        for queue in compat.waiting_queues(self._core.scheduler):
+            queue.remove_requests(chosen)
+        for request in chosen:
+            self._held[_adapter_of(request)].append(request)
+
+
+def _adapter_of(request: Any) -> str:
+    return "" if request.lora_request is None else request.lora_request.lora_name
+
+
+def check_adapter(source: Mapping[str, Any], spec: WeightSpec) -> None:
+    """Compare an adapter's tensors with the model's. WeightsError: it is one of another model.
+
+    vLLM compares no shapes before it writes, and passes over layers that the model lacks.
+    """
+    file = Path(source.get("file") or Path(source["path"], "adapter_model.safetensors"))
+    if not file.is_file():
+        return  # a name of the hub, or other files: vLLM reads them
+    halves = {name: (match, shape) for name, shape in _shapes(file) if (match := _HALF.fullmatch(name))}
+    known = False
+    layers = {match[1] for name in spec.shapes if (match := _LAYER.match(name))}
+    for name, (match, shape) in halves.items():
+        base = spec.shapes.get(f"{match['module']}.weight")
+        known |= base is not None
+        if base is not None and shape[1 if match["half"] == "A" else 0] != base[1 if match["half"] == "A" else 0]:
+            raise WeightsError(
+                f"the adapter is of another model: its tensor {name!r} has shape {shape}, and the engine's "
+                f"{match['module']!r} has {base}"
+            )
+    for match, _ in halves.values() if known else ():
+        layer = _LAYER.match(match["module"])
+        if layer is not None and layer[1] not in layers:
+            raise WeightsError(f"the adapter is of another model: the engine's has no {layer[1]!r}")
+
+
+def _shapes(file: Path) -> list[tuple[str, tuple[int, ...]]]:
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - part of vLLM's environment
+
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return [(name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys()]  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"the adapter's file {file} cannot be read: {error}") from error
+
+
+# --- on a worker -----------------------------------------------------------------------------------------------------
+
+
+def load_adapter(worker: Any, order: Mapping[str, Any]) -> None:
+    """Load an adapter on a worker, in place of its older version; no step may run.
+
+    Raises:
+        WeightsError: the engine takes none, or vLLM refuses this one; the older version stays.
+    """
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow, and not needed by models without
+
+    manager = getattr(worker.model_runner, "lora_manager", None)
+    if manager is None:
+        raise WeightsError("the engine takes no adapters; launch it with enable_lora=true")
+    sources, number = _sources(manager), order["id"]
+    before = sources.get(number)
+    request = LoRARequest(order["name"], number, PLACE + order["name"], load_inplace=True)
+    sources[number] = order["source"]
+    _, error = attempt(lambda: manager.add_adapter(request), f"loading adapter {order['name']!r}")
+    if error is not None:
+        if before is None:
+            del sources[number]
+            manager.remove_adapter(number)
+        else:  # it may be gone already
+            sources[number] = before
+            manager.add_adapter(request)
+        raise WeightsError(f"adapter {order['name']!r} cannot be loaded: {error}") from error
+
+
+def unload_adapter(worker: Any, number: int) -> None:
+    """Forget an adapter on a worker."""
+    manager = worker.model_runner.lora_manager
+    manager.remove_adapter(number)
+    _sources(manager).pop(number, None)
+
+
+def _sources(manager: Any) -> dict[int, Mapping[str, Any]]:
+    """What our adapters are read from, by vLLM's number.
+
+    vLLM drops the adapters that were used least when it has more than `max_cpu_loras`, and reads one again when a
+    request needs it. It has no extension point for what it reads: `_load_adapter` is patched (0.26 to 0.33).
+    """
+    if not hasattr(manager, "penstock_sources"):
+        from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow, and not needed by models without
+
+        load, sources = manager._load_adapter, {}  # noqa: SLF001
+
+        def load_from_source(request: Any) -> Any:
+            if not request.lora_path.startswith(PLACE):
+                sources.pop(request.lora_int_id, None)  # another client put its own in this one's place
+                return load(request)
+            with read_from(sources[request.lora_int_id]) as path:
+                return load(LoRARequest(request.lora_name, request.lora_int_id, path))
+
+        manager._load_adapter = load_from_source  # noqa: SLF001
+        manager.penstock_sources = sources
+    return manager.penstock_sources
+
+
+@contextmanager
+def read_from(source: Mapping[str, Any]) -> Generator[str]:
+    """Give the folder that vLLM reads an adapter from: one made of `{"file", "config"}`, or that of `{"path"}`."""
+    if "file" not in source:
+        yield source["path"]
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-adapter-") as folder:
+        Path(folder, "adapter_model.safetensors").symlink_to(source["file"])
+        Path(folder, "adapter_config.json").write_text(json.dumps(source["config"]))
+        yield folder

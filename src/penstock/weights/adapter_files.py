@@ -1,0 +1,143 @@
+"""One version of a LoRA adapter for engines to load: PEFT's two files, the tensors in memory or in a shared folder.
+
+On one host the tensors lie in a memfd, a file without a name, as `shared_memory.py` says. The settings travel with the
+call.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from penstock.errors import WeightsError
+from penstock.parsing import parse_json
+from penstock.weights.shared_memory import adopted_file, sealed_memory
+
+if TYPE_CHECKING:
+    import torch
+
+TENSORS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """Where engines find a version of an adapter; `close` frees it.
+
+    Attributes:
+        source: `{"file", "config"}`: the path of a safetensors file, and PEFT's settings. `{"path"}`: a folder of
+            PEFT's, or a name of the hub, which engines read as they see it. Both where both fit.
+        nbytes: of the tensors; 0 where this process does not see them.
+    """
+
+    source: Mapping[str, Any]
+    nbytes: int = 0
+    fd: int | None = None
+    folder: Path | None = None
+
+    @classmethod
+    def of_tensors(
+        cls, tensors: Iterable[tuple[str, Any]], config: Mapping[str, Any], *, shared: Path | None = None
+    ) -> AdapterFiles:
+        """Write tensors once.
+
+        Args:
+            tensors: `(PEFT's name, torch tensor or numpy array)`, such as
+                `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`.
+            config: PEFT's `adapter_config`: `r`, `lora_alpha`, `target_modules` and what else it has.
+            shared: a folder that engines on other hosts see under the same path; None: all are on this host.
+
+        Raises:
+            WeightsError: no tensor, a name twice, NaN or infinity, settings without a rank, or a full disk.
+        """
+        from safetensors.torch import save  # noqa: PLC0415 - the core must import without torch
+
+        data = save(_checked(tensors))
+        settings = _settings(config)
+        if shared is None:
+            return cls._in_memory(data, settings)
+        folder = shared / f"adapter-{secrets.token_hex(8)}"
+        try:
+            folder.mkdir(mode=0o700, parents=True)
+            (folder / TENSORS).write_bytes(data)
+            (folder / SETTINGS).write_text(json.dumps(settings))
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise WeightsError(f"an adapter cannot be written to {folder}: {error.strerror}") from error
+        return cls({"path": str(folder)}, len(data), folder=folder)
+
+    @classmethod
+    def of_folder(cls, path: str) -> AdapterFiles:
+        """Copy what PEFT has saved to a folder, since it may be saved again; what is no such folder is left to engines.
+
+        Raises:
+            WeightsError: the settings cannot be read.
+        """
+        try:
+            data, settings = Path(path, TENSORS).read_bytes(), Path(path, SETTINGS).read_bytes()
+        except OSError:  # other files, a name of the hub, or a folder on the engines' host
+            return cls({"path": path})
+        config: Any = parse_json(settings, SETTINGS, WeightsError)
+        files = cls._in_memory(data, _settings(config))
+        return cls({**files.source, "path": path}, files.nbytes, fd=files.fd)
+
+    @classmethod
+    def adopt(cls, source: Mapping[str, Any]) -> AdapterFiles:
+        """Keep what another process of this user has written, also when that ends. WeightsError: it is gone."""
+        file = source.get("file")
+        if file is None:
+            return cls(dict(source))
+        fd = adopted_file(file)
+        return cls({**source, "file": _path_of(fd)}, os.fstat(fd).st_size, fd=fd)
+
+    @classmethod
+    def _in_memory(cls, data: bytes, config: Mapping[str, Any]) -> AdapterFiles:
+        fd, mapping = sealed_memory("penstock-adapter", max(1, len(data)))
+        mapping[: len(data)] = data
+        mapping.close()
+        return cls({"file": _path_of(fd), "config": dict(config)}, len(data), fd=fd)
+
+    def close(self) -> None:
+        """Free it; engines must not need it any more. Call it once."""
+        if self.fd is not None:
+            os.close(self.fd)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _checked(tensors: Iterable[tuple[str, Any]]) -> dict[str, torch.Tensor]:
+    import torch  # noqa: PLC0415 - the core must import without torch
+
+    found: dict[str, torch.Tensor] = {}
+    for name, given in tensors:
+        tensor = torch.as_tensor(given).detach().cpu().contiguous()
+        if name in found:
+            raise WeightsError(f"the adapter's tensor {name!r} came twice")
+        if not bool(torch.isfinite(tensor).all()):
+            raise WeightsError(f"the adapter's tensor {name!r} holds NaN or infinity")
+        found[name] = tensor
+    if not found:
+        raise WeightsError("the adapter has no tensor")
+    return found
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    if missing := [name for name in ("r", "lora_alpha", "target_modules") if not config.get(name)]:
+        raise WeightsError(f"the adapter's config lacks {', '.join(missing)}; give PEFT's adapter_config as a mapping")
+    return {"peft_type": "LORA", "bias": "none", **json.loads(json.dumps(dict(config), default=_plain))}
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has instead of PEFT's sets, and of enums and numbers of numpy."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(cast("set[str]", value))
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def _path_of(fd: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{fd}"

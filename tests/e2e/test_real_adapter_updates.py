@@ -1,0 +1,206 @@
+"""Adapters on a real vLLM CPU engine: versions in place, spans, KV, pauses of one, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from nano_models import ADAPTER_CONFIG, adapter_tensors, changed, logprobs_of, merged
+from penstock.config import EngineConfig
+from penstock.engine.launch import EngineProcess
+from penstock.engine.single import HTTPEngine
+from penstock.errors import DeadlineError, EngineHTTPError, StateError, WeightsError
+from penstock.types import Sample, SamplingParams
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(550)]
+
+LONG = SamplingParams(max_tokens=300, ignore_eos=True, detokenize=False, seed=7)
+SHORT = SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False, temperature=0.0)
+PROMPT = [5 + i % 60 for i in range(100)]
+
+
+class Tuned:
+    """The engine, and the model of each adapter's version."""
+
+    def __init__(self, engine: HTTPEngine, base: Any) -> None:
+        self.engine = engine
+        self.models: dict[tuple[str | None, int | None], Any] = {(None, None): base}
+        self.base = base
+
+    async def update(self, name: str, seed: int) -> int:
+        tensors = adapter_tensors(seed)
+        report = await self.engine.update_adapter(name, tensors.items(), config=ADAPTER_CONFIG)
+        self.models[name, report.version] = merged(self.base, tensors)
+        return report.version
+
+    def check(self, prompt: Sequence[int], sample: Sample) -> None:
+        """Every token's logprob is that of the adapter's version which its span names, and of no other."""
+        assert sample.logprobs is not None
+        edges = [0, *(span.end for span in sample.spans)]
+        assert edges[-1] == len(sample.token_ids) == len(sample.logprobs)
+        assert [span.start for span in sample.spans] == edges[:-1]
+        for key, model in self.models.items():
+            again = logprobs_of(model, list(prompt), list(sample.token_ids))
+            for span in sample.spans:
+                worst = max(abs(again[i] - sample.logprobs[i]) for i in range(span.start, span.end))
+                if key == (span.adapter, span.adapter_version):
+                    assert worst < 1e-4, (span, worst)
+                elif span.end - span.start > 3:
+                    assert worst > 1e-2, (span, key)
+
+
+@pytest.fixture(scope="module")
+async def tuned(nano_path: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Tuned]:
+    config = EngineConfig(
+        model=str(nano_path), profile="cpu", max_model_len=512, enable_lora=True, max_loras=2,
+        extra_args={"block-size": 32},
+    )  # fmt: skip
+    process = await EngineProcess.launch(config, name="tuned", log_dir=tmp_path_factory.mktemp("log"))
+    engine = await HTTPEngine.connect(process.url, name="tuned", stream_chunk_tokens=8)
+    base = AutoModelForCausalLM.from_pretrained(nano_path, dtype="float32")
+    try:
+        yield Tuned(engine, base)
+    finally:
+        await engine.teardown()
+        await process.stop()
+
+
+async def some_tokens(tuned: Tuned, task: asyncio.Task[Any]) -> None:
+    """Return when requests have made some tokens."""
+    start = (await tuned.engine.control.stats()).generation_tokens
+    async with asyncio.timeout(120.0):
+        while (await tuned.engine.control.stats()).generation_tokens < start + 40:
+            assert not task.done(), task
+            await asyncio.sleep(0.005)
+
+
+async def test_a_sample_spans_a_swap_with_exact_spans_and_no_new_request_finds_older_kv(tuned: Tuned) -> None:
+    engine = tuned.engine
+    assert await tuned.update("x", 1) == 1
+    first = (await engine.sample(PROMPT, 1, SHORT, adapter="x"))[0]
+    assert [(s.adapter, s.adapter_version) for s in first.spans] == [("x", 1)]
+    tuned.check(PROMPT, first)
+    task = asyncio.create_task(engine.sample([9, 8, 7], 2, LONG, adapter="x"))
+    other = asyncio.create_task(engine.sample([9, 8, 7], 1, LONG))
+    await some_tokens(tuned, task)
+    assert await tuned.update("x", 2) == 2
+    for sample in await task:
+        assert [(s.adapter, s.adapter_version) for s in sample.spans] == [("x", 1), ("x", 2)]
+        tuned.check([9, 8, 7], sample)
+    (plain,) = await other
+    assert [(s.adapter, s.adapter_version) for s in plain.spans] == [(None, None)]
+    tuned.check([9, 8, 7], plain)
+    again = (await engine.sample(PROMPT, 1, SHORT, adapter="x"))[0]
+    assert [(s.adapter, s.adapter_version) for s in again.spans] == [("x", 2)]
+    tuned.check(PROMPT, again)
+    hits = await prefix_hits(tuned)
+    (third,) = await engine.sample(PROMPT, 1, SHORT, adapter="x")
+    assert await prefix_hits(tuned) > hits, "requests of one version share their KV"
+    assert third.token_ids == again.token_ids
+    tuned.check(PROMPT, third)
+
+
+async def prefix_hits(tuned: Tuned) -> float:
+    text = await tuned.engine.control.http.get_text("/metrics", timeout_s=30.0)
+    lines = [line for line in text.splitlines() if line.startswith("vllm:prefix_cache_hits_total")]
+    return sum(float(line.split()[-1]) for line in lines)
+
+
+async def test_a_pause_of_one_adapter_holds_its_requests_alone(tuned: Tuned) -> None:
+    engine = tuned.engine
+    before = {name: await tuned.update(name, seed) for name, seed in (("p", 11), ("q", 12))}
+    task = asyncio.create_task(engine.sample([3, 4], 2, LONG, adapter="p"))
+    body = {"model": "p", "messages": [{"role": "user", "content": "ab"}], "max_tokens": 200, "ignore_eos": True}
+    chunks: list[Any] = []
+
+    async def read() -> None:
+        chunks.extend([chunk async for chunk in engine.chat_completion_stream(body)])
+
+    chat = asyncio.create_task(read())
+    await some_tokens(tuned, task)
+    await engine.pause_generation(adapter="p")
+    fresh = asyncio.create_task(engine.completion({"model": "p", "prompt": [3, 4], "max_tokens": 20}))
+    others = await asyncio.gather(engine.sample([3, 4], 2, LONG, adapter="q"), engine.sample([3, 4], 1, LONG))
+    for samples, key in zip(others, [("q", before["q"]), (None, None)], strict=True):
+        for sample in samples:
+            assert [(s.adapter, s.adapter_version) for s in sample.spans] == [key]
+            tuned.check([3, 4], sample)
+    assert not any(waits.done() for waits in (task, chat, fresh)), "they wait"
+    gone = asyncio.create_task(engine.sample([6, 6], 1, LONG, adapter="p"))
+    await asyncio.sleep(0.3)
+    gone.cancel()
+    await asyncio.wait((gone,))
+    with pytest.raises(DeadlineError):
+        await engine.wait_until_resumed("p", timeout_s=0.01)
+    with pytest.raises(StateError):
+        await engine.pause_generation(adapter="p")
+    after = await tuned.update("p", 13)
+    assert not fresh.done()
+    waiting = asyncio.create_task(engine.wait_until_resumed("p", timeout_s=60.0))
+    await engine.resume_generation(adapter="p")
+    await waiting
+    for sample in await task:
+        assert [(s.adapter, s.adapter_version) for s in sample.spans] == [("p", before["p"]), ("p", after)]
+        assert len(sample.token_ids) == 300
+        tuned.check([3, 4], sample)
+    (choice,) = (await fresh)["choices"]
+    assert choice["weight_versions"] == [
+        {"version": "0", "start": 0, "end": 20, "adapter": "p", "adapter_version": after}
+    ]
+    await chat
+    (end,) = [c for chunk in chunks for c in chunk["choices"] if c.get("weight_versions")]
+    assert [(v["adapter_version"], v["end"]) for v in end["weight_versions"]][-1] == (after, 200)
+    assert (await engine.control.stats()).waiting == 0
+
+
+async def test_what_does_not_fit_is_refused_and_the_version_in_force_stays(tuned: Tuned) -> None:
+    engine = tuned.engine
+    version = await tuned.update("r", 21)
+    good = adapter_tensors(22)
+    wide = {name: torch.cat([t, t], 1) if "lora_A" in name else t for name, t in good.items()}
+    deep = {name.replace("layers.0.", "layers.77."): t for name, t in good.items()} | good
+    huge = {name: torch.cat([t] * 8, 0 if "lora_A" in name else 1) for name, t in good.items()}
+    for tensors, config, why in (
+        (wide, ADAPTER_CONFIG, "of another model: its tensor"),
+        (deep, ADAPTER_CONFIG, r"has no 'model.layers.77'"),
+        (huge, {**ADAPTER_CONFIG, "r": 64}, "greater than max_lora_rank"),
+        (good, {**ADAPTER_CONFIG, "target_modules": ["q_proj"], "bias": "all"}, "bias"),
+    ):
+        with pytest.raises(WeightsError, match=why):
+            await engine.update_adapter("r", tensors.items(), config=config)
+    (sample,) = await engine.sample([1, 2], 1, SHORT, adapter="r")
+    assert [(s.adapter, s.adapter_version) for s in sample.spans] == [("r", version)]
+    tuned.check([1, 2], sample)
+
+
+async def test_an_adapter_that_vllm_has_dropped_comes_back_as_it_was(tuned: Tuned) -> None:
+    for i in range(4):
+        await tuned.update(f"many{i}", 30 + i)
+    for i in (0, 3, 1, 2, 0):
+        (sample,) = await tuned.engine.sample([1, 2, i], 1, SHORT, adapter=f"many{i}")
+        tuned.check([1, 2, i], sample)
+
+
+async def test_an_update_of_the_base_leaves_adapters_and_one_in_use_is_not_unloaded(tuned: Tuned) -> None:
+    engine = tuned.engine
+    version = await tuned.update("u", 41)
+    task = asyncio.create_task(engine.sample([2, 3], 1, LONG, adapter="u"))
+    await some_tokens(tuned, task)
+    with pytest.raises(StateError, match="'u' has requests in flight"):
+        await engine.unload_adapter("u")
+    other = changed(tuned.base, 4)
+    await engine.update_weights(other.named_parameters())
+    (sample,) = await task
+    assert [(s.version, s.adapter, s.adapter_version) for s in sample.spans] == [(0, "u", version), (1, "u", version)]
+    assert sample.logprobs is not None
+    again = logprobs_of(merged(other, adapter_tensors(41)), [2, 3], list(sample.token_ids))
+    assert max(abs(again[i] - sample.logprobs[i]) for i in range(sample.spans[1].start, 300)) < 1e-4
+    await engine.unload_adapter("u")
+    with pytest.raises(EngineHTTPError, match="does not exist"):
+        await engine.sample([2, 3], 1, SHORT, adapter="u")

@@ -1,0 +1,250 @@
+"""LoRA adapters over a router and simulated engines: swaps in the middle of samples, pauses of one, tenants apart."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from test_connect import GOOD, connected, engines
+
+from penstock import Fleet, SamplingParams
+from penstock.errors import DeadlineError, EngineHTTPError, StateError, UserError
+from penstock.fleet.member import State
+from penstock.fleet.service import socket_of
+from penstock.sim.faults import FaultKind
+from penstock.sim.server import SimServer
+from penstock.sim.tokens import verify
+from penstock.types import Sample
+
+CONFIG = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+PARAMS = SamplingParams(max_tokens=200, detokenize=False, ignore_eos=True)
+
+
+class Tenants:
+    """What decides the tokens of each version of each adapter."""
+
+    def __init__(self, fleet: Fleet, servers: list[SimServer]) -> None:
+        self.fleet = fleet
+        self.contents: dict[tuple[str, int | None], str] = {}
+        self._servers = servers
+        self._value = 0.0
+
+    async def update(self, name: str) -> int:
+        self._value += 1.0
+        report = await self.fleet.update_adapter(name, [(NAME, torch.full((2, 4), self._value))], config=CONFIG)
+        self.contents[name, report.version] = self._servers[-1].engine.adapters.loaded[name]
+        return report.version
+
+    def check(self, prompt: list[int], sample: Sample, name: str | None, *versions: int) -> None:
+        assert {span.adapter for span in sample.spans} == {name}
+        if versions:
+            assert tuple(span.adapter_version for span in sample.spans) == versions
+        assert verify(prompt, sample, params=PARAMS, adapter=self.contents, seeds=range(4)) == []
+
+
+async def begun(servers: list[SimServer], count: int) -> None:
+    """Return when so many samples have a token each."""
+    async with asyncio.timeout(60.0):
+        while len([s for server in servers for s in server.engine.scheduler if s.output]) < count:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+def adapter_spans(choice: Mapping[str, Any]) -> list[tuple[str, int, int, int]]:
+    return [(v["adapter"], v["adapter_version"], v["start"], v["end"]) for v in choice["weight_versions"]]
+
+
+async def test_a_sample_spans_a_swap_and_names_both_versions() -> None:
+    async with engines(2) as servers, connected(servers) as fleet:
+        tenants = Tenants(fleet, servers)
+        assert await tenants.update("x") == 1
+        group = asyncio.create_task(fleet.sample([1, 2], 3, PARAMS, adapter="x"))
+        base = asyncio.create_task(fleet.sample([1, 2], 1, PARAMS))
+        batch = asyncio.create_task(fleet.generate(prompt_token_ids=[[3, 4], [5]], sampling_params=PARAMS, adapter="x"))
+        await begun(servers, 4)
+        assert await tenants.update("x") == 2
+        for sample in await group:
+            tenants.check([1, 2], sample, "x", 1, 2)
+            assert set(sample.versions()) == {1, 2}
+        (plain,) = await base
+        tenants.check([1, 2], plain, None)
+        assert all([s.adapter_version for s in spans] == [1, 2] for spans in (await batch).response_spans)
+        (fresh,) = await fleet.sample([1, 2], 1, PARAMS, adapter="x")
+        tenants.check([1, 2], fresh, "x", 2)
+        with pytest.raises(EngineHTTPError, match="does not exist"):
+            await fleet.sample([1], 1, PARAMS, adapter="unknown")
+
+
+async def test_a_pause_of_one_adapter_holds_what_it_has_and_what_comes_and_nothing_else() -> None:
+    async with engines(2) as servers, connected(servers) as fleet:
+        tenants = Tenants(fleet, servers)
+        for name in ("x", "y"):
+            await tenants.update(name)
+        body = {"model": "x", "max_tokens": 150, "ignore_eos": True}
+        chat = {**body, "messages": [{"role": "user", "content": "hello"}]}
+        chunks: list[dict[str, Any]] = []
+
+        async def read() -> None:
+            chunks.extend([chunk async for chunk in fleet.chat_completion_stream(chat)])
+
+        waits = [
+            asyncio.create_task(fleet.sample([1, 2], 3, PARAMS, adapter="x")),
+            asyncio.create_task(fleet.completion({**body, "prompt": [7, 8], "n": 2})),
+            asyncio.create_task(read()),
+        ]
+        await begun(servers, 6)
+        await fleet.pause_generation(adapter="x")
+        made = sum(server.engine.stats.generation_tokens for server in servers)
+        assert made, "they were in the middle"
+        waits.append(asyncio.create_task(fleet.sample([9], 1, PARAMS, adapter="x")))
+        for name in ("y", None):
+            (other,) = await fleet.sample([1, 2], 1, PARAMS, adapter=name)
+            tenants.check([1, 2], other, name)
+        assert sum(server.engine.stats.generation_tokens for server in servers) == made + 400, (
+            "only the others made any"
+        )
+        assert not any(task.done() for task in waits)
+        with pytest.raises(DeadlineError, match="'x' is still paused after"):
+            await fleet.wait_until_resumed("x", timeout_s=0.01)
+        waiting = asyncio.create_task(fleet.wait_until_resumed("x", timeout_s=30.0))
+        assert await tenants.update("x") == 2
+        assert not any(task.done() for task in [*waits, waiting])
+        status = (await fleet.adapters())["x"]
+        assert (status.paused, status.version, status.in_flight, status.engines) == (True, 2, 7, 2)
+        await fleet.resume_generation(adapter="x")
+        await waiting
+        group, completion, _, (fresh,) = await asyncio.gather(*waits)
+        for sample in group:
+            tenants.check([1, 2], sample, "x", 1, 2)
+        tenants.check([9], fresh, "x", 2)
+        last = [c for chunk in chunks for c in chunk["choices"] if c.get("weight_versions")]
+        for choice in [*completion["choices"], *last]:
+            spans = adapter_spans(choice)
+            assert [span[:2] for span in spans] == [("x", 1), ("x", 2)]
+            assert (spans[0][2], spans[0][3], spans[1][3]) == (0, spans[1][2], 150)
+
+
+async def test_requests_in_flight_survive_the_death_of_their_engine_while_their_adapter_is_paused() -> None:
+    async with engines(2) as servers, connected(servers) as fleet:
+        tenants = Tenants(fleet, servers)
+        await tenants.update("x")
+        tasks = [asyncio.create_task(fleet.sample([1 + i], 1, PARAMS, adapter="x")) for i in range(8)]
+        await begun(servers, 8)
+        await fleet.pause_generation(adapter="x")
+        servers[0].engine.die(FaultKind.CORE_DEATH, "a test")
+        await tenants.update("x")
+        await fleet.resume_generation(adapter="x")
+        for i, task in enumerate(tasks):
+            (sample,) = await task  # tokens that a dead engine had not reported yet are made again, under version 2
+            tenants.check([1 + i], sample, "x")
+            assert sample.spans[-1].adapter_version == 2
+
+
+async def test_tenants_never_get_anothers_adapter_under_churn_deaths_and_joins() -> None:
+    async with engines(3) as servers, connected(servers[1:]) as fleet:
+        tenants = Tenants(fleet, servers)
+        names = [f"tenant-{i}" for i in range(4)]
+        for name in names:
+            await tenants.update(name)
+        done, prompt, stop = 0, [5, 6, 7], asyncio.Event()
+        params = SamplingParams(max_tokens=60, detokenize=False, ignore_eos=True)
+
+        async def ask(name: str) -> int:
+            count = 0
+            while not stop.is_set():
+                for sample in await fleet.sample(prompt, 2, params, adapter=name):
+                    assert verify(prompt, sample, params=params, adapter=tenants.contents, seeds=range(2)) == []
+                    assert {span.adapter for span in sample.spans} == {name}
+                    count += 1
+            return count
+
+        asking = [asyncio.create_task(ask(name)) for name in names]
+        for turn in range(12):
+            await tenants.update(names[turn % 4])
+            if turn == 3:
+                await fleet.attach(servers[0].url)
+                assert servers[0].engine.adapters.loaded.keys() == set(names), "it has them before it serves"
+            if turn == 6:
+                servers[1].engine.die(FaultKind.CORE_DEATH, "a test")
+            await asyncio.sleep(0.05)
+        stop.set()
+        done = sum(await asyncio.gather(*asking))
+        assert done > 8
+        assert [status.state for status in await fleet.engines()].count(State.SERVING) == 2
+
+
+async def test_another_process_updates_pauses_and_waits_by_the_owner() -> None:
+    async with engines(2) as servers, connected(servers) as first:
+        async with Fleet.connect(first.url) as second:
+            tenants = Tenants(second, servers)
+            assert await tenants.update("x") == 1
+            assert (await first.adapters())["x"].version == 1
+            await second.pause_generation(adapter="x")
+            with pytest.raises(StateError, match="already paused"):
+                await first.pause_generation(adapter="x")
+            waiting = asyncio.create_task(second.wait_until_resumed("x", timeout_s=30.0))
+            with pytest.raises(DeadlineError):
+                await second.wait_until_resumed("x", timeout_s=0.05)
+            await first.resume_generation(adapter="x")
+            await waiting
+            with pytest.raises(UserError, match="no adapter 'y'; loaded: x"):
+                await second.unload_adapter("y")
+            await second.pin_adapter("x")
+            assert (await second.adapters())["x"].pinned
+            await second.update_weights(GOOD)
+        async with engines(1) as more:
+            await first.attach(more[0].url)
+            assert more[0].engine.adapters.loaded["x"] == tenants.contents["x", 1], "the writer has ended"
+            (sample,) = await first.sample([4], 1, PARAMS, adapter="x")
+            assert sample.spans[0].adapter_version == 1
+        await first.unload_adapter("x")
+        assert not servers[1].engine.adapters.loaded
+
+
+async def test_the_owners_socket_has_skyrls_paths() -> None:
+    async with engines(1) as servers, connected(servers) as fleet:
+        tenants = Tenants(fleet, servers)
+        await tenants.update("x")
+        path = socket_of(fleet.url)
+        task = asyncio.create_task(fleet.sample([1, 2], 2, PARAMS, adapter="x"))
+        await begun(servers, 2)
+        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as http:
+
+            async def post(name: str, **body: Any) -> tuple[int, Any]:
+                async with http.post(f"http://localhost/skyrl/v1/{name}", json=body) as answer:
+                    return answer.status, await answer.json()
+
+            for _ in range(2):
+                assert await post("abort_lora_requests", lora_name="x") == (
+                    200,
+                    {"status": "ok", "aborted": [], "count": 2},
+                )
+            assert await post("wait_lora_unpaused", lora_name="x", timeout_s=0.01) == (
+                200,
+                {"status": "ok", "paused": True},
+            )
+            waiting = asyncio.create_task(post("wait_lora_unpaused", lora_name="x"))
+            await tenants.update("x")
+            for _ in range(2):
+                assert await post("resume_lora_requests", lora_name="x") == (200, {"status": "ok"})
+            assert await waiting == (200, {"status": "ok", "paused": False})
+            assert (await post("abort_lora_requests"))[0] == 400
+            assert (await post("abort_lora_requests", lora_name="y"))[0] == 400
+            assert (await post("wait_lora_unpaused", lora_name="x", timeout_s=-1))[0] == 400
+        for sample in await task:
+            tenants.check([1, 2], sample, "x", 1, 2)
+
+
+def test_the_digest_of_a_simulated_adapter_is_that_of_its_bytes(tmp_path: Path) -> None:
+    from penstock.sim.adapters import content_of
+
+    (tmp_path / "file").write_bytes(b"bytes")
+    assert content_of({"file": str(tmp_path / "file")}) == f"{zlib.crc32(b'bytes'):08x}"
+    with pytest.raises(UserError, match="cannot be read"):
+        content_of({"file": str(tmp_path / "gone")})
