@@ -51,6 +51,18 @@ async def test_a_killed_demo_is_taken_up_again_and_ends(tmp_path):
 
 
 @pytest.mark.slow
+async def test_a_learner_of_two_processes_trains_it(tmp_path):
+    overrides = ("train.ranks=2", "train.steps=2", f"run_dir={tmp_path}", "name=ranks")
+    run = await _penstock("train", str(DEMO), *SHORT, *overrides)
+    out, _ = await asyncio.wait_for(run.communicate(), 280)
+    assert run.returncode == 0, out.decode()
+    rows = _rows(tmp_path / "ranks")
+    assert [row["version"] for row in rows] == [1, 2]
+    assert 0 < rows[0]["logprob_difference"] <= 1e-4
+    assert all(row.get("logprob_difference", 0.0) <= 1e-4 for row in rows)  # of tokens of gathered weights too
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 async def test_the_demo_learns(tmp_path, seed):

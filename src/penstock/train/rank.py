@@ -11,8 +11,9 @@ from penstock.errors import PenstockError
 from penstock.process import watch_lifeline
 
 _NEEDED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-_PREFIXES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "OMP_NUM_THREADS")
-"""Of what torchrun sets."""
+_NAMES = _NEEDED | {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"}
+_PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_")
+"""Of what else torchrun sets."""
 
 
 def take_launched(environment: MutableMapping[str, str]) -> dict[str, str]:
@@ -22,7 +23,8 @@ def take_launched(environment: MutableMapping[str, str]) -> dict[str, str]:
     """
     if not environment.keys() >= _NEEDED:
         return {}
-    return {name: environment.pop(name) for name in tuple(environment) if name.startswith(_PREFIXES)}
+    ours = [name for name in environment if name in _NAMES or name.startswith(_PREFIXES)]
+    return {name: environment.pop(name) for name in ours}
 
 
 def on_one_host(launched: Mapping[str, str]) -> bool:

@@ -164,7 +164,7 @@ class RankGroup:
                     world_size=place.size,
                     timeout=COLLECTIVE,
                 )
-                self.commands = dist.new_group(backend="gloo", timeout=IDLE)
+                self.commands: Any = dist.new_group(backend="gloo", timeout=IDLE)
         except RuntimeError as error:
             raise LearnerError(f"rank {place.rank} of {place.size} could not join the others: {error}") from error
 
@@ -202,7 +202,7 @@ class RankGroup:
     def abort(self) -> None:
         """End collectives that wait for a rank which is gone. gloo's end by themselves, NCCL's never."""
         if self.device.type == "cuda":
-            dist.distributed_c10d._abort_process_group()  # noqa: SLF001 - torch has no public name for it
+            dist.distributed_c10d._abort_process_group()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - no public one
 
     def close(self) -> None:
         """Leave the group; the process may join another."""

@@ -1,5 +1,8 @@
 """A learner of several ranks as rank 0 sees it, and what the other ranks do: each call is a command to all of them."""
 
+# torch ships partial types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import itertools

@@ -1,0 +1,62 @@
+"""Ranks that torchrun starts: rank 0 owns the fleet, the other one follows."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.train.rank import take_launched
+from penstock.train.ranks import Ranks
+
+MODEL = Path(__file__).parents[2] / "examples" / "models" / "sorter-0.8m"
+FILE = f"""
+name: short
+engine: {{model: {MODEL}, profile: sim, max_model_len: 128, extra_args: {{vocab-size: 96, tokens-per-second: 5000}}}}
+environment:
+  name: reasoning_gym
+  options: {{dataset: number_sorting, compact: true, min_numbers: 3, max_numbers: 5, min_decimals: 0, max_decimals: 0}}
+rollout: {{groups_per_batch: 2, group_size: 2, max_tokens: 8}}
+train: {{steps: 3, checkpoint_every: 2, threads: 1}}
+eval: {{size: 4}}
+"""
+LAUNCHED = {
+    "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "2",
+    "TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_torchrun_starts_the_ranks_of_a_run(tmp_path: Path):
+    (tmp_path / "run.yaml").write_text(FILE)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "penstock", "train"]
+    done = subprocess.run(
+        [sys.executable, *command, "run.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    folder = tmp_path / "runs" / "short"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["version"] for row in rows] == [1, 2, 3]
+    assert len(list(folder.glob("checkpoints/step-00000003/*.distcp"))) == 2
+
+
+def test_engines_do_not_find_the_variables_of_torchrun():
+    environment = {"PATH": "/bin", "RANKS_OF_MINE": "x", **LAUNCHED}
+    assert take_launched(environment) == LAUNCHED
+    assert environment == {"PATH": "/bin", "RANKS_OF_MINE": "x"}
+    alone = {"RANK": "3", "PATH": "/bin"}  # of something else than torchrun
+    assert take_launched(alone) == {}
+    assert alone == {"RANK": "3", "PATH": "/bin"}
+    assert os.environ.get("RANK") is None
+
+
+def test_another_number_of_ranks_than_torchrun_started_is_refused(tmp_path: Path):
+    assert Ranks(1, tmp_path, LAUNCHED).count == Ranks(2, tmp_path, LAUNCHED).count == 2
+    with pytest.raises(ConfigError, match=r"torchrun started 2 ranks and train\.ranks is 4"):
+        Ranks(4, tmp_path, LAUNCHED)
