@@ -6,6 +6,7 @@ read. `record.json` holds everything that is no tensor, and the size of each fil
 
 # torch.distributed.checkpoint ships partial types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ from penstock.train.rank_group import RankGroup
 from penstock.types import TensorSpec
 from penstock.weights.checkpoint_names import checkpoint_names_of, distinct_tensors
 
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13, or 2.11
+# torch 2.13's name, or 2.11's, which is deprecated.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
 
 
 class ShardedLearner(LocalLearner):
@@ -126,7 +127,8 @@ class ShardedLearner(LocalLearner):
         try:
             return super()._run(loss, data)
         finally:
-            self.policy.reshard()  # the root stays whole after a pass without a gradient
+            sharded: Any = self.policy
+            sharded.reshard()  # the root stays whole after a pass without a gradient
 
     def _batches(self, data: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
         """This rank's share: of each kind as many as the others have, as all wait for each other in every layer."""
@@ -181,7 +183,8 @@ class _Gathered:
             self._full = tensor.detach().to(dtype)
             return
         rows = tensor.shape[0]
-        local = tensor.detach().to_local().to(dtype)
+        shard: Any = tensor.detach()
+        local: Tensor = shard.to_local().to(dtype)
         most = math.ceil(rows / ranks)
         if len(local) < most:  # the last ranks have fewer rows, or none
             local = torch.cat([local, local.new_zeros(most - len(local), *local.shape[1:])])

@@ -6,6 +6,7 @@ numbers, and no code.
 
 # torch.distributed and safetensors ship partial types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
