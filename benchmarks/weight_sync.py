@@ -3,16 +3,20 @@
 python benchmarks/weight_sync.py --model 8b                       trainer and engine on a GPU each, over NCCL
 python benchmarks/weight_sync.py --model 8b --transport cuda_ipc  both on one GPU
     [--engines 1] [--tp 1] [--rounds 7] [--load 256]
+python benchmarks/weight_sync.py --model 8b --kv recompute,keep_in_flight,keep   tokens lost to each update, by mode
+    [--profile cpu]                                               a nano model on a CPU engine, to see that it runs
 
 The same engines serve both sides, idle and with requests of 1k to 4k tokens in flight, each a stream of single tokens.
 A round is timed where it is asked for, on both sides: from the first call to the answer of the last, and of ours from
 the router's gate closing to its opening. What an engine says of ours is of the slowest; its load holds the clearing of
 its KV cache, which vLLM's own has in its pause. VLLM's own side is of 0.26 (0.32 has another interface for trainers).
+With `--kv` there is no peer: the modes take turns under one load.
 """
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -23,7 +27,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import _common
 import _dummy_models
@@ -52,6 +56,10 @@ STRAGGLERS = 0.1
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """CUDA graphs for decoding, as engines have them by default: without, the GPU makes fewer tokens than the API process
 could hand out. Not compiled besides, which takes a minute more."""
+LENGTHS = {"gpu": (1000, 4000), "cpu": (100, 400)}
+"""Of the streams' prompts, in tokens."""
+LOST_BAR = 1 / 50
+"""Tokens lost with KV kept in flight, against all KV computed again."""
 LINK_BAR, ROUND_BAR_S, ROUND_BAR, IPC_BAR_S = 1.5, 0.2, 0.1, 0.06
 
 
@@ -62,11 +70,11 @@ Found = dict[str, dict[str, dict[str, list[float]]]]
 class Load:
     """`_stream_load.py`, several to each engine, or nothing."""
 
-    def __init__(self, urls: Sequence[str], model: str, requests: int) -> None:
+    def __init__(self, urls: Sequence[str], model: str, requests: int, lengths: tuple[int, int]) -> None:
         argv = [sys.executable, str(Path(__file__).parent / "_stream_load.py")]
         shares = [requests // CLIENTS + (seed < requests % CLIENTS) for seed in range(CLIENTS)]
         self._processes = [
-            LineProcess([*argv, url, model, str(share), "1000", "4000", str(seed)])
+            LineProcess([*argv, url, model, str(share), *map(str, lengths), str(seed)])
             for url in urls
             for seed, share in enumerate(shares)
             if share
@@ -180,7 +188,7 @@ async def _rounds(
     sides = side_names(args)
     longest = 0.0
     for state, kv in STATES if args.load else STATES[:1]:
-        with closing(Load(urls, args.path, 0 if state == "idle" else args.load)) as load:
+        with closing(Load(urls, args.path, 0 if state == "idle" else args.load, LENGTHS["gpu"])) as load:
             await load.ready()
             for number in range(args.rounds + 1):
                 began = time.monotonic()
@@ -195,6 +203,52 @@ async def _rounds(
                     if number:  # the first round of each makes groups, plans and caches
                         _add(found.setdefault(state, {}).setdefault(side, {}), seconds)
                 longest = max(longest, time.monotonic() - began)
+
+
+async def measure_losses(args: Any, fleet: Fleet, tensors: list[tuple[str, Any]], found: Found) -> None:
+    """Updates of every mode under one load, turn by turn, each when tokens come as before the first."""
+    _engine_key.share(fleet)
+    urls = [engine.url for engine in await fleet.engines()]
+    with closing(Load(urls, args.path, args.load, LENGTHS[args.profile])) as load:
+        await load.ready()
+        for number in range(args.rounds + 1):
+            if time.monotonic() > args.until:
+                _common.note(f"{number - 1} rounds until the limit")
+                break
+            for kv in args.kv[:: 1 if number % 2 else -1]:
+                await load.mark()
+                report = await fleet.update_weights(tensors, kv=kv)
+                report, gaps = await asyncio.gather(fleet.recovered(report, timeout_s=RECOVER_S), load.gaps())
+                losses = [engine.loss for engine in report.engines if engine.loss is not None]
+                if not losses:
+                    raise _common.Unmeasured("no engine measured what an update cost")
+                figures = {
+                    "tokens_lost": sum(loss.tokens for loss in losses),
+                    "until_back": max(loss.seconds for loss in losses),
+                    "steady_tokens_per_s": sum(loss.rate for loss in losses),
+                    "kept": float(sum(engine.kept for engine in report.engines)),
+                    "bubble": report.bubble,
+                    **gaps,
+                }
+                _common.note(f"{kv}: " + ", ".join(f"{k} {v:.4f}" for k, v in figures.items()))
+                if number:
+                    _add(found.setdefault(kv, {}).setdefault("penstock", {}), figures)
+
+
+def loss_rows(args: Any, found: Found) -> list[_common.Row]:
+    """The bar: median tokens lost with KV kept in flight, against those with KV computed again."""
+    lost = {kv: statistics.median(sides["penstock"]["tokens_lost"]) for kv, sides in found.items()}
+    if not {"recompute", "keep_in_flight"} <= lost.keys() or lost["recompute"] <= 0:
+        return []
+    case = f"{args.model}, {args.engines} engine(s), {args.load} streams, tokens lost by an update, KV kept in flight"
+    return [_common.compare(case, lost["keep_in_flight"], lost["recompute"], bar=LOST_BAR, want="at most")]
+
+
+def modes(text: str) -> list[str]:
+    """Read names of KV modes with commas between them."""
+    if unknown := set(names := text.split(",")) - set(get_args(KV)):
+        raise argparse.ArgumentTypeError(f"unknown {sorted(unknown)}; known: {', '.join(get_args(KV))}")
+    return names
 
 
 def _add(rounds: dict[str, list[float]], seconds: dict[str, float]) -> None:
@@ -262,6 +316,24 @@ def rows(args: Any, found: Found) -> list[_common.Row]:
     return out
 
 
+async def _on_cpu(args: Any, options: Any) -> int:
+    if not args.kv:
+        options.error("--profile cpu measures tokens lost: give --kv")
+    args.model = "nano"
+    with tempfile.TemporaryDirectory() as folder:
+        path = _dummy_models.save(Path(folder), args.model)
+        args.path = str(path)
+        tensors = [(name, torch.randn(shape) * 0.02) for name, shape in _dummy_models.shapes(path)]
+        found: Found = {}
+        async with Fleet.launch(
+            path, args.engines, profile="cpu", load_format="dummy", dtype="float32", max_model_len=4096,
+            max_num_seqs=256, log_dir=args.logs,
+        ) as fleet:  # fmt: skip
+            whole = await _common.until_ended(measure_losses(args, fleet, tensors, found))
+        status = _common.report("weight_sync", loss_rows(args, found), seconds=found)
+    return status or int(not whole)
+
+
 async def main() -> int:
     """Launch, measure, print."""
     options = _common.parser(__doc__ or "")
@@ -276,10 +348,14 @@ async def main() -> int:
     )
     options.add_argument("--logs", help="folder for the engines' logs")
     options.add_argument("--memory", type=float, default=0.9, help="gpu_memory_utilization of an engine")
+    options.add_argument("--kv", type=modes, help="measure tokens lost by these modes, with commas between them")
+    options.add_argument("--profile", choices=("gpu", "cpu"), default="gpu", help="cpu: with --kv, a nano model")
     args = options.parse_args()
     args.until = time.monotonic() + args.limit
     if args.quick:
         args.rounds = 2
+    if args.profile == "cpu":
+        return await _on_cpu(args, options)
     if args.transport == "cuda_ipc" and (gpus := visible_gpus()):  # of more, engines get the last, trainers the first
         os.environ[VISIBLE] = ",".join(gpus[-args.engines * args.tp :])
     if torch.cuda.device_count() < args.engines * args.tp + (args.transport == "broadcast"):
@@ -307,8 +383,11 @@ async def main() -> int:
                 for name, shape in _dummy_models.shapes(path)
             ]
             found: Found = {}
-            whole = await _common.until_ended(measure(args, fleet, tensors, found))
-            table = rows(args, found)  # told before the engines end, which a limit of time may cut
+            work = measure_losses if args.kv else measure
+            whole = await _common.until_ended(work(args, fleet, tensors, found))
+            table = (
+                loss_rows(args, found) if args.kv else rows(args, found)
+            )  # told before the engines end, which a limit of time may cut
             status = _common.report("weight_sync", table, seconds=found)
     return status or int(not whole)
 
