@@ -347,7 +347,7 @@ class ControlClient:
         After `timeout_s` seconds the measurement ends, and the loss so far is returned.
         """
         body = {"version": version, "timeout_s": timeout_s}
-        answer: Any = await self._weights("loss", body, timeout_s=timeout_s + self._timeout_s)
+        answer: Any = await self._weights("loss", body, timeout_s=timeout_s + self.timeout_s)
         return None if answer is None else TokenLoss(**answer)
 
     async def close(self) -> None:
