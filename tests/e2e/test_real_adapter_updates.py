@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from http_engine import HTTPEngine
 from nano_models import ADAPTER_CONFIG, adapter_tensors, changed, logprobs_of, merged
 from penstock.config import EngineConfig
 from penstock.engine.launch import EngineProcess
-from penstock.engine.single import HTTPEngine
 from penstock.errors import DeadlineError, EngineHTTPError, StateError, WeightsError
 from penstock.types import Sample, SamplingParams
 

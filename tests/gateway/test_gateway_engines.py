@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from gateway_rig import KEY, auth
+from http_engine import HTTPEngine
 from nano_models import changed, logprobs_of
 from penstock import Fleet
-from penstock.engine.single import HTTPEngine
 from penstock.gateway.app import build_app
 from penstock.gateway.service import Gateway, GatewayOptions, Tenant
 from penstock.rollout.chat_template import ChatTemplate

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chat_model import TEMPLATE, chat_tokenizer
-from penstock.engine.single import HTTPEngine
+from http_engine import HTTPEngine
 from penstock.errors import ConfigError, PenstockError
 from penstock.rollout.char_tokenizer import save_char_tokenizer
 from penstock.rollout.chat_template import ChatTemplate
