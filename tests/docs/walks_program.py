@@ -1,0 +1,77 @@
+"""Launch a fleet and do what the walks of ARCHITECTURE.md tell; `test_walks.py` notes what runs meanwhile.
+
+Arguments: profile, model, and a file whose one byte says which walk is under way (0: none).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+
+from penstock import Fleet
+from penstock.fleet.member import State
+from penstock.types import SamplingParams
+
+REQUEST, UPDATE, DEATH, CUT = 1, 2, 3, 4
+
+
+def note_from_now_on() -> None:
+    """Not from their start: to note every call of vLLM's imports takes minutes."""
+    for process in psutil.Process().children(recursive=True):
+        process.send_signal(signal.SIGUSR2)
+
+
+async def main(profile: str, model: str, marks: Path) -> None:
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # inherited: a process that begins would die of it
+    with marks.open("r+b") as file:
+        mark = mmap.mmap(file.fileno(), 1)
+    if profile == "sim":
+        tensors = {"a": torch.ones(8)}
+    else:
+        from transformers import AutoModelForCausalLM
+
+        tensors = dict(AutoModelForCausalLM.from_pretrained(model, dtype="float32").named_parameters())
+    long = SamplingParams(max_tokens=400, ignore_eos=True)
+    # What goes on beside a walk is kept out of it: both intervals are longer than the whole program.
+    quiet = {"health_interval_s": 600.0, "engine_metrics_interval_s": 0.0}
+    async with Fleet.launch(model, engines=2, profile=profile, max_model_len=512, **quiet) as fleet:
+        roster = fleet._roster
+
+        async def killed() -> None:
+            process = roster.members[1].process
+            assert process is not None
+            process.kill()
+            await roster.until(lambda: roster.members[1].state is not State.SERVING)
+
+        await fleet.generate(prompt_token_ids=[[5, 6]], sampling_params=SamplingParams(max_tokens=8))  # all is awake
+        note_from_now_on()
+        mark[0] = REQUEST
+        await fleet.generate(prompt_token_ids=[[5, 6, 7]], sampling_params=SamplingParams(max_tokens=8))
+        mark[0] = UPDATE
+        await fleet.update_weights(tensors.items())
+        mark[0] = DEATH
+        await killed()
+        await roster.until(lambda: roster.members[1].state in {State.SYNCING, State.SERVING})
+        note_from_now_on()
+        await roster.until(lambda: roster.members[1].state is State.SERVING)
+        mark[0] = CUT
+        requests = [
+            asyncio.create_task(fleet.generate(prompt_token_ids=[[5, 6, i]], sampling_params=long)) for i in range(4)
+        ]
+        while min(stats.generation_tokens for stats in await roster.stats(None)) < 100:  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0.05)
+        await killed()
+        outputs = await asyncio.gather(*requests)
+        mark[0] = 0
+        assert [len(ids) for out in outputs for ids in out.response_ids] == [400] * 4
+        assert fleet.counters.deaths, fleet.counters
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2], Path(sys.argv[3])))
