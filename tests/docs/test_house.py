@@ -26,8 +26,9 @@ SIDE_ROOMS = tuple(
     for room in (
         "cli", "engine.vanilla", "facade", "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.connect",
         "fleet.detach", "fleet.elastic", "fleet.native", "fleet.owner", "fleet.ray", "fleet.remote", "fleet.service",
-        "fleet.vllm_router", "observe", "plugin.delta", "plugin.disk", "plugin.ipc", "plugin.native", "rollout",
-        "router.other_policies", "router.workers", "sim", "train", "weights.cuda_ipc", "weights.delta", "weights.disk",
+        "fleet.vllm_router", "observe", "plugin.adapters", "plugin.delta", "plugin.disk", "plugin.ipc",
+        "plugin.native", "plugin.served_adapters", "rollout", "router.other_policies", "router.workers", "sim",
+        "train", "weights.cuda_ipc", "weights.delta", "weights.disk",
     )
 )  # fmt: skip
 SPINE_FILES, SPINE_LINES = 85, 19_950
