@@ -43,8 +43,10 @@ class InProcessEngine(Engine, metaclass=_Concrete):
         num_samples: int,
         sampling_params: SamplingParams | Mapping[str, Any] | None = None,
         session_id: SessionId | None = None,
+        *,
+        adapter: str | None = None,
     ) -> list[Sample]:
-        del session_id
+        del session_id, adapter
         params = SamplingParams.of(sampling_params)
         self.requests.append((self._version, num_samples))
         return [await self._one(prompt_token_ids, params) for _ in range(num_samples)]

@@ -185,11 +185,18 @@ async def test_a_run_that_was_cut_off_and_resumed_equals_one_that_was_not(model:
     assert [r.step for r in cut.trajectories()] == [r.step for r in whole.trajectories()]
 
 
-async def test_a_run_of_a_merged_adapter_is_resumed_from_the_adapter_alone(model: Path, tmp_path: Path) -> None:
-    lora = {"rank": 2, "merge": True}
+@pytest.mark.parametrize("merge", [True, False], ids=["merged", "alone"])
+async def test_a_run_of_an_adapter_is_resumed_from_the_adapter_alone(
+    model: Path,
+    tmp_path: Path,
+    merge: bool,  # noqa: FBT001
+) -> None:
+    engine = {"model": str(model), "enable_lora": True}
+    lora = {"rank": 2, "merge": merge}
 
     def config(steps: int) -> RunConfig:
-        return config_of(model, train={"steps": steps, "max_staleness": 0, "checkpoint_every": 2, "lora": lora})
+        train = {"steps": steps, "max_staleness": 0, "checkpoint_every": 2, "lora": lora}
+        return config_of(model, train=train, engine=engine)
 
     whole = RunFolder.create(tmp_path / "whole", config(4))
     await run_on_sim(config(4), whole)
@@ -199,6 +206,8 @@ async def test_a_run_of_a_merged_adapter_is_resumed_from_the_adapter_alone(model
     assert what_counts(folder) == what_counts(whole)
     assert [row["version"] for row in whole.metrics()] == [2, 3, 4, 5], "1 is the adapter as it was created"
     assert all(row["learner/grad_norm"] > 0 for row in whole.metrics())
+    size = (model / "model.safetensors").stat().st_size
+    assert all((row["update/bytes"] > size / 2) == merge for row in whole.metrics())
 
 
 async def test_a_run_that_ended_can_be_taken_further(model: Path, tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ class Aborting(InProcessEngine):
         self.aborts = aborts
         self.seeds: list[int | None] = []
 
-    async def sample(self, prompt_token_ids, num_samples, sampling_params=None, session_id=None) -> list[Sample]:  # type: ignore[no-untyped-def]
+    async def sample(self, prompt_token_ids, num_samples, sampling_params=None, session_id=None, **_) -> list[Sample]:  # type: ignore[no-untyped-def]
         cut = self.aborts(len(self.requests) + 1, num_samples)
         self.seeds.append(sampling_params.seed)
         samples = await super().sample(prompt_token_ids, num_samples, sampling_params, session_id)

@@ -134,7 +134,14 @@ async def run_on_sim(
     async with SimServer(sim) as server:
         client = await HTTPEngine.connect(server.url)
         try:
-            generator = SingleTurnGenerator(client, Characters(), environment, params, config.rollout.concurrency)
+            generator = SingleTurnGenerator(
+                client,
+                Characters(),
+                environment,
+                params,
+                config.rollout.concurrency,
+                adapter=learner.served_adapter,
+            )
             return await train(
                 config,
                 client,

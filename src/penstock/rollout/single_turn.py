@@ -26,6 +26,7 @@ class SingleTurnGenerator(Generator):
         environment: scores the responses. `reward` runs on the event loop: a slow one belongs in a process of its own.
         sampling_params: of training; `n` and `seed` come with each batch.
         concurrency: most samples in flight at the engines; a group waits whole for its places, first come first served.
+        adapter: name of the LoRA adapter that answers; None: the engines' own weights.
 
     Raises:
         ConfigError: stop strings, which only text has; name stop tokens instead.
@@ -38,12 +39,15 @@ class SingleTurnGenerator(Generator):
         environment: Environment,
         sampling_params: SamplingParams,
         concurrency: int,
+        *,
+        adapter: str | None = None,
     ) -> None:
         self._client = client
         self._tokenizer = tokenizer
         self._environment = environment
         self._params = token_space(sampling_params)
         self._places = Places(concurrency)
+        self._adapter = adapter
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -71,7 +75,7 @@ class SingleTurnGenerator(Generator):
     ) -> list[Sample]:
         await self._places.take(n)
         try:
-            samples = await self._client.sample(prompt_ids, n, params, session)
+            samples = await self._client.sample(prompt_ids, n, params, session, adapter=self._adapter)
         finally:
             self._places.give_back(n)
         if len(samples) != n:

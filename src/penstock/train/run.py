@@ -96,6 +96,7 @@ async def _run(
     fleet_config = config.fleet
     if fleet_config.log_dir is None:
         fleet_config = fleet_config.model_copy(update={"log_dir": folder.path / "logs"})
+    lora = config.train.lora
     reporter.on_phase("launch")
     opening = Fleet.launch(config.engine, fleet=fleet_config, router=config.router)
     async with ranks:
@@ -109,6 +110,7 @@ async def _run(
                     environment,
                     SamplingParams(max_tokens=config.rollout.max_tokens, temperature=config.rollout.temperature),
                     config.rollout.concurrency,
+                    adapter=None if lora is None or lora.merge else lora.name,
                 )
                 training = train(
                     config,
