@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))  # a script's path has its own folder alone
 from training_setup import config_of, run_on_sim
 
 from penstock.observe.run_folder import RunFolder
