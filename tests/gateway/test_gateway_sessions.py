@@ -48,7 +48,7 @@ async def test_edited_arguments_branch_and_the_shared_turn_trains_once(tokenizer
     answer = await client.ask()
     before = list(client.items)
     client.echo(json.loads(json.dumps(answer).replace('1,\\"b\\"', '7,\\"b\\"').replace('"a": 1,', '"a": 7,')))
-    await client.ask()
+    client.echo(await client.ask())
     client.user("on it goes")
     await client.ask()  # the edited call is still there, and this turn extends the one before
     client.items = before

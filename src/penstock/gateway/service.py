@@ -120,6 +120,8 @@ class _Kept:
     reserved: int = 0
     """Most tokens that turns under way may sample."""
     turns: dict[bytes, PendingTurn] = field(default_factory=dict[bytes, PendingTurn])
+    tasks: set[asyncio.Task[Answer]] = field(default_factory=set["asyncio.Task[Answer]"])
+    """Turns under way; of equal requests at once, `turns` has the latest alone."""
 
 
 class Gateway:
@@ -154,7 +156,6 @@ class Gateway:
         self._tenants = {_digest(t.key): t for t in tenants}
         self._kept: dict[tuple[str, str], _Kept] = {}
         self._by_key: dict[bytes, _Kept] = {}
-        self._tasks: set[asyncio.Task[Answer]] = set()
 
     # --- sessions ----------------------------------------------------------------------------------------------------
 
@@ -216,7 +217,7 @@ class Gateway:
     def drop(self, tenant: Tenant, name: str) -> list[Row]:
         """Forget a session, and return its rows. GatewayError: a turn of it is under way, or there is none."""
         kept = self._find(tenant, name)
-        if any(not turn.task.done() for turn in kept.turns.values()):
+        if kept.tasks:
             raise GatewayError(f"a turn of session {name} is under way; wait for it", status=409, code="busy")
         del self._kept[tenant.name, name]
         del self._by_key[_digest(kept.key)]
@@ -224,11 +225,7 @@ class Gateway:
 
     async def close_session(self, tenant: Tenant, name: str) -> list[Row]:
         """End the session's turns under way, forget it, and return its rows."""
-        under_way = [turn.task for turn in self._find(tenant, name).turns.values() if not turn.task.done()]
-        for task in under_way:
-            task.cancel()
-        if under_way:
-            await asyncio.wait(under_way)
+        await _cancel(self._find(tenant, name).tasks)
         return self.drop(tenant, name)
 
     def _open(
@@ -265,11 +262,10 @@ class Gateway:
         turn = kept.turns.get(digest)
         if turn is not None and not turn.failed and (repeated or not (turn.delivered or turn.waiters)):
             return turn
-        under_way = sum(not turn.task.done() for turn in kept.turns.values())
-        kept.limits.check(session, under_way=under_way, reserved=kept.reserved)
+        kept.limits.check(session, under_way=len(kept.tasks), reserved=kept.reserved)
         task = asyncio.create_task(self._turn(kept, request))
-        self._tasks.add(task)  # a task that nobody refers to may be collected
-        task.add_done_callback(self._tasks.discard)
+        kept.tasks.add(task)
+        task.add_done_callback(kept.tasks.discard)
         read = [key for key, turn in kept.turns.items() if turn.delivered]
         for key in read[:-MOST_REPLAYED]:
             del kept.turns[key]
@@ -426,11 +422,15 @@ class Gateway:
 
     async def close(self) -> None:
         """End turns under way."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await _cancel({task for kept in self._kept.values() for task in kept.tasks})
+
+
+async def _cancel(tasks: set[asyncio.Task[Answer]]) -> None:
+    under_way = list(tasks)
+    for task in under_way:
+        task.cancel()
+    if under_way:
+        await asyncio.wait(under_way)
 
 
 def _digest(key: str) -> bytes:
