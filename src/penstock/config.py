@@ -291,6 +291,10 @@ class RolloutConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     concurrency: Positive = 1024
     """Most samples in flight."""
+    max_turns: Positive = 8
+    """Most responses of an episode, of an environment that overrides `step`; `max_tokens` is that of one of them."""
+    max_episode_tokens: Positive = 4096
+    """Most tokens of such an episode after its prompt."""
 
     @field_validator("top_p")
     @classmethod

@@ -140,6 +140,11 @@ async def test_an_environment_of_ones_own():
     assert await sorter().step(sorter().train_task(0), ["1 2 3"]) is None
 
 
+def test_an_environment_that_answers_responses_has_turns():
+    assert load_environment(EnvironmentConfig(name=f"{__name__}:Again"), 0).has_turns()
+    assert not sorter().has_turns()
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -148,7 +153,6 @@ async def test_an_environment_of_ones_own():
         ("penstock.types:Nope", {}, "cannot be imported"),
         ("penstock.types:Sample", {}, "not a subclass"),
         (f"{__name__}:Echo", {"wrod": "x"}, "wrod"),
-        (f"{__name__}:Again", {}, r"overrides `step`.*one turn so far.*MultiTurnGenerator"),
         (
             f"{__name__}:Broken",
             {},

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -21,7 +21,7 @@ from penstock.fleet.remote import FleetClient
 from penstock.fleet.service import present
 from penstock.observe.run_folder import RunFolder
 from penstock.rollout.char_tokenizer import save_char_tokenizer
-from penstock.rollout.environment import Task
+from penstock.rollout.environment import Task, Turn
 from penstock.train.run import _learner, _served_dtype, run
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +49,14 @@ class NoTrainTasks(Letters):
 class Prompts(Letters):
     def train_task(self, index: int) -> Task:
         return Task(f"t{index}", "")
+
+
+class Again(Letters):
+    """Two turns; the first has a reward of its own."""
+
+    async def step(self, task: Task, responses: Sequence[str]) -> Turn | None:
+        del task
+        return Turn("t=", reward=0.5) if len(responses) == 1 else None
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +108,16 @@ async def test_a_run_on_two_engines_and_its_resumption(model: Path, tmp_path: Pa
     summary = await run(longer, resume=True, reporter=Recorder())
     assert [row["step"] for row in folder.metrics()] == [1, 2, 3, 4, 5, 6]
     assert summary.resumed_at == (4,)
+
+
+async def test_a_run_with_episodes_of_several_turns(model: Path, tmp_path: Path) -> None:
+    rollout = {"groups_per_batch": 2, "group_size": 4, "max_tokens": 12, "max_episode_tokens": 40}
+    config = fleet_config(model, tmp_path, environment={"name": f"{__name__}:Again"}, rollout=rollout)
+    summary = await run(config, resume=False, reporter=Recorder())
+    assert summary.steps == 4
+    records = RunFolder.open(tmp_path / "test").trajectories()
+    assert {record.reward for record in records} <= {0.5, 1.5}
+    assert any("t=" in record.response for record in records)
 
 
 async def test_a_bf16_checkpoint_is_trained_and_its_engines_get_bf16(model: Path, tmp_path: Path) -> None:

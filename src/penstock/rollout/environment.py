@@ -121,8 +121,7 @@ def load_environment(config: EnvironmentConfig, seed: int) -> Environment:
     """Build the environment that `config` names, with its options and `seed`.
 
     Raises:
-        ConfigError: no such environment, not an `Environment`, episodes of several turns, options that it does not
-            take, or an error of its own.
+        ConfigError: no such environment, not an `Environment`, options that it does not take, or an error of its own.
     """
     cls = _environment_class(config.name)
     with user_code(
@@ -182,10 +181,4 @@ def _environment_class(name: str) -> Callable[..., Environment]:
         cls = getattr(importlib.import_module(module_name), class_name)
     if not (isinstance(cls, type) and issubclass(cls, Environment)):
         raise ConfigError(f"environment.name {name!r} is not a subclass of penstock.rollout.environment.Environment")
-    if cls.has_turns():
-        raise ConfigError(
-            f"environment.name {name!r} overrides `step`, and a training run plays episodes of one turn so far: it "
-            "would never be called. Take it out, or play the episodes with "
-            "penstock.rollout.multi_turn.MultiTurnGenerator in a loop of your own"
-        )
     return cls

@@ -8,12 +8,14 @@ from typing import Protocol
 from uuid import uuid4
 
 from penstock.aio import all_or_first_error
+from penstock.config import RolloutConfig
+from penstock.engine.interface import Engine
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.environment import Environment, Response, Task, Turn, user_code
 from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
 from penstock.rollout.output_parser import OutputParser
-from penstock.rollout.single_turn import Places, finite_reward, token_space
+from penstock.rollout.single_turn import Places, SingleTurnGenerator, finite_reward, token_space
 from penstock.rollout.tokenizer import Tokenizer
 from penstock.types import FinishReason, Sample, SamplingParams, SessionId, Trajectory
 
@@ -204,6 +206,30 @@ class MultiTurnGenerator(Generator):
     async def _answer(self, task: Task, responses: Sequence[Response]) -> Turn | None:
         with user_code(f"the environment's step of task {task.id!r} failed", PenstockError):
             return await self._environment.step(task, responses)
+
+
+def generator_for(
+    client: Engine, tokenizer: Tokenizer, environment: Environment, config: RolloutConfig, *, adapter: str | None = None
+) -> Generator:
+    """Return the generator of a training run: of several turns if the environment answers responses.
+
+    Raises:
+        ConfigError: see `MultiTurnGenerator`; or several turns by an adapter that engines have beside the base.
+    """
+    params = SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature)
+    if not environment.has_turns():
+        return SingleTurnGenerator(client, tokenizer, environment, params, config.concurrency, adapter=adapter)
+    if adapter is not None:
+        raise ConfigError(f"episodes of several turns cannot ask for adapter {adapter!r}; set train.lora.merge: true")
+    return MultiTurnGenerator(
+        client,
+        tokenizer,
+        environment,
+        params,
+        config.concurrency,
+        max_turns=config.max_turns,
+        max_tokens=config.max_episode_tokens,
+    )
 
 
 def _with_ends(params: SamplingParams, template: ChatTemplate) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from penstock.observe.plots import draw_plots
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
 from penstock.rollout.environment import Environment, check_tasks, load_environment, user_code
-from penstock.rollout.single_turn import SingleTurnGenerator
+from penstock.rollout.multi_turn import generator_for
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.train.async_trainer import train
 from penstock.train.grpo import Trainee
@@ -25,7 +25,6 @@ from penstock.train.learner import LocalLearner, ServedDtype
 from penstock.train.ranked import RankedLearner
 from penstock.train.ranks import Ranks
 from penstock.train.resume import check as check_resume
-from penstock.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -104,14 +103,8 @@ async def _run(
         loading = asyncio.create_task(_load(config, ranks))
         try:
             async with opening as fleet:
-                generator = SingleTurnGenerator(
-                    fleet,
-                    tokenizer,
-                    environment,
-                    SamplingParams(max_tokens=config.rollout.max_tokens, temperature=config.rollout.temperature),
-                    config.rollout.concurrency,
-                    adapter=None if lora is None or lora.merge else lora.name,
-                )
+                adapter = None if lora is None or lora.merge else lora.name
+                generator = generator_for(fleet, tokenizer, environment, config.rollout, adapter=adapter)
                 training = train(
                     config,
                     fleet,
