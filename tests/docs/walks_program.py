@@ -65,7 +65,7 @@ async def main(profile: str, model: str, marks: Path) -> None:
             asyncio.create_task(fleet.generate(prompt_token_ids=[[5, 6, i]], sampling_params=long)) for i in range(4)
         ]
         while min(stats.generation_tokens for stats in await roster.stats(None)) < 100:  # noqa: ASYNC110 - no event
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.01)
         await killed()
         outputs = await asyncio.gather(*requests)
         mark[0] = 0
