@@ -86,6 +86,14 @@ async def test_what_is_no_adapter_is_refused_before_engines_are_asked(given: Any
         await bench.operations.adapters.update("x" * 257, tensors(1.0), CONFIG)
 
 
+async def test_tensors_may_share_memory() -> None:
+    bench = await bench_with()
+    shared = torch.ones(2, 4)
+    pairs = [(NAME, shared), (NAME.replace("layers.0", "layers.1"), shared)]
+    await bench.operations.adapters.update("x", pairs, CONFIG)
+    assert len(load(bench.engine["a"].lora["x"][1])) == 2
+
+
 async def test_an_adapter_goes_to_all_or_to_none() -> None:
     bench = await bench_with()
     other = bench.roster.members[1]

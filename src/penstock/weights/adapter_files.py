@@ -115,7 +115,8 @@ def _checked(tensors: Iterable[tuple[str, Any]]) -> dict[str, torch.Tensor]:
 
     found: dict[str, torch.Tensor] = {}
     for name, given in tensors:
-        tensor = torch.as_tensor(given).detach().cpu().contiguous()
+        # A copy, since safetensors refuses tensors that share memory.
+        tensor = torch.as_tensor(given).detach().to("cpu", copy=True).contiguous()
         if name in found:
             raise WeightsError(f"the adapter's tensor {name!r} came twice")
         if not bool(torch.isfinite(tensor).all()):
