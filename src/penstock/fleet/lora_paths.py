@@ -7,7 +7,7 @@ arrives later.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -57,8 +57,9 @@ class LoraPaths:
     def _handler(self, call: Any) -> Any:
         async def answer(http: web.Request) -> web.Response:
             try:
-                body = parse_json(await http.read() or b"{}", "the body")
-                name = body.get("lora_name") if isinstance(body, dict) else None
+                given = parse_json(await http.read() or b"{}", "the body")
+                body = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+                name = body.get("lora_name")
                 if not isinstance(name, str) or not name:
                     raise UserError("'lora_name' required")
                 return web.json_response(await call(name, body))

@@ -26,10 +26,11 @@ def install() -> None:
     if not hasattr(EngineCore._reset_caches, "__wrapped__"):  # noqa: SLF001
         EngineCore._reset_caches = keep_image_cache(EngineCore._reset_caches)  # noqa: SLF001
     from vllm.lora.ops import torch_ops  # noqa: PLC0415 - only inside vLLM
+    from vllm.lora.ops.torch_ops import lora_ops  # noqa: PLC0415
 
     for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
         if not hasattr(op := getattr(torch_ops, name), "__wrapped__"):
-            for module in (torch_ops, torch_ops.lora_ops):  # what is imported from the one, and what calls the other
+            for module in (torch_ops, lora_ops):  # what is imported from the one, and what calls the other
                 setattr(module, name, spare_base_tokens(op))
 
 

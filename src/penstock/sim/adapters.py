@@ -39,7 +39,10 @@ class Adapters:
         """Return what its tokens are labelled with, as our plugin in vLLM does."""
         if name is None or self._config.plain:
             return None
-        return {"adapter": name, **({"adapter_version": v} if (v := self._versions.get(name)) is not None else {})}
+        notes: Notes = {"adapter": name}
+        if (version := self._versions.get(name)) is not None:
+            notes["adapter_version"] = version
+        return notes
 
     def served(self, name: str, in_flight: int) -> dict[str, Any]:
         """Return its version, its requests, and since when it had none."""
