@@ -12,12 +12,14 @@ had allocated in any step after the first. A side that runs out of memory is lef
 from __future__ import annotations
 
 import json
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,7 +113,8 @@ def main() -> int:
     cases = QUICK if given.quick else {name: CASES[name] for name in given.cases.split(",")}
     found: list[Row] = []
     steps: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a limit of time: what was measured is still printed
+    with suppress(KeyboardInterrupt), tempfile.TemporaryDirectory() as folder:
         for name, case in cases.items():
             made = measure(case, given.sides.split(","), 1 if given.quick else given.rounds, Path(folder))
             steps[name] = made
