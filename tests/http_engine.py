@@ -244,7 +244,11 @@ class HTTPEngine(Engine):
         self._require("weight_transfer", "update_named_weights")
         if self._kv_stays:
             self._kept.add(version)
-        await self.control.native_update(update_info, version=version)
+        try:
+            await self.control.native_update(update_info, version=version)
+        except PenstockError:
+            self._kept.discard(version)
+            raise
         self._version = version
 
     async def update_weights(

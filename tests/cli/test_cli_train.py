@@ -7,7 +7,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -109,8 +109,8 @@ def test_what_an_interrupted_run_is_told(
     if earlier:
         _leave(RunConfig.model_validate({"run_dir": tmp_path, "engine": {"model": "m"}}), steps=99, checkpoint=True)
 
-    def interrupted(settings: RunConfig, *, resume: bool, fresh: bool) -> None:
-        assert (resume, fresh) == (False, True)
+    def interrupted(settings: RunConfig, launched: Mapping[str, str], *, resume: bool, fresh: bool) -> None:
+        assert (resume, fresh, launched) == (False, True, {})
         if steps is not None:
             RunFolder.remove(settings.run_dir / settings.name)
             _leave(settings, steps=steps, checkpoint=checkpoint)

@@ -36,6 +36,8 @@ CANNOT_RUN = {
     "penstock serve": "serves until Ctrl-C; the fixture `served_url` runs it, tests/cli the rest",
     "penstock fleet": "changes a fleet that somebody serves; tests/cli/test_cli_fleet.py runs each",
     "penstock train": "takes minutes and real engines; tests of the demo run it",
+    "PENSTOCK_GATEWAY_KEY=secret penstock gateway": "serves until Ctrl-C; tests/cli/test_cli_gateway.py runs it",
+    "torchrun ": "waits for another node; tests/train/test_torchrun.py runs it on one",
     "penstock plot runs/demo": "needs the demo's run folder; tests/cli plots one",
 }
 """Beginnings of command lines that are not run here, with the reason; their options are checked all the same."""

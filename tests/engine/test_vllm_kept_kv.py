@@ -164,6 +164,6 @@ async def test_the_loss_of_an_update_is_known_when_tokens_come_as_before(live):
     assert done.tokens_lost == loss.tokens
     assert loss.rate > 0
     assert 0 <= loss.tokens <= loss.rate * loss.seconds + 1e-6
-    assert loss.seconds >= report.bubble or not loss.back
+    assert loss.seconds >= 0.9 * report.bubble or not loss.back  # two clocks: the core's, and the step after
     assert replace(done, engines=()) == replace(report, engines=())
     await asyncio.gather(*tasks)

@@ -67,7 +67,7 @@ async def test_a_sample_spans_a_swap_and_names_both_versions() -> None:
         group = asyncio.create_task(fleet.sample([1, 2], 3, PARAMS, adapter="x"))
         base = asyncio.create_task(fleet.sample([1, 2], 1, PARAMS))
         batch = asyncio.create_task(fleet.generate(prompt_token_ids=[[3, 4], [5]], sampling_params=PARAMS, adapter="x"))
-        await begun(servers, 4)
+        await begun(servers, 6)
         assert await tenants.update("x") == 2
         for sample in await group:
             tenants.check([1, 2], sample, "x", 1, 2)
@@ -79,6 +79,14 @@ async def test_a_sample_spans_a_swap_and_names_both_versions() -> None:
         tenants.check([1, 2], fresh, "x", 2)
         with pytest.raises(EngineHTTPError, match="does not exist"):
             await fleet.sample([1], 1, PARAMS, adapter="unknown")
+
+
+async def test_a_new_owner_goes_on_counting_an_adapters_versions() -> None:
+    """Otherwise one label stood for two sets of weights."""
+    async with engines(1) as servers:
+        for version in (1, 2):
+            async with connected(servers) as fleet:
+                assert await Tenants(fleet, servers).update("x") == version
 
 
 async def test_a_pause_of_one_adapter_holds_what_it_has_and_what_comes_and_nothing_else() -> None:

@@ -18,7 +18,7 @@ from penstock.rollout.char_tokenizer import save_char_tokenizer
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.environment import Environment, Task, Turn
 from penstock.rollout.generator import GeneratorInput
-from penstock.rollout.multi_turn import MultiTurnGenerator
+from penstock.rollout.multi_turn import MultiTurnGenerator, TokenRow
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
@@ -188,3 +188,12 @@ def test_a_suffix_is_what_the_template_writes_behind_the_message(
     assert suffix is not None
     assert whole[-len(suffix) :] == suffix
     assert template.suffix(new, last_id=2) == suffix[1:]
+
+
+def test_a_row_says_which_tokens_attend_to_kept_kv() -> None:
+    row = TokenRow((1,))
+    kept = Sample((5, 6), "stop", (-1.0, -1.0), (VersionSpan(0, 0, 1), VersionSpan(1, 1, 2, kv_kept=True)))
+    row.add_sample(kept)
+    row.add_environment((7,))
+    whole = row.trajectory(reward=0.0, stop_reason="stop", group_id="g", turn_rewards=())
+    assert whole.kv_kept == (False, True, False)

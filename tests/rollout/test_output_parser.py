@@ -33,6 +33,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
         ("", f"<think>\n{CALL}</think>no", Parsed("no", CALL, ())),
         ("", CALL.removesuffix("</tool_call>"), Parsed(CALL.removesuffix("</tool_call>"), None, ())),
         ("", CALL.replace("add", "drop"), Parsed(CALL.replace("add", "drop"), None, ())),  # no such tool
+        ("", CALL.replace('"add"', '["add"]'), Parsed(CALL.replace('"add"', '["add"]'), None, ())),
         ("", CALL.replace("{", "", 1), Parsed(CALL.replace("{", "", 1), None, ())),
     ],
 )

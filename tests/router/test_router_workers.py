@@ -215,28 +215,6 @@ async def test_a_change_is_in_force_on_every_process_when_the_call_returns() -> 
         assert (state.epoch, len(state.engines), len(state.workers)) == (2, 1, 2)
 
 
-async def test_every_process_finds_out_by_itself_that_an_engine_is_unwell() -> None:
-    async with rig(answer_name, answer_name, **{**OPTIONS, "engine_metrics_interval_s": 0.05}) as r:
-        clients = list((await one_to_each(r)).values())
-        r.backends[0].health = "503 Service Unavailable"
-
-        async def unwell() -> bool:
-            return (await r.admin.engines()).engines[0].breaker_openings == 2
-
-        await eventually(unwell)
-        for client in clients:
-            assert {(await client.ask()).body for _ in range(6)} == {b"e1"}
-        assert 'penstock_router_engine_down{engine="e0"} 1\n' in await r.admin.metrics()
-        r.backends[0].health = "200 OK"
-
-        async def well() -> bool:
-            return not (await r.admin.engines()).engines[0].down
-
-        await eventually(well)
-        for client in clients:
-            assert {(await client.ask()).body for _ in range(6)} == {b"e0", b"e1"}
-
-
 async def test_a_process_that_was_started_again_serves_nothing_before_it_is_told() -> None:
     release, answer = held()
     async with rig(answer, answer, **OPTIONS) as r:

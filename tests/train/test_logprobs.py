@@ -50,7 +50,7 @@ def test_compiled_chunks_are_those_of_eager_ones(monkeypatch: pytest.MonkeyPatch
         found = token_logprobs(hidden, weight, targets, 0.7, fuse=fuse)
         ((found.logprobs + found.entropy) * slope).sum().backward()
         results.append((found.logprobs, found.entropy, hidden.grad, weight.grad))
-    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)  # sums in another order
 
 
 def test_sums_over_chunks_are_in_fp32(monkeypatch: pytest.MonkeyPatch):

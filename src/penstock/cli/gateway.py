@@ -81,7 +81,10 @@ def _tenants(file: Path | None) -> list[Tenant]:
         raise ConfigError(f"{file} must map tenants' names to their keys and limits")
     with reading(f"tenants in {file}", ConfigError):
         entries = cast("dict[str, dict[str, Any]]", given)
-        return [Tenant(str(name), str(entry["key"]), Limits.of(entry)) for name, entry in entries.items()]
+        for name, entry in entries.items():
+            if not isinstance(entry["key"], str) or not entry["key"]:
+                raise ConfigError(f"the key of tenant {name!r} in {file} must be a text, got {entry['key']!r}")
+        return [Tenant(str(name), entry["key"], Limits.of(entry)) for name, entry in entries.items()]
 
 
 async def _serve(

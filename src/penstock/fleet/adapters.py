@@ -219,7 +219,10 @@ class FleetAdapters:
             self._check(name, version)
             if name not in self._known:
                 await self._make_room()
-            number = self._highest.get(name, 0) + 1 if version is None else version
+            if name not in self._highest:
+                self._highest[name] = await self._highest_at_engines(name)
+                self._check(name, version)
+            number = self._highest[name] + 1 if version is None else version
             outcome = await self._roster.command(
                 lambda engine: engine.load_adapter(name, number, files.source, timeout_s=timeout_s),
                 what=f"version {number} of adapter {name!r}",
@@ -280,6 +283,11 @@ class FleetAdapters:
             paused=not known.resumed.is_set(),
             engines=len(loads),
         )
+
+    async def _highest_at_engines(self, name: str) -> int:
+        """Return the last version that an earlier owner of these engines gave a name; 0: none."""
+        outcome = await fan_out(self._roster.live(), lambda engine: engine.adapters(), deadline_s=self._timeout_s)
+        return max((loads[name].version or 0 for loads in outcome.results.values() if name in loads), default=0)
 
     def _check(self, name: str, version: int | None) -> None:
         """Raise UserError for a name or a version that cannot be."""

@@ -59,7 +59,8 @@ class AnthropicDialect(Dialect):
     def error(self, error: GatewayError) -> dict[str, Any]:
         """Write an error as a body."""
         kind = "invalid_request_error" if error.status < 500 else "api_error"  # noqa: PLR2004
-        return {"type": "error", "error": {"type": _ERRORS.get(error.status, kind), "message": str(error)}}
+        fields = {"type": _ERRORS.get(error.status, kind), "message": str(error), "code": error.code}
+        return {"type": "error", "error": fields}
 
 
 def _messages(given: Mapping[str, Any]) -> list[ChatMessage]:

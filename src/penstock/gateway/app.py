@@ -162,7 +162,7 @@ class _Calls:
     async def open_session(self, http: Request, tenant: Tenant) -> Response:
         body = _as_object(await _body(http) or b"{}")
         name = body.get("session")
-        given = any(body.get(key) is not None for key in ("max_turns", "max_tokens", "max_seconds"))
+        given = any(value is not None for key, value in body.items() if key != "session")
         session, key = self._gateway.open_session(
             tenant, None if name is None else str(name), Limits.of(body) if given else None
         )

@@ -43,7 +43,10 @@ class Limits:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Limits:
         """Read the limits of a mapping. UserError: one of them is no number, or below its least value."""
-        values: dict[str, Any] = {f.name: given[f.name] for f in fields(cls) if given.get(f.name) is not None}
+        known = [f.name for f in fields(cls)]
+        if unknown := sorted(given.keys() - {*known, "key", "session"}):
+            raise UserError(f"unknown limit {unknown[0]!r}; known: {', '.join(known)}")
+        values: dict[str, Any] = {name: given[name] for name in known if given.get(name) is not None}
         for name in ("max_turns", "max_tokens"):
             if name in values:
                 whole_number(values[name], name, least=1)
@@ -305,6 +308,8 @@ class Gateway:
             raise GatewayError(f"no engine could answer: {error}", status=503, code="engine") from error
         finally:
             kept.reserved -= params.max_tokens
+        if not sample.token_ids:  # a row cannot go on from nothing
+            raise GatewayError("the turn was aborted before its first token; send it again", status=503, code="engine")
         node = self._node(parent, added, sample, request, place, params)
         session.add(node, request.tools)
         finish = sample.finish_reason
@@ -351,7 +356,12 @@ class Gateway:
             limits.append(whole_number(request.max_tokens, "the limit of tokens", least=1, error=GatewayError))
         if kept.limits.max_tokens is not None:
             left = kept.limits.max_tokens - kept.session.sampled_tokens - kept.reserved
-            limits.append(max(left, 1))
+            if left < 1:  # turns under way may use the rest
+                raise GatewayError(
+                    f"the budget of session {kept.session.id} is used up: max_tokens={kept.limits.max_tokens}",
+                    code="budget_exceeded",
+                )
+            limits.append(left)
         given = {**request.sampling, **self.options.sampling, **kept.sampling}
         most = min(limits)
         params = SamplingParams.of({**given, "max_tokens": most, "detokenize": False})

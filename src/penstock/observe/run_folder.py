@@ -69,8 +69,8 @@ from penstock.parsing import parse_json, reading, whole_number
 CONFIG = "config.yaml"
 RECORDS = ("metrics.jsonl", "evaluations.jsonl", "trajectories.jsonl")
 """Files of one row for each step, or some steps."""
-MAY_CHANGE = ("train.steps", "run_dir")
-"""Keys that a resumed run may change: how far it goes, and where the folder lies."""
+MAY_CHANGE = ("train.steps", "train.ranks", "run_dir")
+"""Keys that a resumed run may change: how far it goes, on how many ranks, and where the folder lies."""
 
 _locks: set[int] = set()
 """File descriptors of the locks that this process holds."""
@@ -216,8 +216,8 @@ class RunFolder:
         if refused:
             listed = "; ".join(f"{key} was {ours.get(key)!r} and is now {theirs.get(key)!r}" for key in refused)
             raise ConfigError(
-                f"cannot resume {self.path} with another configuration: {listed}; only {MAY_CHANGE[0]} may change, "
-                f"and {self.path / CONFIG} is the run's own"
+                f"cannot resume {self.path} with another configuration: {listed}; only {MAY_CHANGE[0]} and "
+                f"{MAY_CHANGE[1]} may change, and {self.path / CONFIG} is the run's own"
             )
 
     # --- rows of each step -------------------------------------------------------------------------------------------

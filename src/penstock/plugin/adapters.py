@@ -12,6 +12,7 @@ A paused adapter's requests stay known to the scheduler, so that they can be abo
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import tempfile
@@ -43,7 +44,8 @@ class LoadedAdapter:
 
     id: int
     """vLLM's number for it."""
-    version: int
+    load: int
+    """Which load of this core brought it: an earlier owner may have given its version to other weights."""
 
 
 class CoreAdapters:
@@ -60,14 +62,15 @@ class CoreAdapters:
         """By name; those that came past us are not among them."""
         self._held: dict[str, list[Any]] = {}
         """Paused adapters, and vLLM's Requests that wait."""
+        self._loads = itertools.count(1)
         self._core = core
         self._at_boundary = at_boundary
         self._salting = salting
 
-    def version_of(self, lora_request: Any) -> int | None:
-        """Version of a request's adapter; None: it has none, or the adapter came past us. Any thread may ask."""
+    def load_of(self, lora_request: Any) -> int | None:
+        """Load that brought a request's adapter; None: it has none, or the adapter came past us. Any thread may ask."""
         adapter = None if lora_request is None else self.loaded.get(lora_request.lora_name)
-        return None if adapter is None else adapter.version
+        return None if adapter is None else adapter.load
 
     def load(self, order: Mapping[str, Any], spec: WeightSpec) -> Any:
         """Put a version of an adapter in force.
@@ -94,7 +97,7 @@ class CoreAdapters:
                 if all(problems)
                 else EngineError(f"some workers lack adapter {name!r}: {refused}")
             )
-        self.loaded[name] = LoadedAdapter(order["id"], version)
+        self.loaded[name] = LoadedAdapter(order["id"], next(self._loads))
         loaded = time.perf_counter()
         self._salting.install()
         preempted = self._preempt(name)

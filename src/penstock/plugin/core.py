@@ -138,7 +138,7 @@ class CoreControl:
         self.core = core
         self.pausing = PauseState(core)
         self.step_cap = StepCap(core)
-        self.salting = Salting(core, lambda lora: (self.kv.version, self.adapters.version_of(lora)))
+        self.salting = Salting(core, lambda lora: (self.kv.version, self.adapters.load_of(lora)))
         self.kv = KeptKV(core, self.salting)
         self.adapters = plugged_in("adapters.core")(core, self._change, self.salting)
         scheduler = core.scheduler

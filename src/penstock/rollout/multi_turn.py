@@ -46,6 +46,7 @@ class TokenRow:
     mask: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
+    kv_kept: list[bool] = field(default_factory=list[bool])
 
     def add_sample(self, sample: Sample, *, trained: bool = True) -> None:
         """Append what the policy made. EngineError: it has no logprobs."""
@@ -55,13 +56,15 @@ class TokenRow:
         self.mask += [int(trained)] * len(sample.token_ids)
         self.logprobs += sample.logprobs if trained else [0.0] * len(sample.token_ids)
         self.versions += sample.versions()
+        self.kv_kept += sample.kv_kept()
 
     def add_environment(self, token_ids: Sequence[int]) -> None:
         """Append what the policy did not make; it has the version of the token before it."""
         self.ids += token_ids
         self.mask += [0] * len(token_ids)
         self.logprobs += [0.0] * len(token_ids)
-        self.versions += self.versions[-1:] * len(token_ids)
+        self.versions += (self.versions[-1:] or [0]) * len(token_ids)
+        self.kv_kept += [False] * len(token_ids)
 
     def trajectory(
         self,
@@ -83,6 +86,7 @@ class TokenRow:
             group_id=group_id,
             metrics={"turns": float(len(turn_rewards))},
             turn_rewards=tuple(turn_rewards),
+            kv_kept=tuple(self.kv_kept) if any(self.kv_kept) else (),
         )
 
 

@@ -103,7 +103,7 @@ def _call_in(text: str, tools: Mapping[str, Mapping[str, Any]]) -> tuple[str, st
         return None
     fields = cast("dict[str, Any]", call)
     name, arguments = fields.get("name"), fields.get("arguments")
-    if name not in tools or not isinstance(arguments, dict):
+    if not isinstance(name, str) or name not in tools or not isinstance(arguments, dict):
         return None
     return str(name), _as_sampled(text, cast("dict[str, Any]", arguments))
 
