@@ -10,6 +10,7 @@ from wire_clients import ECHOES, WIRES, Chat
 
 from gateway_rig import CALL, KEY, THOUGHT, Rig, auth, events_of
 from penstock.errors import DeadlineError
+from penstock.gateway.dialect import dumps
 from penstock.gateway.server import serving
 from penstock.rollout.tokenizer import Tokenizer
 
@@ -210,3 +211,7 @@ async def test_wrong_requests_are_refused_in_the_wire_s_form(
     assert answer.status_code == status, answer.text
     assert message in answer.json()["error"]["message"]
     assert rig.engine.seen == []
+
+
+def test_integers_of_more_than_64_bits_are_written() -> None:
+    assert dumps({"a": 10**30}) == b'{"a":1000000000000000000000000000000}'

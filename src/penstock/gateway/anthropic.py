@@ -6,9 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import orjson
-
-from penstock.gateway.dialect import Dialect, event, sampling_of, text_of, tool_choice_notes
+from penstock.gateway.dialect import Dialect, dumps, event, sampling_of, text_of, tool_choice_notes
 from penstock.gateway.messages import Answer, ChatMessage, ChatRequest, GatewayError, Tool, ToolCall, bare, minted_in
 
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "max_tokens"}
@@ -144,5 +142,5 @@ def _deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]
         deltas = [{"type": "thinking_delta", "thinking": block["thinking"]}]
         signature = {"type": "signature_delta", "signature": block["signature"]}
         return {**block, "thinking": "", "signature": ""}, [*deltas, signature]
-    written = orjson.dumps(block["input"]).decode()
+    written = dumps(block["input"]).decode()
     return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": written}]

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from penstock.errors import UserError
 from penstock.gateway.anthropic import AnthropicDialect
 from penstock.gateway.chat import ChatDialect
-from penstock.gateway.dialect import KEEPALIVE, Dialect
+from penstock.gateway.dialect import KEEPALIVE, Dialect, dumps
 from penstock.gateway.graph import Row, Session
 from penstock.gateway.messages import Answer, GatewayError, bare
 from penstock.gateway.responses import ResponsesDialect
@@ -33,6 +33,7 @@ KEEPALIVE_S = 10.0
 """A stream begins after so long without an answer; an error before that has its own status."""
 NOTE_HEADER = "X-Penstock-Note"
 """What was asked for and is not done."""
+MOST_NOTE = 500
 NODE_HEADER = "X-Penstock-Node"
 SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "session-id")
 WIRES: dict[str, Dialect] = {
@@ -121,12 +122,13 @@ class _Calls:
         digest = hashlib.sha256(b"\n".join((http.url.path.encode(), idempotency.encode(), body))).digest()
         repeated = bool(idempotency) or retries not in {"", "0"}
         turn = self._gateway.submit(session, request, digest, repeated=repeated)
-        notes = {NOTE_HEADER: "; ".join(request.notes)} if request.notes else {}
+        note = "; ".join(request.notes).encode("ascii", "backslashreplace")[:MOST_NOTE].decode()
+        notes = {NOTE_HEADER: note} if note else {}
         answer = await self._wait(turn, http, self._keepalive_s if request.stream else None)
         if answer is not None and not request.stream:
             headers = {**notes, NODE_HEADER: answer.id}
             return Response(
-                orjson.dumps(wire.write(answer)),
+                dumps(wire.write(answer)),
                 media_type="application/json",
                 headers=headers,
                 background=BackgroundTask(_delivered, turn),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -42,7 +43,15 @@ class Dialect(ABC):
 def event(name: str | None, data: Mapping[str, Any]) -> bytes:
     """Write one event; some wires have no names."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
-    return head + b"data: " + orjson.dumps(data) + b"\n\n"
+    return head + b"data: " + dumps(data) + b"\n\n"
+
+
+def dumps(data: Any) -> bytes:
+    """Write JSON; a model may call a tool with integers of more than 64 bits, which orjson cannot."""
+    try:
+        return orjson.dumps(data)
+    except TypeError:
+        return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def sampling_of(body: Mapping[str, Any], *, stop: str) -> dict[str, Any]:

@@ -273,6 +273,7 @@ class Gateway:
         for key in read[:-MOST_REPLAYED]:
             del kept.turns[key]
         kept.turns[digest] = turn = PendingTurn(task)
+        task.add_done_callback(lambda _: _forget_failed(kept, digest, turn))
         return turn
 
     def prompt_of(self, session: Session, request: ChatRequest) -> tuple[Node | None, list[int], Place]:
@@ -446,3 +447,9 @@ async def _cancel(tasks: set[asyncio.Task[Answer]]) -> None:
 def _digest(key: str) -> bytes:
     """Hash a key: looking it up then takes a time that does not depend on how much of it is right."""
     return hashlib.sha256(key.encode()).digest()
+
+
+def _forget_failed(kept: _Kept, digest: bytes, turn: PendingTurn) -> None:
+    """Let go of a turn that failed, whose error holds the whole prompt; a retry is a new turn."""
+    if turn.failed and kept.turns.get(digest) is turn:
+        del kept.turns[digest]
