@@ -16,8 +16,9 @@ from penstock import Fleet
 MIB = 2**20
 WEIGHTS = 16 * MIB
 """Of one version."""
-KEPT_VERSIONS = 3
-"""At most: the one in force, the next, and slack for the allocators of three processes."""
+KEPT_VERSIONS = 6
+"""At most: the one in force, the next, and slack for the allocators of three processes on a busy machine. A leak of one
+copy an update would be 12."""
 
 
 def host_bytes() -> int:
