@@ -6,14 +6,14 @@ import operator
 import random
 from collections.abc import Sequence
 
-from penstock.rollout.environment import Environment, Response, Task, Turn, split_of
+from penstock.rollout.environment import DrawnTasks, Response, Task, Turn
 
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 LONGEST = 200
 """Characters of an expression; a policy writes anything."""
 
 
-class Calculator(Environment):
+class Calculator(DrawnTasks):
     """Products of two numbers that are hard to say without the tool."""
 
     tools = (
@@ -32,24 +32,8 @@ class Calculator(Environment):
     )
 
     def __init__(self, *, seed: int, largest: int = 999) -> None:
-        self.seed, self.largest = seed, largest
-
-    def train_task(self, index: int) -> Task:
-        """Task `index` of the training stream."""
-        rng = random.Random(f"{self.seed}/{index}")
-        while True:
-            task = self._task(rng)
-            if split_of(task.prompt) == "train":
-                return task
-
-    def heldout_tasks(self, n: int) -> list[Task]:
-        """Tasks that training never sees."""
-        rng, found = random.Random("heldout"), dict[str, Task]()
-        while len(found) < n:
-            task = self._task(rng)
-            if split_of(task.prompt) == "heldout":
-                found[task.id] = task
-        return list(found.values())
+        super().__init__(seed=seed)
+        self.largest = largest
 
     def reward(self, task: Task, response_text: str) -> float:
         """1 if the answer is in the last response."""
@@ -64,7 +48,8 @@ class Calculator(Environment):
         results = [evaluate(arguments) for _, arguments in calls]
         return Turn([{"role": "tool", "content": result, "name": "calculate"} for result in results])
 
-    def _task(self, rng: random.Random) -> Task:
+    def draw(self, rng: random.Random) -> Task:
+        """A product."""
         a, b = rng.randint(2, self.largest), rng.randint(2, self.largest)
         return Task(f"{a}*{b}", f"What is {a} * {b}?", {"answer": str(a * b)})
 

@@ -6,7 +6,7 @@ import random
 import sqlite3
 from collections.abc import Sequence
 
-from penstock.rollout.environment import Environment, Response, Task, Turn, split_of
+from penstock.rollout.environment import DrawnTasks, Response, Task, Turn
 
 CITIES = ("Bern", "Graz", "Lyon", "Turin", "Ghent", "Porto")
 MOST_STEPS = 100_000
@@ -14,7 +14,7 @@ MOST_STEPS = 100_000
 MOST_ROWS = 20
 
 
-class Sql(Environment):
+class Sql(DrawnTasks):
     """Questions about a small table that only a query can answer."""
 
     tools = (
@@ -29,24 +29,8 @@ class Sql(Environment):
     )
 
     def __init__(self, *, seed: int, rows: int = 30) -> None:
-        self.seed, self.rows = seed, rows
-
-    def train_task(self, index: int) -> Task:
-        """Task `index` of the training stream."""
-        rng = random.Random(f"{self.seed}/{index}")
-        while True:
-            task = self._task(rng)
-            if split_of(task.prompt) == "train":
-                return task
-
-    def heldout_tasks(self, n: int) -> list[Task]:
-        """Tasks that training never sees."""
-        rng, found = random.Random("heldout"), dict[str, Task]()
-        while len(found) < n:
-            task = self._task(rng)
-            if split_of(task.prompt) == "heldout":
-                found[task.id] = task
-        return list(found.values())
+        super().__init__(seed=seed)
+        self.rows = rows
 
     def reward(self, task: Task, response_text: str) -> float:
         """1 if the answer is in the last response."""
@@ -60,7 +44,8 @@ class Sql(Environment):
         results = [run(arguments, task.metadata["orders"]) for _, arguments in calls]
         return Turn([{"role": "tool", "content": result, "name": "query"} for result in results])
 
-    def _task(self, rng: random.Random) -> Task:
+    def draw(self, rng: random.Random) -> Task:
+        """A sum over the orders of one city."""
         orders = [(rng.choice(CITIES), rng.randint(1, 99)) for _ in range(self.rows)]
         city, number = rng.choice(CITIES), rng.randint(0, 10**6)
         answer = sum(amount for name, amount in orders if name == city)

@@ -197,3 +197,18 @@ def test_a_row_says_which_tokens_attend_to_kept_kv() -> None:
     row.add_environment((7,))
     whole = row.trajectory(reward=0.0, stop_reason="stop", group_id="g", turn_rewards=())
     assert whole.kv_kept == (False, True, False)
+
+
+async def test_every_turn_asks_for_the_adapter(client: HTTPEngine, tokenizer: Tokenizer) -> None:
+    asked: list[str | None] = []
+
+    class Asks(Spy):
+        async def sample(self, *given: Any, adapter: str | None = None) -> list[Sample]:
+            asked.append(adapter)
+            return await super().sample(*given)
+
+    await MultiTurnGenerator(Asks(client), tokenizer, Repeats(), PARAMS, 8, adapter="a").generate(
+        GeneratorInput([Task("t0", "x")])
+    )
+    assert len(asked) > 1
+    assert set(asked) == {"a"}

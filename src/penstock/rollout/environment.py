@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import random
 import sysconfig
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, cast
@@ -16,6 +17,8 @@ from penstock.config import EnvironmentConfig
 from penstock.errors import ConfigError, PenstockError, UserError
 
 Split = Literal["heldout", "warm_start", "train"]
+MOST_DRAWS = 100_000
+"""Tries of one call of `DrawnTasks`; one prompt in ten is held out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,38 @@ class Environment(ABC):
     def has_turns(cls) -> bool:
         """Whether episodes may have several turns."""
         return cls.step is not Environment.step
+
+
+class DrawnTasks(Environment):
+    """An environment whose tasks are drawn at random: a class gives `draw` and `reward`."""
+
+    def __init__(self, *, seed: int) -> None:
+        self.seed = seed
+
+    @abstractmethod
+    def draw(self, rng: random.Random) -> Task:
+        """Draw a task; its prompt decides its split."""
+
+    def train_task(self, index: int) -> Task:
+        """Task `index` of the training stream."""
+        return next(self._tasks(f"{self.seed}/{index}", "train"))
+
+    def heldout_tasks(self, n: int) -> list[Task]:
+        """`n` tasks with distinct prompts that training never sees, the same for every seed."""
+        found: dict[str, Task] = {}
+        for task in self._tasks("heldout", "heldout"):
+            found[task.prompt] = task
+            if len(found) == n:
+                break
+        return list(found.values())
+
+    def _tasks(self, seed: str, split: Split) -> Iterator[Task]:
+        rng = random.Random(seed)
+        for _ in range(MOST_DRAWS):
+            task = self.draw(rng)
+            if split_of(task.prompt) == split:
+                yield task
+        raise UserError(f"{type(self).__name__}.draw gave too few {split} prompts in {MOST_DRAWS} tries")
 
 
 def split_of(prompt: str) -> Split:

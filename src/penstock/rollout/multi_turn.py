@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 from uuid import uuid4
 
 from penstock.aio import all_or_first_error
@@ -95,6 +96,7 @@ class MultiTurnGenerator(Generator):
 
     Args:
         client: one engine or a fleet.
+        adapter: name of the LoRA adapter that every turn asks for.
         tokenizer: of the policy, with a chat template.
         environment: answers and scores. It runs on the event loop: slow work belongs in a process of its own.
         sampling_params: of training; `max_tokens` is that of one turn.
@@ -116,10 +118,10 @@ class MultiTurnGenerator(Generator):
         *,
         max_turns: int = 8,
         max_tokens: int = 4096,
+        adapter: str | None = None,
     ) -> None:
         if max_turns < 1 or max_tokens < 1:
             raise ConfigError(f"max_turns and max_tokens must be at least 1, got {max_turns} and {max_tokens}")
-        self._client = client
         self._template = ChatTemplate(tokenizer)
         if faults := self._template.faults():
             raise ConfigError(f"the chat template cannot be extended turn by turn: {faults[0]}")
@@ -131,6 +133,8 @@ class MultiTurnGenerator(Generator):
         self._places = Places(concurrency)
         self._max_turns = max_turns
         self._max_tokens = max_tokens
+        sample: Any = client.sample
+        self._draw = sample if adapter is None else partial(sample, adapter=adapter)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -200,7 +204,7 @@ class MultiTurnGenerator(Generator):
         now = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room), seed=seed)
         await self._places.take(1)
         try:
-            (sample,) = await self._client.sample([*row.prompt_ids, *row.ids], 1, now, session)
+            (sample,) = await self._draw([*row.prompt_ids, *row.ids], 1, now, session)
         finally:
             self._places.give_back(1)
         if not sample.token_ids and sample.finish_reason != "abort":
@@ -218,13 +222,11 @@ def generator_for(
     """Return the generator of a training run: of several turns if the environment answers responses.
 
     Raises:
-        ConfigError: see `MultiTurnGenerator`; or several turns by an adapter that engines have beside the base.
+        ConfigError: see `MultiTurnGenerator`.
     """
     params = SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature)
     if not environment.has_turns():
         return SingleTurnGenerator(client, tokenizer, environment, params, config.concurrency, adapter=adapter)
-    if adapter is not None:
-        raise ConfigError(f"episodes of several turns cannot ask for adapter {adapter!r}; set train.lora.merge: true")
     return MultiTurnGenerator(
         client,
         tokenizer,
@@ -233,6 +235,7 @@ def generator_for(
         config.concurrency,
         max_turns=config.max_turns,
         max_tokens=config.max_episode_tokens,
+        adapter=adapter,
     )
 
 
