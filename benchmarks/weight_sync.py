@@ -124,10 +124,18 @@ class Load:
         await asyncio.sleep(SETTLE_S)  # in which tokens come that were made before the round, and waited
         while await self._speed(SETTLE_S) < AGAIN * self._steady and time.perf_counter() - began < RECOVER_S:
             pass
-        recovered, answers = time.perf_counter() - began, await self._ask("gaps")
+        recovered = time.perf_counter() - began
         return {
             "until_as_fast_as_before": recovered,
             "tokens_per_s_before": self._steady,
+            **await self.silences(),
+        }
+
+    async def silences(self) -> dict[str, float]:
+        """Read the streams' longest silences since the mark, after a time in which late tokens arrive; seconds."""
+        await asyncio.sleep(SETTLE_S)
+        answers = await self._ask("gaps")
+        return {
             "stream_gap_median": max(answer["median_gap_s"] for answer in answers),
             "stream_gap_max": max(answer["max_gap_s"] for answer in answers),
         }
@@ -206,7 +214,7 @@ async def _rounds(
 
 
 async def measure_losses(args: Any, fleet: Fleet, tensors: list[tuple[str, Any]], found: Found) -> None:
-    """Updates of every mode under one load, turn by turn, each when tokens come as before the first."""
+    """Updates of every mode under one load, turn by turn, each when the engines' own rate is back."""
     _engine_key.share(fleet)
     urls = [engine.url for engine in await fleet.engines()]
     with closing(Load(urls, args.path, args.load, LENGTHS[args.profile])) as load:
@@ -218,7 +226,7 @@ async def measure_losses(args: Any, fleet: Fleet, tensors: list[tuple[str, Any]]
             for kv in args.kv[:: 1 if number % 2 else -1]:
                 await load.mark()
                 report = await fleet.update_weights(tensors, kv=kv)
-                report, gaps = await asyncio.gather(fleet.recovered(report, timeout_s=RECOVER_S), load.gaps())
+                report, gaps = await fleet.recovered(report, timeout_s=RECOVER_S), await load.silences()
                 losses = [engine.loss for engine in report.engines if engine.loss is not None]
                 if not losses:
                     raise _common.Unmeasured("no engine measured what an update cost")

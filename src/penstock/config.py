@@ -428,6 +428,28 @@ class RunConfig(Section):
             "train.lora.merge: true"
         )
 
+    @model_validator(mode="after")
+    def _fits_its_ranks(self) -> Self:
+        if (refused := self.refused_ranks(self.train.ranks)) is not None:
+            raise ValueError(refused)
+        return self
+
+    def refused_ranks(self, count: int) -> str | None:
+        """Say why a learner of `count` ranks cannot run this; None: it can."""
+        if count == 1:
+            return None
+        if self.train.kl_coefficient and self.train.lora is None:
+            return (
+                "train.kl_coefficient needs a second model, which a learner of several ranks does not hold: train an "
+                "adapter (train.lora), whose base is the reference, or train on one rank"
+            )
+        if self.fleet.weight_transport == "cuda_ipc":
+            return (
+                "fleet.weight_transport: cuda_ipc shows engines weights that stay where they are, and a learner of "
+                f"{count} ranks gathers them layer by layer: set it to auto, shared_memory or broadcast"
+            )
+        return None
+
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file, apply `section.key=value` overrides (values are YAML), and validate the whole.

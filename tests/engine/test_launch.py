@@ -55,6 +55,13 @@ def test_options_reach_vllm_and_the_key_stays_off_the_command_line(nano_path):
     assert server_command(config, port=1234, api_key=None).env["VLLM_API_KEY"] == "", "none is inherited"
 
 
+def test_adapters_in_fp32_are_refused_on_gpus(nano_path):
+    config = EngineConfig(model=str(nano_path), profile="gpu", enable_lora=True, dtype="float32")
+    with pytest.raises(ConfigError, match=r"LoRA kernels for GPUs need engine\.dtype bfloat16 or float16, got float32"):
+        server_command(config, port=1, api_key=None)
+    server_command(config.model_copy(update={"profile": "cpu"}), port=1, api_key=None)
+
+
 def test_telling_lines_are_the_errors_not_the_traceback():
     log = """Found ulimit of 20000. This can cause errors like `OSError: [Errno 24] Too many open files`.
 (EngineCore pid=1) INFO 11-21 15:08:45 [core.py:1] starting

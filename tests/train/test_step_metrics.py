@@ -37,3 +37,16 @@ def test_an_asynchronous_run_without_a_correction_does_not_start() -> None:
         load_config(None, ["engine.model=m", "train.correction=none"])
     config = load_config(None, ["engine.model=m", "train.correction=none", "train.max_staleness=0"])
     assert config.train == TrainConfig(correction="none", max_staleness=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("train.kl_coefficient=0.1", "train.kl_coefficient needs a second model"),
+        ("fleet.weight_transport=cuda_ipc", "cuda_ipc shows engines weights that stay where they are"),
+    ],
+)
+def test_what_several_ranks_cannot_do_does_not_start(given: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config(None, ["engine.model=m", "train.ranks=2", given])
+    assert reason in (load_config(None, ["engine.model=m", given]).refused_ranks(2) or ""), "ranks of torchrun"

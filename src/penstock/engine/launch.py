@@ -76,6 +76,10 @@ def server_command(
         env.update(_cpu_env(config))
         options.update(_cpu_options(config))
     options.update({name.removeprefix("--").replace("_", "-"): value for name, value in config.extra_args.items()})
+    if profile == "gpu" and config.enable_lora and options.get("dtype") == "float32":
+        raise ConfigError(
+            "engine.enable_lora: vLLM's LoRA kernels for GPUs need engine.dtype bfloat16 or float16, got float32"
+        )
     options["hf-overrides"] = _hf_overrides(config, options.get("hf-overrides"))
     argv = [sys.executable, "-m", "penstock.plugin.server", *_arguments(options)]
     return ServerCommand(tuple(argv), env)

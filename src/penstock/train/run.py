@@ -92,6 +92,8 @@ async def _run(
 ) -> Summary:
     """From the start of the engines to their end."""
     ranks = Ranks(config.train.ranks, folder.path / "logs", launched)
+    if (refused := config.refused_ranks(ranks.count)) is not None:  # torchrun gives ranks that the config does not name
+        raise ConfigError(refused)
     fleet_config = config.fleet
     if fleet_config.log_dir is None:
         fleet_config = fleet_config.model_copy(update={"log_dir": folder.path / "logs"})
@@ -126,11 +128,6 @@ async def _load(config: RunConfig, ranks: Ranks) -> Trainee:
     """Load the learner on all ranks."""
     if ranks.count == 1:
         return await asyncio.to_thread(_learner, config)
-    if config.train.kl_coefficient and config.train.lora is None:
-        raise ConfigError(
-            "train.kl_coefficient needs a second model, which a learner of several ranks does not hold: train an "
-            "adapter (train.lora), whose base is the reference, or train on one rank"
-        )
     model, dtype = config.engine.model, _served_dtype(config)
     learner = await ranks.load(
         lambda group: RankedLearner(group, model, config.train, seed=config.seed, served_dtype=dtype)
