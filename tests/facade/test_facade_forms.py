@@ -12,9 +12,9 @@ from vllm.sampling_params import StructuredOutputsParams
 from penstock import AsyncVLLM
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, EngineError, RequestError
-from penstock.facade.calls import Prompt, Prompts, completion_fields
+from penstock.facade.calls import completion_fields, prompts_of
 from penstock.facade.engine_args import changed_fields, launch_options, model_metadata
-from penstock.facade.outputs import request_output
+from penstock.facade.outputs import Prompt, request_output
 
 
 @pytest.mark.parametrize("served", ["bfloat16", "float32"])
@@ -39,9 +39,9 @@ def test_metadata_has_the_dtype_that_the_engines_compute_in(served, nano_path):
     ],
 )
 def test_prompts_of_every_form(prompts, ids, expected, batch):
-    read = Prompts.of(prompts, ids)
-    assert [(p.text, p.ids) for p in read.items] == expected
-    assert read.batch is batch
+    items, several = prompts_of(prompts, ids)
+    assert [(p.text, p.ids) for p in items] == expected
+    assert several is batch
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_prompts_of_every_form(prompts, ids, expected, batch):
 )
 def test_other_prompts_are_refused(prompts, ids, says):
     with pytest.raises(RequestError, match=says):
-        Prompts.of(prompts, ids)
+        prompts_of(prompts, ids)
 
 
 def test_sampling_parameters_are_taken_over_as_vllm_reads_them():

@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, cast
+from dataclasses import fields, is_dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
 
 from penstock.aio import all_or_first_error
 from penstock.engine.client import DataClient
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineHTTPError, RequestError, UserError
+from penstock.facade.outputs import Prompt, request_output
 from penstock.fleet.adapters import stamp_of
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.member import SERVABLE
 from penstock.rollout.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
 
 FORMS = "a string, token ids, a TextPrompt or TokensPrompt, or a list of those"
 NOT_FOUND = 404
@@ -45,40 +50,27 @@ class GenerationTimeoutError(DeadlineError, TimeoutError):
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt: text, ids, or both where the ids are those of the text."""
+def prompts_of(prompts: Any, prompt_token_ids: Any) -> tuple[list[Prompt], bool]:
+    """Read what was given for either argument of `generate`; a flat list of integers is one prompt.
 
-    text: str | None = None
-    ids: Sequence[int] | None = None
+    Returns:
+        At least one prompt, and whether a list of them was given.
 
-
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """At least one prompt, and whether they were given as one (`batch` is false) or as a list."""
-
-    items: tuple[Prompt, ...]
-    batch: bool
-
-    @classmethod
-    def of(cls, prompts: Any, prompt_token_ids: Any) -> Prompts:
-        """Read what was given for either argument of `generate`; a flat list of integers is one prompt.
-
-        Raises:
-            RequestError: both or neither, an empty list, or none of the known forms.
-        """
-        if (prompts is None) == (prompt_token_ids is None):
-            which = "neither" if prompts is None else "both"
-            raise RequestError(f"give exactly one of prompts and prompt_token_ids; got {which}")
-        name, given = ("prompts", prompts) if prompt_token_ids is None else ("prompt_token_ids", prompt_token_ids)
-        if isinstance(given, (str, Mapping)) or _is_ids(given):
-            return cls((_one(given, name),), batch=False)
-        if not isinstance(given, Sequence):
-            raise RequestError(f"{name} must be {FORMS}, got {type(given).__name__}")
-        items = cast("Sequence[Any]", given)
-        if not items:
-            raise RequestError(f"{name} is empty; give at least one prompt")
-        return cls(tuple(_one(item, f"{name}[{i}]") for i, item in enumerate(items)), batch=True)
+    Raises:
+        RequestError: both or neither, an empty list, or none of the known forms.
+    """
+    if (prompts is None) == (prompt_token_ids is None):
+        which = "neither" if prompts is None else "both"
+        raise RequestError(f"give exactly one of prompts and prompt_token_ids; got {which}")
+    name, given = ("prompts", prompts) if prompt_token_ids is None else ("prompt_token_ids", prompt_token_ids)
+    if isinstance(given, (str, Mapping)) or _is_ids(given):
+        return [_one(given, name)], False
+    if not isinstance(given, Sequence):
+        raise RequestError(f"{name} must be {FORMS}, got {type(given).__name__}")
+    items = cast("Sequence[Any]", given)
+    if not items:
+        raise RequestError(f"{name} is empty; give at least one prompt")
+    return [_one(item, f"{name}[{i}]") for i, item in enumerate(items)], True
 
 
 def _one(given: Any, where: str) -> Prompt:
@@ -150,91 +142,18 @@ def _as_json(value: Any) -> Any:
 # --- one call --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateCall:
-    """Arguments of one `generate`, checked.
-
-    Attributes:
-        prompts: as given.
-        params: vLLM's SamplingParams, one for each prompt.
-        bodies: of the completions, without model and prompt.
-        lora: a LoRARequest, or None.
-        timeout_s: seconds for all of it; None: the fleet's `request_timeout_s` for each.
-        replica: index of the only engine that may serve it; None: the router chooses.
-    """
-
-    prompts: Prompts
-    params: tuple[Any, ...]
-    bodies: tuple[Mapping[str, Any], ...]
-    lora: Any = None
-    timeout_s: float | None = None
-    replica: int | None = None
-
-    @classmethod
-    def of(
-        cls, prompts: Any, params: Any, ids: Any, *, lora: Any, timeout_s: float | None, replica: int | None
-    ) -> GenerateCall:
-        """Read the arguments of `generate`; nothing is sent yet.
-
-        Raises:
-            RequestError: prompts or sampling parameters of an unknown form, or not one for each prompt.
-            ConfigError: no parameters are given, and vLLM, whose defaults they would be, is not installed.
-        """
-        if params is None:
-            try:
-                from vllm import SamplingParams  # noqa: PLC0415 - takes seconds
-            except ImportError as error:
-                raise ConfigError("AsyncVLLM speaks vLLM's own types: pip install 'penstock[vllm]'") from error
-            params = SamplingParams()
-        given = Prompts.of(prompts, ids)
-        count = len(given.items)
-        each = tuple(cast("Sequence[Any]", params)) if isinstance(params, (list, tuple)) else (params,) * count
-        if len(each) != count:
-            raise RequestError(
-                f"sampling_params has {len(each)} entries for {count} prompts; give one, or one for each"
-            )
-        bodies = {id(one): completion_fields(one) for one in each}
-        # TorchRL's own: no or negative seconds are no limit.
-        limit = timeout_s if timeout_s is not None and timeout_s > 0 else None
-        return cls(given, each, tuple(bodies[id(one)] for one in each), lora, limit, replica)
-
-
-class Adapters:
-    """LoRA adapters by name, each loaded on every engine before its first use, and again when it was saved again.
-
-    The fleet gives each its versions, and loads them on engines that join later.
-    """
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._loaded: dict[str, tuple[str, Any]] = {}
-        """Path, and its files as they were loaded last."""
-        self._loading = asyncio.Lock()
-
-    async def load(self, lora: Any, *, again: bool = False) -> str:
-        """Load a `vllm.lora.request.LoRARequest` where needed; returns the name that requests ask for.
-
-        Args:
-            lora: the adapter.
-            again: an engine has lost it.
-
-        Raises:
-            RequestError: it is no LoRARequest, or its name stands for another path here.
-            MissingCapabilityError: an engine was launched without `enable_lora`.
-            WeightsError: the engines refused it.
-        """
-        name, path = getattr(lora, "lora_name", None), getattr(lora, "lora_path", None)
-        if not isinstance(name, str) or not isinstance(path, str):
-            raise RequestError(f"lora_request must be vLLM's LoRARequest, got {type(lora).__name__}")
-        async with self._loading:
-            now = path, stamp_of(path)
-            known = self._loaded.get(name)
-            if known is not None and known[0] != path:
-                raise RequestError(f"adapter {name!r} is {known[0]}; give {path} another name")
-            if again or known != now:
-                await self._fleet.load_adapter(name, path, timeout_s=LOAD_TIMEOUT_S)
-                self._loaded[name] = now
-            return name
+def _params_of(given: Any, count: int) -> list[Any]:
+    """One `vllm.SamplingParams` for each of `count` prompts."""
+    if given is None:
+        try:
+            from vllm import SamplingParams  # noqa: PLC0415 - takes seconds
+        except ImportError as error:
+            raise ConfigError("AsyncVLLM speaks vLLM's own types: pip install 'penstock[vllm]'") from error
+        given = SamplingParams()
+    each = [*cast("Sequence[Any]", given)] if isinstance(given, (list, tuple)) else [given] * count
+    if len(each) != count:
+        raise RequestError(f"sampling_params has {len(each)} entries for {count} prompts; give one, or one for each")
+    return each
 
 
 class Requests:
@@ -252,34 +171,56 @@ class Requests:
         self._model = model
         self._tokenizer = tokenizer
         self._request_s = request_timeout_s
-        self._adapters = Adapters(fleet)
+        self._decode = lru_cache(maxsize=None)(self._text_of)
         self._direct: dict[str, DataClient] = {}
+        self._adapters: dict[str, tuple[str, Any]] = {}
+        """By name its path, and its files as they were loaded last. A request for it then asks no engine about it."""
+        self._loading = asyncio.Lock()
 
-    async def send(self, call: GenerateCall) -> tuple[list[Prompt], list[dict[str, Any]]]:
-        """The prompts, with their ids where a tokenizer is here, and for each the answer of `/v1/completions`.
+    async def generate(
+        self,
+        prompts: Any = None,
+        sampling_params: Any = None,
+        *,
+        prompt_token_ids: Any = None,
+        lora_request: Any = None,
+        timeout_seconds: float | None = None,
+        actor_index: int | None = None,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Return vLLM's outputs; see `AsyncVLLM.generate`.
 
         Raises:
+            RequestError: prompts or parameters of an unknown form; nothing was sent.
+            ConfigError: no parameters are given, and vLLM, whose defaults they would be, is not installed.
             GenerationTimeoutError: not all of them came in time; what was under way has been cancelled.
             PenstockError: of the first that failed; the others are cancelled.
         """
+        given, batch = prompts_of(prompts, prompt_token_ids)
+        params = _params_of(sampling_params, len(given))
+        sampling = {id(one): completion_fields(one) for one in params}
+        # TorchRL's own: no or negative seconds are no limit.
+        limit = timeout_seconds if timeout_seconds is not None and timeout_seconds > 0 else None
         try:
-            async with asyncio.timeout(call.timeout_s):
-                prompts = [self._tokenized(prompt) for prompt in call.prompts.items]
-                target = self._fleet if call.replica is None else await self._engine(call.replica)
-                model = self._model if call.lora is None else await self._adapters.load(call.lora)
+            async with asyncio.timeout(limit):
+                items = [self._tokenized(prompt) for prompt in given]
+                target = self._fleet if actor_index is None else await self._engine(actor_index)
+                model = self._model if lora_request is None else await self._load(lora_request)
                 base = {"model": model, "return_token_ids": True, "return_tokens_as_token_ids": True}
-                bodies = [
-                    {**base, "prompt": p.text or "" if p.ids is None else list(p.ids), **body}
-                    for p, body in zip(prompts, call.bodies, strict=True)
-                ]
-                return prompts, await all_or_first_error(self._completion(target, body, call.lora) for body in bodies)
+                bodies = (
+                    {**base, "prompt": p.text or "" if p.ids is None else list(p.ids), **sampling[id(one)]}
+                    for p, one in zip(items, params, strict=True)
+                )
+                answers = await all_or_first_error(self._completion(target, body, lora_request) for body in bodies)
         except TimeoutError as error:
-            seconds = call.timeout_s or 0.0
             raise GenerationTimeoutError(
-                f"{len(call.prompts.items)} prompts were not answered within timeout_seconds={seconds:g}; they have "
-                "been cancelled",
-                seconds=seconds,
+                f"{len(given)} prompts were not answered within timeout_seconds={limit or 0.0:g}; they have been "
+                "cancelled",
+                seconds=limit or 0.0,
             ) from error
+        outputs = [
+            request_output(*each, lora_request, self._decode) for each in zip(answers, items, params, strict=True)
+        ]
+        return outputs if batch else outputs[0]
 
     async def close(self) -> None:
         """Close the connections to single engines."""
@@ -292,7 +233,30 @@ class Requests:
         except EngineHTTPError as error:
             if lora is None or error.status != NOT_FOUND:
                 raise
-            return await target.completion({**body, "model": await self._adapters.load(lora, again=True)})
+            return await target.completion({**body, "model": await self._load(lora, again=True)})
+
+    async def _load(self, lora: Any, *, again: bool = False) -> str:
+        """Load a `vllm.lora.request.LoRARequest` where its files changed, or `again` where an engine has lost it.
+
+        Returns:
+            The name that requests ask for.
+
+        Raises:
+            RequestError: it is no LoRARequest, or its name stands for another path here.
+            MissingCapabilityError: an engine was launched without `enable_lora`.
+            WeightsError: the engines refused it.
+        """
+        name, path = getattr(lora, "lora_name", None), getattr(lora, "lora_path", None)
+        if not isinstance(name, str) or not isinstance(path, str):
+            raise RequestError(f"lora_request must be vLLM's LoRARequest, got {type(lora).__name__}")
+        async with self._loading:
+            now, known = (path, stamp_of(path)), self._adapters.get(name)
+            if known is not None and known[0] != path:
+                raise RequestError(f"adapter {name!r} is {known[0]}; give {path} another name")
+            if again or known != now:
+                await self._fleet.load_adapter(name, path, timeout_s=LOAD_TIMEOUT_S)
+                self._adapters[name] = now
+        return name
 
     def _tokenized(self, prompt: Prompt) -> Prompt:
         if prompt.ids is not None or prompt.text is None or self._tokenizer is None:
@@ -316,3 +280,6 @@ class Requests:
                 routed=False,
             )
         return self._direct[engine.url]
+
+    def _text_of(self, token: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import EngineError
-from penstock.facade.calls import Prompt
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -20,6 +19,14 @@ Decode = Callable[[int], str | None]
 """A token id to its text, where that is known."""
 ID_PREFIX = "token_id:"
 """Before an id in the place of a token's text, with `return_tokens_as_token_ids`: texts of two tokens may be equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt: text, ids, or both where the ids are those of the text."""
+
+    text: str | None = None
+    ids: Sequence[int] | None = None
 
 
 def request_output(answer: Mapping[str, Any], prompt: Prompt, params: Any, lora: Any, decode: Decode) -> RequestOutput:

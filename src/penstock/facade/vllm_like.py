@@ -6,7 +6,6 @@ Names and arguments are those of `torchrl.modules.llm.AsyncVLLM` (TorchRL 0.14),
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,10 +16,9 @@ from urllib.parse import urlsplit
 from penstock.config import EngineConfig
 from penstock.engine.launch import resolve_profile
 from penstock.errors import ConfigError, EngineError, RequestError, StateError, UserError
-from penstock.facade.calls import GenerateCall, Prompt, Requests
+from penstock.facade.calls import Requests
 from penstock.facade.engine_args import changed_fields, launch_options, model_metadata
 from penstock.facade.loop_thread import LoopThread
-from penstock.facade.outputs import request_output
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.member import RANK, State
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
@@ -69,7 +67,6 @@ class AsyncVLLM:
         self._tokenizer = tokenizer
         model = config.served_model_name or config.model
         self._requests = Requests(fleet, model, self._tokenizer, config.request_timeout_s)
-        self._decode = functools.lru_cache(maxsize=None)(functools.partial(_decode, tokenizer))
         self._end = weakref.finalize(self, _end, loop, fleet, self._requests)
 
     # --- starting and ending -----------------------------------------------------------------------------------------
@@ -204,28 +201,28 @@ class AsyncVLLM:
                 "prompt_adapter_request and guided_options_request are gone from vLLM; for the latter use "
                 "SamplingParams(structured_outputs=...)"
             )
-        call = GenerateCall.of(
-            prompts, sampling_params, prompt_token_ids,
-            lora=lora_request, timeout_s=timeout_seconds, replica=actor_index,
-        )  # fmt: skip
-        return self._outputs(call, *self._loop.run(self._requests.send(call)))
+        return self.call(
+            self._requests.generate(
+                prompts,
+                sampling_params,
+                prompt_token_ids=prompt_token_ids,
+                lora_request=lora_request,
+                timeout_seconds=timeout_seconds,
+                actor_index=actor_index,
+            )
+        )
 
     async def generate_async(
-        self,
-        prompts: Any = None,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        lora_request: Any = None,
-        timeout_seconds: float | None = None,
-        actor_index: int | None = None,
+        self, prompts: Any = None, sampling_params: Any = None, **options: Any
     ) -> RequestOutput | list[RequestOutput]:
-        """`generate` for coroutines of any event loop; its cancellation is one on the engines too."""
-        call = GenerateCall.of(
-            prompts, sampling_params, prompt_token_ids,
-            lora=lora_request, timeout_s=timeout_seconds, replica=actor_index,
-        )  # fmt: skip
-        return self._outputs(call, *await self._loop.result(self._requests.send(call)))
+        """`generate` for coroutines of any event loop; its cancellation is one on the engines too.
+
+        Args:
+            prompts: as in `generate`.
+            sampling_params: as in `generate`.
+            options: `prompt_token_ids`, `lora_request`, `timeout_seconds` and `actor_index` of `generate`.
+        """
+        return await self._loop.result(self._requests.generate(prompts, sampling_params, **options))
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer, of transformers. ConfigError: simulated engines have none."""
@@ -332,16 +329,6 @@ class AsyncVLLM:
         """Put new weights in force on every engine while requests are in flight; see `Fleet.update_weights`."""
         return self.call(self.fleet.update_weights(weights))
 
-    # --- parts of it -------------------------------------------------------------------------------------------------
-
-    def _outputs(
-        self, call: GenerateCall, prompts: Sequence[Prompt], answers: Sequence[Mapping[str, Any]]
-    ) -> RequestOutput | list[RequestOutput]:
-        outputs = [
-            request_output(*each, call.lora, self._decode) for each in zip(answers, prompts, call.params, strict=True)
-        ]
-        return outputs if call.prompts.batch else outputs[0]
-
 
 DEFAULT_STRATEGIES = ("prefix-aware", "requests")
 """As in TorchRL."""
@@ -432,10 +419,6 @@ class LoadBalancer:
 
 def _tokenizer(config: EngineConfig) -> Tokenizer | None:
     return None if resolve_profile(config) == "sim" else load_tokenizer(config.tokenizer or config.model)
-
-
-def _decode(tokenizer: Tokenizer | None, token: int) -> str | None:
-    return None if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
 
 
 def _end(loop: LoopThread, fleet: Fleet, requests: Requests) -> None:
