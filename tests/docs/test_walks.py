@@ -17,10 +17,11 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "penstock"
 WALKS = (ROOT / "ARCHITECTURE.md").read_text().partition("## Walks")[2].partition("## States")[0]
 TITLES = {REQUEST: "A request", UPDATE: "An update", DEATH: "A death"}
-OTHER_WAYS = {"plugin/direct.py", "plugin/kept_kv.py", "plugin/salt.py"}
+OTHER_WAYS = {"plugin/direct.py"}
 """Workers on the CPU load in another way; and an update drops the KV cache unless it is told otherwise."""
-HOOKS = {"engine/vanilla/requests.py", "fleet/adapters.py"}
-"""Of side rooms, run on the way: what may be asked of the engines, and which adapters an engine gets that joins."""
+HOOKS = {"engine/vanilla/requests.py", "fleet/adapters.py", "plugin/kept_kv.py", "token_meter.py"}
+"""Of side rooms, run on the way: what may be asked of the engines, which adapters an engine gets that joins, whether a
+request has KV of older weights, and the meter of lost tokens."""
 
 ENGINES_SIDE = ("plugin/", "weights/", "fleet/probe")
 """What simulated engines, which have none of it, do not run."""

@@ -6,7 +6,7 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
-from penstock.plugin.salt import Salting, salt_of
+from penstock.plugin.kept_kv import Salting, salt_of
 
 
 def test_each_argument_separates() -> None:

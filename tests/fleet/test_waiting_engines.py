@@ -312,5 +312,5 @@ async def test_who_does_not_come_to_the_second_group_is_torn(*, torn: bool) -> N
     member.control = shy = Shy("a", bench.journal)
     member.process = None
     host: Any = Host()
-    assert await Delivery(bench.roster, 0.05).gather(host, [member], torn=torn) == []
+    assert await Delivery(host, bench.roster, 0.05).gather([member], torn=torn) == []
     assert (member.torn is not None, shy.released) == (torn, torn)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from types import TracebackType
@@ -13,10 +14,12 @@ from penstock.aio import cancelled, in_thread
 from penstock.engine.control import ControlClient
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, TransferError, WeightsError
 from penstock.fleet.fan_out import Call, FanOut, fan_out
-from penstock.fleet.member import Member, updatable
+from penstock.fleet.member import Clock, Member, updatable
 from penstock.fleet.roster import Roster
+from penstock.fleet.update import Fetching
 from penstock.types import EngineUpdate
 from penstock.weights.broadcast import BroadcastStore
+from penstock.weights.manifest import WeightManifest
 
 T = TypeVar("T")
 
@@ -24,30 +27,92 @@ ANSWER_S = 5.0
 """An engine that gives no answer for so long after a transfer was cut hangs; the others wait for it behind the gate."""
 
 
-class Delivery:
-    """Keeps one group for as long as the same engines are there.
+SENDINGS = 4
+"""How often one version is sent, at most. Each time but the first an engine has died on the way, or bytes were lost."""
+
+
+class Delivery(Fetching):
+    """Sends versions to the engines. It keeps one group for as long as the same engines are there.
 
     Args:
+        sender: sends what was published to it.
         roster: the engines; a death that it learns of cuts the group at once.
         deadline_s: seconds that each engine has for each call.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, roster: Roster, deadline_s: float) -> None:
-        self._roster = roster
-        self._deadline_s = deadline_s
+    def __init__(
+        self, sender: BroadcastStore, roster: Roster, deadline_s: float, clock: Clock = time.monotonic
+    ) -> None:
+        super().__init__(roster, deadline_s, clock)
+        self.sender = sender
         self.fresh = False
         """The last `gather` formed a group, and did not find it."""
         self._joined: tuple[ControlClient, ...] = ()
 
-    def holds(self, sender: BroadcastStore, members: Sequence[Member]) -> bool:
-        """Whether the group is whole, and of these engines; one that was restarted is another."""
-        return sender.formed() and self._joined == tuple(member.control for member in members)
+    async def ready(
+        self, members: Sequence[Member], manifest: WeightManifest
+    ) -> tuple[Sequence[Member], WeightManifest, Mapping[str, float]]:
+        """Form the group and prepare; see `Fetching.ready`. Raises as `gather` does."""
+        members = await self.gather(members)
+        try:
+            prepared = await self._prepare(members, manifest)
+        except WeightsError:
+            if self.fresh:
+                raise
+            # It may be the group that an engine does not know any more, such as one that was restarted unseen.
+            self.sender.interrupt("an engine does not prepare what is to be sent over it")
+            members = await self.gather(updatable(members))
+            prepared = await self._prepare(members, manifest)
+        return members, manifest, prepared
 
-    async def gather(self, sender: BroadcastStore, members: Sequence[Member], *, torn: bool = False) -> list[Member]:
+    async def apply(
+        self, members: Sequence[Member], manifest: WeightManifest, call: Call[EngineUpdate]
+    ) -> Mapping[str, EngineUpdate]:
+        """Send it until no live engine is torn: again, whole, to a group without those that died on the way."""
+        results: dict[str, EngineUpdate] = {}
+        waiting, problem = list(members), "it was sent too often"
+        try:
+            for _ in range(SENDINGS):
+                if not self.holds(waiting):
+                    waiting = await self.gather(waiting, torn=True)
+                    await self._prepare(waiting, manifest, torn=True)
+                    waiting = updatable(waiting)
+                if not waiting:
+                    break
+                outcome = await self.send(waiting, call)
+                results |= outcome.results
+                cut = {name: error for name, error in outcome.failures.items() if isinstance(error, TransferError)}
+                waiting = [m for m in updatable(waiting) if m.name in cut]
+                if not waiting:
+                    break
+                problem = str(cut[waiting[0].name])
+        except (PenstockError, RuntimeError, OSError) as error:  # torch's and the system's too: engines are torn by now
+            problem = str(error)
+        # Servers of others that another watch has found dead meanwhile are torn as well.
+        torn = (m for m in members if m in waiting or (m.name not in results and m.process is None and m.torn is None))
+        for member in torn:
+            reason = f"apply of weight version {manifest.version} failed: {problem}"
+            await self.roster.mark_dead(member, reason, torn=True)
+        return results
+
+    def forget(self) -> None:
+        """Let the trainer's tensors go."""
+        self.sender.forget()
+
+    async def _prepare(
+        self, members: Sequence[Member], manifest: WeightManifest, *, torn: bool = False
+    ) -> Mapping[str, float]:
+        return await self.prepare(members, self.sender.addressed(manifest), torn=torn)
+
+    def holds(self, members: Sequence[Member]) -> bool:
+        """Whether the group is whole, and of these engines; one that was restarted is another."""
+        return self.sender.formed() and self._joined == tuple(member.control for member in members)
+
+    async def gather(self, members: Sequence[Member], *, torn: bool = False) -> list[Member]:
         """Form the group of these engines while they generate, unless it is there; one that does not join is DEAD.
 
         Args:
-            sender: opens it.
             members: of these.
             torn: they have half of the version that is sent already.
 
@@ -58,16 +123,14 @@ class Delivery:
             WeightsError: an engine refuses to join; or none can reach the trainer.
         """
         left, self.fresh = updatable(members), False
-        while left and not self.holds(sender, left):
+        while left and not self.holds(left):
             self._joined, self.fresh = (), True
-            if await self._form(sender, left, torn=torn):
+            if await self._form(left, torn=torn):
                 self._joined = tuple(member.control for member in left)
             left = updatable(left)
         return left
 
-    async def send(
-        self, sender: BroadcastStore, members: Sequence[Member], call: Call[EngineUpdate]
-    ) -> FanOut[EngineUpdate]:
+    async def send(self, members: Sequence[Member], call: Call[EngineUpdate]) -> FanOut[EngineUpdate]:
         """Send to the group what was published, while `call` makes every engine take it.
 
         An engine that fails is DEAD. One whose transfer was cut is torn and paused, its outcome a `TransferError`.
@@ -78,20 +141,20 @@ class Delivery:
 
         async def failed(member: Member, error: PenstockError) -> None:
             if isinstance(error, TransferError):
-                sender.interrupt(str(error))  # which names it; the others would wait for it
+                self.sender.interrupt(str(error))  # which names it; the others would wait for it
             else:
-                await self._roster.mark_dead(member, f"apply of new weights failed: {error}", torn=True)
+                await self.roster.mark_dead(member, f"apply of new weights failed: {error}", torn=True)
 
         answers = _Answers()
-        async with self._cut_by_a_death(sender, members):
-            sending = _beside(sender.send)
+        async with self._cut_by_a_death(members):
+            sending = _beside(self.sender.send)
             sending.add_done_callback(answers.expect)
             whole = False
             try:
                 outcome = await fan_out(
                     members,
                     lambda engine: answers.of(call(engine)),
-                    deadline_s=self._deadline_s,
+                    deadline_s=self.deadline_s,
                     on_failure=failed,
                 )
                 whole = not outcome.failures
@@ -99,7 +162,7 @@ class Delivery:
                 # If all have all of it, the sending is about to end; else it sends to engines that are gone.
                 await asyncio.wait((sending,), timeout=ANSWER_S if whole else 0.0)
                 if not sending.done():
-                    sender.interrupt("every engine has answered")
+                    self.sender.interrupt("every engine has answered")
                     await asyncio.wait((sending,), timeout=ANSWER_S)
         if not sending.done() and not whole:
             # Nothing interrupts the trainer's own code; its thread ends by itself, with the group, if it ever goes on.
@@ -108,32 +171,32 @@ class Delivery:
             raise error
         return outcome
 
-    async def _form(self, sender: BroadcastStore, members: Sequence[Member], *, torn: bool) -> bool:
+    async def _form(self, members: Sequence[Member], *, torn: bool) -> bool:
         """Try once; False: an engine has left, or did not join."""
         layouts = [member.layout for member in members]
-        invited = await in_thread(lambda: sender.invite(layouts))
+        invited = await in_thread(lambda: self.sender.invite(layouts))
         bodies: Mapping[ControlClient, Mapping[str, Any]] = dict(
             zip((member.control for member in members), invited, strict=True)
         )
 
         async def failed(member: Member, error: PenstockError) -> None:
             if isinstance(error, (WeightsError, EngineHTTPError)):
-                sender.interrupt(f"an engine does not join: {error}")
+                self.sender.interrupt(f"an engine does not join: {error}")
             else:
-                await self._roster.mark_dead(member, f"did not join the group for new weights: {error}", torn=torn)
+                await self.roster.mark_dead(member, f"did not join the group for new weights: {error}", torn=torn)
 
-        async with self._cut_by_a_death(sender, members):
-            forming = asyncio.create_task(in_thread(sender.form), name="form-group")
+        async with self._cut_by_a_death(members):
+            forming = asyncio.create_task(in_thread(self.sender.form), name="form-group")
             try:
                 outcome = await fan_out(
                     members,
                     lambda engine: engine.join_group(bodies[engine]),
-                    deadline_s=self._deadline_s,
+                    deadline_s=self.deadline_s,
                     on_failure=failed,
                 )
                 await asyncio.wait((forming,))
             except asyncio.CancelledError:
-                sender.interrupt("the update was given up")
+                self.sender.interrupt("the update was given up")
                 await asyncio.wait((forming,))
                 raise
         problem = forming.exception()
@@ -144,23 +207,21 @@ class Delivery:
             return True
         if not isinstance(problem, TransferError):
             raise problem
-        absent = sender.absent(layouts)
+        absent = self.sender.absent(layouts)
         for index in absent:
-            await self._roster.mark_dead(
-                members[index], f"did not join the group for new weights: {problem}", torn=torn
-            )
+            await self.roster.mark_dead(members[index], f"did not join the group for new weights: {problem}", torn=torn)
         if not absent and len(updatable(members)) == len(members):
             raise WeightsError(f"the group for new weights was not formed: {problem}") from problem
         return False
 
     @asynccontextmanager
-    async def _cut_by_a_death(self, sender: BroadcastStore, members: Sequence[Member]) -> AsyncGenerator[None]:
+    async def _cut_by_a_death(self, members: Sequence[Member]) -> AsyncGenerator[None]:
         """Cut the group as soon as one of the engines is known to be gone, by whatever watch."""
 
         async def watch() -> None:
-            await self._roster.until(lambda: len(updatable(members)) < len(members))
+            await self.roster.until(lambda: len(updatable(members)) < len(members))
             gone = ", ".join(member.name for member in members if not member.updatable)
-            sender.interrupt(f"{gone} is gone")
+            self.sender.interrupt(f"{gone} is gone")
 
         watching = asyncio.create_task(watch(), name="cut-by-a-death")
         try:

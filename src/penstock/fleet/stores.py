@@ -14,7 +14,6 @@ from penstock.errors import ConfigError, WeightsError
 from penstock.fleet.member import Member
 from penstock.fleet.options import visible_gpus
 from penstock.rooms import plugged_in
-from penstock.weights.broadcast import BroadcastStore
 from penstock.weights.manifest import TensorProvider, WeightManifest
 from penstock.weights.shared_memory import SharedMemoryStore
 
@@ -166,12 +165,10 @@ class Stores:
 
     def _copy(self, manifest: WeightManifest, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
         """Keep a version in shared memory. WeightsError: the tensors are not those that were sent."""
-        from penstock.weights.transfer import check_same_bits  # noqa: PLC0415 - the core must import without torch
-
         copies = self._copies
         copies.current = None  # it is not the fleet's any more: one buffer is enough
         copy = copies.publish(manifest.version, named_tensors)
-        check_same_bits(manifest, copy, named_tensors)
+        plugged_in("lent.check")(manifest, copy, named_tensors)
         copies.commit(copy)
         self._last, self._last_is_copy = copies, True
         return copy
@@ -205,7 +202,9 @@ class Stores:
     def _make(self, transport: str) -> Store:
         settings = self._settings
         if transport == "broadcast":
-            return BroadcastStore(address=settings.weight_address, timeout_s=SEND_SHARE * self._timeout_s)
+            return plugged_in("store.broadcast")(
+                address=settings.weight_address, timeout_s=SEND_SHARE * self._timeout_s
+            )
         if transport == "cuda_ipc":
             return plugged_in("store.cuda_ipc")(self._ipc_devices)
         if transport in {"disk", "delta"} and settings.weight_folder is not None:

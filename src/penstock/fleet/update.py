@@ -11,23 +11,77 @@ from dataclasses import dataclass, field, replace
 
 from penstock.aio import in_thread
 from penstock.engine.control import ControlClient
-from penstock.errors import PenstockError, TransferError, UpdateError, UserError, WeightsError
-from penstock.fleet.delivery import Delivery
+from penstock.errors import PenstockError, UpdateError, UserError
 from penstock.fleet.fan_out import Call, fan_out
 from penstock.fleet.member import SERVABLE, Clock, Member, State, updatable, why
 from penstock.fleet.roster import Roster
 from penstock.fleet.stores import Store, Stores
 from penstock.fleet.sync import put, source
+from penstock.rooms import plugged_as, plugged_in
 from penstock.types import KV, EngineUpdate, UpdateReport
-from penstock.weights.broadcast import BroadcastStore
 from penstock.weights.manifest import WeightManifest, by_rank, kind_of
 
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 10.0
 """How long an engine may take to answer what an update cost it, from the moment that this is known."""
-SENDINGS = 4
-"""How often one version is sent, at most. Each time but the first an engine has died on the way, or bytes were lost."""
+
+
+class Fetching:
+    """Brings a version to engines that fetch it themselves; `fleet/delivery.py` sends one to them instead.
+
+    Args:
+        roster: the engines.
+        deadline_s: seconds that each engine has for each step.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, roster: Roster, deadline_s: float, clock: Clock) -> None:
+        self.roster = roster
+        self.deadline_s = deadline_s
+        self.clock = clock
+
+    async def ready(
+        self, members: Sequence[Member], manifest: WeightManifest
+    ) -> tuple[Sequence[Member], WeightManifest, Mapping[str, float]]:
+        """Return who takes part, the manifest they have prepared, and how many seconds each took for it."""
+        return members, manifest, await self.prepare(members, manifest)
+
+    async def apply(
+        self, members: Sequence[Member], manifest: WeightManifest, call: Call[EngineUpdate]
+    ) -> Mapping[str, EngineUpdate]:
+        """Have every engine take a version by `call`; one that fails is DEAD."""
+
+        async def failed(member: Member, error: PenstockError) -> None:
+            await self.roster.mark_dead(
+                member, f"apply of weight version {manifest.version} failed: {error}", torn=True
+            )
+
+        return (await fan_out(members, call, deadline_s=self.deadline_s, on_failure=failed)).results
+
+    def forget(self) -> None:
+        """Let go of what was published."""
+
+    async def prepare(
+        self, members: Sequence[Member], manifest: WeightManifest, *, torn: bool = False
+    ) -> Mapping[str, float]:
+        """Have every engine prepare a version; raises the refusal of one, by any other error that engine is DEAD."""
+
+        async def seconds(engine: ControlClient) -> float:
+            began = self.clock()
+            await engine.prepare_weights(manifest)
+            return self.clock() - began
+
+        async def failed(member: Member, error: PenstockError) -> None:
+            if not isinstance(error, UserError):
+                reason = f"prepare of weight version {manifest.version} failed: {error}"
+                await self.roster.mark_dead(member, reason, torn=torn)
+
+        outcome = await fan_out(members, seconds, deadline_s=self.deadline_s, on_failure=failed)
+        for error in outcome.failures.values():
+            if isinstance(error, UserError):
+                raise error
+        return outcome.results
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +104,8 @@ class Updater:
     min_engines: int
     deadline_s: float
     clock: Clock = time.monotonic
-    delivery: Delivery = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "delivery", Delivery(self.roster, self.deadline_s))
+    _ways: dict[str, Fetching] = field(default_factory=dict[str, "Fetching"], init=False)
+    """By transport; one that sends keeps its group from update to update."""
 
     async def run(
         self, publish: Callable[[int], WeightManifest], *, version: int, kv: KV = "recompute"
@@ -73,30 +125,39 @@ class Updater:
         asked = updatable(self.roster.members)
         self._need(asked, version, "before it began")
         manifest = await in_thread(lambda: publish(version))
-        sender = sender_of(self.store, manifest)
+        way = self._way(manifest.transport)
         try:
-            return await self._put_in_force(manifest, asked, sender, began, kv=kv)
+            return await self._put_in_force(manifest, asked, way, began, kv=kv)
         finally:
-            if sender is not None:
-                sender.forget()  # also what was refused, or did not commit
+            way.forget()  # also what was refused, or did not commit
+
+    def _way(self, transport: str) -> Fetching:
+        if transport not in self._ways:
+            basics = self.roster, self.deadline_s, self.clock
+            if transport in plugged_as("delivery"):
+                store = self.store.of(transport) if isinstance(self.store, Stores) else self.store
+                self._ways[transport] = plugged_in(f"delivery.{transport}")(store, *basics)
+            else:
+                self._ways[transport] = Fetching(*basics)
+        return self._ways[transport]
 
     async def _put_in_force(
         self,
         manifest: WeightManifest,
         asked: Sequence[Member],
-        sender: BroadcastStore | None,
+        way: Fetching,
         began: float,
         *,
         kv: KV,
     ) -> UpdateReport:
         """An update from what was published on; see `run`."""
         published, version = self.clock(), manifest.version
-        members, manifest, prepared = await self._readied(asked, manifest, sender)
+        members, manifest, prepared = await way.ready(asked, manifest)
         ready = self.clock()
         self._need(updatable(members), version, "when they had prepared it")
         async with self.gate():
             closed = self.clock()
-            applied = await self._apply(updatable(members), manifest, sender, kv=kv)
+            applied = await self._apply(updatable(members), manifest, way, kv=kv)
             committed = [m for m in members if m.name in applied and m.updatable]
             await self._commit_or_go_back(committed, applied, manifest)
             await self.roster.push_or_defer(f"its engines serve weight version {self.roster.version}")
@@ -117,27 +178,6 @@ class Updater:
             engines=tuple(_with_prepare(applied[m.name], prepared[m.name]) for m in committed),
             failures=_failures(m for m in asked if m not in committed),
         )
-
-    async def _readied(
-        self, members: Sequence[Member], manifest: WeightManifest, sender: BroadcastStore | None
-    ) -> tuple[Sequence[Member], WeightManifest, Mapping[str, float]]:
-        """Return who takes part, the manifest they have prepared, and how many seconds each took for it."""
-        if sender is None:
-            return members, manifest, await self._prepare(members, manifest)
-        members = await self.delivery.gather(sender, members)
-        self._need(members, manifest.version, "when they had joined the group over which it is sent")
-        try:
-            addressed = sender.addressed(manifest)
-            prepared = await self._prepare(members, addressed)
-        except WeightsError:
-            if self.delivery.fresh:
-                raise
-            # It may be the group that an engine does not know any more, such as one that was restarted unseen.
-            sender.interrupt("an engine does not prepare what is to be sent over it")
-            members = await self.delivery.gather(sender, updatable(members))
-            addressed = sender.addressed(manifest)
-            prepared = await self._prepare(members, addressed)
-        return members, addressed, prepared
 
     async def _commit_or_go_back(
         self,
@@ -167,27 +207,8 @@ class Updater:
                 "the next update_weights", manifest.version, error,
             )  # fmt: skip
 
-    async def _prepare(
-        self, members: Sequence[Member], manifest: WeightManifest, *, torn: bool = False
-    ) -> Mapping[str, float]:
-        async def seconds(engine: ControlClient) -> float:
-            began = self.clock()
-            await engine.prepare_weights(manifest)
-            return self.clock() - began
-
-        async def failed(member: Member, error: PenstockError) -> None:
-            if not isinstance(error, UserError):
-                reason = f"prepare of weight version {manifest.version} failed: {error}"
-                await self.roster.mark_dead(member, reason, torn=torn)
-
-        outcome = await fan_out(members, seconds, deadline_s=self.deadline_s, on_failure=failed)
-        for error in outcome.failures.values():
-            if isinstance(error, UserError):
-                raise error
-        return outcome.results
-
     async def _apply(
-        self, members: Sequence[Member], manifest: WeightManifest, sender: BroadcastStore | None, *, kv: KV
+        self, members: Sequence[Member], manifest: WeightManifest, way: Fetching, *, kv: KV
     ) -> Mapping[str, EngineUpdate]:
         version = manifest.version
         # An engine that has applied goes on with its requests before the update commits.
@@ -195,52 +216,15 @@ class Updater:
         if kv == "keep":  # of `keep_in_flight` the engines say which tokens attend to what was kept
             self.roster.keep_kv(version)
 
-        async def failed(member: Member, error: PenstockError) -> None:
-            await self.roster.mark_dead(member, f"apply of weight version {version} failed: {error}", torn=True)
-
         async def call(engine: ControlClient) -> EngineUpdate:
             return await engine.apply_weights(version, kv=kv)
 
-        tears = self.roster.tears(call)
-        if sender is not None:
-            results = await self._send(sender, members, manifest, tears)
-        else:
-            results = (await fan_out(members, tears, deadline_s=self.deadline_s, on_failure=failed)).results
+        results = await way.apply(members, manifest, self.roster.tears(call))
         layouts = {m.name: m.layout for m in members if m.name in results}
         odd = odd_ones_out({name: update.checksum for name, update in results.items()}, layouts)
         for member in members:
             if member.name in odd:
                 await self.roster.mark_dead(member, f"weight version {version}: {odd[member.name]}", torn=True)
-        return results
-
-    async def _send(
-        self, sender: BroadcastStore, members: Sequence[Member], manifest: WeightManifest, call: Call[EngineUpdate]
-    ) -> Mapping[str, EngineUpdate]:
-        """Send it until no live engine is torn: again, whole, to a group without those that died on the way."""
-        results: dict[str, EngineUpdate] = {}
-        waiting, problem = list(members), "it was sent too often"
-        try:
-            for _ in range(SENDINGS):
-                if not self.delivery.holds(sender, waiting):
-                    waiting = await self.delivery.gather(sender, waiting, torn=True)
-                    await self._prepare(waiting, sender.addressed(manifest), torn=True)
-                    waiting = updatable(waiting)
-                if not waiting:
-                    break
-                outcome = await self.delivery.send(sender, waiting, call)
-                results |= outcome.results
-                cut = {name: error for name, error in outcome.failures.items() if isinstance(error, TransferError)}
-                waiting = [m for m in updatable(waiting) if m.name in cut]
-                if not waiting:
-                    break
-                problem = str(cut[waiting[0].name])
-        except (PenstockError, RuntimeError, OSError) as error:  # torch's and the system's too: engines are torn by now
-            problem = str(error)
-        # Servers of others that another watch has found dead meanwhile are torn as well.
-        torn = (m for m in members if m in waiting or (m.name not in results and m.process is None and m.torn is None))
-        for member in torn:
-            reason = f"apply of weight version {manifest.version} failed: {problem}"
-            await self.roster.mark_dead(member, reason, torn=True)
         return results
 
     async def _roll_back(self, members: Sequence[Member], version: int) -> None:
@@ -280,12 +264,6 @@ async def recovered(roster: Roster, report: UpdateReport, *, timeout_s: float) -
     )
     engines = (replace(engine, loss=outcome.results.get(engine.engine)) for engine in report.engines)
     return replace(report, engines=tuple(engines))
-
-
-def sender_of(store: Store, manifest: WeightManifest) -> BroadcastStore | None:
-    """Return the store that sends a version while the engines apply it; None: the engines fetch it themselves."""
-    inner = store.of(manifest.transport) if isinstance(store, Stores) else store
-    return inner if isinstance(inner, BroadcastStore) else None
 
 
 def odd_ones_out(checksums: Mapping[str, str], layouts: Mapping[str, Hashable]) -> dict[str, str]:

@@ -25,8 +25,8 @@ from typing import Any
 
 from penstock.errors import EngineError, StateError, WeightsError
 from penstock.plugin import compat
+from penstock.plugin.kept_kv import Salting
 from penstock.plugin.patches import attempt
-from penstock.plugin.salt import Salting
 from penstock.plugin.spec import WeightSpec
 
 PLACE = "penstock-adapter:"

@@ -22,10 +22,8 @@ from typing import Any, get_args
 from penstock.errors import EngineError, StateError, TransferError, WeightsError
 from penstock.plugin import compat
 from penstock.plugin.core_http import CoreServer, Route, respond
-from penstock.plugin.kept_kv import KeptKV
 from penstock.plugin.patches import attempt
 from penstock.plugin.pause import PauseState, StepCap, clear_kv, mode_in_core
-from penstock.plugin.salt import Salting
 from penstock.plugin.spec import WeightSpec, check_tensors, expected_weights
 from penstock.rooms import plugged_as, plugged_in
 from penstock.types import KV, TokenLoss
@@ -138,8 +136,8 @@ class CoreControl:
         self.core = core
         self.pausing = PauseState(core)
         self.step_cap = StepCap(core)
-        self.salting = Salting(core, lambda lora: (self.kv.version, self.adapters.load_of(lora)))
-        self.kv = KeptKV(core, self.salting)
+        self.salting = plugged_in("kept_kv.salting")(core, lambda lora: (self.kv.version, self.adapters.load_of(lora)))
+        self.kv = plugged_in("kept_kv.core")(core, self.salting)
         self.adapters = plugged_in("adapters.core")(core, self._change, self.salting)
         scheduler = core.scheduler
         scheduler.update_from_output = functools.partial(self._after_step, scheduler.update_from_output)

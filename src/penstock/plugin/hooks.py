@@ -19,9 +19,9 @@ import orjson
 
 from penstock.plugin import resume
 from penstock.plugin.compat import TokenVersions
-from penstock.plugin.kept_kv import KeptRequests
 from penstock.plugin.pause import ROUTES, PauseControl
 from penstock.plugin.progress import CURRENT, RequestProgress, SampleProgress, serve
+from penstock.rooms import plugged_in
 from penstock.wire import GENERATE, PROGRESS_HEADER, Notes
 
 GENERATION = frozenset({GENERATE, "/v1/completions", "/v1/chat/completions"})
@@ -35,7 +35,7 @@ class RequestHooks:
 
     def __init__(self) -> None:
         self.versions = TokenVersions()
-        self.kept = KeptRequests()
+        self.kept = plugged_in("kept_kv.served")()
         self._installed = False
         self.pausing = PauseControl()
         self.adapters_used: dict[str, float] = {}

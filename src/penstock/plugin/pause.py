@@ -26,7 +26,7 @@ from urllib.parse import parse_qs
 from penstock.errors import EngineError, StateError
 from penstock.plugin import compat
 from penstock.plugin.patches import collect_all_dp_replies
-from penstock.token_meter import TokenMeter
+from penstock.rooms import plugged_in
 
 ROUTES = frozenset({"/pause", "/resume", "/sleep", "/wake_up", "/finish_weight_update", "/collective_rpc"})
 MEMORY_TAGS = frozenset({"weights", "kv_cache"})
@@ -57,7 +57,7 @@ class PauseState:
         """An update waits for the step under way, and has changed nothing yet."""
         self.without_weights = False
         """They were dropped, or an update has begun to write them and has not ended."""
-        self.meter = TokenMeter(time.perf_counter)
+        self.meter = plugged_in("token_meter")(time.perf_counter)
         """Of the core's tokens."""
         self.changing = 0
         """Changes of adapters that wait for the step under way."""

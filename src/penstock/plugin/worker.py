@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from penstock.errors import PenstockError
-from penstock.plugin.broadcast import join_group
 from penstock.plugin.patches import attempt
 from penstock.plugin.reload import Loader
 from penstock.plugin.sources import Source, make_source
@@ -51,7 +50,7 @@ class WorkerExtension:
 
     def penstock_join_group(self, group: dict[str, Any]) -> str | None:
         """Begin to join a group (`GroupSpec` as JSON), in a thread; return why it cannot be joined, if so."""
-        return _text_of(attempt(lambda: join_group(self, group), "joining a group")[1])
+        return _text_of(attempt(lambda: plugged_in("group.join")(self, group), "joining a group")[1])
 
     def penstock_prepared(self) -> int | None:
         """The version that `penstock_load` would load."""
