@@ -42,6 +42,8 @@ class Engine:
     made: list[list[int]] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
     sessions: list[Any] = field(default_factory=list)
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    """The first request came."""
     hold: asyncio.Event | None = None
     error: Exception | None = None
 
@@ -49,6 +51,7 @@ class Engine:
         assert n == 1
         version = len(self.seen)
         self.seen.append(list(ids))
+        self.asked.set()
         self.params.append(params)
         self.sessions.append(session_id)
         said = self.ids.pop(0) if self.ids else self.tokenizer.encode_exact(self.texts.pop(0) if self.texts else "done")

@@ -42,6 +42,9 @@ def reading(what: str, error: Refusal = UserError) -> Generator[None]:
         yield
     except PenstockError:
         raise
+    except KeyError as problem:
+        missing = repr(problem.args[0] if problem.args else "a key")[:_SHOWN]
+        raise error(f"malformed {what}: {missing} is missing") from problem
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as problem:
         raise error(f"malformed {what}: {repr(problem)[:_SHOWN]}") from problem
 

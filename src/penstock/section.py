@@ -39,8 +39,11 @@ def _explain(section: type[Section], error: Mapping[str, Any]) -> str:
         return f"unknown config key {key!r}; {hint}"
     if error["type"] == "missing":
         return f"config key {key!r} is required"
-    named = f"config key {key!r}: " if key else ""  # the whole section is wrong
-    return f"{named}{str(error['msg']).removeprefix('Value error, ')}, got {error['input']!r}"
+    named = f"config key {key!r}: " if key else ""
+    given = error["input"]
+    # A check across keys names the ones it means; its input is a whole section, perhaps with keys that are secret.
+    got = "" if error["type"] == "value_error" and isinstance(given, (Mapping, Section)) else f", got {given!r}"
+    return f"{named}{str(error['msg']).removeprefix('Value error, ')}{got}"
 
 
 def _fields_at(section: type[Section], path: Sequence[str]) -> list[str]:

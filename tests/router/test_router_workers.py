@@ -182,7 +182,7 @@ async def test_a_control_port_that_answers_otherwise_is_a_named_refusal(monkeypa
         async with asyncio.timeout(20):
             answer = await (await r.client()).ask("/router/engines", method="GET")
         assert (answer.status, answer.header("x-penstock-error")) == (503, "no_worker")
-        assert b"not as a router of this version does (malformed answer: KeyError('workers'))" in answer.body
+        assert b"not as a router of this version does (malformed answer: 'workers' is missing)" in answer.body
 
 
 async def test_a_change_is_in_force_on_every_process_when_the_call_returns() -> None:

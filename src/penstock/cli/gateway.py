@@ -100,10 +100,12 @@ async def _serve(
     from penstock.engine.client import DataClient  # noqa: PLC0415
     from penstock.gateway.server import serving  # noqa: PLC0415
     from penstock.gateway.service import Gateway, GatewayOptions  # noqa: PLC0415
+    from penstock.process import raise_file_limit  # noqa: PLC0415
     from penstock.rollout.chat_template import ChatTemplate  # noqa: PLC0415
     from penstock.rollout.tokenizer import load_tokenizer  # noqa: PLC0415
 
     template = ChatTemplate(await asyncio.to_thread(load_tokenizer, tokenizer))
+    raise_file_limit()
     client = DataClient(url, api_key=router_key)
     try:
         model, context = await _model(client)

@@ -20,13 +20,15 @@ from penstock.gateway.anthropic import AnthropicDialect
 from penstock.gateway.chat import ChatDialect
 from penstock.gateway.dialect import KEEPALIVE, Dialect, dumps
 from penstock.gateway.graph import Row, Session
-from penstock.gateway.messages import Answer, GatewayError, bare
+from penstock.gateway.messages import Answer, ChatRequest, GatewayError, bare
 from penstock.gateway.responses import ResponsesDialect
 from penstock.gateway.service import Gateway, Limits, PendingTurn, Tenant
 from penstock.guard import cross_site
 from penstock.parsing import parse_json, reading
 
 MOST_BODY = 64 << 20
+LONG_BODY = 1 << 14
+"""Bytes of a body from which a thread reads it."""
 BODY_S = 60.0
 """Deadline of a request's whole body."""
 KEEPALIVE_S = 10.0
@@ -103,20 +105,28 @@ class _Calls:
         return JSONResponse({"status": "ok"})
 
     async def models(self, http: Request, _: Dialect) -> Response:
-        self._session(http)
+        self._session(http, keep=False)
         options = self._gateway.options
         model = {"id": options.model, "object": "model", "created": 0, "owned_by": "penstock"}
         return JSONResponse({"object": "list", "data": [{**model, "max_model_len": options.max_model_len}]})
 
-    def _session(self, http: Request) -> Session:
+    def _session(self, http: Request, *, keep: bool = True) -> Session:
         hint = next((value for name in SESSION_HEADERS if (value := http.headers.get(name))), None)
-        return self._gateway.session(_key(http), http.path_params.get("session"), hint)
+        return self._gateway.session(_key(http), http.path_params.get("session"), hint, keep=keep)
+
+    async def _read(self, wire: Dialect, body: bytes) -> ChatRequest:
+        """Read a request of a wire. GatewayError: it is malformed, or asks for what cannot be done."""
+
+        def read() -> ChatRequest:
+            with reading("request", GatewayError):
+                return wire.read(_as_object(body))
+
+        return await self._gateway.in_thread(read) if len(body) > LONG_BODY else read()
 
     async def turn(self, http: Request, wire: Dialect) -> Response:
         session = self._session(http)
         body = await _body(http)
-        with reading("request", GatewayError):
-            request = wire.read(_as_object(body))
+        request = await self._read(wire, body)
         idempotency = http.headers.get("idempotency-key", "")
         retries = http.headers.get("x-stainless-retry-count", "0")
         digest = hashlib.sha256(b"\n".join((http.url.path.encode(), idempotency.encode(), body))).digest()
@@ -154,11 +164,9 @@ class _Calls:
             gone.cancel()
 
     async def count_tokens(self, http: Request, wire: Dialect) -> Response:
-        session = self._session(http)
-        body = await _body(http)
-        with reading("request", GatewayError):
-            request = wire.read(_as_object(body))
-        parent, added, _ = self._gateway.prompt_of(session, request)
+        session = self._session(http, keep=False)
+        request = await self._read(wire, await _body(http))
+        parent, added, _ = await self._gateway.in_thread(lambda: self._gateway.prompt_of(session, request))
         return JSONResponse({"input_tokens": (parent.length if parent else 0) + len(added)})
 
     async def open_session(self, http: Request, tenant: Tenant) -> Response:

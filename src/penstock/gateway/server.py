@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock.aio import cancelled
 from penstock.errors import ConfigError
@@ -16,7 +20,64 @@ from penstock.gateway.service import Gateway
 
 STOP_S = 5
 """Time for answers under way when the server ends."""
+HEAD_S = 15.0
+"""Deadline of a request's head, from the connection or its first byte."""
+IDLE_S = 75
+"""Time for which a connection is kept for its next request."""
+MOST_CONNECTIONS = 16_384
 _BACKLOG = 2048
+_OWN_FILES = 64
+
+
+class _Connections:
+    """Connections of one server: at most `most`. The one without a request for longest is closed for the next."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.without_request: dict[_Protocol, None] = {}
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's HTTP with a deadline for each head and a bound on connections, neither of which it has."""
+
+    def __init__(self, counted: _Connections, **given: Any) -> None:
+        super().__init__(**given)
+        self._counted = counted
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - uvicorn's
+        super().connection_made(transport)
+        self._wait_for_head()
+        if len(self.connections) > self._counted.most:
+            next(iter(self._counted.without_request)).transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_wait()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_timer is None and self.cycle is not None and self.cycle.response_complete:  # pyright: ignore[reportUnnecessaryComparison]
+            self._wait_for_head()
+        super().data_received(data)
+
+    def on_headers_complete(self) -> None:
+        self._end_wait()
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing() and self.cycle.response_complete:
+            self._counted.without_request[self] = None
+
+    def _wait_for_head(self) -> None:
+        self._counted.without_request.setdefault(self, None)
+        self._head_timer = self.loop.call_later(HEAD_S, self.transport.abort)
+
+    def _end_wait(self) -> None:
+        self._counted.without_request.pop(self, None)
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
 
 class _Server(uvicorn.Server):
@@ -36,8 +97,17 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serving(gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0) -> AsyncGenerator[str]:
+async def serving(
+    gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0, max_connections: int | None = None
+) -> AsyncGenerator[str]:
     """Serve a gateway while the block runs, and give its base URL; port 0 is any free one.
+
+    Args:
+        gateway: to serve; it is closed at the end.
+        host: address to listen on.
+        port: to listen on.
+        max_connections: of clients at once. Default: half the files that this process may open, since each turn under
+            way has one to the router.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -49,8 +119,12 @@ async def serving(gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0) -
     except OSError as error:
         listener.close()
         raise ConfigError(f"the gateway cannot listen on {host} port {port}: {error.strerror or error}") from None
+    counted = _Connections(max_connections or _most_connections())
     config = uvicorn.Config(
         build_app(gateway),
+        http=partial(_Protocol, counted),  # pyright: ignore[reportArgumentType] - it is only called
+        ws="none",
+        timeout_keep_alive=IDLE_S,
         lifespan="off",
         log_level="warning",
         access_log=False,
@@ -75,3 +149,9 @@ async def serving(gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0) -
             await asyncio.wait_for(asyncio.shield(task), 2 * STOP_S)
         await cancelled(task)
         listener.close()
+
+
+def _most_connections() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = MOST_CONNECTIONS * 2 if soft == resource.RLIM_INFINITY else soft - _OWN_FILES
+    return min(MOST_CONNECTIONS, max(files // 2, 8))

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from penstock.errors import ConfigError, EngineHTTPError, PenstockError, RequestError, UserError
 from penstock.gateway.graph import Node, Place, Row, Session, digests_of, extended, new_id
@@ -29,7 +31,10 @@ MOST_NAME = 200
 """Characters of a session's name."""
 MOST_REPLAYED = 8
 """Answers of a session kept for a client that sends its request again although it has read the answer."""
+MOST_THREADS = 4
+"""Threads that read, render and encode requests; each long body occupies one."""
 _SERVER_ERROR = 500
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +164,12 @@ class Gateway:
         self._tenants = {_digest(t.key): t for t in tenants}
         self._kept: dict[tuple[str, str], _Kept] = {}
         self._by_key: dict[bytes, _Kept] = {}
+        workers = min(MOST_THREADS, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="penstock-gateway")
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Run work that only reads sessions in one of a few threads: a long body must not hold up the others."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     # --- sessions ----------------------------------------------------------------------------------------------------
 
@@ -190,13 +201,14 @@ class Gateway:
         kept = self._open(tenant, name or new_id(), limits, sampling)
         return kept.session.id, kept.key
 
-    def session(self, key: str, name: str | None, hint: str | None = None) -> Session:
-        """Return the session of a call: that of a session's key, else the tenant's of that name, which is opened.
+    def session(self, key: str, name: str | None, hint: str | None = None, *, keep: bool = True) -> Session:
+        """Return the session of a call: that of a session's key, else the tenant's of that name.
 
         Args:
             key: of a session or of a tenant.
             name: that the path says.
             hint: name that the harness gave in a header, for a tenant's key without a `name`.
+            keep: open the tenant's session if there is none of that name; else an empty one is returned, and not kept.
 
         Raises:
             GatewayError: the key is unknown, or of another session.
@@ -207,7 +219,10 @@ class Gateway:
             return kept.session
         if (tenant := self.tenant_of(key)) is None:
             raise GatewayError("missing or unknown API key", status=401, code="invalid_api_key")
-        return self._open(tenant, name or hint or "default", None).session
+        name = name or hint or "default"
+        if not keep and (tenant.name, name) not in self._kept:
+            return Session(name, tenant.name)
+        return self._open(tenant, name, None).session
 
     def find(self, tenant: Tenant, name: str) -> Session:
         """Return a session of the tenant. GatewayError: there is none; those of others count as none."""
@@ -260,8 +275,15 @@ class Gateway:
 
         A request repeats an earlier one of equal `digest` if its client says so (`repeated`), or if no client has read
         the earlier answer and none waits for it. Two clients that ask the same at once get a turn each.
+
+        Raises:
+            GatewayError: the session was finished meanwhile, or is over its budget.
         """
-        kept = self._kept[session.tenant, session.id]
+        kept = self._kept.get((session.tenant, session.id))
+        if kept is None or kept.session is not session:
+            raise GatewayError(
+                f"session {session.id} was finished while the request came", status=404, code="not_found"
+            )
         turn = kept.turns.get(digest)
         if turn is not None and not turn.failed and (repeated or not (turn.delivered or turn.waiters)):
             return turn
@@ -277,7 +299,10 @@ class Gateway:
         return turn
 
     def prompt_of(self, session: Session, request: ChatRequest) -> tuple[Node | None, list[int], Place]:
-        """Return the turn that a request extends, the ids to add after it, and where its conversation was found."""
+        """Return the turn that a request extends, the ids to add after it, and where its conversation was found.
+
+        It changes nothing and is slow for long conversations, so it runs in a thread.
+        """
         given = merged(self._with_previous(session, request))
         place = session.find(given, request.tools)
         if self.policy == "faithful":
@@ -294,7 +319,7 @@ class Gateway:
 
     async def _turn(self, kept: _Kept, request: ChatRequest) -> Answer:
         session = kept.session
-        parent, added, place = self.prompt_of(session, request)
+        parent, added, place = await self.in_thread(lambda: self.prompt_of(session, request))
         context = [*(parent.context() if parent else ()), *added]
         params = self._params(kept, request, len(context))
         kept.reserved += params.max_tokens
@@ -434,6 +459,7 @@ class Gateway:
     async def close(self) -> None:
         """End turns under way."""
         await _cancel({task for kept in self._kept.values() for task in kept.tasks})
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 async def _cancel(tasks: set[asyncio.Task[Answer]]) -> None:

@@ -1,0 +1,126 @@
+"""What clients can do to the gateway's server: long bodies, idle connections, slow heads, bodies that come late."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway_rig import KEY, Rig, auth
+from penstock.gateway import server
+from penstock.gateway.server import serving
+from penstock.rollout.tokenizer import Tokenizer
+
+CHAT = "/v1/chat/completions"
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages/count_tokens"])
+async def test_a_conversation_that_is_slow_to_encode_holds_up_nobody(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """The slow encoding ends only after another client was answered."""
+    rig = Rig(tokenizer)
+    answered, encode = threading.Event(), tokenizer.encode_exact
+
+    def slow(text: str) -> list[int]:
+        assert "slow" not in text or answered.wait(30)
+        return encode(text)
+
+    monkeypatch.setattr(tokenizer, "encode_exact", slow)
+    given = {"messages": [{"role": "user", "content": "slow"}], "max_tokens": 9}
+    asking = asyncio.create_task(rig.http.post(path, json=given, timeout=60))
+    await asyncio.sleep(0.1)
+    assert (await rig.http.get("/health")).status_code == 200
+    answered.set()
+    assert (await asking).status_code == 200
+
+
+async def _ended(reader: asyncio.StreamReader) -> bool:
+    """Whether the server closes the connection within ten seconds."""
+    try:
+        async with asyncio.timeout(10):
+            return await reader.read() == b""
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+
+
+async def test_idle_connections_are_bounded_and_the_oldest_make_room(tokenizer: Tokenizer) -> None:
+    rig = Rig(tokenizer)
+    async with serving(rig.gateway, max_connections=8) as base, httpx.AsyncClient(base_url=base) as http:
+        port = int(base.rsplit(":", 1)[1])
+        assert (await http.get("/health")).status_code == 200  # and this connection is kept
+        connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        for reader, _ in connections[:12]:
+            assert await _ended(reader)
+        answer = await http.post(CHAT, json=BODY, headers=auth(KEY), timeout=30)
+        assert answer.status_code == 200
+        for _, writer in connections:
+            writer.close()
+
+
+async def test_a_turn_under_way_is_not_cut_off_for_new_connections(tokenizer: Tokenizer) -> None:
+    rig = Rig(tokenizer)
+    rig.engine.hold = asyncio.Event()
+    async with serving(rig.gateway, max_connections=2) as base, httpx.AsyncClient(base_url=base) as http:
+        asking = asyncio.create_task(http.post(CHAT, json=BODY, headers=auth(KEY), timeout=60))
+        await asyncio.wait_for(rig.engine.asked.wait(), 10)
+        connections = [await asyncio.open_connection("127.0.0.1", int(base.rsplit(":", 1)[1])) for _ in range(5)]
+        assert await _ended(connections[0][0])
+        rig.engine.hold.set()
+        assert (await asking).status_code == 200
+        for _, writer in connections:
+            writer.close()
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET"])
+async def test_a_head_has_a_deadline(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
+    monkeypatch.setattr(server, "HEAD_S", 0.2)
+    rig = Rig(tokenizer)
+    async with serving(rig.gateway) as base:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(base.rsplit(":", 1)[1]))
+        if begun.endswith(b"\r\nGET"):  # a second request, which begins when the first is answered
+            writer.write(begun[:-3])
+            assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200")
+            begun = begun[-3:]
+        writer.write(begun)
+        assert await _ended(reader)
+        writer.close()
+
+
+async def test_a_session_that_is_finished_while_a_body_comes_is_a_404(tokenizer: Tokenizer) -> None:
+    rig = Rig(tokenizer)
+    opened = await rig.post("/sessions", {"session": "short"})
+    begun = asyncio.Event()
+
+    async def late() -> Any:
+        yield b'{"messages": '
+        begun.set()
+        assert (await rig.http.post("/sessions/short/finish")).status_code == 200
+        yield b'[{"role": "user", "content": "a"}]}'
+
+    answer = await rig.http.post(CHAT, content=late(), headers=auth(opened["api_key"]))
+    assert begun.is_set()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    assert "finished" in answer.json()["error"]["message"]
+
+
+async def test_asking_for_models_or_a_count_opens_no_session(tokenizer: Tokenizer) -> None:
+    rig = Rig(tokenizer)
+    assert (await rig.http.get("/v1/models")).json()["data"][0]["id"] == "m"
+    assert (await rig.post("/v1/messages/count_tokens", BODY))["input_tokens"] > 1
+    assert rig.gateway.sessions(rig.gateway.tenant_of(KEY)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "missing"), [(CHAT, "messages"), ("/v1/responses", "input"), ("/v1/messages", "messages")]
+)
+async def test_a_request_without_a_part_says_which(tokenizer: Tokenizer, path: str, missing: str) -> None:
+    answer = await Rig(tokenizer).http.post(path, json={"max_tokens": 5})
+    assert answer.status_code == 400
+    assert f"malformed request: '{missing}' is missing" in answer.text
