@@ -326,7 +326,8 @@ class TrainConfig(Section):
     """The learner and its schedule."""
 
     steps: Positive = 80
-    schedule: Literal["async"] = "async"
+    schedule: Literal["async", "one_step_off", "sync", "colocated"] = "async"
+    """`colocated`: learner and engines share GPUs in turn; see `penstock.train.schedules` for each."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
     adam_betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -335,7 +336,7 @@ class TrainConfig(Section):
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     correction: Literal["tis", "mis", "icepop", "dppo", "sequence_mask", "none"] = "tis"
-    """Of tokens that older weights made; see `penstock.train.losses`. `none` needs `max_staleness: 0`."""
+    """Of tokens that older weights made; see `penstock.train.losses`. `none` needs a schedule without such tokens."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Of the KL divergence from the model that the run starts from, added to the loss; without `lora` that takes a
     second copy of the model."""
@@ -351,7 +352,7 @@ class TrainConfig(Section):
     """`sequence_mask`: mean logprob gap, in nats, from which a sequence of negative advantage is dropped."""
     advantage: Literal["group_norm", "group_mean", "leave_one_out"] = "group_norm"
     max_staleness: Annotated[int, Field(ge=0)] = 2
-    """Largest trainer version minus the version that made a token, at the time of training on it."""
+    """`async`: largest trainer version minus the version that made a token, at the time of training on it."""
     kv: KV = "keep_in_flight"
     """Of requests in flight when weights change; see `Engine.update_weights`."""
     micro_batch_tokens: Positive = 16_384
@@ -374,12 +375,17 @@ class TrainConfig(Section):
     logprob_alarm: Annotated[float, Field(gt=0)] = 0.1
     """Mean |trainer logprob - engine logprob| over tokens of equal weights, in nats, from which a step warns."""
 
+    @property
+    def staleness(self) -> int:
+        """Largest age of a token under the schedule, in versions."""
+        return {"async": self.max_staleness, "one_step_off": 1}.get(self.schedule, 0)
+
     @model_validator(mode="after")
     def _corrected(self) -> Self:
-        if self.max_staleness and self.correction == "none":
+        if self.staleness and self.correction == "none":
             raise ValueError(
-                f"correction: none with max_staleness: {self.max_staleness} trains on older tokens as if they were "
-                "new; choose tis, mis, icepop, dppo or sequence_mask, or max_staleness: 0"
+                "correction: none trains on older tokens as if they were new; choose tis, mis, icepop, dppo or "
+                "sequence_mask, or schedule: sync"
             )
         return self
 
@@ -409,6 +415,7 @@ class RunConfig(Section):
     """Also the run folder's name, so it is no path."""
     seed: int = 0
     run_dir: Path = Path("runs")
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     engine: EngineConfig
     router: RouterConfig = RouterConfig()
     fleet: FleetConfig = FleetConfig()

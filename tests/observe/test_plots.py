@@ -9,6 +9,7 @@ from sample_run import sample_rows, sample_summary
 
 from penstock.config import EngineConfig, RunConfig
 from penstock.errors import UserError
+from penstock.observe.compare import COLORS, compare_runs
 from penstock.observe.plots import (
     PLOTS,
     draw_learning,
@@ -92,3 +93,23 @@ def test_the_steps_of_few_points_are_those_of_the_run_and_whole() -> None:
     figure = Figure()
     draw_throughput(figure, rows[:1])
     assert all(tick == int(tick) for tick in figure.axes[0].get_xticks())
+
+
+def test_runs_are_compared_in_one_picture(tmp_path: Path) -> None:
+    runs = [folder_with(tmp_path / name, sample_rows(12, seed)) for seed, name in enumerate("abc")]
+    runs[0].append_evaluation(0, 0.4)  # the others say nothing of it
+    runs[0].append_evaluation(12, 0.6)
+    compare_runs(runs, tmp_path / "deep" / "comparison.png")
+    with Image.open(tmp_path / "deep" / "comparison.png") as picture:
+        colors = {color for _, color in picture.convert("RGB").getcolors(maxcolors=2**24)}
+        assert {tuple(bytes.fromhex(color[1:])) for color in COLORS[:3]} <= colors
+
+
+def test_a_comparison_that_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
+    run = folder_with(tmp_path / "run", sample_rows(1))
+    with pytest.raises(UserError, match="9 runs are too many for one picture; give at most 8"):
+        compare_runs([run] * 9, tmp_path / "c.png")
+    with pytest.raises(UserError, match="no step to plot yet"):
+        compare_runs([run, folder_with(tmp_path / "none", [])], tmp_path / "c.png")
+    with pytest.raises(UserError, match=r"cannot write .*c\.nothing"):
+        compare_runs([run, run], tmp_path / "c.nothing")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from penstock.sim import run_virtual
-from penstock.train.schedule import STARTS_PER_BATCH, Pacer
+from penstock.train.staleness import STARTS_PER_BATCH, Pacer
 
 GROUPS = 32
 

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import StateError
-from penstock.train.schedule import StalenessWindow
+from penstock.train.staleness import StalenessWindow
 
 
-def ages_of(window: StalenessWindow, first_step: int = 0) -> dict[int, list[int]]:
-    """Age of the oldest token each group could have, by group, when submission is as early as the rule allows."""
+def ages_of(window: StalenessWindow, first_step: int = 0, lag: random.Random | None = None) -> dict[int, list[int]]:
+    """Age of the oldest token each group could have, by group, when submission is as early as the rule allows.
+
+    Groups complete in order, or at random where `lag` is given; those of which a step cannot do without, in time.
+    """
     submitted = dict.fromkeys(window.take(), window.version)
     ages: dict[int, list[int]] = {}
     for step in range(first_step, window.total_steps):
         trainer_version = window.start_version + step
-        for group in window.batch(step):
+        assert window.step == step
+        done: set[int] = set() if lag else set(window.outstanding)
+        while (batch := window.batch(done)) is None:
+            assert lag
+            assert window.outstanding.keys() - done, "all are done, and no batch"
+            done.add(lag.choice(sorted(window.outstanding.keys() - done)))
+        assert len(batch) == window.groups_per_batch
+        window.trained(batch)
+        for group in batch:
             ages.setdefault(trainer_version - submitted[group], []).append(group)
         window.commit(trainer_version + 1)
         submitted.update(dict.fromkeys(window.take(), window.version))
-    assert sorted(submitted) == list(range(first_step * window.groups_per_batch, window.next_group))
+    assert not window.outstanding
     return ages
 
 
@@ -39,19 +51,39 @@ def test_the_bound_holds_and_is_reached(groups: int, staleness: int, steps: int,
 
 def test_staleness_zero_is_the_synchronous_schedule() -> None:
     window = StalenessWindow(groups_per_batch=3, max_staleness=0, total_steps=2)
-    assert window.take() == range(3)
-    assert window.take() == range(3, 3)
-    window.commit(1)
-    assert window.take() == range(3, 6)
-    window.commit(2)
+    for step in range(2):
+        groups = [*range(3 * step, 3 * step + 3)]
+        assert window.take() == groups
+        assert window.take() == []
+        assert window.batch(set(groups[1:])) is None
+        assert window.batch(set(groups)) == groups
+        window.trained(groups)
+        window.commit(step + 1)
     assert not window.take()
 
 
 def test_the_rule_counts_versions_in_force_from_the_start_version() -> None:
     window = StalenessWindow(groups_per_batch=4, max_staleness=2, total_steps=100, start_version=10, version=10)
-    assert window.limit == 12
+    assert window.take(ahead=0) == [*range(4)]
+    assert window.take() == [*range(4, 12)]
     window.commit(11)
-    assert window.limit == 16
+    assert window.take() == [*range(12, 16)]
+
+
+def test_a_long_group_is_carried_over_until_it_is_due() -> None:
+    window = StalenessWindow(groups_per_batch=2, max_staleness=2, total_steps=9)
+    window.take()
+    done = {*range(1, 6)}  # group 0 is long
+    for step, batch in enumerate(([1, 2], [3, 4])):
+        assert window.batch(done) == batch
+        window.trained(batch)
+        done -= {*batch}
+        window.commit(step + 1)
+        done |= {*window.take()}
+    assert window.batch(done) is None, "it was submitted under version 0"
+    assert window.awaited()[0] == 0
+    done.add(0)
+    assert window.batch(done) == [0, 5]
 
 
 def test_a_version_that_does_not_follow_is_refused() -> None:
@@ -81,25 +113,27 @@ def test_a_resumed_window_goes_on_within_the_bound(
     assert sorted(itertools.chain(*ages.values())) == list(range(done * groups, steps * groups))
 
 
-@given(groups=st.integers(1, 5), staleness=st.integers(0, 4), steps=st.integers(1, 8), data=st.data())
-def test_late_submission_and_late_completion_never_make_a_token_too_old(
-    groups: int, staleness: int, steps: int, data: st.DataObject
+@given(
+    groups=st.integers(1, 5),
+    staleness=st.integers(0, 4),
+    steps=st.integers(1, 8),
+    cut=st.integers(0, 8),
+    seed=st.integers(0, 2**32),
+)
+def test_completion_in_any_order_makes_no_token_too_old_and_loses_no_group(
+    groups: int, staleness: int, steps: int, cut: int, seed: int
 ) -> None:
-    """Groups are taken at any time the rule allows, and their tokens made under any version from then on."""
-    window = StalenessWindow(groups, staleness, steps)
-    versions: dict[int, set[int]] = {}
-    open_groups: list[int] = []
-    for step in range(steps):
-        for group in window.take():
-            open_groups.append(group)
-            versions[group] = set()
-        batch = window.batch(step)
-        for group in open_groups:  # what runs makes tokens under the version in force; what is due must have finished
-            if group in batch or data.draw(st.booleans()):
-                versions[group].add(window.version)
-        for group in batch:
-            open_groups.remove(group)
-            assert all(0 <= step - made <= staleness for made in versions.pop(group))
-        window.commit(step + 1)
-    assert not versions
-    assert not open_groups
+    """A run that is cut off after some steps, and goes on from there, with groups that complete in any order."""
+    cut = min(cut, steps)
+    first = StalenessWindow(groups, staleness, cut)
+    lag = random.Random(seed)
+    early = ages_of(first, lag=lag)
+    first.total_steps = steps
+    carried = sorted(first.take())  # in flight at the kill
+    second = StalenessWindow.after(
+        cut, groups_per_batch=groups, max_staleness=staleness, total_steps=steps, version=cut, carried=carried
+    )
+    late = ages_of(second, first_step=cut, lag=lag)
+    assert max([*early, *late], default=0) <= staleness
+    trained = [*itertools.chain(*early.values()), *itertools.chain(*late.values())]
+    assert sorted(trained) == list(range(steps * groups))

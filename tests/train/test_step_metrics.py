@@ -33,7 +33,7 @@ def test_an_alarm_is_raised_where_trainer_and_engine_disagree_at_equal_weights()
 
 def test_an_asynchronous_run_without_a_correction_does_not_start() -> None:
     """miles #1829."""
-    with pytest.raises(ConfigError, match="correction: none with max_staleness: 2 trains on older tokens as if"):
+    with pytest.raises(ConfigError, match="correction: none trains on older tokens as if"):
         load_config(None, ["engine.model=m", "train.correction=none"])
     config = load_config(None, ["engine.model=m", "train.correction=none", "train.max_staleness=0"])
     assert config.train == TrainConfig(correction="none", max_staleness=0)

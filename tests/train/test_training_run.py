@@ -101,6 +101,10 @@ async def test_a_run_on_two_engines_and_its_resumption(model: Path, tmp_path: Pa
     assert summary.wasted_tokens == summary.unconsumed_tokens == 0
     assert {"learning.png", "staleness.png"} <= {file.name for file in (folder.path / "plots").iterdir()}
     assert any((folder.path / "logs").iterdir())
+    assert {row["track"] for row in folder.spans()} == {"learner", "e0", "e1", "e0 weights", "e1 weights"}
+    assert set(summary.idle) == {"learner", "engines"}
+    assert all(0 <= share <= 1 for share in summary.idle.values())
+    assert json.loads((folder.path / "trace.json").read_text())["traceEvents"]
     with pytest.raises(UserError, match="already holds a run"):
         await run(fleet_config(model, tmp_path), resume=False, reporter=Recorder())
     longer = fleet_config(model, tmp_path)

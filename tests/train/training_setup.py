@@ -15,9 +15,9 @@ from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.sim.tokens import decode, encode
-from penstock.train.async_trainer import train
 from penstock.train.grpo import Trainee
 from penstock.train.run import _learner
+from penstock.train.trainer import train
 from penstock.types import SamplingParams, UpdateReport
 
 VOCAB = 96

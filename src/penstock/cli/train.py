@@ -100,17 +100,36 @@ def _advice(folder: Path, settings: RunConfig, command: str) -> str:
 
 
 def plot(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder that `penstock train` wrote.", show_default=False)],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders that `penstock train` wrote.", show_default=False)
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="PNG file that compares runs; default: comparison.png beside the first run."),
+    ] = None,
 ) -> None:
-    """Draw the plots of a run as PNG files into RUN/plots; of a run under way, as far as it has come.
+    """Draw the plots of a run as PNG files into RUN/plots, or compare several runs in one picture.
+
+    Runs under way are drawn as far as they have come. The trace of a single run is written too.
 
     **Examples**
 
     - `penstock plot runs/demo`
+    - `penstock plot runs/sync runs/async --out schedules.png` (reward by step and by time, bubbles, staleness, idle)
     """
     require_extra("train", "matplotlib")
+    from penstock.errors import UserError  # noqa: PLC0415
+    from penstock.observe.compare import compare_runs  # noqa: PLC0415
     from penstock.observe.plots import draw_plots  # noqa: PLC0415
     from penstock.observe.run_folder import RunFolder  # noqa: PLC0415
 
-    for file in draw_plots(RunFolder.open(run)):
+    folders = [RunFolder.open(run) for run in runs]
+    if len(folders) > 1:
+        file = out or runs[0].resolve().parent / "comparison.png"
+        compare_runs(folders, file)
+        typer.echo(str(file))
+        return
+    if out is not None:
+        raise UserError("--out is of a comparison, and there is one run; its plots go to RUN/plots")
+    for file in (*draw_plots(folders[0]), folders[0].write_trace()):
         typer.echo(str(file))

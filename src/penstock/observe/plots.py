@@ -56,9 +56,9 @@ def draw_plots(folder: RunFolder) -> list[Path]:
 def draw_learning(figure: Figure, rows: Sequence[Row], evaluations: Mapping[int, float]) -> None:
     """Mean reward of each batch with its moving mean, and held-out accuracy by the step after which it was measured."""
     axes = _axes(figure, "Reward and held-out accuracy", "mean reward, sampled")
-    steps, rewards = _column(rows, "step"), _column(rows, "reward_mean")
+    steps, rewards = column(rows, "step"), column(rows, "reward_mean")
     axes.plot(steps, rewards, color=BLUE, alpha=0.3, linewidth=1, label="reward, each step")
-    axes.plot(steps, _moving_mean(rewards), color=BLUE, linewidth=2, label=f"reward, mean of {SMOOTHING} steps")
+    axes.plot(steps, moving_mean(rewards), color=BLUE, linewidth=2, label=f"reward, mean of {SMOOTHING} steps")
     if evaluations:
         right = axes.twinx()
         right.plot(
@@ -81,14 +81,14 @@ def draw_seconds(figure: Figure, rows: Sequence[Row]) -> None:
     time; there is none of the last step's.
     """
     axes = _axes(figure, "Where a step's time goes", "wall time in s")
-    steps = _column(rows, "step")
+    steps = column(rows, "step")
     evaluation, checkpoint = ([*(row.get(key, 0.0) for row in rows[1:]), 0.0] for key in AFTER_A_STEP)
     within = ("seconds/training", "seconds/waiting", "seconds/update", *AFTER_A_STEP)
     rest = [max(row["seconds/step"] - sum(row.get(key, 0.0) for key in within), 0.0) for row in rows]
     parts = {
-        "training": (_column(rows, "seconds/training"), BLUE),
-        "waiting for rollouts": (_column(rows, "seconds/waiting"), ORANGE),
-        "updating weights": (_column(rows, "seconds/update"), GREEN),
+        "training": (column(rows, "seconds/training"), BLUE),
+        "waiting for rollouts": (column(rows, "seconds/waiting"), ORANGE),
+        "updating weights": (column(rows, "seconds/update"), GREEN),
         "evaluation": (evaluation, PURPLE),
         "checkpoint, rest": ([c + r for c, r in zip(checkpoint, rest, strict=True)], GREY),
     }
@@ -102,9 +102,9 @@ def draw_seconds(figure: Figure, rows: Sequence[Row]) -> None:
 def draw_bubble(figure: Figure, rows: Sequence[Row]) -> None:
     """Update bubble of each update: the time in which an engine made no token because of it."""
     axes = _axes(figure, "Update bubble: time without a token because of the update", "bubble in ms", x="update")
-    bubbles = [1e3 * value for value in _column(rows, "update/bubble")]
+    bubbles = [1e3 * value for value in column(rows, "update/bubble")]
     middle = statistics.median(bubbles)
-    axes.bar(_column(rows, "version"), bubbles, width=0.8, color=BLUE, label="each update")
+    axes.bar(column(rows, "version"), bubbles, width=0.8, color=BLUE, label="each update")
     axes.axhline(middle, color=ORANGE, linewidth=2, linestyle="--", label=f"median, {middle:.0f} ms")
     axes.set_ylim(bottom=0)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
@@ -144,9 +144,9 @@ def draw_logprobs(figure: Figure, rows: Sequence[Row]) -> None:
 def draw_throughput(figure: Figure, rows: Sequence[Row]) -> None:
     """Response tokens a second, all engines together."""
     axes = _axes(figure, "Generation, all engines together", "tokens per s")
-    steps, rates = _column(rows, "step"), _column(rows, "tokens_per_second")
+    steps, rates = column(rows, "step"), column(rows, "tokens_per_second")
     axes.plot(steps, rates, color=BLUE, alpha=0.3, linewidth=1, label="each step")
-    axes.plot(steps, _moving_mean(rates), color=BLUE, linewidth=2, label=f"mean of {SMOOTHING} steps")
+    axes.plot(steps, moving_mean(rates), color=BLUE, linewidth=2, label=f"mean of {SMOOTHING} steps")
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.set_ylim(bottom=0)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
@@ -163,7 +163,11 @@ PLOTS: Mapping[str, Callable[[Figure, Sequence[Row]], None]] = {
 
 
 def _axes(figure: Figure, title: str, y: str, x: str = "step") -> Axes:
-    axes = figure.add_subplot()
+    return axes_of(figure.add_subplot(), title, y, x)
+
+
+def axes_of(axes: Axes, title: str, y: str, x: str = "step") -> Axes:
+    """Give axes their title, labels, grid and whole numbers along x; return them."""
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -174,11 +178,12 @@ def _axes(figure: Figure, title: str, y: str, x: str = "step") -> Axes:
     return axes
 
 
-def _column(rows: Sequence[Row], key: str) -> list[float]:
+def column(rows: Sequence[Row], key: str) -> list[float]:
+    """Return one value of each row."""
     return [row[key] for row in rows]
 
 
-def _moving_mean(values: Sequence[float]) -> list[float]:
+def moving_mean(values: Sequence[float]) -> list[float]:
     """Mean over the `SMOOTHING` values around each; fewer at the ends."""
     half = SMOOTHING // 2
     return [statistics.fmean(values[max(i - half, 0) : i + half + 1]) for i in range(len(values))]

@@ -205,6 +205,7 @@ SECONDS_LABELS: Mapping[str, str] = {
     "waiting": "waiting for rollouts",
     "training": "training",
     "update": "updating weights",
+    "sleep": "engines to sleep and awake",
     "evaluation": "evaluation",
     "checkpoint": "checkpoints",
 }
@@ -234,6 +235,10 @@ def end_table(summary: Summary) -> Table:
         )
     table.add_row("mixed versions", f"{summary.multi_version_share:.1%} of completions span an update")
     table.add_row("staleness", _staleness(summary.staleness))
+    if summary.idle:
+        table.add_row(
+            "idle", ", ".join(f"{side} {share:.0%}" for side, share in summary.idle.items()) + " of the steps"
+        )
     table.add_row("time", _seconds(summary.seconds))
     return table
 

@@ -5,6 +5,8 @@
     evaluations.jsonl    held-out accuracy: `step` (0: before the first) and `accuracy`, a fraction
     trajectories.jsonl   a few trajectories of each step, every token with its text, logprob and weight version
     trajectories.md      some of them, to read
+    spans.jsonl          what the learner and each engine did when (`penstock.observe.trace`)
+    trace.json           the same as a Chrome trace, which Perfetto opens
     summary.json         the totals of the run (`penstock.observe.summary.Summary`)
     run.log              what Penstock logged
     checkpoints          written by `penstock.train.checkpoint`
@@ -41,7 +43,10 @@ Keys of a row of metrics.jsonl, all of them numbers; seconds are wall seconds:
                          the trainer's time: for rollouts, in the learner, for new weights to be in force
     seconds/evaluation, seconds/checkpoint
                          between the row before and this one, where there was one
+    seconds/sleep        of a colocated run: until the engines sleep, and until they are awake
     seconds/step         all of the time since the row before
+    idle/learner         share of `seconds/step` in which the learner waited for rollouts
+    idle/engines         share in which an engine had no request in flight, the mean over engines; absent if unknown
 """
 
 from __future__ import annotations
@@ -63,14 +68,15 @@ import yaml
 from penstock.config import RunConfig, load_config
 from penstock.errors import ConfigError, UserError
 from penstock.observe.summary import Summary
+from penstock.observe.trace import Span, chrome_trace
 from penstock.observe.trajectory_log import TrajectoryRecord, to_markdown
 from penstock.parsing import parse_json, reading, whole_number
 
 CONFIG = "config.yaml"
-RECORDS = ("metrics.jsonl", "evaluations.jsonl", "trajectories.jsonl")
+RECORDS = ("metrics.jsonl", "evaluations.jsonl", "trajectories.jsonl", "spans.jsonl")
 """Files of one row for each step, or some steps."""
-MAY_CHANGE = ("train.steps", "train.ranks", "run_dir")
-"""Keys that a resumed run may change: how far it goes, on how many ranks, and where the folder lies."""
+MAY_CHANGE = ("train.steps", "train.ranks", "run_dir", "trackers")
+"""Keys that a resumed run may change: how far it goes, on how many ranks, where the folder lies, and its trackers."""
 
 _locks: set[int] = set()
 """File descriptors of the locks that this process holds."""
@@ -246,6 +252,20 @@ class RunFolder:
         """All sample trajectories, in order."""
         return [TrajectoryRecord.from_json(row) for row in _read(self.path / "trajectories.jsonl")]
 
+    def append_spans(self, spans: Sequence[Span]) -> None:
+        """Add what was done since the spans before."""
+        _append(self.path / "spans.jsonl", spans)
+
+    def spans(self) -> list[Span]:
+        """All rows of spans.jsonl, in order."""
+        return list(_read(self.path / "spans.jsonl"))
+
+    def write_trace(self) -> Path:
+        """Write trace.json from the spans so far, and return its path."""
+        file = self.path / "trace.json"
+        _replace(file, chrome_trace(self.spans(), self.config.name))
+        return file
+
     def truncate(self, step: int) -> list[dict[str, float]]:
         """Drop what was recorded after `step`, so that a resumed run records no step twice.
 
@@ -262,9 +282,10 @@ class RunFolder:
     # --- end of the run ----------------------------------------------------------------------------------------------
 
     def write_summary(self, summary: Summary) -> None:
-        """Write summary.json, and trajectories.md from the trajectories recorded."""
+        """Write summary.json, and from what was recorded trajectories.md and trace.json."""
         _replace(self.path / "summary.json", json.dumps(summary.to_json(), indent=2) + "\n")
         _replace(self.path / "trajectories.md", to_markdown(self.trajectories()))
+        self.write_trace()
 
     def summary(self) -> dict[str, Any]:
         """Read summary.json. Raises UserError if the run has not ended."""

@@ -44,8 +44,10 @@ class Summary:
         staleness: tokens trained on, by trainer version minus the version that made them.
         multi_version_share: fraction of completions made by more than one weight version.
         logprob_difference: largest |trainer - engine logprob| over tokens of the trainer's own version, in nats.
-        seconds: where the time went: `waiting` (for rollouts), `training`, `update`, `evaluation`, `checkpoint`,
-            `total`.
+        seconds: where the time went: `waiting` (for rollouts), `training`, `update`, `sleep` (of a colocated run),
+            `evaluation`, `checkpoint`, `total`.
+        idle: share of the steps' time in which each side had nothing to do, `learner` and `engines` (their mean); a
+            side of which nothing is known is absent.
         versions: of Python and of the packages that matter.
     """
 
@@ -67,6 +69,7 @@ class Summary:
     multi_version_share: float
     logprob_difference: float | None
     seconds: Mapping[str, float]
+    idle: Mapping[str, float]
     versions: Mapping[str, str]
 
     @property
@@ -123,6 +126,7 @@ class Summary:
             multi_version_share=mixed / samples if samples else 0.0,
             logprob_difference=max(differences, default=None),
             seconds=dict(seconds),
+            idle=idle_shares(rows),
             versions=package_versions(),
         )
 
@@ -146,6 +150,16 @@ def _staleness(rows: Sequence[Mapping[str, float]]) -> dict[int, int]:
             if age != key and age.isdigit():
                 counts[int(age)] += int(value)
     return dict(sorted(counts.items()))
+
+
+def idle_shares(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the idle share of each side over all steps (`Summary.idle`)."""
+    found: dict[str, float] = {}
+    for side in ("learner", "engines"):
+        known = [row for row in rows if f"idle/{side}" in row]
+        if seconds := sum(row["seconds/step"] for row in known):
+            found[side] = sum(row[f"idle/{side}"] * row["seconds/step"] for row in known) / seconds
+    return found
 
 
 class Reporter:

@@ -115,6 +115,12 @@ class Trainee:
             "tokens_per_second": tokens / seconds,
         }
 
+    def release_memory(self) -> None:
+        """See `Learner.release_memory`; of the reference too."""
+        self.learner.release_memory()
+        if self.reference is not None:
+            self.reference.release_memory()
+
     def save(self, folder: Path) -> Mapping[str, Any]:
         """See `Learner.save`."""
         return self.learner.save(self.adapter, folder)

@@ -167,6 +167,9 @@ class Learner(ABC):
             UserError: the adapter changes an output matrix that is the input matrix as well.
         """
 
+    def release_memory(self) -> None:  # noqa: B027 - nothing is held on CPUs
+        """Give back device memory that is cached for the next step: engines on the same GPUs wake up."""
+
     @abstractmethod
     def save(self, adapter: str | None, folder: Path) -> Mapping[str, Any]:
         """Write everything that a resumed run needs: weights, optimiser, random state, version.

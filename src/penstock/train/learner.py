@@ -183,6 +183,11 @@ class LocalLearner(Learner):
         """See `Learner.load`."""
         self.load_state(adapter, LearnerState(read_tensors(folder, self._blank, self._group), values))
 
+    def release_memory(self) -> None:
+        """See `Learner.release_memory`."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def state(self, adapter: str | None) -> LearnerState:
         """Everything that `save` writes, copied to the CPU."""
         state = self._live_state(adapter)

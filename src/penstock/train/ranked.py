@@ -121,6 +121,10 @@ class RankedLearner(Learner):
         folder = folder.resolve()
         self._call({"command": "load", "adapter": adapter, "folder": str(folder), "values": dict(values)})
 
+    def release_memory(self) -> None:
+        """See `Learner.release_memory`; on every rank."""
+        self._call({"command": "release_memory"})
+
     def stop(self) -> None:
         """End the other ranks, if none is lost."""
         if not self._lost:
@@ -260,6 +264,11 @@ def _drop_adapter(part: ShardedLearner, values: dict[str, Any], _: Mapping[str, 
     return Message({})
 
 
+def _release_memory(part: ShardedLearner, _: dict[str, Any], __: Mapping[str, Tensor]) -> Message:
+    part.release_memory()
+    return Message({})
+
+
 def _save(part: ShardedLearner, values: dict[str, Any], _: Mapping[str, Tensor]) -> Message:
     return Message(part.save(values["adapter"], Path(values["folder"])))
 
@@ -275,6 +284,7 @@ COMMANDS: Mapping[str, Callable[[ShardedLearner, dict[str, Any], Mapping[str, Te
     "optim_step": _optim_step,
     "create_adapter": _create_adapter,
     "drop_adapter": _drop_adapter,
+    "release_memory": _release_memory,
     "save": _save,
     "load": _load,
 }

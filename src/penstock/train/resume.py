@@ -2,8 +2,8 @@
 
 A checkpoint holds the learner (weights, optimiser, random state) and `Progress`. Rollouts are not in it: the task of
 group `i` is a function of the seed and `i` alone, so the groups in flight at a kill are generated again from the same
-tasks, under weights that are never older than those before. In a synchronous run (`max_staleness` 0) so are their
-sampling seeds and weights, and the resumed run equals one that was never cut off.
+tasks, under weights that are never older than those before. In a synchronous run so are their sampling seeds and
+weights, and the resumed run equals one that was never cut off.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Progress:
         aborted_samples: samples thrown away because they were aborted; their tokens are among the wasted.
         resumed_at: steps at which the run was taken up again.
         seconds: by activity (`Stopwatch.totals`), at the last checkpoint.
+        carried: groups that were submitted and not trained on, at the last checkpoint.
     """
 
     step: int = 0
@@ -40,6 +41,7 @@ class Progress:
     aborted_samples: int = 0
     resumed_at: list[int] = field(default_factory=list[int])
     seconds: dict[str, float] = field(default_factory=dict[str, float])
+    carried: list[int] = field(default_factory=list[int])
 
     @property
     def unconsumed_tokens(self) -> int:

@@ -15,16 +15,18 @@ from penstock.fleet.fleet import Fleet
 from penstock.observe.plots import draw_plots
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
+from penstock.observe.trackers import check_trackers, tracked
 from penstock.rollout.environment import Environment, check_tasks, load_environment, user_code
 from penstock.rollout.multi_turn import generator_for
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
-from penstock.train.async_trainer import train
 from penstock.train.grpo import Trainee
 from penstock.train.interface import Learner, LoraSpec
 from penstock.train.learner import LocalLearner, ServedDtype
 from penstock.train.ranked import RankedLearner
 from penstock.train.ranks import Ranks
 from penstock.train.resume import check as check_resume
+from penstock.train.schedules import check_schedule
+from penstock.train.trainer import train
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +52,12 @@ async def run(
 
     Raises:
         UserError: both `resume` and `fresh`, or another process holds the run (it is named).
-        PenstockError: see `penstock.train.async_trainer.train`, `Fleet.launch` and `RunFolder`.
+        PenstockError: see `penstock.train.trainer.train`, `Fleet.launch` and `RunFolder`.
     """
     if resume and fresh:
         raise UserError("--resume goes on with a run and --fresh deletes it; give one of them")
+    check_schedule(config)
+    check_trackers(config.trackers)
     path = config.run_dir / config.name
     environment = load_environment(config.environment, config.seed)
     tokenizer = load_tokenizer(config.engine.tokenizer or config.engine.model)
@@ -64,8 +68,8 @@ async def run(
         folder = RunFolder.open(path) if resume else RunFolder.create(path, config)
         if resume:
             check_resume(config, folder)
-        with folder.capture_log():
-            summary = await _run(config, folder, environment, tokenizer, reporter, launched or {}, resume=resume)
+        with folder.capture_log(), tracked(reporter, config, folder) as both:
+            summary = await _run(config, folder, environment, tokenizer, both, launched or {}, resume=resume)
         await asyncio.to_thread(draw_plots, folder)
     return summary
 
@@ -101,10 +105,13 @@ async def _run(
     reporter.on_phase("launch")
     opening = Fleet.launch(config.engine, fleet=fleet_config, router=config.router)
     async with ranks:
-        # The learner loads in a thread while the engines start.
-        loading = asyncio.create_task(_load(config, ranks))
+        colocated = config.train.schedule == "colocated"
+        # The learner loads in a thread while the engines start, or on their GPUs while they sleep.
+        loading = asyncio.create_task(_load(config, ranks)) if not colocated else None
         try:
             async with opening as fleet:
+                if loading is None:
+                    loading = asyncio.create_task(_load_asleep(config, ranks, fleet))
                 adapter = None if lora is None or lora.merge else lora.name
                 generator = generator_for(fleet, tokenizer, environment, config.rollout, adapter=adapter)
                 training = train(
@@ -116,12 +123,27 @@ async def _run(
                     folder=folder,
                     reporter=reporter,
                     resume=resume,
+                    loads=lambda: _in_flight(fleet),
                 )
                 endpoint = fleet.endpoint
                 return await ranks.during(endpoint.during(training) if endpoint is not None else training)
         finally:
-            loading.cancel()
-            await asyncio.wait((loading,))
+            if loading is not None:
+                loading.cancel()
+                await asyncio.wait((loading,))
+
+
+async def _in_flight(fleet: Fleet) -> dict[str, int]:
+    """Requests that the router has sent to each engine and that are not answered in full."""
+    return {engine.name: engine.outstanding for engine in (await fleet.router_admin.engines()).engines}
+
+
+async def _load_asleep(config: RunConfig, ranks: Ranks, fleet: Fleet) -> Trainee:
+    """Load a colocated learner: vLLM wants its share of a GPU free when it starts, so the engines come first."""
+    await fleet.sleep(1)
+    learner = await _load(config, ranks)
+    await fleet.wake_up()
+    return learner
 
 
 async def _load(config: RunConfig, ranks: Ranks) -> Trainee:

@@ -116,9 +116,13 @@ class Stopwatch:
     Args:
         earlier: totals of the run before it was resumed, as `totals` gave them.
         clock: monotonic seconds; a test injects its own.
+
+    Attributes:
+        on_span: told of each measured block: its name, when it began (see `now`), and its seconds.
     """
 
     def __init__(self, earlier: Mapping[str, float] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.on_span: Callable[[str, float, float], None] | None = None
         self._clock = clock
         self._totals = dict(earlier or {})
         self._started = clock() - self._totals.pop("total", 0.0)
@@ -133,6 +137,12 @@ class Stopwatch:
         seconds = self._clock() - started
         self._lap[name] = self._lap.get(name, 0.0) + seconds
         self._totals[name] = self._totals.get(name, 0.0) + seconds
+        if self.on_span is not None:
+            self.on_span(name, started - self._started, seconds)
+
+    def now(self) -> float:
+        """Seconds since the run began, without those between an end and a resume."""
+        return self._clock() - self._started
 
     def lap(self) -> dict[str, float]:
         """Seconds by name since the lap before, and `step`: all of the time since then."""
@@ -144,4 +154,4 @@ class Stopwatch:
 
     def totals(self) -> dict[str, float]:
         """Seconds by name since the run began, and `total`: all of the time."""
-        return {**self._totals, "total": self._clock() - self._started}
+        return {**self._totals, "total": self.now()}

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter
 from penstock.rollout.single_turn import SingleTurnGenerator
-from penstock.train.async_trainer import train
+from penstock.train.trainer import train
 from penstock.types import SamplingParams
 
 TEMPERATURE = 0.8

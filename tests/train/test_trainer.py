@@ -20,7 +20,8 @@ from penstock.observe.trajectory_log import TrajectoryRecord
 from penstock.rollout.environment import Task
 from penstock.sim.faults import Fault, FaultKind, Phase
 from penstock.sim.tokens import verify
-from penstock.train.async_trainer import group_seed, train
+from penstock.train.rollouts import group_seed
+from penstock.train.trainer import train
 from penstock.types import Sample, SamplingParams, VersionSpan
 
 

@@ -1,0 +1,123 @@
+"""What engines and learner did when: spans of a run, and a Chrome trace of them that Perfetto opens.
+
+A span is one row of spans.jsonl: `step` (under way when it ended), `track` (`learner`, or an engine's name), `name`,
+`start` and `seconds` in the run's own time, and `args`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from penstock.errors import PenstockError
+from penstock.types import UpdateReport
+
+log = logging.getLogger(__name__)
+
+LEARNER = "learner"
+LOOK_S = 0.1
+"""Between two looks at what is in flight; a pause of an engine that is shorter may be missed."""
+
+Span = Mapping[str, Any]
+Loads = Callable[[], Awaitable[Mapping[str, int]]]
+"""Requests in flight on each engine."""
+
+
+class Tracer:
+    """Collects the spans of a run.
+
+    Args:
+        now: seconds since the run began, those before a resume included.
+        loads: says what is in flight on each engine; None: engines have no spans of generation.
+    """
+
+    def __init__(self, now: Callable[[], float], loads: Loads | None) -> None:
+        self._now = now
+        self._loads = loads
+        self._spans: list[dict[str, Any]] = []
+        self._doing: dict[str, tuple[str, float]] = {}
+        """What each engine does, and since when."""
+        self._busy_s: dict[str, float] = {}
+        """Seconds of this step in which each had requests in flight."""
+
+    def add(self, track: str, name: str, start: float, seconds: float, **args: Any) -> None:
+        """Note what a track did from `start` on."""
+        self._spans.append({"track": track, "name": name, "start": start, "seconds": seconds, "args": args})
+
+    def of_learner(self, name: str, start: float, seconds: float) -> None:
+        """Note what the learner did; see `Stopwatch.on_span`."""
+        self.add(LEARNER, name, start, seconds)
+
+    def of_update(self, report: UpdateReport, start: float) -> None:
+        """Note an update that began at `start`, on each engine: its preparation, and its bubble behind the gate."""
+        published = start + report.seconds.get("publish", 0.0)
+        gate = published + report.seconds.get("prepare", 0.0)
+        for engine in report.engines:
+            track = f"{engine.engine} weights"
+            self.add(track, "prepare", published, engine.seconds.get("prepare", 0.0), version=report.version)
+            self.add(track, "update", gate, engine.seconds["bubble"], version=report.version)
+
+    async def watch(self) -> None:
+        """Follow what is in flight until cancelled."""
+        while self._loads is not None:
+            try:
+                found = await self._loads()
+            except PenstockError as error:  # a moment is missing from the trace, and nothing else
+                log.debug("what is in flight is unknown: %s", error)
+            else:
+                self._note(found, self._now())
+            await asyncio.sleep(LOOK_S)
+
+    def cut(self, step: int, seconds: float) -> tuple[list[Span], float | None]:
+        """End a step: return its spans, and the share of its `seconds` in which engines had nothing in flight.
+
+        The share is the mean over engines; None: nothing is known of them.
+        """
+        now = self._now()
+        for engine, (doing, _) in self._doing.items():
+            self._end(engine, now)
+            self._doing[engine] = (doing, now)
+        spans, self._spans = self._spans, []
+        shares = [1 - min(busy / seconds, 1.0) for busy in self._busy_s.values()] if seconds else []
+        self._busy_s = dict.fromkeys(self._busy_s, 0.0)
+        return [{"step": step, **span} for span in spans], sum(shares) / len(shares) if shares else None
+
+    def _note(self, in_flight: Mapping[str, int], now: float) -> None:
+        for engine, requests in in_flight.items():
+            doing = "generate" if requests else "wait"
+            if engine not in self._doing:
+                self._busy_s[engine] = 0.0
+            elif self._doing[engine][0] != doing:
+                self._end(engine, now)
+            else:
+                continue
+            self._doing[engine] = (doing, now)
+
+    def _end(self, engine: str, now: float) -> None:
+        doing, since = self._doing[engine]
+        self.add(engine, doing, since, now - since)
+        if doing == "generate":
+            self._busy_s[engine] += now - since
+
+
+def chrome_trace(spans: Sequence[Span], name: str) -> str:
+    """Return spans as JSON in Chrome's trace format; one row for the learner and one for each engine."""
+    tracks = sorted({span["track"] for span in spans}, key=lambda track: (track != LEARNER, track))
+    events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": name}}]
+    for row, track in enumerate(tracks, start=1):
+        events.append({"ph": "M", "pid": 1, "tid": row, "name": "thread_name", "args": {"name": track}})
+        events.append({"ph": "M", "pid": 1, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}})
+        # Of spans that begin together, the longer one comes first: it holds the other.
+        its = sorted((s for s in spans if s["track"] == track), key=lambda s: (s["start"], -s["seconds"]))
+        events += [
+            {
+                "ph": "X", "pid": 1, "tid": row, "name": span["name"], "cat": "engine" if track != LEARNER else LEARNER,
+                "ts": round(1e6 * span["start"], 1), "dur": round(1e6 * span["seconds"], 1),
+                "args": {"step": span["step"], **span["args"]},
+            }
+            for span in its
+        ]  # fmt: skip
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

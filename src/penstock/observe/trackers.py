@@ -1,0 +1,139 @@
+"""A run's figures to TensorBoard or Weights & Biases (`trackers`), beside the run folder.
+
+Both work without a network.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from penstock.config import RunConfig
+from penstock.errors import UserError
+from penstock.observe.run_folder import RunFolder
+from penstock.observe.summary import Reporter, Summary
+from penstock.types import UpdateReport
+
+log = logging.getLogger(__name__)
+
+HELD_OUT = "held_out_accuracy"
+
+
+class Tracker(Protocol):
+    """Where figures go."""
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        """Take the figures of a step."""
+        ...
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+        ...
+
+
+class TensorBoard:
+    """Event files in RUN/tensorboard."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - optional
+
+        self._writer: Any = SummaryWriter(str(folder.path / "tensorboard"))
+        self._writer.add_text("config", f"```\n{config.model_dump_json(indent=2)}\n```")
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        """See `Tracker.log`."""
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+        self._writer.close()
+
+
+class Wandb:
+    """A run of Weights & Biases, its files in RUN/wandb; WANDB_MODE=offline keeps them there, WANDB_PROJECT names it.
+
+    A resumed run is another one in the group of the run's name.
+    """
+
+    def __init__(self, config: RunConfig, folder: RunFolder) -> None:
+        import wandb  # noqa: PLC0415 - optional  # pyright: ignore[reportMissingImports]
+
+        self._run: Any = wandb.init(
+            dir=str(folder.path), name=config.name, group=config.name, config=config.model_dump(mode="json")
+        )
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        """See `Tracker.log`."""
+        self._run.log({**figures, "step": step})
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+        self._run.finish()
+
+
+TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb}
+
+
+class Reporters(Reporter):
+    """Passes each event on to a reporter, and a run's figures to trackers.
+
+    A tracker that fails is left out from then on, and the log says so: the run's own records have everything.
+    """
+
+    def __init__(self, first: Reporter, trackers: Mapping[str, Tracker], last_step: int) -> None:
+        self._first = first
+        self._trackers = dict(trackers)
+        self._steps = {"before": 0, "after": last_step}
+
+    def on_phase(self, name: str) -> None:
+        """See `Reporter`."""
+        self._first.on_phase(name)
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        """See `Reporter`."""
+        self._first.on_step(metrics)
+        self._log(metrics, int(metrics["step"]))
+
+    def on_update(self, report: UpdateReport) -> None:
+        """See `Reporter`."""
+        self._first.on_update(report)
+
+    def on_eval(self, name: str, accuracy: float) -> None:
+        """See `Reporter`."""
+        self._first.on_eval(name, accuracy)
+        step = self._steps[name] if name in self._steps else int(name.removeprefix("step "))
+        self._log({HELD_OUT: accuracy}, step)
+
+    def on_end(self, summary: Summary) -> None:
+        """See `Reporter`."""
+        self._first.on_end(summary)
+
+    def _log(self, figures: Mapping[str, float], step: int) -> None:
+        for name, tracker in tuple(self._trackers.items()):
+            try:
+                tracker.log(figures, step)
+            except Exception as error:  # noqa: BLE001 - of a foreign library, whose errors must not end a run
+                log.warning("tracker %s failed and gets no more figures: %s", name, error)
+                del self._trackers[name]
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise UserError where the package of a tracker is missing."""
+    for name in names:
+        if find_spec(name) is None:
+            raise UserError(f"trackers: {name} is not installed; pip install 'penstock[{name}]', or leave it out")
+
+
+@contextmanager
+def tracked(reporter: Reporter, config: RunConfig, folder: RunFolder) -> Generator[Reporter]:
+    """Report to the trackers of `config` as well, until the block ends."""
+    with ExitStack() as closing:
+        trackers: dict[str, Tracker] = {}
+        for name in config.trackers:
+            trackers[name] = TRACKERS[name](config, folder)
+            closing.callback(trackers[name].close)
+        yield Reporters(reporter, trackers, config.train.steps) if trackers else reporter

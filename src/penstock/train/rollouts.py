@@ -1,0 +1,139 @@
+"""Groups of rollouts beside the learner: submitted as a schedule allows, complete in any order, taken as batches."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.config import RunConfig
+from penstock.errors import PenstockError, StateError
+from penstock.rollout.environment import Environment, Task, user_code
+from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
+from penstock.train.resume import Progress
+from penstock.train.staleness import Pacer, StalenessWindow
+from penstock.train.step_metrics import policy_tokens
+from penstock.types import SamplingParams, Trajectory
+
+TRIES = 3
+"""How often samples are asked for that come back aborted; then they are left out."""
+_PAUSE_INSTEAD = "end no requests by abort_generation while a run goes on: pause_generation keeps what is in flight"
+
+
+def group_seed(run_seed: int, group: int) -> int:
+    """Sampling seed of a group's first sample, 31 bits; hashed, as neighbouring seeds would share samples."""
+    name = f"{run_seed}/{group}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest()) >> 1
+
+
+@dataclass(slots=True)
+class Rollouts:
+    """The rollouts of one run.
+
+    Attributes:
+        config: of the run.
+        generator: makes episodes.
+        environment: gives the tasks.
+        progress: counts tokens and aborted samples here.
+        window: bounds what may be submitted.
+        tasks: runs the groups; the first that fails ends the run.
+        pacer: spreads the starts of groups that are submitted together.
+    """
+
+    config: RunConfig
+    generator: Generator
+    environment: Environment
+    progress: Progress
+    window: StalenessWindow
+    tasks: asyncio.TaskGroup
+    pacer: Pacer = field(default_factory=Pacer)
+    _groups: dict[int, asyncio.Task[list[Trajectory]]] = field(
+        default_factory=dict[int, "asyncio.Task[list[Trajectory]]"]
+    )
+
+    def submit(self, *, ahead: int | None = None) -> None:
+        """Start the groups that may start now; `ahead` as for `StalenessWindow.take`."""
+        admitted = self.window.take(ahead)
+        for place, group in enumerate(admitted):
+            work = self._roll_out(group, place, len(admitted))
+            self._groups[group] = self.tasks.create_task(work, name=f"rollout-{group}")
+
+    async def next_batch(self) -> list[Trajectory]:
+        """Wait for the trajectories of the next step, its groups in order.
+
+        Raises:
+            StateError: every sample of them was aborted.
+        """
+        step = self.window.step
+        self.pacer.hurry(self.window.awaited())
+        while (groups := self.window.batch({g for g, task in self._groups.items() if task.done()})) is None:
+            running = [task for task in self._groups.values() if not task.done()]
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        self.window.trained(groups)
+        batch = [trajectory for group in groups for trajectory in self._groups.pop(group).result()]
+        if not batch:
+            raise StateError(f"every sample of step {step + 1} was aborted {TRIES} times; {_PAUSE_INSTEAD}")
+        return batch
+
+    async def settled(self) -> None:
+        """Wait until no submitted group is being made."""
+        if self._groups:
+            await asyncio.wait(self._groups.values())
+
+    async def _roll_out(self, group: int, place: int, of: int) -> list[Trajectory]:
+        """The whole samples of a group.
+
+        `abort_generation` cuts samples anywhere, so an aborted one has no reward of its own: it is thrown away, counted
+        and asked for again.
+        """
+        config, progress = self.config, self.progress
+        await self.pacer.turn(group, place, of)
+        whole: list[Trajectory] = []
+        # Sampling is seeded only where that makes a run reproducible: with weights that change in flight, the version
+        # that makes a token is a matter of timing, and vLLM draws for seeded requests one by one (topk_topp_sampler).
+        seed = group_seed(config.seed, group) if config.train.staleness == 0 else None
+        for _ in range(TRIES):
+            made = (await self._generate(group, config.rollout.group_size - len(whole), seed)).trajectories
+            aborted = [t for t in made if t.stop_reason == "abort"]
+            whole += [t for t in made if t.stop_reason != "abort"]
+            progress.generated_tokens += policy_tokens(made)
+            progress.wasted_tokens += policy_tokens(aborted)
+            progress.aborted_samples += len(aborted)
+            if not aborted:
+                break
+            seed = None  # with the same one, samples would come twice
+        return whole
+
+    async def _generate(self, group: int, samples: int, seed: int | None) -> GeneratorOutput:
+        seeds = None if seed is None else (seed,)
+        try:
+            with user_code(f"the rollout of group {group} failed", PenstockError):
+                task = self.environment.train_task(group)
+                batch = GeneratorInput((task,), samples, group_ids=(str(group),), seeds=seeds)
+                return await self.generator.generate(batch)
+        except PenstockError as error:
+            error.add_note(f"in the rollout of group {group}")
+            raise
+
+
+async def greedy_accuracy(generator: Generator, tasks: Sequence[Task], max_tokens: int) -> float:
+    """Fraction of tasks solved by the most likely response: temperature 0, one response each, reward of at least 1.
+
+    Args:
+        generator: of the policy to judge.
+        tasks: held out from training.
+        max_tokens: bound on a response.
+
+    Raises:
+        StateError: responses were aborted time and again; an aborted one says nothing of the policy.
+    """
+    greedy = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    solved, left = 0, list(tasks)
+    for _ in range(TRIES):
+        made = (await generator.generate(GeneratorInput(left, sampling_params=greedy))).trajectories
+        solved += sum(t.reward >= 1 for t in made if t.stop_reason != "abort")
+        left = [task for task, t in zip(left, made, strict=True) if t.stop_reason == "abort"]
+        if not left:
+            return solved / len(tasks)
+    raise StateError(f"{len(left)} of {len(tasks)} evaluation samples were aborted {TRIES} times; {_PAUSE_INSTEAD}")

@@ -1,0 +1,34 @@
+"""Synchronous, learner and engines on the same GPUs: the engines sleep while the learner trains.
+
+The engines wake in two parts. First they take the memory of their weights and receive the new version, by CUDA IPC on
+one host. Then they take that of their KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.train.parts import Learned, Parts, to_the_end
+from penstock.types import Trajectory, UpdateReport
+
+
+async def step(parts: Parts) -> tuple[Learned, UpdateReport]:
+    """Do one step of the run."""
+    parts.rollouts.submit()
+    batch = await parts.next_batch()
+    return await to_the_end(_train_asleep(parts, batch))
+
+
+async def _train_asleep(parts: Parts, batch: Sequence[Trajectory]) -> tuple[Learned, UpdateReport]:
+    # Level 2 drops the weights, which the update replaces. An adapter's update does not bring its base.
+    level = 2 if parts.learner.served_adapter is None else 1
+    with parts.watch.measure("sleep"):
+        await parts.client.sleep(level)
+    learned = await parts.learn(batch)
+    with parts.watch.measure("sleep"):
+        parts.learner.release_memory()
+        await parts.client.wake_up(["weights"])
+    report = await parts.update()
+    with parts.watch.measure("sleep"):
+        await parts.client.wake_up(["kv_cache"])
+    return learned, report

@@ -1,0 +1,25 @@
+"""Fully asynchronous: rollouts never stop, and weights change while tokens are being made.
+
+Groups start as far ahead as `train.max_staleness` allows (`penstock.train.staleness`), at the pace of the learner. What
+is done waits in a buffer. A step takes the groups that are done first, and a long one is carried over to a later batch.
+"""
+
+from __future__ import annotations
+
+import time
+
+from penstock.train.parts import Learned, Parts
+from penstock.types import UpdateReport
+
+
+async def step(parts: Parts) -> tuple[Learned, UpdateReport]:
+    """Do one step of the run."""
+    parts.rollouts.submit()
+    batch = await parts.next_batch()
+    began = time.monotonic()
+    learned = await parts.learn(batch)
+    report = await parts.update()
+    if parts.staleness:  # without it the learner has nothing to do while rollouts go on
+        parts.rollouts.pacer.busy_s = time.monotonic() - began
+    parts.rollouts.submit()
+    return learned, report

@@ -1,0 +1,19 @@
+"""One step off: the engines generate batch N + 1 while the learner trains on batch N, and then both meet.
+
+The update comes when both are done, so no token spans two versions. Every batch but the first is one version old.
+"""
+
+from __future__ import annotations
+
+from penstock.train.parts import Learned, Parts
+from penstock.types import UpdateReport
+
+
+async def step(parts: Parts) -> tuple[Learned, UpdateReport]:
+    """Do one step of the run."""
+    parts.rollouts.submit(ahead=0)  # the first step of the run, or after a resume
+    batch = await parts.next_batch()
+    parts.rollouts.submit(ahead=0)
+    learned = await parts.learn(batch)
+    await parts.settled()
+    return learned, await parts.update()

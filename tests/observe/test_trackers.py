@@ -1,0 +1,100 @@
+"""Trackers beside the run folder, without a network."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from penstock.config import EngineConfig, RunConfig
+from penstock.errors import UserError
+from penstock.observe import trackers
+from penstock.observe.run_folder import RunFolder
+from penstock.observe.summary import Reporter
+from penstock.observe.trackers import HELD_OUT, Reporters, check_trackers, tracked
+
+
+class Kept:
+    """Keeps figures; refuses them from a step on."""
+
+    def __init__(self, refused: int = 99) -> None:
+        self.figures: list[tuple[int, dict[str, float]]] = []
+        self.refused = refused
+
+    def log(self, figures: Any, step: int) -> None:
+        if step >= self.refused:
+            raise ConnectionError("no route")
+        self.figures.append((step, dict(figures)))
+
+    def close(self) -> None: ...
+
+
+def config_with(*names: str) -> RunConfig:
+    return RunConfig.model_validate({"engine": EngineConfig(model="m"), "trackers": names, "train": {"steps": 5}})
+
+
+def test_steps_and_evaluations_go_to_each_tracker_and_a_failing_one_is_left_out() -> None:
+    good, bad = Kept(), Kept(refused=3)
+    reporter = Reporters(Reporter(), {"good": good, "bad": bad}, last_step=5)
+    reporter.on_eval("before", 0.25)
+    for step in (2, 3, 4):
+        reporter.on_step({"step": step, "reward_mean": 0.5})
+    reporter.on_eval("step 4", 0.5)
+    reporter.on_eval("after", 0.75)
+    assert [step for step, _ in good.figures] == [0, 2, 3, 4, 4, 5]
+    assert good.figures[0] == (0, {HELD_OUT: 0.25})
+    assert good.figures[-1] == (5, {HELD_OUT: 0.75})
+    assert [step for step, _ in bad.figures] == [0, 2]
+
+
+def test_tensorboard_has_every_figure(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = config_with("tensorboard")
+    folder = RunFolder.create(tmp_path, config)
+    with tracked(Reporter(), config, folder) as reporter:
+        for step in (1, 2):
+            reporter.on_step({"step": step, "reward_mean": step / 4})
+        reporter.on_eval("after", 0.75)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward_mean")] == [(1, 0.25), (2, 0.5)]
+    assert [(e.step, e.value) for e in events.Scalars(HELD_OUT)] == [(5, 0.75)]
+
+
+def test_wandb_gets_config_and_figures_and_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in with wandb's names; the real one is not among the packages of the tests."""
+    calls: list[tuple[str, Any]] = []
+
+    class Run:
+        def log(self, figures: Any) -> None:
+            calls.append(("log", figures))
+
+        def finish(self) -> None:
+            calls.append(("finish", None))
+
+    def init(**settings: Any) -> Run:
+        calls.append(("init", settings))
+        return Run()
+
+    stand_in = ModuleType("wandb")
+    stand_in.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    config = config_with("wandb")
+    with tracked(Reporter(), config, RunFolder.create(tmp_path, config)) as reporter:
+        reporter.on_step({"step": 1, "reward_mean": 0.5})
+    assert [name for name, _ in calls] == ["init", "log", "finish"]
+    assert calls[0][1]["dir"] == str(tmp_path)
+    assert calls[0][1]["config"]["train"]["steps"] == 5
+    assert calls[1][1] == {"step": 1, "reward_mean": 0.5}
+
+
+def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"wandb is not installed; pip install 'penstock\[wandb\]'"):
+        check_trackers(["wandb"])
+    check_trackers([])

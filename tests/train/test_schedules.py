@@ -1,0 +1,222 @@
+"""What each schedule does in which order, that its runs can be resumed, and what it refuses before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_process_engine import InProcessEngine
+from training_setup import Characters, Letters, Recorder, config_of, run_on_sim, save_nano_model
+
+from penstock.config import RunConfig, load_config
+from penstock.engine.interface import Engine
+from penstock.errors import ConfigError
+from penstock.observe.run_folder import RunFolder
+from penstock.observe.summary import Reporter
+from penstock.rollout.single_turn import SingleTurnGenerator
+from penstock.train.schedules import SCHEDULES, check_schedule
+from penstock.train.trainer import train
+from penstock.types import SamplingParams, Trajectory, UpdateReport
+
+DEMO = Path(__file__).parents[2] / "examples" / "DEMO.yaml"
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_nano_model(tmp_path_factory.mktemp("nano"))
+
+
+def config_under(schedule: str, model: Path | str = "none", **train: Any) -> RunConfig:
+    engine = {"model": str(model), "enable_sleep_mode": schedule == "colocated"}
+    return config_of(model, engine=engine, train={"steps": 4, "max_staleness": 2, "schedule": schedule, **train})
+
+
+class Told(InProcessEngine):
+    """Notes what is asked of it; samples take a few turns of the loop."""
+
+    def __init__(self, events: list[str]) -> None:
+        async def pause() -> None:
+            await asyncio.sleep(0)
+
+        super().__init__(lambda ids, _: (33 + len(ids) % 7, -1.0), pause)
+        self.events = events
+        self.running = 0
+
+    async def sample(self, *args: Any, **kwargs: Any) -> Any:
+        self.running += 1
+        try:
+            return await super().sample(*args, **kwargs)
+        finally:
+            self.running -= 1
+
+    async def update_weights(self, *args: Any, **kwargs: Any) -> UpdateReport:
+        self.events.append(f"update, {'some' if self.running else 'none'} in flight")
+        return await super().update_weights(*args, **kwargs)
+
+    async def sleep(self, level: int = 1) -> None:
+        self.events.append(f"sleep {level}")
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        self.events.append(f"wake {tags}")
+
+
+class Student:
+    """Learns nothing; says when it trains, and of which versions the batch is."""
+
+    served_adapter: str | None = None
+
+    def __init__(self, events: list[str]) -> None:
+        self.version = 0
+        self.events = events
+
+    def step(self, trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
+        ages = {self.version - version for t in trajectories for version in t.versions}
+        self.events.append(f"train, ages {sorted(ages)}")
+        self.version += 1
+        return {}
+
+    def release_memory(self) -> None:
+        self.events.append("release")
+
+    async def put_in_force(self, engine: Engine) -> UpdateReport:
+        return await engine.update_weights([], version=self.version)
+
+    def save(self, folder: Path) -> Mapping[str, Any]:
+        del folder
+        return {"version": self.version}
+
+
+async def events_of(schedule: str, path: Path, adapter: str | None = None, engine: type[Told] = Told) -> list[str]:
+    events: list[str] = []
+    client, student, environment = engine(events), Student(events), Letters()
+    student.served_adapter = adapter
+    config = config_under(schedule)
+    await train(
+        config,
+        client,
+        learner=student,  # pyright: ignore[reportArgumentType]
+        generator=SingleTurnGenerator(client, Characters(), environment, SamplingParams(max_tokens=3), 1024),
+        environment=environment,
+        folder=RunFolder.create(path, config),
+        reporter=Reporter(),
+    )
+    return events
+
+
+async def test_synchronous_apart_trains_and_updates_between_two_batches(tmp_path: Path) -> None:
+    assert await events_of("sync", tmp_path) == ["train, ages [0]", "update, none in flight"] * 4
+
+
+async def test_one_step_off_updates_when_the_next_batch_is_made_and_training_is_done(tmp_path: Path) -> None:
+    events = await events_of("one_step_off", tmp_path)
+    assert events[0] == "train, ages [0]"
+    assert events[1::2] == ["update, none in flight"] * 4
+    assert events[2::2] == ["train, ages [1]"] * 3
+
+
+async def test_colocated_engines_sleep_while_the_learner_trains(tmp_path: Path) -> None:
+    step = ["train, ages [0]", "release", "wake ['weights']", "update, none in flight", "wake ['kv_cache']"]
+    assert await events_of("colocated", tmp_path / "weights") == ["sleep 2", *step] * 4
+    adapter = await events_of("colocated", tmp_path / "adapter", adapter="policy")
+    assert adapter == ["sleep 1", *step] * 4, "an adapter's update does not bring the base's weights back"
+
+
+class Slow(Told):
+    """Of the groups submitted at the start, only those of the first batch are done before the first update."""
+
+    async def sample(self, *args: Any, **kwargs: Any) -> Any:
+        if len(self.requests) >= 16 + 4:  # the evaluation, and one batch
+            self.running += 1
+            while self.weight_version == 0:  # noqa: ASYNC110 - the fake has no event
+                await asyncio.sleep(0)
+            self.running -= 1
+        return await super().sample(*args, **kwargs)
+
+
+async def test_fully_async_updates_in_flight(tmp_path: Path) -> None:
+    events = await events_of("async", tmp_path, engine=Slow)
+    assert events[:2] == ["train, ages [0]", "update, some in flight"]
+    assert max(int(age) for event in events if event.startswith("train") for age in event if age.isdigit()) <= 2
+
+
+async def test_colocated_gives_what_synchronous_apart_gives(model: Path, tmp_path: Path) -> None:
+    """Seeds, order and weights are the same, so every reward, loss and version is."""
+    timed = ("seconds/", "update/", "tokens_per_second", "learner/seconds", "learner/tokens_per_second", "idle/")
+    rows: list[list[dict[str, float]]] = []
+    for schedule in ("sync", "colocated"):
+        config = config_under(schedule, model)
+        folder = RunFolder.create(tmp_path / schedule, config)
+        summary = await run_on_sim(config, folder)
+        assert ("sleep" in summary.seconds) == (schedule == "colocated")
+        rows.append([{k: v for k, v in row.items() if not k.startswith(timed)} for row in folder.metrics()])
+    assert rows[0] == rows[1]
+    assert len(rows[0]) == 4
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+async def test_a_run_is_resumed_under_its_schedule(model: Path, tmp_path: Path, schedule: str) -> None:
+    class CutOff(Recorder):
+        def on_step(self, metrics: Mapping[str, float]) -> None:
+            super().on_step(metrics)
+            if metrics["step"] == 3:
+                work.cancel()
+
+    config = config_under(schedule, model, steps=5, checkpoint_every=2)
+    folder = RunFolder.create(tmp_path, config)
+    work = asyncio.create_task(run_on_sim(config, folder, reporter=CutOff()))
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    summary = await run_on_sim(config, folder, resume=True)
+    rows = folder.metrics()
+    assert summary.resumed_at == (2,)
+    assert [row["step"] for row in rows] == [row["version"] for row in rows] == [1, 2, 3, 4, 5]
+    assert all(row["samples"] == 16 for row in rows)
+    assert max(row["staleness_max"] for row in rows) <= config.train.staleness
+    assert summary.unconsumed_tokens == 0
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.schedule=colocated"], r"colocated has the engines sleep .* set engine\.enable_sleep_mode: true"),
+        (["train.schedule=one_step_off", "train.max_staleness=0"], r"max_staleness is 0; choose 1 or more"),
+        (["train.schedule=one_step_off", "train.correction=none"], r"none trains on older tokens as if"),
+        (["train.schedule=synchronous"], r"train\.schedule"),
+    ],
+)
+def test_a_schedule_that_contradicts_other_keys_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_schedule(load_config(DEMO, overrides))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "gpus", "engines", "refused"),
+    [
+        ("colocated", 0, 1, "needs engines that sleep, which vLLM can on GPUs only"),
+        ("colocated", 1, 1, ""),
+        ("one_step_off", 1, 1, "1 GPUs of engines and 1 of the learner are more than the 1 there are; ask for fewer"),
+        ("one_step_off", 2, 1, ""),
+        ("sync", 2, 2, "2 GPUs of engines and 1 of the learner are more than the 2"),
+        ("async", 1, 1, ""),
+        ("one_step_off", 0, 1, ""),
+    ],
+)
+def test_a_layout_that_cannot_run_the_schedule_is_refused(
+    schedule: str, gpus: int, engines: int, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    config = config_under(schedule)
+    config = config.model_copy(update={"fleet": config.fleet.model_copy(update={"engines": engines})})
+    if refused:
+        with pytest.raises(ConfigError, match=refused):
+            check_schedule(config)
+    else:
+        check_schedule(config)
