@@ -27,11 +27,11 @@ from fleet_sim.peers import PeerRouter
 from fleet_sim.run import START_SPACING_S, FleetRun, FleetSetup
 from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, GroupShape, Lengths, Trajectory, Turn, agents, groups
-from penstock.config import EngineConfig
 from penstock.engine.client import DataClient
 from penstock.engine.control import ControlClient
 from penstock.engine.launch import EngineProcess
 from penstock.process import group_members
+from penstock.settings import EngineConfig
 from penstock.types import SamplingParams
 
 MODEL = Path(__file__).parent.parent / "examples" / "models" / "sorter-0.8m"

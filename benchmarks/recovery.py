@@ -36,7 +36,6 @@ from transformers import AutoModelForCausalLM
 
 from penstock import wire
 from penstock.aio import all_or_first_error
-from penstock.config import EngineConfig
 from penstock.engine.client import COMPLETIONS, GENERATE, DataClient
 from penstock.engine.control import ControlClient
 from penstock.engine.launch import EngineProcess
@@ -45,6 +44,7 @@ from penstock.errors import EngineDeadError, PenstockError
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.member import State
 from penstock.http import HttpTransport
+from penstock.settings import EngineConfig
 from penstock.types import SamplingParams
 from penstock.weights.shared_memory import SharedMemoryStore
 

@@ -77,8 +77,8 @@ def nano_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def live(nano_path: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LiveEngine]:
     """One real engine on the nano checkpoint."""
     from http_engine import HTTPEngine
-    from penstock.config import EngineConfig
     from penstock.engine.launch import EngineProcess
+    from penstock.settings import EngineConfig
 
     # The same tests run on a GPU machine: PENSTOCK_TEST_ENGINE='{"profile": "gpu", "extra_args": {...}}'.
     given = json.loads(os.environ.get("PENSTOCK_TEST_ENGINE", '{"profile": "cpu"}'))

@@ -16,8 +16,9 @@ from openai import AuthenticationError, OpenAI
 from run_cli import END_S, PENSTOCK, Server, environment, penstock, serving, wait_for_children, wait_for_text
 
 from penstock.cli.common import SAME_S
-from penstock.config import EngineConfig, RunConfig
+from penstock.config import RunConfig
 from penstock.observe.run_folder import RunFolder
+from penstock.settings import EngineConfig
 
 ENGINES = 2
 ROUTER = 1

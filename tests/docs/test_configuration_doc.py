@@ -9,7 +9,8 @@ from pathlib import Path
 
 import yaml
 
-from penstock.config import EngineConfig, RunConfig, Section
+from penstock.config import RunConfig
+from penstock.settings import EngineConfig, Section
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
 

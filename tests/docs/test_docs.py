@@ -15,9 +15,10 @@ from sybil import Example
 from sybil.document import Document
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 
-from penstock.config import RunConfig, validate
+from penstock.config import RunConfig
 from penstock.errors import ConfigError
 from penstock.rollout.environment import load_environment
+from penstock.settings import validate
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

@@ -28,11 +28,12 @@ SIDE_ROOMS = tuple(
         "fleet.delivery", "fleet.detach", "fleet.elastic", "fleet.native", "fleet.owner", "fleet.ray", "fleet.remote",
         "fleet.service", "fleet.vllm_router", "observe", "plugin.adapters", "plugin.broadcast", "plugin.delta",
         "plugin.disk", "plugin.ipc", "plugin.kept_kv", "plugin.native", "plugin.served_adapters", "rollout",
-        "router.other_policies", "router.workers", "sim", "token_meter", "train", "weights.broadcast",
-        "weights.collective", "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group", "weights.transfer",
+        "router.merge", "router.other_policies", "router.workers", "sim", "token_meter", "train", "weights.broadcast",
+        "weights.collective", "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group",
+        "weights.transfer",
     )
 )  # fmt: skip
-SPINE_FILES, SPINE_LINES = 76, 18_120
+SPINE_FILES, SPINE_LINES = 75, 17_820
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
 
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from http_engine import HTTPEngine
 from nano_models import ADAPTER_CONFIG, adapter_tensors, changed, logprobs_of, merged
-from penstock.config import EngineConfig
 from penstock.engine.launch import EngineProcess
 from penstock.errors import DeadlineError, EngineHTTPError, StateError, WeightsError
+from penstock.settings import EngineConfig
 from penstock.types import Sample, SamplingParams
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(550)]

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from http_engine import HTTPEngine
 from nano_models import changed, logprobs_of, merged, save_adapter
-from penstock.config import EngineConfig
 from penstock.engine.launch import EngineProcess
+from penstock.settings import EngineConfig
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from http_engine import HTTPEngine
 from nano_models import History, changed, save_moe
 from penstock import Fleet
-from penstock.config import EngineConfig
 from penstock.engine.launch import EngineProcess, server_command
 from penstock.errors import ConfigError, EngineHTTPError
+from penstock.settings import EngineConfig
 from penstock.types import Sample, SamplingParams
 from penstock.weights.checkpoint_names import checkpoint_tensors
 

@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from penstock import process
-from penstock.config import EngineConfig
 from penstock.engine.launch import EngineProcess, reserved_port
 from penstock.errors import EngineStartError
 from penstock.process import ChildProcess
+from penstock.settings import EngineConfig
 
 FAMILY = """
 import subprocess, sys

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.config import EngineConfig
 from penstock.engine.launch import EngineProcess, server_command, telling_lines
 from penstock.errors import ConfigError, EngineStartError
+from penstock.settings import EngineConfig
 
 
 def test_a_wrong_model_path_starts_nothing(tmp_path):
@@ -121,7 +121,7 @@ MARK = "PENSTOCK_TEST"
 LAUNCHER = """
 import asyncio, sys
 from pathlib import Path
-from penstock.config import EngineConfig
+from penstock.settings import EngineConfig
 from penstock.engine.launch import EngineProcess
 
 async def main():

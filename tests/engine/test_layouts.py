@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from penstock import Fleet
-from penstock.config import EngineConfig
 from penstock.engine import layouts
 from penstock.engine.launch import server_command
 from penstock.engine.layouts import ModelShape, check_layout, read_shape
 from penstock.errors import ConfigError
+from penstock.settings import EngineConfig
 
 DENSE = {
     "num_hidden_layers": 2, "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 180,

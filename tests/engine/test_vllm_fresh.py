@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from http_engine import HTTPEngine
 from nano_models import changed, logprobs_of, save_moe
-from penstock.config import EngineConfig
 from penstock.engine.launch import EngineProcess
+from penstock.settings import EngineConfig
 from penstock.types import SamplingParams
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]

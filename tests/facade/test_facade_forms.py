@@ -10,11 +10,11 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from penstock import AsyncVLLM
-from penstock.config import EngineConfig
 from penstock.errors import ConfigError, EngineError, RequestError
 from penstock.facade.calls import completion_fields, prompts_of
 from penstock.facade.engine_args import changed_fields, launch_options, model_metadata
 from penstock.facade.outputs import Prompt, request_output
+from penstock.settings import EngineConfig
 
 
 @pytest.mark.parametrize("served", ["bfloat16", "float32"])

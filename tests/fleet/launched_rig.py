@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from penstock import Fleet
-from penstock.config import EngineConfig, FleetConfig
 from penstock.errors import ConfigError
 from penstock.fleet.attach import AttachedServers
 from penstock.fleet.engines import LaunchedEngines
@@ -17,6 +16,7 @@ from penstock.fleet.member import Lifecycle
 from penstock.fleet.router_process import OpenRouter
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.server import Router
+from penstock.settings import EngineConfig, FleetConfig
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 

@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 
 from fleet_fakes import Bench, FakeEngine, FakeProcess, until
 
-from penstock.config import FleetConfig
 from penstock.engine.control import EngineInfo
 from penstock.errors import EngineStartError
 from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.supervise import Supervisor
+from penstock.settings import FleetConfig
 
 NEVER = FleetConfig(health_interval_s=3600.0)
 

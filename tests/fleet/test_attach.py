@@ -13,7 +13,6 @@ from sim_fleets import SIM, check, check_serves, generated, in_flight
 
 from penstock import Fleet, SamplingParams
 from penstock.aio import all_or_first_error
-from penstock.config import ServerSpec
 from penstock.errors import (
     ConfigError,
     EngineDeadError,
@@ -30,6 +29,7 @@ from penstock.http import HttpTransport
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
+from penstock.settings import ServerSpec
 from penstock.sim.config import SimConfig
 from penstock.sim.faults import Fault, FaultKind, Phase
 from penstock.sim.server import SimServer

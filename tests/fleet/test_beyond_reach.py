@@ -12,12 +12,12 @@ import pytest
 
 from penstock import Fleet
 from penstock.cli.status import status
-from penstock.config import RouterConfig
 from penstock.errors import UserError
 from penstock.fleet.service import beyond_reach
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
+from penstock.settings import RouterConfig
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 

@@ -16,7 +16,6 @@ import torch
 from sim_fleets import check, check_serves, impatient, in_flight
 
 from penstock import Fleet, SamplingParams
-from penstock.config import EngineConfig
 from penstock.engine.launch import EngineProcess
 from penstock.errors import (
     ConfigError,
@@ -32,6 +31,7 @@ from penstock.fleet.member import State
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
+from penstock.settings import EngineConfig
 from penstock.sim.config import SimConfig
 from penstock.sim.faults import Fault, FaultKind, Phase
 from penstock.sim.server import SimServer

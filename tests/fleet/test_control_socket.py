@@ -19,7 +19,6 @@ import torch
 from sim_fleets import SIM, check, check_serves, in_flight
 
 from penstock import Fleet, PauseMode, SamplingParams
-from penstock.config import EngineConfig, FleetConfig
 from penstock.errors import (
     ConfigError,
     DeadlineError,
@@ -40,6 +39,7 @@ from penstock.fleet.remote import AdoptedRoster, FleetClient
 from penstock.fleet.service import folder, present, refuse_second, shown, socket_of, state_of
 from penstock.http import HttpTransport
 from penstock.router.admin_client import RouterAdmin
+from penstock.settings import EngineConfig, FleetConfig
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 

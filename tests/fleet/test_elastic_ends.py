@@ -13,12 +13,12 @@ from launched_rig import CONFIG, Launcher, launched
 from sim_fleets import check_serves
 from virtual_fleet import Network, VirtualEngines, open_fleet, virtual_time, without_sockets
 
-from penstock.config import EngineConfig
 from penstock.engine.vanilla.control import VanillaControl
 from penstock.errors import DeadlineError, EngineError, EngineStartError, PenstockError, StateError, UserError
 from penstock.fleet import attach
 from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.member import Lifecycle, Member, State, Substate
+from penstock.settings import EngineConfig
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import PauseMode

@@ -17,12 +17,12 @@ import torch
 from sim_fleets import SIM, check, check_serves, children, engine_process, in_flight
 
 from penstock import Fleet, SamplingParams
-from penstock.config import EngineConfig, FleetConfig, RouterConfig
 from penstock.engine.client import DataClient
 from penstock.errors import ConfigError, EngineDeadError, EngineHTTPError, EngineStartError, StateError
 from penstock.fleet.member import State
 from penstock.http import HttpTransport
 from penstock.router.admin_client import RouterAdmin
+from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 
 LAUNCHER = """
 import asyncio, signal, sys

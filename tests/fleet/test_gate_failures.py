@@ -12,13 +12,13 @@ from fleet_fakes import Bench, FakeProcess, FakeRouter, until
 
 from penstock import Fleet
 from penstock.aio import cancelled
-from penstock.config import FleetConfig
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError
 from penstock.fleet.member import State
 from penstock.fleet.router_process import RouterGuard, settle
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
+from penstock.settings import FleetConfig
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import PauseMode

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from penstock import Fleet
-from penstock.config import EngineConfig
 from penstock.engine.launch import server_command
 from penstock.errors import ConfigError
 from penstock.fleet.options import assign, visible_gpus
+from penstock.settings import EngineConfig
 
 
 def config(tp: int = 1, share: float = 0.9) -> EngineConfig:

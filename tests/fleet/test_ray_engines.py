@@ -17,12 +17,12 @@ from ray_nodes import LOOPBACK, RayNodes, ignore_present, processes
 from sim_fleets import SIM, check, check_serves, in_flight
 
 from penstock import Fleet, SamplingParams
-from penstock.config import EngineConfig, FleetConfig
 from penstock.errors import ConfigError, EngineStartError
 from penstock.fleet.member import State
 from penstock.fleet.ray_driver import ActorPlan, _host
 from penstock.fleet.ray_engines import bundles_of, capacity
 from penstock.process import SCRATCH_ENV
+from penstock.settings import EngineConfig, FleetConfig
 
 KEY = "a key, without which nothing listens but on 127.0.0.1"
 PROMPTS = [[1 + i, 2, 3] for i in range(16)]

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from fleet_fakes import FakeProcess, FakeRouter, until
 
-from penstock.config import FleetConfig, RouterConfig
 from penstock.errors import DeadlineError, EngineDeadError, EngineStartError
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import RouterGuard, RouterProcess, open_router
 from penstock.router.admin_client import RouterAdmin
+from penstock.settings import FleetConfig, RouterConfig
 
 HANG = FleetConfig(health_interval_s=0.02, hang_timeout_s=0.6)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import RouterConfig
 from penstock.errors import ConfigError, EngineStartError
 from penstock.fleet.router_process import RouterProcess, open_router
 from penstock.router.admin_client import RouterAdmin
+from penstock.settings import RouterConfig
 
 
 async def test_a_router_whose_log_disk_is_full_serves_and_the_reason_is_said(

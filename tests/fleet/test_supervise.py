@@ -14,10 +14,10 @@ from supervise_rig import (
     watched,
 )
 
-from penstock.config import FleetConfig
 from penstock.engine.control import CoreState
 from penstock.fleet.member import State
 from penstock.fleet.operations import Operations
+from penstock.settings import FleetConfig
 from penstock.types import PauseMode
 
 # --- what is noticed -------------------------------------------------------------------------------------------------

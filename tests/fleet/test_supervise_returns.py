@@ -15,9 +15,9 @@ from supervise_rig import (
     until_serves,
 )
 
-from penstock.config import FleetConfig
 from penstock.errors import EngineDeadError, StateError, UpdateError
 from penstock.fleet.member import State
+from penstock.settings import FleetConfig
 from penstock.types import PauseMode
 
 # --- what returns ----------------------------------------------------------------------------------------------------

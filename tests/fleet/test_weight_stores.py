@@ -11,11 +11,11 @@ import pytest
 import torch
 from fleet_fakes import FakeEngine
 
-from penstock.config import FleetConfig
 from penstock.engine.control import EngineInfo
 from penstock.errors import ConfigError, WeightsError
 from penstock.fleet.member import Lifecycle, Member
 from penstock.fleet.stores import Stores, choose
+from penstock.settings import FleetConfig
 from penstock.weights import delta
 from penstock.weights.manifest import as_named_tensors
 

@@ -19,7 +19,6 @@ import aiohttp
 from virtual_http import Call, Exchange, Session, refused
 
 from penstock import Fleet
-from penstock.config import EngineConfig, FleetConfig, RouterConfig
 from penstock.errors import EngineHTTPError, EngineStartError
 from penstock.fleet.launch import Terms, assemble
 from penstock.fleet.member import Lifecycle, Member, State, connect_engine
@@ -32,6 +31,7 @@ from penstock.router.head import RequestHead
 from penstock.router.http import RefusalError
 from penstock.router.membership import EngineEntry
 from penstock.router.metrics import Metrics
+from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 from penstock.sim import Fault, FaultKind, Phase, SimConfig, SimEngine
 from penstock.sim.clock import VirtualClock, VirtualLoop
 from penstock.sim.server import CORE_DEATH_EXIT_S, _app

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 from http_engine import HTTPEngine
 from nano_models import History, changed, save_biased, save_dense, save_moe, save_routed
 from penstock import Fleet
-from penstock.config import EngineConfig
 from penstock.engine.launch import EngineProcess
+from penstock.settings import EngineConfig
 from penstock.types import Sample, SamplingParams
 from penstock.weights.checkpoint_names import checkpoint_tensors
 

@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from http_engine import HTTPEngine
 from nano_models import MAX_LEN, History, changed, save_adapter, save_dense
-from penstock.config import EngineConfig
 from penstock.engine.launch import EngineProcess
 from penstock.rollout.char_tokenizer import save_char_tokenizer
+from penstock.settings import EngineConfig
 from penstock.types import SamplingParams
 
 pytestmark = [

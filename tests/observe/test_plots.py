@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from sample_run import sample_rows, sample_summary
 
-from penstock.config import EngineConfig, RunConfig
+from penstock.config import RunConfig
 from penstock.errors import UserError
 from penstock.observe.compare import COLORS, compare_runs
 from penstock.observe.plots import (
@@ -20,6 +20,7 @@ from penstock.observe.plots import (
     draw_throughput,
 )
 from penstock.observe.run_folder import RunFolder
+from penstock.settings import EngineConfig
 
 
 def folder_with(path: Path, rows: list[dict[str, float]]) -> RunFolder:

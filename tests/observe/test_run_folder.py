@@ -12,11 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.config import EngineConfig, RunConfig, load_config
+from penstock.config import RunConfig, load_config
 from penstock.errors import ConfigError, UserError
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Summary
 from penstock.observe.trajectory_log import SHOWN, TrajectoryRecord, pick, to_markdown
+from penstock.settings import EngineConfig
 from penstock.types import Trajectory
 
 

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from penstock.config import RouterConfig
 from penstock.router.admin_client import RouterAdmin, RouterState
 from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
+from penstock.settings import RouterConfig
 
 Headers = list[tuple[str, str]]
 DATA_PATHS = (

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from router_rig import Backend, RawClient, Seen, eventually, read_body, reply, request
 
-from penstock.config import RouterConfig
 from penstock.router.backend import Backend as RouterBackend
 from penstock.router.head import RequestHead
 from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
+from penstock.settings import RouterConfig
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 NAMES = ("e0", "e1", "e2")

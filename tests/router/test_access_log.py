@@ -8,8 +8,8 @@ import logging
 import pytest
 from router_rig import Backend, RawClient, answer_name, eventually, request
 
-from penstock.config import RouterConfig
 from penstock.router.server import Router
+from penstock.settings import RouterConfig
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 
 import pytest
 
-from penstock.config import RouterConfig
 from penstock.errors import StateError
 from penstock.router.http import Hints
 from penstock.router.membership import EngineEntry
 from penstock.router.placement import Placement, PlacementOptions
 from penstock.router.policies import POLICIES, Defer
+from penstock.settings import RouterConfig
 from penstock.wire import prefix_hashes
 
 

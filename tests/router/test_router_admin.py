@@ -9,13 +9,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from router_rig import answer_name, eventually, request, rig
 
-from penstock.config import refuse_open_host
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineHTTPError, StateError, UserError
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import EngineEntry, Membership
 from penstock.router.metrics import Family, Histogram, Sample, render
 from penstock.router.server import Router
 from penstock.router.workers import share_port
+from penstock.settings import refuse_open_host
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from penstock.config import PolicyName, RouterConfig, load_config, validate
+from penstock.config import load_config
 from penstock.errors import ConfigError
 from penstock.rooms import plugged_in
 from penstock.router.policies import (
@@ -25,6 +25,7 @@ from penstock.router.policies import (
     mix64,
     rendezvous,
 )
+from penstock.settings import PolicyName, RouterConfig, validate
 
 
 def fleet(*outstanding: int, **columns: Sequence[float]) -> tuple[EngineView, ...]:

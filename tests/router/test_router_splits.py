@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_rig import DATA_PATHS
 
-from penstock.config import RouterConfig
 from penstock.router.backend import BackendConnection
 from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
+from penstock.settings import RouterConfig
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 

@@ -15,13 +15,13 @@ import pytest
 from router_rig import Backend, RawClient, Rig, Seen, answer_name, eventually, reply, request, rig
 from worker_rig import one_to_each, pid_of, running
 
-from penstock.config import RouterConfig
 from penstock.errors import EngineStartError, StateError, UserError
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import RouterProcess
 from penstock.process import backoff_s
 from penstock.router.admin_client import RouterAdmin, RouterState
 from penstock.router.workers import Workers, listen, share_port
+from penstock.settings import RouterConfig
 
 OPTIONS: dict[str, Any] = {"process": True, "workers": 2, "engine_metrics_interval_s": 0}
 

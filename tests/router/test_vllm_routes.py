@@ -12,11 +12,11 @@ import aiohttp
 import pytest
 from router_rig import RawClient, request
 
-from penstock.config import RouterConfig
 from penstock.errors import PenstockError
 from penstock.router.access import CONTROL_PATHS, DATA_PATHS, PRIVATE_PATHS, check_data_path
 from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
+from penstock.settings import RouterConfig
 
 pytestmark = pytest.mark.vllm
 BY_PREFIX = {"/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel", "/adapters/{adapter_name}"}

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.config import FleetConfig
 from penstock.errors import WeightsError
 from penstock.fleet.stores import Stores
+from penstock.settings import FleetConfig
 from penstock.types import TensorSpec
 from penstock.weights.delta import DeltaStore
 from penstock.weights.disk import DiskStore

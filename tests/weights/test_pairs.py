@@ -13,9 +13,9 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from penstock.config import FleetConfig
 from penstock.errors import WeightsError
 from penstock.fleet.stores import Store, Stores
+from penstock.settings import FleetConfig
 from penstock.weights.broadcast import BroadcastStore
 from penstock.weights.delta import DeltaStore
 from penstock.weights.disk import DiskStore

@@ -16,7 +16,7 @@ from penstock.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.config import EngineConfig
+    from penstock.settings import EngineConfig
 
 
 _HOW = {

@@ -89,7 +89,7 @@ def serve(
 
 def _check(config: RunConfig, api_key: str | None) -> None:
     """Refuse what could not start."""
-    from penstock.config import refuse_open_host  # noqa: PLC0415
+    from penstock.settings import refuse_open_host  # noqa: PLC0415
 
     if config.router.url is None:
         refuse_open_host(config.router.host, api_key)

@@ -17,12 +17,12 @@ from typing import Any, Literal, Self, cast
 
 import orjson
 
-from penstock.config import EngineConfig
 from penstock.engine.layouts import OURS, check_extra_args, check_layout, read_shape
 from penstock.errors import ConfigError, EngineStartError, PenstockError
 from penstock.http import HttpTransport
 from penstock.plugin import BACKEND
 from penstock.process import ChildProcess, full_disk, remove_leftovers
+from penstock.settings import EngineConfig
 
 CPU_KV_CACHE_BYTES = 64 * 2**20
 CPU_BLOCK_SIZE = 32

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
-from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 from penstock.parsing import parse_json
+from penstock.settings import EngineConfig
 
 RANK_BYTES = 256 * 2**20
 """Less than any rank needs on the CPU: with a model of 3 MiB its process has 490 MiB of its own (vLLM 0.32)."""

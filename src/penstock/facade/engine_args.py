@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from penstock.config import EngineConfig, FleetConfig, RouterConfig
 from penstock.engine.launch import resolve_profile
 from penstock.errors import ConfigError
+from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import urlsplit
 
-from penstock.config import EngineConfig
 from penstock.engine.launch import resolve_profile
 from penstock.errors import ConfigError, EngineError, RequestError, StateError, UserError
 from penstock.facade.calls import Requests
@@ -23,6 +22,7 @@ from penstock.fleet.fleet import Fleet
 from penstock.fleet.member import RANK, State
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.router.admin_client import RouterAdmin
+from penstock.settings import EngineConfig
 from penstock.types import UpdateReport
 from penstock.wire import prefix_hashes
 

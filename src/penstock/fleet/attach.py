@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, TypeVar
 
-from penstock.config import ServerSpec
 from penstock.engine.request import ClientState
 from penstock.engine.vanilla.control import VanillaControl, VersionHistory
 from penstock.engine.vanilla.requests import VanillaReplies
@@ -17,6 +16,7 @@ from penstock.fleet.member import CONNECT_S, Lifecycle, Member, State, connect_e
 from penstock.fleet.roster import Roster
 from penstock.http import HttpTransport
 from penstock.parsing import reading
+from penstock.settings import ServerSpec
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

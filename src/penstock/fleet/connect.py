@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from penstock.config import FleetConfig, RouterConfig, ServerSpec
 from penstock.errors import ConfigError, EngineHTTPError, PenstockError, UserError
 from penstock.fleet.attach import AttachedServers
 from penstock.fleet.fleet import Fleet
@@ -23,6 +22,7 @@ from penstock.fleet.service import ASK_THERE, beyond_reach, refuse_second, route
 from penstock.guard import new_key
 from penstock.http import UnreachableError
 from penstock.router.admin_client import RouterAdmin, RouterState
+from penstock.settings import FleetConfig, RouterConfig, ServerSpec
 
 UNAUTHORIZED, NOT_FOUND = 401, 404
 INSTEAD = f"call Fleet.connect {ASK_THERE}, or use an OpenAI client"

@@ -10,7 +10,6 @@ import threading
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
-from penstock.config import EngineConfig, FleetConfig, RouterConfig, Section
 from penstock.errors import ConfigError, EngineStartError, PenstockError, error_from_json
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.launch import Terms
@@ -18,6 +17,7 @@ from penstock.fleet.options import made
 from penstock.fleet.remote import FleetClient, adopt
 from penstock.fleet.service import folder
 from penstock.process import read_report
+from penstock.settings import EngineConfig, FleetConfig, RouterConfig, Section
 
 API_KEY_ENV = "PENSTOCK_API_KEY"
 MARGIN_S = 60.0

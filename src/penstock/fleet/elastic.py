@@ -11,7 +11,6 @@ from contextlib import AsyncExitStack
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from penstock.config import MOST_ENGINES, ServerSpec
 from penstock.errors import DeadlineError, EngineDeadError, EngineStartError, PenstockError, StateError, UserError
 from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.member import SERVABLE, Lifecycle, Member, State, Substate
@@ -20,6 +19,7 @@ from penstock.fleet.options import place_of, seconds
 from penstock.fleet.roster import Roster
 from penstock.fleet.supervise import Join, Supervisor
 from penstock.parsing import whole_number
+from penstock.settings import MOST_ENGINES, ServerSpec
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

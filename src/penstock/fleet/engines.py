@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.aio import all_or_first_error
-from penstock.config import EngineConfig
 from penstock.engine.launch import EngineProcess, resolve_profile
 from penstock.errors import EngineStartError, PenstockError, StateError
 from penstock.fleet.member import SERVABLE, EngineHandle, Lifecycle, Member, State, connect_engine
 from penstock.fleet.options import place, visible_gpus
 from penstock.process import shortage
+from penstock.settings import EngineConfig
 
 
 class EngineFactory(Protocol):

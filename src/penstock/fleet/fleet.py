@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from penstock.config import EngineConfig, FleetConfig, RouterConfig, ServerSpec
 from penstock.engine.client import DataClient
 from penstock.engine.interface import Engine
 from penstock.engine.request import Counters
@@ -19,6 +18,7 @@ from penstock.fleet.options import specs_of
 from penstock.fleet.roster import Admin, Roster, each_while_engines_remain, while_engines_remain
 from penstock.fleet.update import recovered
 from penstock.rooms import plugged_in
+from penstock.settings import EngineConfig, FleetConfig, RouterConfig, ServerSpec
 from penstock.types import (
     KV,
     AdapterStatus,

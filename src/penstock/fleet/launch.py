@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from penstock.aio import all_or_first_error, cancelled
-from penstock.config import EngineConfig, FleetConfig, RouterConfig
 from penstock.engine.capabilities import smallest_vocabulary
 from penstock.engine.client import DataClient
 from penstock.engine.launch import resolve_profile, server_command
@@ -30,6 +29,7 @@ from penstock.fleet.stores import Stores
 from penstock.fleet.supervise import Supervisor
 from penstock.guard import new_key
 from penstock.rooms import plugged_in
+from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 
 logger = logging.getLogger(__name__)
 

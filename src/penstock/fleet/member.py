@@ -15,10 +15,10 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Protocol, Self
 
-from penstock.config import ServerSpec
 from penstock.engine.control import ControlClient, EngineInfo
 from penstock.errors import DeadlineError, StateError
 from penstock.router.membership import EngineEntry
+from penstock.settings import ServerSpec
 from penstock.types import EngineStats
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from penstock.config import EngineConfig, Section, ServerSpec, validate
 from penstock.errors import ConfigError, UserError
 from penstock.parsing import LARGEST
+from penstock.settings import EngineConfig, Section, ServerSpec, validate
 
 S = TypeVar("S", bound=Section)
 

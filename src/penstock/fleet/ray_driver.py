@@ -23,12 +23,12 @@ from typing import Any
 
 import orjson
 
-from penstock.config import EngineConfig, Section
 from penstock.engine.launch import EngineProcess
 from penstock.errors import ConfigError, EngineStartError, PenstockError, error_from_json, error_to_json
 from penstock.fleet.calls import CallServer
 from penstock.fleet.options import visible_gpus
 from penstock.process import watch_lifeline
+from penstock.settings import EngineConfig, Section
 
 PREFIX = "/ray"
 OBJECT_STORE_BYTES = 80 * 2**20

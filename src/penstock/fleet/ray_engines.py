@@ -17,11 +17,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.config import EngineConfig, FleetConfig
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineError, EngineHTTPError
 from penstock.fleet.calls import CallClient
 from penstock.fleet.ray_driver import PREFIX, ActorPlan
 from penstock.process import ChildProcess
+from penstock.settings import EngineConfig, FleetConfig
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from pydantic import TypeAdapter
 
 from penstock.aio import cancelled, in_thread
-from penstock.config import ServerSpec
 from penstock.engine.capabilities import smallest_vocabulary
 from penstock.engine.client import DataClient
 from penstock.engine.control import ControlClient
@@ -42,6 +41,7 @@ from penstock.fleet.service import (
 )
 from penstock.parsing import reading
 from penstock.router.admin_client import RouterAdmin
+from penstock.settings import ServerSpec
 from penstock.types import KV, AdapterStatus, UpdateReport
 from penstock.weights.adapter_files import AdapterFiles
 from penstock.weights.shared_memory import SharedMemoryStore

@@ -14,7 +14,6 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from penstock.aio import cancelled
-from penstock.config import FleetConfig, RouterConfig, refuse_open_host
 from penstock.engine.launch import telling_lines
 from penstock.errors import ConfigError, DeadlineError, EngineStartError, PenstockError
 from penstock.fleet.roster import Admin, Roster
@@ -22,6 +21,7 @@ from penstock.fleet.supervise import RestartBudget, keep_running
 from penstock.process import ChildProcess, read_report
 from penstock.rooms import plugged_in
 from penstock.router.admin_client import RouterAdmin
+from penstock.settings import FleetConfig, RouterConfig, refuse_open_host
 
 logger = logging.getLogger(__name__)
 

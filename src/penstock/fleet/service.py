@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter, ValidationError
 
-from penstock.config import ServerSpec, validate
 from penstock.engine.control import EngineInfo
 from penstock.errors import EngineError, StateError, UserError
 from penstock.fleet.calls import Call, CallServer
@@ -32,6 +31,7 @@ from penstock.fleet.member import State
 from penstock.fleet.operations import Operations
 from penstock.fleet.options import seconds, specs_of
 from penstock.fleet.roster import Roster
+from penstock.settings import ServerSpec, validate
 from penstock.types import PauseMode
 from penstock.weights.manifest import WeightManifest
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.aio import all_or_first_error, cancelled
-from penstock.config import FleetConfig, ServerSpec
 from penstock.engine.control import ControlClient, CoreState
 from penstock.errors import DeadlineError, PenstockError, StateError
 from penstock.fleet.engines import LaunchedEngines
@@ -21,6 +20,7 @@ from penstock.fleet.member import SERVABLE, Clock, Lifecycle, Member, State
 from penstock.fleet.probe import CoreSilentError, probe
 from penstock.fleet.roster import Roster
 from penstock.process import backoff_s
+from penstock.settings import FleetConfig, ServerSpec
 
 logger = logging.getLogger(__name__)
 

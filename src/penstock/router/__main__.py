@@ -16,11 +16,11 @@ from typing import Any, BinaryIO, Protocol
 import orjson
 import uvloop
 
-from penstock.config import RouterConfig, validate
 from penstock.errors import PenstockError, UserError
 from penstock.process import raise_file_limit, watch_lifeline
 from penstock.rooms import plugged_in
 from penstock.router.server import Router
+from penstock.settings import RouterConfig, validate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

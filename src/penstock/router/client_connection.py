@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from penstock.config import RouterConfig
 from penstock.router.access import HEALTH, Access
 from penstock.router.head import CHUNKED, RequestHead, parse_request
 from penstock.router.http import BodyReader, ChunkedReader, FramingError, LengthReader, RefusalError, chunk
 from penstock.router.metrics import Metrics
+from penstock.settings import RouterConfig
 
 IDLE_S = 75.0
 """A kept-alive connection without a request is closed after this time."""

@@ -8,7 +8,6 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from penstock.config import RouterConfig
 from penstock.router.backend import Backend
 from penstock.router.gate import ANY_ENGINE, NOWHERE, Gate, Kind, Lane, Waiter
 from penstock.router.head import RequestHead
@@ -18,6 +17,7 @@ from penstock.router.metrics import Metrics
 from penstock.router.placement import Placement, PlacementOptions
 from penstock.router.policies import Defer
 from penstock.router.watch import BackendWatch, KVStats
+from penstock.settings import RouterConfig
 
 _EXPIRE_S = 0.75
 """Between two looks for idle sessions: before the placement looks by itself, which cannot wake waiting requests."""

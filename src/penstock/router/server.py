@@ -8,7 +8,6 @@ import resource
 import socket
 import time
 
-from penstock.config import RouterConfig, refuse_open_host
 from penstock.errors import StateError, UserError
 from penstock.router.access import Access, check_data_path
 from penstock.router.admin import Admin, AdminCall
@@ -17,6 +16,7 @@ from penstock.router.dispatcher import Dispatcher
 from penstock.router.exchange import Exchange
 from penstock.router.head import RequestHead
 from penstock.router.metrics import Metrics
+from penstock.settings import RouterConfig, refuse_open_host
 
 BACKLOG = 4096
 _SWEEP_S = 0.25

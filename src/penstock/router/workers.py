@@ -22,13 +22,13 @@ from typing import Any, Self
 
 import orjson
 
-from penstock.config import RouterConfig, refuse_open_host
 from penstock.errors import EngineStartError
 from penstock.process import LIFELINE_ENV, backoff_s, read_report
 from penstock.router.admin import JSON, PROMETHEUS, Answer, finished_session
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.http import RefusalError
 from penstock.router.server import BACKLOG, Router, base_url, cannot_listen
+from penstock.settings import RouterConfig, refuse_open_host
 
 logger = logging.getLogger(__name__)
 

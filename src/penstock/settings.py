@@ -1,0 +1,348 @@
+"""Settings of engines, router and fleet; the base of every section of the configuration, and what is wrong in one line.
+
+Each section is a frozen pydantic model. An unknown key, a wrong type or a value out of range is a `ConfigError` of one
+line, which names the key and, for a typo, the nearest known key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from penstock.errors import ConfigError
+
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+S = TypeVar("S", bound="Section")
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def validate(section: type[S], values: Mapping[str, Any]) -> S:
+    """Build one section; pydantic's errors become one `ConfigError` line."""
+    try:
+        return section.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(section, dict(e)) for e in error.errors())) from None
+
+
+def _explain(section: type[Section], error: Mapping[str, Any]) -> str:
+    location = [str(part) for part in error["loc"]]
+    key = ".".join(location)
+    if error["type"] == "extra_forbidden":
+        known = sorted(_fields_at(section, location[:-1]))
+        near = difflib.get_close_matches(location[-1], known, n=1)
+        near = near or [name for name in _keys(section) if name.endswith(f".{location[-1]}")][:1]
+        hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
+        return f"unknown config key {key!r}; {hint}"
+    if error["type"] == "missing":
+        return f"config key {key!r} is required"
+    named = f"config key {key!r}: " if key else ""
+    given = error["input"]
+    # A check across keys names the ones it means; its input is a whole section, perhaps with keys that are secret.
+    got = "" if error["type"] == "value_error" and isinstance(given, (Mapping, Section)) else f", got {given!r}"
+    return f"{named}{str(error['msg']).removeprefix('Value error, ')}{got}"
+
+
+def _fields_at(section: type[Section], path: Sequence[str]) -> list[str]:
+    current: type[BaseModel] = section
+    for part in path:
+        if part.isdigit():  # an index: the step before led to the list's items
+            continue
+        annotation = current.model_fields[part].annotation if part in current.model_fields else None
+        kinds = (annotation, *get_args(annotation))
+        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not inner:
+            return []
+        current = inner[0]
+    return list(current.model_fields)
+
+
+def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield every key of a tree, with its section before it."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def read_yaml(text: str) -> object:
+    """Read a YAML text. ConfigError: a key is given twice in one mapping; yaml.YAMLError: it is no YAML."""
+    return yaml.load(text, Loader=_Once)  # noqa: S506 - it is a safe loader
+
+
+class _Once(yaml.SafeLoader):
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # The mapping as written. Later, the keys of a merge stand in it before the keys that override them.
+        node = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if (key.tag, key.value) in seen:
+                raise ConfigError(f"config line {key.start_mark.line + 1}: {key.value!r} is given twice; take one out")
+            seen.add((key.tag, key.value))
+        return node
+
+
+class EngineConfig(Section):
+    """One vLLM engine (R4). Names follow vLLM's options; `extra_args` passes anything else through."""
+
+    model: str
+    """Path or hub name of the checkpoint."""
+    tokenizer: str | None = None
+    served_model_name: str | None = None
+    profile: Literal["auto", "cpu", "gpu", "sim"] = "auto"
+    """`cpu`: vLLM's CPU build, fast start, fp32; `gpu`: vLLM's defaults; `auto`: `gpu` where an NVIDIA
+    device is; `sim`: the simulated engine (no model is loaded)."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    tensor_parallel_size: Positive = 1
+    pipeline_parallel_size: Positive = 1
+    data_parallel_size: Positive = 1
+    enable_expert_parallel: bool = False
+    max_model_len: Positive | None = None
+    max_num_seqs: Positive | None = None
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    fp32_lm_head: bool = False
+    """Compute logits in fp32 under a bf16 model."""
+    enable_lora: bool = False
+    max_loras: Positive = 1
+    """Adapters in one batch."""
+    max_lora_rank: Positive = 16
+    enable_sleep_mode: bool = False
+    """`sleep` frees device memory; on GPUs only."""
+    quantization: str | None = None
+    load_format: str = "auto"
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    kv_cache_memory_bytes: Positive | None = None
+    seed: int = 0
+    extra_args: Mapping[str, str | int | float | bool | None] = Field(default_factory=dict[str, Any])
+    """More vLLM options by their long name: `{"block-size": 64}`; true is a bare flag."""
+    start_timeout_s: Seconds = 600.0
+    control_timeout_s: Seconds = 60.0
+    """Deadline of one control call (pause, resume, update, ...)."""
+    request_timeout_s: Seconds = 3600.0
+    """Deadline of one generation request."""
+
+
+PolicyName = Literal[
+    "bounded-sticky",
+    "sticky-least-loaded",
+    "consistent-hash",
+    "prefix-aware",
+    "kv-cache",
+    "requests",
+    "power-of-two",
+    "round-robin",
+    "random",
+]
+
+
+def _policy_names(given: object) -> str:
+    """Read names, in a list or with commas between them, as a text with commas."""
+    names = given.split(",") if isinstance(given, str) else given
+    if not isinstance(names, (list, tuple)) or not names:
+        raise ValueError("must be the name of a policy, or a list of such names")
+    stripped = [str(name).strip() for name in cast("Sequence[object]", names)]
+    known = get_args(PolicyName)
+    for place, name in enumerate(stripped):
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise ValueError(f"there is no policy {name!r}; {hint}")
+        if name in stripped[:place]:
+            raise ValueError(f"{name!r} is named twice")
+    return ",".join(stripped)
+
+
+def _names(given: object) -> str:
+    """Read texts, in a list or with commas between them, as a text with commas."""
+    names = given.split(",") if isinstance(given, str) else given
+    if not isinstance(names, (list, tuple)):
+        raise ValueError("must be a list, or texts with commas between them")  # noqa: TRY004 - pydantic's
+    return ",".join(str(name).strip() for name in cast("Sequence[object]", names) if str(name).strip())
+
+
+class RouterConfig(Section):
+    """The data plane in front of a fleet."""
+
+    kind: Literal["penstock", "vllm-router"] = "penstock"
+    """`vllm-router`: the one that runs at `url` instead of ours, with what it can do (docs/how-to/other-servers.md)."""
+    url: Annotated[str, Field(pattern=r"^http://[^/\s]+$")] | None = None
+    """Address of a running router of this kind, which gets this fleet's engines; default: a new router is started."""
+    host: str = "127.0.0.1"
+    port: Port = 0
+    """0: any free port."""
+    policy: Annotated[str, BeforeValidator(_policy_names)] = "bounded-sticky"
+    """A `PolicyName`, or several: a policy without a preference leaves the choice to the next."""
+    prefix_length: Positive = 2048
+    """Shortest shared prefix, in tokens, for which an engine is preferred."""
+    overload_threshold: Annotated[float, Field(ge=1)] = 1.5
+    """`prefix-aware` skips an engine with more outstanding requests than this multiple of the mean."""
+    balance_factor: Annotated[float, Field(ge=1)] = 1.1
+    """`bounded-sticky` places up to this multiple of the mean of resident tokens, plus `slack_tokens`."""
+    slack_tokens: Annotated[int, Field(ge=0)] = 8192
+    kv_admission: Annotated[float, Field(gt=0)] = 0.92
+    """`bounded-sticky`: new sessions wait while resident and expected context exceed this share of every KV cache."""
+    session_ttl_s: Seconds = 1800.0
+    """A session is forgotten after so long without a request."""
+    engine_metrics_interval_s: Annotated[float, Field(ge=0)] = 1.0
+    """Between two reads of an engine's KV usage; 0: never."""
+    workers: Positive = 1
+    """Processes that share the port."""
+    max_hold_s: Seconds = 300.0
+    """A request waits so long while no engine can serve it; then 503 with Retry-After."""
+    max_held: Positive = 100_000
+    """Most requests that wait for a gate, an engine, or room on one."""
+    max_held_bytes: Positive = 4 * 2**30
+    """Most bytes kept of waiting requests; of each, 1 MiB at most."""
+    max_header_bytes: Positive = 65_536
+    max_body_bytes: Positive = 256 * 2**20
+    header_timeout_s: Seconds = 20.0
+    body_timeout_s: Seconds = 600.0
+    """Deadline of a request's whole body; time in which the router does not read it does not count."""
+    data_paths: Annotated[str, BeforeValidator(_names), Field(pattern=r"^(/[0-9A-Za-z._~/-]+(,|$))*$")] = ""
+    """Further paths that go to engines, exactly as written, in a list or with commas."""
+    allowed_hosts: Annotated[str, BeforeValidator(_names)] = ""
+    """Further names of this router that `Host` may have in calls to `/router/*`, in a list or with commas."""
+    access_log: bool = False
+    """One JSON line a request in the router's log."""
+
+
+def refuse_open_host(host: str, api_key: str | bytes | None) -> None:
+    """Raise ConfigError if a router would listen for other machines on `host` without a key."""
+    if api_key or host == "localhost":
+        return
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, or empty for every address
+        loopback = False
+    if not loopback:
+        raise ConfigError(
+            f"router.host {host!r} opens the router to other machines and there is no API key; set one (of penstock "
+            "serve: PENSTOCK_API_KEY, of Fleet.launch: api_key, of the router: --api-key-env), or keep 127.0.0.1"
+        )
+
+
+class ServerSpec(Section):
+    """A server that another process started; written as its URL, or `URL#dp=2` where `dp` is 2."""
+
+    url: str
+    dp: Positive | None = None
+    """Data-parallel ranks that the router addresses one by one, each as an engine; default: all. 1: the server places
+    requests on its ranks itself."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_text(cls, given: Any) -> Any:
+        fields = {"url": given} if isinstance(given, str) else given
+        if not isinstance(fields, dict):
+            return fields
+        known = cast("dict[str, Any]", fields)
+        if "url" not in known:
+            return known
+        url, mark, ranks = str(known["url"]).partition("#")
+        if not re.fullmatch(r"http://[^/\s]+/*", url):
+            raise ValueError("a server's address is http://HOST:PORT")
+        if mark and not (ranks.startswith("dp=") and ranks[3:].isdigit()):
+            raise ValueError("behind # only dp=N can stand, the number of data-parallel ranks")
+        return {**known, "url": url.rstrip("/"), **({"dp": int(ranks[3:])} if mark else {})}
+
+
+Transport = Literal["shared_memory", "broadcast", "cuda_ipc", "disk", "delta"]
+"""Way of a weight version's bytes to the engines."""
+
+
+MOST_ENGINES = 4096
+"""Of one fleet; a greater number is a typing error."""
+
+
+class FleetConfig(Section):
+    """The engines that serve one base model."""
+
+    engines: Annotated[int, Field(ge=0, le=MOST_ENGINES)] = 1
+    """Engines to launch; may be 0 where there are servers to `attach`."""
+    attach: tuple[ServerSpec, ...] = ()
+    """Running servers of the same model that join the fleet. The fleet never ends or restarts them; one that dies is
+    out, and joins again when it answers with confirmed weights."""
+    min_engines: Positive = 1
+    """An update counts as committed if at least this many engines made it."""
+    stream_chunk_tokens: Annotated[int, Field(ge=0)] = 64
+    """Tokens in a chunk of a sample, the most that an engine's death costs it. 0: all tokens come at the end."""
+    health_interval_s: Seconds = 1.0
+    hang_timeout_s: Seconds = 15.0
+    """An engine that answers nothing for so long is ended."""
+    max_restarts: Annotated[int, Field(ge=0)] | None = None
+    """Restarts of one engine within `restart_window_s`; after its next death it stays dead. Default: no limit."""
+    restart_window_s: Seconds = 600.0
+    restart_backoff_s: Seconds = 1.0
+    """Wait before the first restart; it doubles for each further one, up to two minutes, until an engine has lived for
+    `restart_window_s`."""
+    drain_timeout_s: Seconds = 600.0
+    """Time for an engine that leaves to finish its requests."""
+    stop_timeout_s: Seconds = 10.0
+    weight_transport: Literal["auto", Transport] = "auto"
+    """`auto`: chosen by where the trainer's tensors and the engines are (docs/how-to/weights.md)."""
+    weight_folder: Annotated[Path | None, Field(validate_default=True)] = None
+    """For the transports `disk` and `delta`; trainer and engines see it under the same path."""
+    max_adapters: Positive = 256
+    """LoRA adapters that are kept; one more evicts the one used least recently, never one in flight or pinned."""
+    weight_address: str = "127.0.0.1"
+    """For the transport `broadcast`: address at which the trainer listens for engines."""
+    weight_host_copy: bool | None = None
+    """For the transports `broadcast` and `cuda_ipc`: keep a copy in host memory, for engines of this host that join or
+    return between updates. Default: while the fleet has one engine."""
+    log_dir: Path | None = None
+    """Folder of engine and router logs; default: a temporary folder, kept when something failed."""
+
+    @field_validator("weight_folder")
+    @classmethod
+    def _files_need_a_folder(cls, folder: Path | None, info: ValidationInfo) -> Path | None:
+        transport = info.data.get("weight_transport")
+        if folder is None and transport in {"disk", "delta"}:
+            raise ValueError(f"the transport {transport!r} needs a folder")
+        return folder
+
+    launcher: Literal["local", "ray"] = "local"
+    """`local`: engines are processes of this machine; `ray`: each has an actor and a placement group of Ray."""
+    ray_address: Annotated[str, Field(min_length=1)] | None = None
+    """Ray cluster, as `ray.init` takes it; default: RAY_ADDRESS, else the cluster of this process, else a new one on
+    this machine, which ends with the fleet."""
+    ray_cpus: Annotated[float, Field(ge=0)] | None = None
+    """CPUs that Ray sets aside for each engine; default: one for each of its ranks."""
+    ray_gpus: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share that Ray sets aside of each GPU of an engine, so that a trainer's actor can have the rest; default: 1."""
+    ray_placement_group: Annotated[str, Field(pattern="^[0-9a-f]+$")] | None = None
+    """Id (`group.id.hex()`) of a placement group, whose bundles the engines take in their order, one for each GPU;
+    default: each engine has a group of its own."""
+
+    @field_validator("ray_address", "ray_cpus", "ray_gpus", "ray_placement_group")
+    @classmethod
+    def _of_ray(cls, given: str | float | None, info: ValidationInfo) -> str | float | None:
+        default = cls.model_fields[str(info.field_name)].default  # a config that is written out holds it
+        if given != default and info.data.get("launcher") == "local":
+            raise ValueError("has an effect with the launcher 'ray' only")
+        return given
