@@ -9,7 +9,7 @@ import torch
 from sim_fleets import check, check_serves, in_flight, made
 
 from penstock import Fleet, PauseMode, SamplingParams
-from penstock.errors import DeadlineError, StateError, UserError, WeightsError
+from penstock.errors import DeadlineError, StateError, UserError
 from penstock.fleet.member import State
 
 PROMPTS = [[1 + i, 2, 3] for i in range(24)]
@@ -127,71 +127,10 @@ async def test_abort_ends_what_runs_and_serves_what_comes(fleet: Fleet) -> None:
     assert all(0 < len(ids) < LONG.max_tokens for ids in out.response_ids), "what was made is kept"
 
 
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        ([("w", torch.tensor([1.0, float("nan")]))], "tensor 'w' holds NaN"),
-        ([("w", torch.ones(2)), ("w", torch.ones(2))], "'w' is given twice"),
-        ([], "no tensors given"),
-        ([("w", torch.ones(2, dtype=torch.complex64))], "dtype torch.complex64"),
-    ],
-)
-async def test_weights_that_cannot_be_sent_change_nothing(fleet: Fleet, tensors, message: str) -> None:
-    before = fleet.weight_version
-    params = SamplingParams(max_tokens=60, detokenize=False)
-    running = batch(fleet, params)
-    with pytest.raises(WeightsError, match=message):
-        await fleet.update_weights(tensors)
-    assert fleet.weight_version == before
-    out = await running
-    check(PROMPTS, out, params)
-    assert {span.version for spans in out.response_spans for span in spans} == {before}
-
-
 async def test_a_name_that_cannot_be_written_as_json_is_refused_and_none_dies_of_it(fleet: Fleet) -> None:
     with pytest.raises(UserError, match=r"cannot be written as JSON .*surrogates not allowed"):
         await fleet.update_weights([("layer.\udc80", torch.ones(2))])
     await check_serves(fleet, engines=3)
-
-
-async def test_update_during_an_update_and_versions_that_go_back(fleet: Fleet) -> None:
-    before = fleet.weight_version
-    first = asyncio.create_task(fleet.update_weights(weights()))
-    await asyncio.sleep(0)
-    with pytest.raises(StateError, match="a weight update is under way"):
-        await fleet.update_weights(weights())
-    assert (await first).version == before + 1
-    with pytest.raises(UserError, match=f"weight version {before} is not greater than {before + 1}"):
-        await fleet.update_weights(weights(), version=before)
-    assert (await fleet.update_weights(weights(), version=before + 10)).version == before + 10
-
-
-async def test_vllms_native_update(fleet: Fleet) -> None:
-    before = fleet.weight_version
-    await fleet.init_weight_update_communicator({"backend": "any"})
-    with pytest.raises(StateError, match="pause generation before"):
-        await fleet.update_named_weights({"names": ["w"]}, version=before + 1)
-    running = batch(fleet)
-    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-    await fleet.pause_generation()
-    await fleet.update_named_weights({"names": ["w"]}, version=before + 1)
-    await fleet.resume_generation()
-    check(PROMPTS, await running, LONG)
-    assert fleet.weight_version == before + 1
-
-
-async def test_sleep_and_wake_around_an_update(fleet: Fleet) -> None:
-    await fleet.sleep(level=1)
-    late = batch(fleet, SamplingParams(max_tokens=3, detokenize=False))
-    with pytest.raises(StateError, match=r"wake_up\(\['weights'\]\)"):
-        await fleet.update_weights(weights())
-    await fleet.wake_up(["weights"])
-    await fleet.update_weights(weights())
-    await asyncio.sleep(0.05)
-    assert not late.done()
-    await fleet.wake_up(["kv_cache"])
-    out = await late
-    assert {span.version for spans in out.response_spans for span in spans} == {fleet.weight_version}
 
 
 async def test_a_reset_of_the_prefix_cache_recomputes_what_runs(fleet: Fleet) -> None:

@@ -151,31 +151,6 @@ async def test_an_update_waits_for_an_engine_that_is_being_admitted_and_brings_i
         bench.check_belief()
 
 
-async def test_an_engine_joins_a_paused_fleet_paused() -> None:
-    bench = await Bench("ab").started()
-    async with restarting(bench) as restarts:
-        await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
-        await dies_and_returns(bench, restarts, "a", 0)
-        assert bench.state("a") is State.PAUSED
-        bench.check_belief()
-        await bench.operations.resume()
-        bench.check_belief()
-
-
-async def test_an_engine_joins_a_sleeping_fleet_asleep() -> None:
-    bench = await Bench("ab").started()
-    async with restarting(bench) as restarts:
-        await bench.operations.sleep(2)
-        await bench.operations.wake_up(["weights"])
-        await dies_and_returns(bench, restarts, "a", 0)
-        assert bench.engine["a"].calls == {"sleep": 1, "wake": ["weights"]}
-        await bench.operations.wake_up(["kv_cache"])
-        assert bench.router.closed, "the weights of the others are gone until the next update"
-        await bench.operations.update([], None)
-        assert not bench.router.closed
-        bench.check_belief()
-
-
 async def test_weights_that_nobody_has_are_waited_for_until_the_next_update(caplog) -> None:
     caplog.set_level("INFO", "penstock.fleet")
     bench = await Bench("ab").started()
@@ -225,17 +200,6 @@ async def test_an_engine_is_tried_again_without_end_and_the_last_reason_is_told(
         assert restarts.waits[:9] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 120.0, 120.0]
         assert any(change.reason == "port taken" for change in bench.roster.members[0].lifecycle.history)
         await until_serves(bench, "a", 0)
-
-
-async def test_deaths_far_apart_never_end_the_budget() -> None:
-    bench = await Bench("ab").started()
-    async with restarting(bench, FleetConfig(health_interval_s=3600.0, max_restarts=1)) as restarts:
-        for death in range(4):
-            bench.process["a"].kill()
-            await until(lambda died=death: len(restarts.engines.starts) == died + 1)
-            await until_serves(bench, "a", 0)
-            restarts.now += 3600.0
-        assert restarts.waits == [1.0] * 4
 
 
 async def test_when_none_is_left_and_none_comes_back_it_is_said() -> None:

@@ -232,9 +232,6 @@ def test_a_move_does_not_call_for_its_return() -> None:
             assert choose(BOUNDED, moved, later(moved[1], context), **TIGHT) == "e1"
 
 
-TWO_HOLD = (PrefixHolder("e1", 4096), PrefixHolder("e2", 2560))
-
-
 @pytest.mark.parametrize(
     ("request_", "options", "expected"),
     [

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from sim_http import now, virtual
 
-from penstock.errors import EngineDeadError, RequestError, StateError
+from penstock.errors import EngineDeadError
 from penstock.sim import SimConfig, SimEngine, verify
 from penstock.types import KV, PauseMode, SamplingParams, VersionSpan
 from penstock.weights.manifest import TensorEntry, WeightManifest
@@ -49,55 +49,6 @@ async def test_pause_keep_freezes_and_goes_on():
 
 
 @virtual
-async def test_pause_wait_returns_when_running_requests_have_finished():
-    engine = SimEngine()
-    task = in_flight(engine, SamplingParams(max_tokens=100))
-    await asyncio.sleep(20 * STEP)
-    pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
-    await asyncio.sleep(STEP)
-    assert engine.paused
-    assert not pausing.done()
-    late = in_flight(engine, SamplingParams(max_tokens=1))
-    await pausing
-    assert len((await task)[0].token_ids) == 100
-    await asyncio.sleep(10)
-    assert not late.done()
-    await engine.resume()
-    assert (await late)[0].finish_reason == "length"
-
-
-@virtual
-async def test_pause_abort_gives_partials_and_a_second_one_aborts_the_queue():
-    engine = SimEngine()
-    task = in_flight(engine, SamplingParams(max_tokens=100, n=2))
-    await asyncio.sleep(20 * STEP)
-    await engine.pause(PauseMode.ABORT, release=True)
-    for i, sample in enumerate(await task):
-        assert sample.finish_reason == "abort"
-        assert 0 < len(sample.token_ids) < 100
-        assert verify(PROMPT, sample, seeds=[i]) == []
-    queued = in_flight(engine, SamplingParams(max_tokens=5))
-    await asyncio.sleep(1)
-    assert not queued.done()
-    await engine.pause(PauseMode.ABORT, release=True)
-    assert (await queued)[0].token_ids == ()
-    await engine.resume()
-    assert len((await engine.generate(PROMPT, {"max_tokens": 5}))[0].token_ids) == 5
-
-
-@virtual
-async def test_abort_without_a_pause():
-    engine = SimEngine()
-    tasks = [in_flight(engine, SamplingParams(max_tokens=100)) for _ in range(3)]
-    await asyncio.sleep(10 * STEP)
-    assert engine.abort(["nobody"]) == 0
-    assert engine.abort() == 3
-    assert {(await t)[0].finish_reason for t in tasks} == {"abort"}
-    assert not engine.paused
-    assert engine.scheduler.pool.usage == 0
-
-
-@virtual
 async def test_versions_across_an_update_in_mid_generation():
     engine = SimEngine()
     params = SamplingParams(max_tokens=90, n=2)
@@ -135,44 +86,12 @@ async def test_stale_kv_shows():
 
 
 @virtual
-async def test_apply_keeps_a_paused_engine_paused_and_needs_a_prepare():
-    engine = SimEngine()
-    with pytest.raises(StateError, match="not prepared"):
-        await engine.apply(1)
-    await engine.pause(PauseMode.KEEP)
-    await update(engine, 1)
-    assert engine.paused
-    await engine.resume()
-    with pytest.raises(StateError, match="not prepared"):
-        await engine.apply(1)
-    assert (await engine.generate(PROMPT, {"max_tokens": 2}))[0].versions() == (1, 1)
-
-
-@virtual
 async def test_checksums_are_equal_for_equal_weights_only():
     one, two = SimEngine(), SimEngine()
     first = {(await update(e, 1))["checksum"] for e in (one, two)}
     second = {(await update(e, 2))["checksum"] for e in (one, two)}
     assert len(first) == len(second) == 1
     assert first != second
-
-
-@virtual
-async def test_native_update_protocol():
-    engine = SimEngine()
-    with pytest.raises(StateError, match="not initialized"):
-        engine.start_update()
-    engine.weights.initialised = True
-    with pytest.raises(StateError, match="must be called before"):
-        await engine.update_weights()
-    await engine.pause(PauseMode.KEEP)
-    engine.start_update()
-    with pytest.raises(StateError, match="already active"):
-        engine.start_update()
-    await engine.update_weights()
-    await engine.finish_update("7")
-    await engine.resume()
-    assert (await engine.generate(PROMPT, {"max_tokens": 3}))[0].versions() == (7, 7, 7)
 
 
 @virtual
@@ -257,29 +176,6 @@ async def test_kv_pressure_preempts_and_loses_nothing():
 
 
 @virtual
-async def test_reset_prefix_cache_while_running():
-    engine = SimEngine()
-    task = in_flight(engine, SamplingParams(max_tokens=50))
-    await asyncio.sleep(10.5 * STEP)
-    assert not engine.reset_prefix_cache()
-    assert engine.reset_prefix_cache(reset_running_requests=True)
-    assert verify(PROMPT, (await task)[0], params=SamplingParams(max_tokens=50)) == []
-    assert engine.scheduler.stats.preemptions == 1
-
-
-@virtual
-async def test_sleep_and_wake_up_in_parts():
-    engine = SimEngine()
-    await engine.sleep(1)
-    task = in_flight(engine, SamplingParams(max_tokens=1))
-    assert not await engine.wake_up(["weights"])
-    await asyncio.sleep(1)
-    assert not task.done()
-    assert await engine.wake_up(["kv_cache"])
-    await task
-
-
-@virtual
 async def test_lora_switches_in_mid_sequence_without_a_marker():
     engine = SimEngine()
     engine.adapters.load("style", "a1")
@@ -293,31 +189,3 @@ async def test_lora_switches_in_mid_sequence_without_a_marker():
     made_by_second = {m.position for m in verify(PROMPT, sample, params=params, adapter="a1")}
     assert made_by_first | made_by_second == set(range(40))
     assert made_by_first.isdisjoint(made_by_second)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "params", "message"),
-    [
-        ([], {}, "empty"),
-        ([1024], {}, "Token id 1024 is out of vocabulary"),
-        ([-1], {}, "Token id -1 is out of vocabulary"),
-        ([1] * 4096, {"max_tokens": 1}, "maximum context length is 4096"),
-        ([1] * 4000, {"max_tokens": 97}, "requested 97 output tokens"),
-        ([1], {"n": 257}, "max_num_seqs"),
-    ],
-)
-@virtual
-async def test_bad_requests(prompt, params, message):
-    engine = SimEngine()
-    with pytest.raises(RequestError, match=message):
-        await engine.generate(prompt, params)
-    assert len((await engine.generate(PROMPT, {"max_tokens": 2}))[0].token_ids) == 2
-
-
-@virtual
-async def test_a_caller_that_gives_up_frees_its_blocks():
-    engine = SimEngine()
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(engine.generate(PROMPT, {"max_tokens": 1000}), 10 * STEP)
-    assert engine.scheduler.pool.usage == 0
-    assert list(engine.scheduler) == []
