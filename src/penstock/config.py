@@ -32,8 +32,28 @@ class EnvironmentConfig(Section):
     options: Mapping[str, Any] = Field(default_factory=dict[str, Any])
 
 
+class AgentConfig(Section):
+    """An agent that plays each episode over chat, Responses or Anthropic messages (docs/how-to/agents.md)."""
+
+    command: tuple[str, ...] = ()
+    """Words of a command; the words `{prompt}`, `{model}`, `{base_url}` and `{api_key}` are filled in."""
+    callable: str | None = None
+    """Instead of a command: `module:name` of an `async def` that takes an Episode and returns its reward, or None."""
+    concurrency: Positive = 64
+    """Most episodes at once."""
+    timeout_s: Seconds = 600.0
+    """Of an episode; one that takes longer has the reward 0."""
+    policy: Literal["extend", "faithful"] = "extend"
+    keep_output: Annotated[int, Field(ge=0)] = 1000
+    """Most commands whose output is kept, in `logs/agents` of the run folder."""
+
+
 class RolloutConfig(Section):
     """How episodes are made."""
+
+    generator: Literal["environment", "agent"] = "environment"
+    """`environment`: the environment's own turns; `agent`: an agent plays its tasks through a gateway."""
+    agent: AgentConfig | None = None
 
     groups_per_batch: Positive = 64
     group_size: Annotated[int, Field(ge=2)] = 8  # the advantage of a single sample is always 0
@@ -43,9 +63,9 @@ class RolloutConfig(Section):
     concurrency: Positive = 1024
     """Most samples in flight."""
     max_turns: Positive = 8
-    """Most responses of an episode, of an environment that overrides `step`; `max_tokens` is that of one of them."""
+    """Most responses of an episode, of an agent or an environment with `step`; `max_tokens` is that of one of them."""
     max_episode_tokens: Positive = 4096
-    """Most tokens of such an episode after its prompt."""
+    """Most tokens of such an episode after its prompt; of an agent's, those that are sampled."""
 
     @field_validator("top_p")
     @classmethod
@@ -56,6 +76,12 @@ class RolloutConfig(Section):
                 "over the whole vocabulary, so importance weights would be wrong; leave it at 1"
             )
         return top_p
+
+    @model_validator(mode="after")
+    def _has_its_agent(self) -> Self:
+        if (self.generator == "agent") != (self.agent is not None):
+            raise ValueError("rollout.agent and rollout.generator: agent belong together; give both")
+        return self
 
 
 class LoraConfig(Section):

@@ -22,6 +22,7 @@ PLACES = {
     "delivery.broadcast": "penstock.fleet.delivery:Delivery",
     "detach": "penstock.fleet.detach:launch_detached",
     "elastic": "penstock.fleet.elastic:Elastic",
+    "generator.agent": "penstock.gateway.training:AgentRollouts",
     "group.join": "penstock.plugin.broadcast:join_group",
     "kept_kv.core": "penstock.plugin.kept_kv:KeptKV",
     "kept_kv.salting": "penstock.plugin.kept_kv:Salting",

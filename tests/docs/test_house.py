@@ -26,11 +26,11 @@ SIDE_ROOMS = tuple(
     for room in (
         "cli", "engine.vanilla", "facade", "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.connect",
         "fleet.delivery", "fleet.detach", "fleet.elastic", "fleet.native", "fleet.owner", "fleet.ray", "fleet.remote",
-        "fleet.service", "fleet.vllm_router", "observe", "plugin.adapters", "plugin.broadcast", "plugin.delta",
-        "plugin.disk", "plugin.ipc", "plugin.kept_kv", "plugin.native", "plugin.served_adapters", "rollout",
-        "router.merge", "router.other_policies", "router.workers", "sim", "token_meter", "train", "weights.broadcast",
-        "weights.collective", "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group",
-        "weights.transfer",
+        "fleet.service", "fleet.vllm_router", "gateway", "observe", "plugin.adapters", "plugin.broadcast",
+        "plugin.delta", "plugin.disk", "plugin.ipc", "plugin.kept_kv", "plugin.native", "plugin.served_adapters",
+        "rollout", "router.merge", "router.other_policies", "router.workers", "sim", "token_meter", "train",
+        "weights.broadcast", "weights.collective", "weights.cuda_ipc", "weights.delta", "weights.disk",
+        "weights.group", "weights.transfer",
     )
 )  # fmt: skip
 SPINE_FILES, SPINE_LINES = 75, 17_820

@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,7 @@ class AgentGenerator(Generator):
         concurrency: most episodes at once.
         timeout_s: of one episode.
         log_dir: each command's output is kept there, in a file named by its session.
+        most_logs: of them; the oldest goes for the next.
         limits: budget of an episode.
     """
 
@@ -100,6 +102,7 @@ class AgentGenerator(Generator):
         concurrency: int = 64,
         timeout_s: float = 600.0,
         log_dir: Path | None = None,
+        most_logs: int = 1000,
         limits: Limits | None = None,
     ) -> None:
         if not callable(agent) and (isinstance(agent, str) or not agent):
@@ -112,7 +115,10 @@ class AgentGenerator(Generator):
         self._places = Places(concurrency)
         self._timeout_s = timeout_s
         self._log_dir = Path(tempfile.mkdtemp(prefix="penstock-agents-")) if log_dir is None else log_dir
+        self._log_dir.mkdir(parents=True, exist_ok=True)
         self._limits = limits
+        self._most_logs = most_logs
+        self._logs: deque[Path] = deque()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -193,7 +199,14 @@ class AgentGenerator(Generator):
             status = await child.wait()
         finally:
             await asyncio.shield(child.stop(STOP_S))
-        return None if status == 0 else f": it ended with status {status}; {child.log}: {child.said()[-_TAIL:]}"
+            said = child.said()[-_TAIL:]
+            self._keep(child.log)
+        return None if status == 0 else f": it ended with status {status}; {child.log}: {said}"
+
+    def _keep(self, log: Path) -> None:
+        self._logs.append(log)
+        while len(self._logs) > self._most_logs:
+            self._logs.popleft().unlink(missing_ok=True)
 
 
 def _filled(word: str, values: Mapping[str, str]) -> str:

@@ -93,6 +93,7 @@ class GatewayOptions:
         max_model_len: of the engines, in tokens.
         policy: `extend` keeps sampled tokens; `faithful` renders each prompt as the template would.
         sampling: parameters that replace the harness's own, such as `temperature`.
+        max_tokens: most tokens of a turn; None: as many as fit.
         max_sessions: most sessions kept, of all tenants.
     """
 
@@ -100,6 +101,7 @@ class GatewayOptions:
     max_model_len: int
     policy: Policy = "extend"
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    max_tokens: int | None = None
     max_sessions: int = 100_000
 
 
@@ -377,7 +379,7 @@ class Gateway:
                 f"the prompt has {prompt_tokens} tokens, and the context length is {self.options.max_model_len}",
                 code="context_length_exceeded",
             )
-        limits = [room]
+        limits = [room] if self.options.max_tokens is None else [room, self.options.max_tokens]
         if request.max_tokens is not None:
             limits.append(whole_number(request.max_tokens, "the limit of tokens", least=1, error=GatewayError))
         if kept.limits.max_tokens is not None:

@@ -93,14 +93,16 @@ class Rollouts:
         # Sampling is seeded only where that makes a run reproducible: with weights that change in flight, the version
         # that makes a token is a matter of timing, and vLLM draws for seeded requests one by one (topk_topp_sampler).
         seed = group_seed(config.seed, group) if config.train.staleness == 0 else None
+        missing = config.rollout.group_size
         for _ in range(TRIES):
-            made = (await self._generate(group, config.rollout.group_size - len(whole), seed)).trajectories
+            made = (await self._generate(group, missing, seed)).trajectories
             aborted = [t for t in made if t.stop_reason == "abort"]
             whole += [t for t in made if t.stop_reason != "abort"]
             progress.generated_tokens += policy_tokens(made)
             progress.wasted_tokens += policy_tokens(aborted)
             progress.aborted_samples += len(aborted)
-            if not aborted:
+            missing = len(aborted)  # an agent's episode may have several trajectories
+            if not missing:
                 break
             seed = None  # with the same one, samples would come twice
         return whole

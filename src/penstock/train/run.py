@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -17,8 +19,10 @@ from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
 from penstock.observe.trackers import check_trackers, tracked
 from penstock.rollout.environment import Environment, check_tasks, load_environment, user_code
+from penstock.rollout.generator import Generator
 from penstock.rollout.multi_turn import generator_for
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
+from penstock.rooms import plugged_in
 from penstock.train.grpo import Trainee
 from penstock.train.interface import Learner, LoraSpec
 from penstock.train.learner import LocalLearner, ServedDtype
@@ -62,6 +66,7 @@ async def run(
     environment = load_environment(config.environment, config.seed)
     tokenizer = load_tokenizer(config.engine.tokenizer or config.engine.model)
     await _check_tasks(config, environment)
+    agents = plugged_in("generator.agent")(config, tokenizer, environment) if config.rollout.agent else None
     with RunFolder.lock(path):
         if fresh and RunFolder.remove(path):
             log.info("removed the earlier run in %s", path)
@@ -69,7 +74,8 @@ async def run(
         if resume:
             check_resume(config, folder)
         with folder.capture_log(), tracked(reporter, config, folder) as both:
-            summary = await _run(config, folder, environment, tokenizer, both, launched or {}, resume=resume)
+            opened = _Rollouts(config, folder, environment, tokenizer, agents)
+            summary = await _run(config, folder, opened, both, launched or {}, resume=resume)
         await asyncio.to_thread(draw_plots, folder)
     return summary
 
@@ -84,11 +90,30 @@ async def _check_tasks(config: RunConfig, environment: Environment) -> None:
     check_tasks([first], 1, f"train_task(0) of {name!r}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Rollouts:
+    """What makes the generator of a run, as soon as there is a fleet."""
+
+    config: RunConfig
+    folder: RunFolder
+    environment: Environment
+    tokenizer: Tokenizer
+    agents: Any
+    """`AgentRollouts`, of a run whose episodes an agent plays."""
+
+    def generator(self, fleet: Fleet) -> AbstractAsyncContextManager[Generator]:
+        """Return the generator, for the time of a block."""
+        lora, rollout = self.config.train.lora, self.config.rollout
+        adapter = None if lora is None or lora.merge else lora.name
+        if self.agents is not None:
+            return self.agents.generator(fleet, self.folder.path / "logs" / "agents", adapter=adapter)
+        return nullcontext(generator_for(fleet, self.tokenizer, self.environment, rollout, adapter=adapter))
+
+
 async def _run(
     config: RunConfig,
     folder: RunFolder,
-    environment: Environment,
-    tokenizer: Tokenizer,
+    rollouts: _Rollouts,
     reporter: Reporter,
     launched: Mapping[str, str],
     *,
@@ -101,7 +126,6 @@ async def _run(
     fleet_config = config.fleet
     if fleet_config.log_dir is None:
         fleet_config = fleet_config.model_copy(update={"log_dir": folder.path / "logs"})
-    lora = config.train.lora
     reporter.on_phase("launch")
     opening = Fleet.launch(config.engine, fleet=fleet_config, router=config.router)
     async with ranks:
@@ -109,17 +133,15 @@ async def _run(
         # The learner loads in a thread while the engines start, or on their GPUs while they sleep.
         loading = asyncio.create_task(_load(config, ranks)) if not colocated else None
         try:
-            async with opening as fleet:
+            async with opening as fleet, rollouts.generator(fleet) as generator:
                 if loading is None:
                     loading = asyncio.create_task(_load_asleep(config, ranks, fleet))
-                adapter = None if lora is None or lora.merge else lora.name
-                generator = generator_for(fleet, tokenizer, environment, config.rollout, adapter=adapter)
                 training = train(
                     config,
                     fleet,
                     learner=await loading,
                     generator=generator,
-                    environment=environment,
+                    environment=rollouts.environment,
                     folder=folder,
                     reporter=reporter,
                     resume=resume,

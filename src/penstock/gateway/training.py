@@ -1,0 +1,130 @@
+"""`rollout.generator: agent`: the episodes of a training run, played by an agent through a gateway of the run's own."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import shutil
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.config import RunConfig
+from penstock.errors import ConfigError
+from penstock.gateway.agent import Agent, AgentGenerator
+from penstock.gateway.server import serving
+from penstock.gateway.service import Gateway, GatewayOptions, Limits, Tenant
+from penstock.guard import new_key
+from penstock.process import raise_file_limit
+from penstock.rollout.chat_template import ChatTemplate
+from penstock.rollout.environment import Environment, user_code
+from penstock.rollout.generator import Generator
+from penstock.rollout.multi_turn import Sampler
+from penstock.rollout.tokenizer import Tokenizer
+from penstock.types import Sample, SamplingParams, SessionId
+
+_WHOLE = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": None}
+"""In place of what a harness asks for: logprobs over a part of the vocabulary cannot be trained on, and with a seed all
+episodes of a task would be one."""
+
+
+class AgentRollouts:
+    """The agent of a run, checked before engines start.
+
+    Args:
+        config: of the run.
+        tokenizer: of the policy, with a chat template.
+        environment: gives the tasks, and scores last answers where the agent gives no reward.
+
+    Raises:
+        ConfigError: there is no such callable or command, or both or neither are given; `engine.max_model_len` is not
+            given; or the tokenizer has no chat template.
+    """
+
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer, environment: Environment) -> None:
+        given, context = config.rollout.agent, config.engine.max_model_len
+        if given is None or bool(given.command) == bool(given.callable):
+            raise ConfigError("rollout.agent: give either command or callable")
+        if context is None:
+            raise ConfigError("rollout.generator: agent needs engine.max_model_len, which bounds each turn")
+        self._given = given
+        self._rollout = config.rollout
+        self._agent = _callable(given.callable) if given.callable is not None else _command(given.command)
+        self._template = ChatTemplate(tokenizer)
+        self._environment = environment
+        self._options = GatewayOptions(
+            config.engine.served_model_name or config.engine.model,
+            context,
+            given.policy,
+            sampling={**_WHOLE, "temperature": config.rollout.temperature},
+            max_tokens=config.rollout.max_tokens,
+        )
+
+    @asynccontextmanager
+    async def generator(
+        self, client: Sampler, log_dir: Path, *, adapter: str | None = None
+    ) -> AsyncGenerator[Generator]:
+        """Serve the gateway while the block runs, and give the generator.
+
+        Args:
+            client: samples; a fleet or an engine.
+            log_dir: for the output of commands.
+            adapter: name of the LoRA adapter that every turn asks for.
+        """
+        raise_file_limit()
+        tenant = Tenant("training", new_key())
+        sampler = client if adapter is None else _Adapted(client, adapter)
+        gateway = Gateway(sampler, self._template, self._options, [tenant])
+        async with serving(gateway) as base_url:
+            yield AgentGenerator(
+                gateway,
+                base_url,
+                tenant,
+                self._environment,
+                self._agent,
+                concurrency=self._given.concurrency,
+                timeout_s=self._given.timeout_s,
+                log_dir=log_dir,
+                most_logs=self._given.keep_output,
+                limits=Limits(max_turns=self._rollout.max_turns, max_tokens=self._rollout.max_episode_tokens),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapted:
+    """A client whose every sample is the adapter's."""
+
+    client: Any
+    adapter: str
+
+    async def sample(
+        self,
+        prompt_token_ids: Sequence[int],
+        num_samples: int,
+        sampling_params: SamplingParams,
+        session_id: SessionId | None = None,
+    ) -> list[Sample]:
+        return await self.client.sample(
+            prompt_token_ids, num_samples, sampling_params, session_id, adapter=self.adapter
+        )
+
+
+def _callable(name: str) -> Agent:
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise ConfigError(f"rollout.agent.callable must be 'module:name', got {name!r}")
+    with user_code(f"rollout.agent.callable {name!r} cannot be imported", ConfigError):
+        found = getattr(importlib.import_module(module), attribute)
+    if not inspect.iscoroutinefunction(found):
+        raise ConfigError(
+            f"rollout.agent.callable {name!r} is no `async def`; a blocking agent runs as rollout.agent.command"
+        )
+    return found
+
+
+def _command(words: Sequence[str]) -> Sequence[str]:
+    if shutil.which(words[0]) is None:
+        raise ConfigError(f"rollout.agent.command: there is no program {words[0]!r} on the PATH; give its path")
+    return words
