@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from gateway_rig import KEY, Rig, auth
-from penstock.gateway import server
+from penstock import asgi as server
 from penstock.gateway.server import serving
 from penstock.rollout.tokenizer import Tokenizer
 

@@ -1,0 +1,180 @@
+"""Serve an ASGI application within a running event loop. Needs uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from penstock.aio import cancelled
+from penstock.errors import ConfigError
+
+STOP_S = 5
+"""Time for answers under way when the server ends."""
+HEAD_S = 15.0
+"""Deadline of a request's head, from the connection or its first byte."""
+IDLE_S = 75
+"""Time for which a connection is kept for its next request."""
+MOST_CONNECTIONS = 16_384
+_BACKLOG = 2048
+_OWN_FILES = 64
+
+
+class _Connections:
+    """Connections of one server: at most `most`. The one without a request for longest is closed for the next."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.without_request: dict[_Protocol, None] = {}
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's HTTP with a deadline for each head and a bound on connections, neither of which it has."""
+
+    def __init__(self, counted: _Connections, **given: Any) -> None:
+        super().__init__(**given)
+        self._counted = counted
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - uvicorn's
+        super().connection_made(transport)
+        self._wait_for_head()
+        if len(self.connections) > self._counted.most:
+            next(iter(self._counted.without_request)).transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_wait()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_timer is None and self.cycle is not None and self.cycle.response_complete:  # pyright: ignore[reportUnnecessaryComparison]
+            self._wait_for_head()
+        super().data_received(data)
+
+    def on_headers_complete(self) -> None:
+        self._end_wait()
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing() and self.cycle.response_complete:
+            self._counted.without_request[self] = None
+
+    def _wait_for_head(self) -> None:
+        self._counted.without_request.setdefault(self, None)
+        self._head_timer = self.loop.call_later(HEAD_S, self.transport.abort)
+
+    def _end_wait(self) -> None:
+        self._counted.without_request.pop(self, None)
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to its process, and says when it serves."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+
+def listening(host: str, port: int, what: str) -> socket.socket:
+    """Bind a TCP socket; port 0 is any free one. ConfigError: the address cannot be listened on."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"{what} cannot listen on {host} port {port}: {error.strerror or error}") from None
+    return listener
+
+
+def listening_at(path: Path, what: str) -> socket.socket:
+    """Bind a Unix socket that this user alone can reach; one that is left over is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"{what} cannot listen at {path}: {error.strerror or error}") from None
+    finally:
+        os.umask(before)
+    return listener
+
+
+@asynccontextmanager
+async def serving_app(
+    app: Any,
+    listener: socket.socket,
+    what: str,
+    close: Callable[[], Awaitable[None]] | None = None,
+    *,
+    max_connections: int | None = None,
+) -> AsyncGenerator[None]:
+    """Serve an application on a bound socket while the block runs.
+
+    Args:
+        app: the ASGI application.
+        listener: closed at the end.
+        what: it is, for messages.
+        close: awaited before the server ends, so that no answer under way waits for ever.
+        max_connections: of clients at once. Default: half the files that this process may open, since each request
+            under way has one of its own.
+    """
+    counted = _Connections(max_connections or _most_connections())
+    config = uvicorn.Config(
+        app,
+        http=partial(_Protocol, counted),  # pyright: ignore[reportArgumentType] - it is only called
+        ws="none",
+        timeout_keep_alive=IDLE_S,
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        backlog=_BACKLOG,
+        timeout_graceful_shutdown=STOP_S,
+    )
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    ready = asyncio.create_task(server.ready.wait())
+    try:
+        await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            await task
+            raise ConfigError(f"{what}'s server ended as it began")
+        yield
+    finally:
+        ready.cancel()
+        if close is not None:
+            await close()
+        server.should_exit = True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(task), 2 * STOP_S)
+        await cancelled(task)
+        listener.close()
+
+
+def _most_connections() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = MOST_CONNECTIONS * 2 if soft == resource.RLIM_INFINITY else soft - _OWN_FILES
+    return min(MOST_CONNECTIONS, max(files // 2, 8))

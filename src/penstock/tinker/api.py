@@ -1,0 +1,367 @@
+"""The HTTP that the Tinker SDK speaks, under `/api/v1`."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import orjson
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from penstock.errors import PenstockError, StateError, UserError
+from penstock.guard import cross_site
+from penstock.tinker import requests as body
+from penstock.tinker.bodies import RefusedError, read_body
+from penstock.tinker.checkpoints import MissingError, TinkerPath, as_json
+from penstock.tinker.futures import GoneError, Operation
+from penstock.tinker.schema import JSON_TYPE, pb
+from penstock.tinker.service_state import ServiceState
+from penstock.tinker.sessions import FinishedError, UnknownError, new_model
+from penstock.tinker.tenants import Tenant
+
+PREFIX = "/api/v1"
+KEY_HEADER = "X-API-Key"
+MOST_PAGE = 1000
+
+Handler = Callable[[Request, Tenant], Awaitable[Response]]
+
+
+STATUS: Mapping[type[PenstockError], int] = {
+    UnknownError: 404, MissingError: 404, FinishedError: 410, UserError: 400, StateError: 503, PenstockError: 503,
+}  # fmt: skip
+
+
+def build_app(state: ServiceState) -> Starlette:
+    """Make the ASGI application of an API process."""
+    calls = _Calls(state)
+    posts = {
+        "client/config": calls.client_config,
+        "client/dynamic_config": calls.dynamic_config,
+        "telemetry": calls.telemetry,
+        "create_session": calls.create_session,
+        "session_heartbeat": calls.heartbeat,
+        "sessions/{session}/finish": calls.finish_session,
+        "create_model": calls.create_model,
+        "get_info": calls.get_info,
+        "forward_backward": calls.forward_backward,
+        "optim_step": calls.operation("optim_step"),
+        "save_weights": calls.operation("save_weights"),
+        "save_weights_for_sampler": calls.operation("save_weights_for_sampler"),
+        "load_weights": calls.load_weights,
+        "create_sampling_session": calls.create_sampler,
+        "asample": calls.asample,
+        "retrieve_future": calls.retrieve_future,
+        "cancel_future": calls.cancel_future,
+        "weights_info": calls.weights_info,
+        "training_runs/{run}/checkpoints/{kind}/{name}/publish": calls.publish,
+    }
+    gets = {
+        "healthz": calls.health,
+        "get_server_capabilities": calls.capabilities,
+        "samplers/{sampler}": calls.sampler,
+        "training_runs": calls.training_runs,
+        "training_runs/{run}": calls.training_run,
+        "training_runs/{run}/checkpoints": calls.run_checkpoints,
+        "checkpoints": calls.checkpoints,
+        "sessions": calls.sessions,
+        "sessions/{session}": calls.session,
+    }
+    deletes = {
+        "training_runs/{run}/checkpoints/{kind}/{name}": calls.delete_checkpoint,
+        "training_runs/{run}/checkpoints/{kind}/{name}/publish": calls.unpublish,
+    }
+    puts = {"training_runs/{run}/checkpoints/{kind}/{name}/ttl": calls.set_ttl}
+    table = (("POST", posts), ("GET", gets), ("DELETE", deletes), ("PUT", puts))
+    return Starlette(
+        routes=[
+            Route(f"{PREFIX}/{path}", calls.guarded(handler), methods=[method])
+            for method, handlers in table
+            for path, handler in handlers.items()
+        ]
+        + [Route("/{path:path}", calls.guarded(calls.unknown), methods=["GET", "POST", "PUT", "DELETE"])]
+    )
+
+
+def error_answer(message: str, status: int) -> JSONResponse:
+    """Make an error that the SDK shows; it retries 408, 409, 429 and 5xx."""
+    return JSONResponse({"error": message, "detail": message}, status)
+
+
+class _Calls:
+    """Handlers of the routes."""
+
+    def __init__(self, state: ServiceState) -> None:
+        self._state = state
+
+    def guarded(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        """Let tenants pass, and answer errors as the SDK reads them."""
+
+        async def handle(http: Request) -> Response:
+            if self._state.tenants.open and (why := cross_site(http.headers.raw)) is not None:
+                return error_answer(why, 403)
+            tenant = self._state.tenants.of(http.headers.get(KEY_HEADER))
+            if tenant is None:
+                return error_answer(f"{KEY_HEADER} carries no key of this service; set TINKER_API_KEY", 401)
+            try:
+                return await handler(http, tenant)
+            except RefusedError as error:
+                return error_answer(str(error), error.status)
+            except GoneError:
+                return error_answer("there is no such future, or its result was dropped", 410)
+            except ClientDisconnect:
+                return error_answer("the client has left", 499)
+            except PenstockError as error:
+                status = next(status for kind, status in STATUS.items() if isinstance(error, kind))
+                return error_answer(str(error), status)
+
+        return handle
+
+    # --- the service -------------------------------------------------------------------------------------------------
+
+    async def unknown(self, http: Request, _: Tenant) -> Response:
+        path = http.url.path.removeprefix(PREFIX)
+        return error_answer(f"this service has no {http.method} {path}; docs/tinker.md lists what it has", 404)
+
+    async def health(self, _http: Request, _: Tenant) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def client_config(self, _http: Request, _: Tenant) -> Response:
+        return JSONResponse({"pjwt_auth_enabled": False, "use_pyqwest_transport": True})
+
+    async def dynamic_config(self, _http: Request, _: Tenant) -> Response:
+        return JSONResponse({"sample_cancel_enabled": True})
+
+    async def telemetry(self, http: Request, _: Tenant) -> Response:
+        await read_body(http)  # nothing of it is kept
+        return JSONResponse({"status": "accepted"})
+
+    async def capabilities(self, _http: Request, _: Tenant) -> Response:
+        about = await self._state.about()
+        model = {
+            "model_name": about.base_model,
+            "max_context_length": about.max_context_length,
+            "trainable": True,
+            "sampleable": True,
+        }
+        return JSONResponse({"supported_models": [model]})
+
+    # --- sessions ----------------------------------------------------------------------------------------------------
+
+    async def create_session(self, http: Request, tenant: Tenant) -> Response:
+        session = await self._state.sessions.create(tenant.name, body.CreateSession.of(await read_body(http)))
+        return JSONResponse({"type": "create_session", "session_id": session})
+
+    async def heartbeat(self, http: Request, tenant: Tenant) -> Response:
+        await self._state.sessions.beat(tenant.name, body.SessionBody.of(await read_body(http)).session_id)
+        return JSONResponse({"type": "session_heartbeat"})
+
+    async def finish_session(self, http: Request, tenant: Tenant) -> Response:
+        given = body.FinishSession.of(await read_body(http))
+        reason = f"its client finished: {given.reason.get('type', 'no reason')}"
+        models = await self._state.sessions.finish(tenant.name, http.path_params["session"], reason)
+        await self._state.drop_models((tenant.name, model) for model in models)
+        return Response(status_code=204)
+
+    async def sessions(self, http: Request, tenant: Tenant) -> Response:
+        limit, offset = _page(http, 20)
+        return JSONResponse({"sessions": await self._state.sessions.listed(tenant.name, limit, offset)})
+
+    async def session(self, http: Request, tenant: Tenant) -> Response:
+        return JSONResponse(await self._state.sessions.described(tenant.name, http.path_params["session"]))
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    async def create_model(self, http: Request, tenant: Tenant) -> Response:
+        data = await read_body(http)
+        given = body.CreateModel.of(data)
+        await self._state.sessions.open_one(tenant.name, given.session_id)
+        model = f"{given.session_id}:train:{given.model_seq_id}"
+        about = await self._state.about()
+        operation = Operation(f"{model}:create", tenant.name, "create_model", model, data)
+        if given.base_model != about.base_model:
+            reason = f"this service trains {about.base_model}, not {given.base_model!r}; ask get_server_capabilities"
+            return await self._failed(operation, reason)
+        lora = {} if given.lora_config is None else given.lora_config.model_dump()
+        row = new_model(tenant.name, model, given.session_id, about.base_model, lora, given.user_metadata)
+        return await self._accepted(operation, tenant, also=row)
+
+    async def load_weights(self, http: Request, tenant: Tenant) -> Response:
+        data = await read_body(http)
+        given = body.LoadWeights.of(data)
+        if given.model_id is not None:
+            await self._state.sessions.model(tenant.name, given.model_id)
+            return await self._accepted(_on_model("load_weights", tenant, given.model_id, given.seq_id, data), tenant)
+        if given.session_id is None or given.model_seq_id is None:
+            raise UserError("load_weights needs model_id, or session_id and model_seq_id")
+        await self._state.sessions.open_one(tenant.name, given.session_id)
+        model = f"{given.session_id}:train:{given.model_seq_id}"
+        operation = Operation(f"{model}:create", tenant.name, "load_weights", model, data)
+        base_model = (await self._state.about()).base_model
+        row = new_model(tenant.name, model, given.session_id, base_model, {}, given.user_metadata)
+        return await self._accepted(operation, tenant, also=row)
+
+    async def forward_backward(self, http: Request, tenant: Tenant) -> Response:
+        data = await read_body(http)
+        try:
+            message = pb.ForwardBackwardRequest.FromString(data)
+        except Exception as error:
+            raise UserError(f"the body is no ForwardBackwardRequest: {error}") from error
+        model = message.model_id
+        await self._state.sessions.model(tenant.name, model)
+        return await self._accepted(_on_model("forward_backward", tenant, model, message.seq_id, data), tenant)
+
+    def operation(self, kind: str) -> Handler:
+        """Make the handler of an operation on a model with a JSON body."""
+
+        async def handle(http: Request, tenant: Tenant) -> Response:
+            data = await read_body(http)
+            given = body.ModelBody.of(data)
+            await self._state.sessions.model(tenant.name, given.model_id)
+            return await self._accepted(_on_model(kind, tenant, given.model_id, given.seq_id, data), tenant)
+
+        return handle
+
+    async def get_info(self, http: Request, tenant: Tenant) -> Response:
+        row = await self._state.sessions.model(tenant.name, body.ModelBody.of(await read_body(http)).model_id)
+        about = await self._state.about()
+        data = {"arch": about.arch, "model_name": row.base_model, "tokenizer_id": about.tokenizer}
+        return JSONResponse(
+            {
+                "type": "get_info",
+                "model_id": row.id,
+                "model_name": row.base_model,
+                "model_data": data,
+                "is_lora": True,
+                "lora_rank": row.lora.get("rank"),
+            }
+        )
+
+    # --- sampling ----------------------------------------------------------------------------------------------------
+
+    async def create_sampler(self, http: Request, tenant: Tenant) -> Response:
+        given = body.CreateSampler.of(await read_body(http))
+        await self._state.sessions.open_one(tenant.name, given.session_id)
+        sampler = f"{given.session_id}:sample:{given.sampling_session_seq_id}"
+        about = await self._state.about()
+        base = given.base_model if given.model_path is None else about.base_model
+        if base != about.base_model:
+            raise UserError(f"this service samples from {about.base_model}, not {given.base_model!r}")
+        row = {"id": sampler, "session": given.session_id, "tenant": tenant.name, "base_model": about.base_model}
+        if given.model_path is not None:
+            found = await self._state.checkpoints.find(tenant.name, given.model_path, "sampler_weights")
+            adapter = found.path.removeprefix("tinker://") + found.folder[found.folder.rfind("@") :]
+            row |= {"path": found.path, "adapter": adapter, "folder": found.folder}
+        await self._state.sessions.add_sampler(row)
+        return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler})
+
+    async def sampler(self, http: Request, tenant: Tenant) -> Response:
+        row = await self._state.sessions.sampler(tenant.name, http.path_params["sampler"])
+        return JSONResponse({"sampler_id": row.id, "base_model": row.base_model, "model_path": row.path})
+
+    async def asample(self, http: Request, tenant: Tenant) -> Response:
+        data = await read_body(http)
+        given = body.SampleAddress.of(data)
+        if given.sampling_session_id is None or given.seq_id is None:
+            raise UserError("asample needs sampling_session_id and seq_id; create a sampling session first")
+        await self._state.sessions.source(tenant.name, given.sampling_session_id)
+        sampler = given.sampling_session_id
+        operation = Operation(f"{sampler}:{given.seq_id}", tenant.name, "sample", sampler, data)
+        ids = [f"{operation.id}:{i}" for i in range(min(given.num_samples, MOST_PAGE * 10))]
+        return await self._accepted(operation, tenant, sample_sequence_ids=ids)
+
+    # --- futures -----------------------------------------------------------------------------------------------------
+
+    async def retrieve_future(self, http: Request, tenant: Tenant) -> Response:
+        request_id = body.RequestBody.of(await read_body(http)).request_id
+        outcome = await self._state.futures.retrieve(tenant.name, request_id)
+        if outcome is None:
+            return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"})
+        if outcome.error is not None:
+            return JSONResponse({"error": outcome.error, "category": outcome.category})
+        return Response(outcome.data, media_type=outcome.content_type)
+
+    async def cancel_future(self, http: Request, tenant: Tenant) -> Response:
+        await self._state.futures.cancel(tenant.name, body.RequestBody.of(await read_body(http)).request_id)
+        return Response(status_code=204)
+
+    async def _accepted(self, operation: Operation, tenant: Tenant, *, also: Any = None, **more: Any) -> Response:
+        if self._state.futures.queued(tenant.name) >= tenant.max_queued:
+            raise RefusedError(f"{tenant.max_queued} operations of yours are not finished yet; wait for them", 429)
+        await self._state.futures.accept(operation, self._state.executor_of(operation.kind), also)
+        return _future(operation, **more)
+
+    async def _failed(self, operation: Operation, reason: str) -> Response:
+        await self._state.futures.fail(operation, reason)
+        return _future(operation)
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    async def training_runs(self, http: Request, tenant: Tenant) -> Response:
+        return JSONResponse(await self._state.sessions.runs(tenant.name, *_page(http, 20)))
+
+    async def training_run(self, http: Request, tenant: Tenant) -> Response:
+        return JSONResponse(await self._state.sessions.run(tenant.name, http.path_params["run"]))
+
+    async def run_checkpoints(self, http: Request, tenant: Tenant) -> Response:
+        run = http.path_params["run"]
+        await self._state.sessions.model(tenant.name, run)
+        rows, _ = await self._state.checkpoints.listed(tenant.name, run, None, 0)
+        return JSONResponse({"checkpoints": [as_json(row) for row in rows]})
+
+    async def checkpoints(self, http: Request, tenant: Tenant) -> Response:
+        limit, offset = _page(http, 100)
+        rows, total = await self._state.checkpoints.listed(tenant.name, None, limit, offset)
+        cursor = {"offset": offset, "limit": limit, "total_count": total}
+        return JSONResponse({"checkpoints": [as_json(row) for row in rows], "cursor": cursor})
+
+    async def delete_checkpoint(self, http: Request, tenant: Tenant) -> Response:
+        await self._state.checkpoints.remove(tenant.name, _path(http))
+        return Response(status_code=204)
+
+    async def publish(self, http: Request, tenant: Tenant) -> Response:
+        await self._state.checkpoints.change(tenant.name, _path(http), public=True)
+        return Response(status_code=204)
+
+    async def unpublish(self, http: Request, tenant: Tenant) -> Response:
+        await self._state.checkpoints.change(tenant.name, _path(http), public=False)
+        return Response(status_code=204)
+
+    async def set_ttl(self, http: Request, tenant: Tenant) -> Response:
+        ttl = body.Ttl.of(await read_body(http)).ttl_seconds
+        await self._state.checkpoints.set_ttl(tenant.name, _path(http), ttl)
+        return Response(status_code=204)
+
+    async def weights_info(self, http: Request, tenant: Tenant) -> Response:
+        row = await self._state.checkpoints.find(tenant.name, body.TinkerPath.of(await read_body(http)).tinker_path)
+        lora = row.lora
+        flags = {name: lora.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
+        return JSONResponse({"base_model": row.base_model, "is_lora": True, "lora_rank": lora.get("rank"), **flags})
+
+
+def _on_model(kind: str, tenant: Tenant, model: str, seq_id: int | None, data: bytes) -> Operation:
+    """Make an operation; without a sequence number a repeated request cannot be known again."""
+    return Operation(f"{model}:{seq_id or uuid.uuid4().hex}", tenant.name, kind, model, data)
+
+
+def _future(operation: Operation, **more: Any) -> Response:
+    known = {"request_id": operation.id} | ({} if operation.kind == "sample" else {"model_id": operation.scope})
+    return Response(orjson.dumps(known | more), media_type=JSON_TYPE)
+
+
+def _path(http: Request) -> TinkerPath:
+    given = http.path_params
+    return TinkerPath.of(f"tinker://{given['run']}/{given['kind']}/{given['name']}")
+
+
+def _page(http: Request, limit: int) -> tuple[int, int]:
+    try:
+        limit, offset = int(http.query_params.get("limit", limit)), int(http.query_params.get("offset", 0))
+    except ValueError:
+        raise UserError(f"limit and offset are whole numbers, got {dict(http.query_params)}") from None
+    if not 0 < limit <= MOST_PAGE or offset < 0:
+        raise UserError(f"limit is from 1 to {MOST_PAGE} and offset not negative, got {limit} and {offset}")
+    return limit, offset

@@ -1,0 +1,196 @@
+"""Checkpoints: `tinker://` paths, and the folders of the data folder that they stand for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Row, delete, func, insert, select, update
+
+from penstock.errors import UserError
+from penstock.tinker.database import Database, checkpoints, samplers
+
+SCHEME = "tinker://"
+TYPES = {"weights": "training", "sampler_weights": "sampler"}
+"""The second part of a path, and the SDK's word for it."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_MODEL = re.compile(r"[A-Za-z0-9-]{1,64}:train:[0-9]{1,9}")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TinkerPath:
+    """`tinker://MODEL/KIND/NAME`."""
+
+    model: str
+    kind: str
+    name: str
+
+    @classmethod
+    def of(cls, given: str) -> TinkerPath:
+        """Read a path. UserError: it is none, or could name a file outside the data folder."""
+        parts = given.removeprefix(SCHEME).split("/") if given.startswith(SCHEME) else []
+        if len(parts) != 3 or parts[1] not in TYPES or not _MODEL.fullmatch(parts[0]):  # noqa: PLR2004
+            shown = f"{SCHEME}RUN/weights/NAME or {SCHEME}RUN/sampler_weights/NAME"
+            raise UserError(f"{given[:200]!r} is no path of this service; give {shown}")
+        return cls(parts[0], parts[1], checked_name(parts[2]))
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.model}/{self.kind}/{self.name}"
+
+
+def checked_name(name: str) -> str:
+    """Return the name of a checkpoint. UserError: it is none."""
+    if not _NAME.fullmatch(name):
+        raise UserError(f"a checkpoint's name has letters, digits, '.', '_' and '-', at most 128; got {name[:200]!r}")
+    return name
+
+
+class MissingError(UserError):
+    """The tenant has no checkpoint of that path."""
+
+
+class Checkpoints:
+    """The checkpoints of a service.
+
+    Args:
+        database: holds their paths.
+        data: the data folder; every checkpoint lies in it.
+    """
+
+    def __init__(self, database: Database, data: Path) -> None:
+        self._database = database
+        self._data = data
+
+    def folder(self, path: TinkerPath, number: int) -> Path:
+        """Return a folder that no other save has: what it replaces stays whole until it is there."""
+        return self._data / "checkpoints" / _plain(path.model) / path.kind / f"{path.name}@{number}"
+
+    def sampler_folder(self, model: str, name: str) -> Path:
+        """Return the folder of a sampler without a path."""
+        return self._data / "samplers" / _plain(model) / _plain(name)
+
+    async def find(self, tenant: str, given: str, *kinds: str) -> Row[Any]:
+        """Return the row of a checkpoint that a tenant may read.
+
+        Raises:
+            MissingError: there is none, it has expired, or it is another's and not public.
+            UserError: it is no path, or of none of `kinds`.
+        """
+        path = TinkerPath.of(given)
+        if kinds and path.kind not in kinds:
+            raise UserError(f"{given} is of kind {path.kind}; this takes {' or '.join(kinds)}")
+        wanted = select(checkpoints).where(checkpoints.c.path == str(path))
+        row = await self._database.run(lambda c: c.execute(wanted).first())
+        if row is None or (row.tenant != tenant and not row.public) or _expired(row):
+            raise MissingError(f"there is no checkpoint {given}; it was never saved, was deleted, or has expired")
+        return row
+
+    async def exists(self, path: TinkerPath) -> bool:
+        """Return whether a checkpoint of that path is there."""
+        wanted = select(checkpoints).where(checkpoints.c.path == str(path))
+        row = await self._database.run(lambda c: c.execute(wanted).first())
+        return row is not None and not _expired(row)
+
+    async def listed(
+        self, tenant: str, model: str | None, limit: int | None, offset: int
+    ) -> tuple[list[Row[Any]], int]:
+        """Return a tenant's checkpoints, newest first, of one model or all; and how many there are in all."""
+        live = (checkpoints.c.expires.is_(None)) | (checkpoints.c.expires > time.time())
+        mine = (checkpoints.c.tenant == tenant) & live
+        if model is not None:
+            mine &= checkpoints.c.model == model
+        rows = select(checkpoints).where(mine).order_by(checkpoints.c.created.desc()).limit(limit).offset(offset)
+        count = select(func.count()).select_from(checkpoints).where(mine)
+        return await self._database.run(lambda c: (list(c.execute(rows).all()), int(c.execute(count).scalar_one())))
+
+    async def change(self, tenant: str, path: TinkerPath, **values: Any) -> None:
+        """Change a tenant's own checkpoint. MissingError: there is none."""
+        mine = (checkpoints.c.path == str(path)) & (checkpoints.c.tenant == tenant)
+        change = update(checkpoints).where(mine).values(**values)
+        if not await self._database.run(lambda c: c.execute(change).rowcount):
+            raise MissingError(f"there is no checkpoint {path}")
+
+    async def set_ttl(self, tenant: str, path: TinkerPath, seconds: int | None) -> None:
+        """Let a tenant's own checkpoint expire after so long, or never. MissingError: there is none."""
+        await self.change(tenant, path, expires=None if seconds is None else time.time() + seconds)
+
+    async def remove(self, tenant: str, path: TinkerPath) -> None:
+        """Delete a tenant's own checkpoint. MissingError: there is none."""
+        row = await self.find(tenant, str(path))
+        if row.tenant != tenant:
+            raise MissingError(f"there is no checkpoint {path}")
+        await self._drop(row)
+
+    async def expire(self) -> None:
+        """Delete what has outlived its time."""
+        old = select(checkpoints).where(checkpoints.c.expires <= time.time())
+        for row in await self._database.run(lambda c: list(c.execute(old).all())):
+            await self._drop(row)
+
+    async def _drop(self, row: Row[Any]) -> None:
+        gone = delete(checkpoints).where((checkpoints.c.path == row.path) & (checkpoints.c.folder == row.folder))
+        used = select(samplers.c.id).where(samplers.c.folder == row.folder).limit(1)
+        in_use = await self._database.run(lambda c: (c.execute(gone), c.execute(used).first())[1])
+        if in_use is None:
+            await delete_folder(Path(row.folder))
+        # One that a sampler reads stays on disk until the sampler's session is forgotten.
+
+
+async def delete_folder(folder: Path) -> None:
+    """Delete a folder that nothing names any more."""
+    try:
+        await asyncio.to_thread(shutil.rmtree, folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        logger.warning("the folder %s cannot be deleted: %s", folder, error)
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of a folder's files."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def record(connection: Connection, path: TinkerPath, values: Mapping[str, Any]) -> None:
+    """Put a checkpoint that is on disk under its path, instead of one that was there."""
+    connection.execute(delete(checkpoints).where(checkpoints.c.path == str(path)))
+    row = {"path": str(path), "model": path.model, "kind": path.kind, "created": time.time(), "public": False}
+    connection.execute(insert(checkpoints).values({**row, **values}))
+
+
+def as_json(row: Row[Any]) -> dict[str, Any]:
+    """Return the SDK's `Checkpoint`."""
+    path = TinkerPath.of(row.path)
+    return {
+        "checkpoint_id": f"{path.kind}/{path.name}",
+        "checkpoint_type": TYPES[path.kind],
+        "time": when(row.created),
+        "tinker_path": row.path,
+        "size_bytes": row.size,
+        "public": row.public,
+        "user_metadata": row.user_metadata,
+        "expires_at": None if row.expires is None else when(row.expires),
+    }
+
+
+def when(seconds: float) -> str:
+    """Return a time as the SDK reads it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _expired(row: Row[Any]) -> bool:
+    return row.expires is not None and row.expires <= time.time()
+
+
+def _plain(name: str) -> str:
+    return name.replace(":", "_")

@@ -1,0 +1,359 @@
+"""Futures of the service: accepted in order, kept in the database, awaited by long polls."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Connection, delete, insert, select, update
+
+from penstock.aio import cancelled
+from penstock.errors import StateError
+from penstock.tinker.database import Database, futures, processes
+from penstock.tinker.schema import JSON_TYPE
+
+HOLD_S = 30.0
+"""A poll is answered after so long; the SDK gives up at 45 s, and polls again at once after an answer."""
+FOLLOW_S = 0.1
+"""How often a process reads what others have finished or accepted for it, while there are others."""
+BEAT_S = 2.0
+DEAD_S = 10.0
+"""A process that has written no beat for so long has died; others take its futures."""
+KEEP_RETRIEVED_S = 600.0
+"""A retrieved result is kept so long, for a client whose connection broke while it came."""
+KEEP_S = 24 * 3600.0
+"""A result that its client has never fetched."""
+FORGET_S = 7 * KEEP_S
+"""Until then a repeated request finds its future, and does not run again."""
+MOST_READ = 100
+"""Operations that are read together; each may have megabytes."""
+PENDING, DONE, FAILED, GONE = "pending", "done", "failed", "gone"
+logger = logging.getLogger(__name__)
+
+Also = Callable[[Connection], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A request that a future stands for.
+
+    Attributes:
+        id: of the future: the scope and the client's sequence number, so that a repeated request finds it.
+        tenant: whose it is.
+        kind: `sample`, or the learner's name of it.
+        scope: the model or sampler that it belongs to; operations of one model run in the order of arrival.
+        body: as the client sent it.
+        number: place in the order of arrival over all futures.
+    """
+
+    id: str
+    tenant: str
+    kind: str
+    scope: str
+    body: bytes
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A result as the client gets it, or the reason why there is none; `category` is the SDK's user or server."""
+
+    data: bytes = b"{}"
+    content_type: str = JSON_TYPE
+    error: str | None = None
+    category: str = "server"
+
+
+class GoneError(Exception):
+    """The result was dropped, or the future never was: the client sends a sample again."""
+
+
+@dataclass(slots=True)
+class _Running:
+    tenant: str
+    done: asyncio.Future[Outcome]
+    cancel: Callable[[], None] | None = None
+
+
+@dataclass(slots=True)
+class _Foreign:
+    """A future that another process runs, and the polls here that wait for it."""
+
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    waiting: int = 0
+
+
+class Futures:
+    """The futures of all processes on one database; this process runs those whose executor it is.
+
+    Args:
+        database: holds them.
+        executor: this process's name; one that starts again under it goes on with its futures.
+        start: begins an operation that this process is to run, in the order of arrival.
+        hold_s: how long a poll is held.
+    """
+
+    def __init__(
+        self, database: Database, executor: str, start: Callable[[Operation], None], *, hold_s: float = HOLD_S
+    ) -> None:
+        self.executor = executor
+        self._database = database
+        self._start = start
+        self._hold_s = hold_s
+        self._running: dict[str, _Running] = {}
+        self._foreign: dict[str, _Foreign] = {}
+        self._queued: dict[str, int] = {}
+        self._others = False
+        self._wake = asyncio.Event()
+        self._follower: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Take up what this process had not finished, and follow the other processes."""
+        await self._beat()
+        await self._take_up()
+        self._follower = asyncio.create_task(self._follow(), name="tinker-futures")
+
+    async def close(self) -> None:
+        """Stop; what is pending stays so in the database, for the next process of this name."""
+        if self._follower is not None:
+            await cancelled(self._follower)
+        for running in self._running.values():
+            if not running.done.done():
+                running.done.cancel()
+        await self._database.run(lambda c: c.execute(delete(processes).where(processes.c.name == self.executor)))
+
+    def queued(self, tenant: str) -> int:
+        """Return how many operations of a tenant this process has not finished."""
+        return self._queued.get(tenant, 0)
+
+    async def accept(self, operation: Operation, executor: str | None = None, also: Also | None = None) -> bool:
+        """Put an operation at the end of the order; it begins here if this process is its executor.
+
+        Args:
+            operation: its `number` is not used.
+            executor: name of the process that runs it; default: this one.
+            also: what the database is to hold besides, in the same transaction.
+
+        Returns:
+            False if it was accepted before, so that it runs once.
+        """
+        runs = executor or self.executor
+
+        def work(connection: Connection) -> int | None:
+            known = connection.execute(select(futures.c.number).where(futures.c.id == operation.id)).first()
+            if known is not None:
+                return None
+            if also is not None:
+                also(connection)
+            values = {
+                "id": operation.id, "tenant": operation.tenant, "kind": operation.kind, "scope": operation.scope,
+                "executor": runs, "state": PENDING, "body": operation.body, "arrived": time.time(),
+            }  # fmt: skip
+            return int(connection.execute(insert(futures).values(values)).inserted_primary_key[0])
+
+        number = await self._database.run(work)
+        if number is None:
+            return False
+        if runs == self.executor:
+            self._begin([_numbered(operation, number)])
+        return True
+
+    async def fail(self, operation: Operation, reason: str, category: str = "user") -> None:
+        """Accept an operation that cannot run: its future has failed."""
+
+        def work(connection: Connection) -> None:
+            if connection.execute(select(futures.c.number).where(futures.c.id == operation.id)).first() is not None:
+                return
+            now = time.time()
+            values = {
+                "id": operation.id, "tenant": operation.tenant, "kind": operation.kind, "scope": operation.scope,
+                "executor": self.executor, "state": FAILED, "error": reason, "category": category, "arrived": now,
+                "finished": now,
+            }  # fmt: skip
+            connection.execute(insert(futures).values(values))
+
+        await self._database.run(work)
+
+    def on_cancel(self, request_id: str, cancel: Callable[[], None]) -> None:
+        """Say how an operation that has begun is cancelled."""
+        if (running := self._running.get(request_id)) is not None:
+            running.cancel = cancel
+
+    async def finish(self, operation: Operation, outcome: Outcome, also: Also | None = None) -> None:
+        """Keep an outcome, together with what `also` changes, and answer the polls that wait for it."""
+
+        def work(connection: Connection) -> None:
+            failed = outcome.error is not None
+            values: dict[str, Any] = {
+                "state": FAILED if failed else DONE, "body": None, "result": None if failed else outcome.data,
+                "content_type": outcome.content_type, "error": outcome.error, "category": outcome.category,
+                "finished": time.time(),
+            }  # fmt: skip
+            mine = (futures.c.id == operation.id) & (futures.c.state == PENDING)
+            if connection.execute(update(futures).where(mine).values(values)).rowcount and also is not None:
+                also(connection)
+
+        try:
+            await self._database.run(work)
+        finally:
+            running = self._running.pop(operation.id, None)
+            if running is not None:
+                self._count(operation.tenant, -1)
+                if not running.done.done():
+                    running.done.set_result(outcome)
+
+    async def retrieve(self, tenant: str, request_id: str) -> Outcome | None:
+        """Wait for an outcome; None if there is none after `hold_s` seconds.
+
+        Raises:
+            GoneError: the tenant has no such future, or its result was dropped.
+        """
+        end = asyncio.get_running_loop().time() + self._hold_s
+        running = self._running.get(request_id)
+        if running is not None and running.tenant == tenant:
+            await asyncio.wait((running.done,), timeout=self._hold_s)
+            if running.done.done() and not running.done.cancelled():
+                self._note_retrieved(request_id)
+                return running.done.result()
+            return None
+        foreign = self._foreign.setdefault(request_id, _Foreign())
+        foreign.waiting += 1
+        try:
+            while (outcome := await self._stored(tenant, request_id)) is None:
+                self._wake.set()
+                left = end - asyncio.get_running_loop().time()
+                try:
+                    async with asyncio.timeout(left):
+                        await foreign.changed.wait()
+                except TimeoutError:
+                    return None
+        finally:
+            foreign.waiting -= 1
+            if not foreign.waiting:
+                self._foreign.pop(request_id, None)
+        self._note_retrieved(request_id)
+        return outcome
+
+    async def cancel(self, tenant: str, request_id: str) -> None:
+        """Fail a future as cancelled; harmless if it has ended. GoneError: the tenant has none of that id."""
+        running = self._running.get(request_id)
+        owner = running.tenant if running is not None else await self._database.run(lambda c: _tenant(c, request_id))
+        if owner != tenant:
+            raise GoneError
+        await self.finish(Operation(request_id, tenant, "", "", b""), Outcome(error="cancelled by the client"))
+        if running is not None and running.cancel is not None:
+            running.cancel()
+
+    async def prune(self) -> None:
+        """Drop results that were fetched, or that are too old to be."""
+        now = time.time()
+
+        def work(connection: Connection) -> None:
+            fetched = futures.c.retrieved < now - KEEP_RETRIEVED_S
+            old = futures.c.finished < now - KEEP_S
+            drop = update(futures).where(futures.c.state.in_((DONE, FAILED)) & (fetched | old))
+            connection.execute(drop.values(state=GONE, result=None))
+            connection.execute(delete(futures).where((futures.c.state == GONE) & (futures.c.finished < now - FORGET_S)))
+
+        await self._database.run(work)
+
+    def _count(self, tenant: str, change: int) -> None:
+        count = self._queued.get(tenant, 0) + change
+        if count > 0:
+            self._queued[tenant] = count
+        else:
+            self._queued.pop(tenant, None)
+
+    def _begin(self, operations: Sequence[Operation]) -> None:
+        for operation in operations:
+            if operation.id in self._running:
+                continue
+            self._running[operation.id] = _Running(operation.tenant, asyncio.get_running_loop().create_future())
+            self._count(operation.tenant, 1)
+            self._start(operation)
+
+    def _note_retrieved(self, request_id: str) -> None:
+        now = time.time()
+        self._database.post(
+            lambda c: c.execute(update(futures).where(futures.c.id == request_id).values(retrieved=now))
+        )
+
+    async def _stored(self, tenant: str, request_id: str) -> Outcome | None:
+        row = await self._database.run(lambda c: c.execute(select(futures).where(futures.c.id == request_id)).first())
+        if row is None or row.tenant != tenant or row.state == GONE:
+            raise GoneError
+        if row.state == PENDING:
+            return None
+        if row.state == FAILED:
+            return Outcome(error=row.error, category=row.category or "server")
+        return Outcome(row.result, row.content_type)
+
+    # --- other processes ---------------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        """Read what other processes did. A database has no event that every kind of it would send."""
+        loop = asyncio.get_running_loop()
+        beat_at = loop.time() + BEAT_S
+        while True:
+            busy = self._others or bool(self._foreign)
+            self._wake.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FOLLOW_S if busy else max(beat_at - loop.time(), 0.0)):
+                    await (asyncio.Event() if busy else self._wake).wait()
+            try:
+                if loop.time() >= beat_at:
+                    beat_at = loop.time() + BEAT_S
+                    await self._beat()
+                if self._others:
+                    await self._take_up()
+                if self._foreign:
+                    await self._look_at_foreign()
+            except StateError as error:  # such as a full disk: it may pass
+                logger.warning("%s", error)
+
+    async def _beat(self) -> None:
+        """Say that this process lives, and take the futures of those that do not."""
+        now, name = time.time(), self.executor
+
+        def work(connection: Connection) -> bool:
+            if not connection.execute(update(processes).where(processes.c.name == name).values(seen=now)).rowcount:
+                connection.execute(insert(processes).values(name=name, seen=now))
+            connection.execute(delete(processes).where(processes.c.seen < now - DEAD_S))
+            alive = select(processes.c.name)
+            orphans = (futures.c.state == PENDING) & (futures.c.kind == "sample") & futures.c.executor.not_in(alive)
+            taken = connection.execute(update(futures).where(orphans).values(executor=name)).rowcount
+            return bool(taken) or len(connection.execute(alive).all()) > 1
+
+        self._others = await self._database.run(work)
+
+    async def _take_up(self) -> None:
+        """Begin what is pending for this process and not begun: its own before a restart, or from another."""
+        f = futures.c
+        mine = (f.state == PENDING) & (f.executor == self.executor)
+        found = select(f.id).where(mine).order_by(f.number)
+        ids = [row[0] for row in await self._database.run(lambda c: c.execute(found).all())]
+        for first in range(0, len(new := [i for i in ids if i not in self._running]), MOST_READ):
+            some = mine & f.id.in_(new[first : first + MOST_READ])
+            rows = select(f.id, f.tenant, f.kind, f.scope, f.body, f.number).where(some).order_by(f.number)
+            found_rows = await self._database.run(lambda c, rows=rows: c.execute(rows).all())
+            self._begin([Operation(*row) for row in found_rows])
+
+    async def _look_at_foreign(self) -> None:
+        ids = list(self._foreign)
+        ended = select(futures.c.id).where(futures.c.id.in_(ids) & (futures.c.state != PENDING))
+        for (request_id,) in await self._database.run(lambda c: list(c.execute(ended).all())):
+            if (foreign := self._foreign.get(request_id)) is not None:
+                foreign.changed.set()
+
+
+def _tenant(connection: Connection, request_id: str) -> str | None:
+    return connection.execute(select(futures.c.tenant).where(futures.c.id == request_id)).scalar()
+
+
+def _numbered(operation: Operation, number: int) -> Operation:
+    return Operation(operation.id, operation.tenant, operation.kind, operation.scope, operation.body, number)

@@ -1,0 +1,111 @@
+"""Calls to the learner process: HTTP on its Unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import aiohttp
+import orjson
+
+from penstock.errors import EngineDeadError, EngineError
+from penstock.parsing import reading
+from penstock.tinker.futures import Outcome
+from penstock.tinker.schema import JSON_TYPE, PROTO_TYPE
+
+OPERATION_S = 6 * 3600.0
+"""Deadline of one operation, with the time that it waits for those of others."""
+ANSWER_S = 10.0
+RETURN_S = 300.0
+"""A learner that died has so long to come back: its model is loaded again."""
+AGAIN_S = 0.25
+OK, REFUSED = 200, 422
+PROTO_KINDS = frozenset({"forward_backward", "forward"})
+
+
+class LearnerClient:
+    """Posts operations to the learner process.
+
+    Args:
+        path: of its socket; None: this process has no learner.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._session: aiohttp.ClientSession | None = None
+
+    async def post(self, kind: str, model: str, request_id: str, body: bytes) -> Outcome:
+        """Have an operation done, or return what it did if it was done before.
+
+        Raises:
+            EngineDeadError: the learner died, so nobody knows what it did.
+        """
+        headers = {
+            "X-Operation": kind,
+            "X-Model": model,
+            "Content-Type": PROTO_TYPE if kind in PROTO_KINDS else JSON_TYPE,
+        }
+        status, content_type, data = await self._call(
+            "POST", f"/operations/{request_id}", OPERATION_S, data=body, headers=headers
+        )
+        if status == OK:
+            return Outcome(data, content_type)
+        if status != REFUSED:
+            return Outcome(
+                error=f"the learner answered {kind} with HTTP {status}: {data[:200].decode(errors='replace')}"
+            )
+        with reading("answer of the learner", EngineError):
+            answer = orjson.loads(data)
+            return Outcome(error=str(answer["error"]), category=str(answer.get("category") or "server"))
+
+    async def models(self) -> dict[str, Mapping[str, Any]]:
+        """Return what the learner holds: by model id, `steps` and what it was last saved as."""
+        _, _, data = await self._call("GET", "/models", ANSWER_S)
+        with reading("models of the learner", EngineError):
+            given: Any = orjson.loads(data)
+            listed = given["models"] if isinstance(given, dict) and "models" in given else given
+            if isinstance(listed, dict):
+                return cast("dict[str, Mapping[str, Any]]", listed)
+            return {str(model["model_id"]): model for model in listed}
+
+    async def incarnation(self) -> str | None:
+        """Return a value that another start of the learner changes; None: it says none."""
+        _, _, data = await self._call("GET", "/health", ANSWER_S)
+        with reading("health of the learner", EngineError):
+            found = orjson.loads(data).get("incarnation")
+            return None if found is None else str(found)
+
+    async def returned(self) -> None:
+        """Wait until the learner answers. EngineDeadError: it does not within `RETURN_S` seconds."""
+        end = asyncio.get_running_loop().time() + RETURN_S
+        while True:
+            try:
+                await self.incarnation()
+            except EngineDeadError:
+                if asyncio.get_running_loop().time() > end:
+                    raise
+                await asyncio.sleep(AGAIN_S)  # nothing tells of a process that another one starts
+            else:
+                return
+
+    async def close(self) -> None:
+        """Close the connections; operations under way go on in the learner."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _call(self, method: str, path: str, deadline_s: float, **options: Any) -> tuple[int, str, bytes]:
+        if self._path is None:
+            raise EngineDeadError("this process reaches no learner")
+        if self._session is None:
+            connector = aiohttp.UnixConnector(str(self._path), limit=0)
+            self._session = aiohttp.ClientSession(connector=connector)
+        timeout = aiohttp.ClientTimeout(total=deadline_s)
+        try:
+            async with self._session.request(method, f"http://learner{path}", timeout=timeout, **options) as answer:
+                return answer.status, answer.content_type, await answer.read()
+        except TimeoutError as error:
+            raise EngineDeadError(f"the learner did not answer within {deadline_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineDeadError(f"the learner is gone: {str(error) or type(error).__name__}") from error

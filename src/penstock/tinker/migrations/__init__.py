@@ -1,0 +1,1 @@
+"""Changes of the tables, in order; alembic applies those that a database lacks."""

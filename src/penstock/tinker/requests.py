@@ -1,0 +1,190 @@
+"""The SDK's requests as checked values; fields that are not read are left to the SDK."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from penstock.errors import UserError
+
+LEAST_TTL_S, MOST_TTL_S = 3600, 10 * 366 * 24 * 3600
+
+
+class Body(BaseModel):
+    """A JSON body."""
+
+    model_config = ConfigDict(protected_namespaces=(), extra="ignore")
+
+    @classmethod
+    def of(cls, data: bytes) -> Self:
+        """Read a body. UserError: it is malformed; the message names the fields."""
+        try:
+            return cls.model_validate_json(data or b"{}")
+        except ValidationError as error:
+            raise UserError(wrong(error)) from None
+
+
+def wrong(error: ValidationError) -> str:
+    """Say in one line what is wrong with a request."""
+    shown = error.errors(include_url=False)[:5]
+    return "; ".join(
+        f"{'.'.join(map(str, e['loc'])) or 'the body'}: {e['msg']} (got {e['input']!r:.80})" for e in shown
+    )
+
+
+class CreateSession(Body):
+    """`create_session`."""
+
+    tags: list[str] = Field(default_factory=list[str])
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class SessionBody(Body):
+    """`session_heartbeat`."""
+
+    session_id: str
+
+
+class FinishSession(Body):
+    """`sessions/ID/finish`."""
+
+    reason: dict[str, Any] = Field(default_factory=dict[str, Any])
+    detail: str | None = None
+
+
+class LoraConfig(Body):
+    """What a model trains."""
+
+    rank: int = Field(ge=1, le=1024)
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class CreateModel(Body):
+    """`create_model`."""
+
+    session_id: str
+    model_seq_id: int = Field(ge=0)
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: dict[str, Any] = Field(default_factory=lambda: {"type": "adamw"})
+
+
+class ModelBody(Body):
+    """An operation on a model; also `get_info`."""
+
+    model_id: str
+    seq_id: int | None = None
+
+
+class SaveWeights(ModelBody):
+    """`save_weights`."""
+
+    path: str | None = None
+    ttl_seconds: int | None = Field(default=None, ge=LEAST_TTL_S, le=MOST_TTL_S)
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveForSampler(SaveWeights):
+    """`save_weights_for_sampler`."""
+
+    sampling_session_seq_id: int | None = Field(default=None, ge=0)
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+
+
+class LoadWeights(Body):
+    """`load_weights`: into a model that is there, or as the first request of a new one."""
+
+    model_id: str | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = Field(default=None, ge=0)
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    path: str
+    optimizer: bool
+    optimizer_config: dict[str, Any] | None = None
+    weights_access_token: str | None = None
+
+
+class CreateSampler(Body):
+    """`create_sampling_session`."""
+
+    session_id: str
+    sampling_session_seq_id: int = Field(ge=0)
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class RequestBody(Body):
+    """`retrieve_future` and `cancel_future`."""
+
+    request_id: str
+
+
+class TinkerPath(Body):
+    """`weights_info`."""
+
+    tinker_path: str
+
+
+class Ttl(Body):
+    """`.../ttl`."""
+
+    ttl_seconds: int | None = Field(default=None, ge=LEAST_TTL_S, le=MOST_TTL_S)
+
+
+class Chunk(Body):
+    """A part of a prompt."""
+
+    type: str = "encoded_text"
+    tokens: list[int] = Field(default_factory=list[int])
+
+
+class Prompt(Body):
+    """A prompt."""
+
+    chunks: list[Chunk]
+
+
+class Sampling(Body):
+    """How to sample."""
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class SampleAddress(Body):
+    """What names the future of an `asample`."""
+
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+    num_samples: int = 1
+
+
+class SampleBody(SampleAddress):
+    """`asample`."""
+
+    prompt: Prompt
+    sampling_params: Sampling
+    base_model: str | None = None
+    model_path: str | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = Field(default=0, ge=0)
+    topk_sample_logprobs: int = Field(default=0, ge=0)
+    target_prompt_logprobs: dict[str, Any] | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None

@@ -1,0 +1,290 @@
+"""Samples for the Tinker SDK, from the engines of a fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from penstock import wire
+from penstock.aio import all_or_first_error
+from penstock.engine.partial import Partial, whole_of
+from penstock.engine.request import Continuation
+from penstock.errors import EngineError, EngineHTTPError, PenstockError, UserError
+from penstock.fleet.fleet import Fleet
+from penstock.parsing import reading
+from penstock.tinker.futures import Operation, Outcome
+from penstock.tinker.requests import SampleBody
+from penstock.tinker.schema import PROTO_TYPE, pb
+from penstock.types import SamplingParams
+
+MOST_SAMPLES = 1024
+"""Of one request."""
+MOST_TOP = 20
+"""vLLM's own bound on logprobs of a position."""
+LOADS = 8
+"""An adapter that others keep evicting is loaded so often for one sample."""
+LOAD_S = 120.0
+REQUEST_S = 6 * 3600.0
+NO_TOKEN, NO_LOGPROB = 0, -99999.0
+"""Cells of the SDK's matrices that hold nothing."""
+_MISSING, _BAD, _UNPROCESSABLE = 404, 400, 422
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a sampler samples from.
+
+    Attributes:
+        adapter: its name on the fleet; None: the base model.
+        folder: where it is saved, for when the fleet has evicted it or started anew.
+    """
+
+    adapter: str | None = None
+    folder: str | None = None
+
+
+class FleetLink:
+    """Reaches the fleet whose router is at `url`, through its owner.
+
+    Args:
+        url: returns the router's URL, None while nobody has said one.
+    """
+
+    def __init__(self, url: Callable[[], Any]) -> None:
+        self._url = url
+        self._fleet: Fleet | None = None
+        self._opening = asyncio.Lock()
+        self._loading: dict[str, asyncio.Task[Any]] = {}
+
+    async def fleet(self) -> Fleet:
+        """Return a client of the fleet, opened at the first call.
+
+        Raises:
+            UserError: nobody has said where the fleet is.
+            EngineError: its owner cannot be reached.
+        """
+        async with self._opening:
+            if self._fleet is None:
+                url = await self._url()
+                if url is None:
+                    raise EngineError("this service knows no engines: no process on its database has named a fleet")
+                self._fleet = await Fleet.connect(url, request_timeout_s=REQUEST_S)
+            return self._fleet
+
+    async def load(self, source: Source) -> None:
+        """Put a saved adapter on the fleet, once for all requests that wait for it."""
+        name = source.adapter
+        if name is None or source.folder is None:
+            raise UserError(f"adapter {name!r} is not on the engines, and it was not saved")
+        task = self._loading.get(name)
+        if task is None:
+            fleet = await self.fleet()
+            task = asyncio.ensure_future(fleet.load_adapter(name, source.folder, timeout_s=LOAD_S))
+            self._loading[name] = task
+            task.add_done_callback(lambda _: self._loading.pop(name, None))
+        await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._fleet is not None:
+            await self._fleet.teardown()
+
+
+class Sampling:
+    """Runs `asample` operations: each sample is a request of its own, so a router spreads them."""
+
+    def __init__(self, link: FleetLink) -> None:
+        self._link = link
+
+    async def run(self, operation: Operation, source: Source) -> Outcome:
+        """Return the SDK's `SampleResponse`, or the reason why there is none."""
+        try:
+            body = SampleBody.of(operation.body)
+            fleet = await self._link.fleet()
+            request = _Request.of(body, fleet.data.vocab_size)
+            answers = await self._answers(fleet, request, source)
+            return Outcome(request.response(answers).SerializeToString(), PROTO_TYPE)
+        except EngineHTTPError as error:
+            theirs = error.status in {_BAD, _UNPROCESSABLE}
+            return Outcome(error=str(error), category="user" if theirs else "server")
+        except PenstockError as error:
+            return Outcome(error=str(error), category="user" if isinstance(error, UserError) else "server")
+
+    async def _answers(self, fleet: Fleet, request: _Request, source: Source) -> list[_Answer]:
+        group = secrets.token_hex(8) if request.samples > 1 else None
+
+        async def one(index: int) -> _Answer:
+            for attempt in range(LOADS + 1):
+                try:
+                    return await _ask(fleet, request, source.adapter, index, group)
+                except EngineHTTPError as error:
+                    if error.status != _MISSING or source.adapter is None or attempt == LOADS:
+                        raise
+                    await self._link.load(source)
+            raise AssertionError("the last attempt returns or raises")
+
+        return await all_or_first_error(one(index) for index in range(request.samples))
+
+
+async def _ask(fleet: Fleet, request: _Request, adapter: str | None, index: int, group: str | None) -> _Answer:
+    body = request.body(index, adapter)
+    headers = wire.request_headers(
+        len(request.prompt), request.params, None, group_id=group, adapter=adapter,
+        prefix_hashes=wire.prefix_hashes(request.prompt) if len(request.prompt) >= 2 * wire.BLOCK else None,
+    )  # fmt: skip
+    sent = Continuation(fleet.data.state, wire.GENERATE, body, headers=headers, timeout_s=REQUEST_S)
+    answer = await sent.answer()
+    return _Answer(sent.partials.get(0), wire.padded(answer.spans or (), 1)[0], answer.body)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    part: Partial
+    spans: Sequence[Sequence[int]]
+    body: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """An `asample` as engines take it."""
+
+    prompt: list[int]
+    params: SamplingParams
+    samples: int
+    top: int
+    """Logprobs of each sampled token besides its own."""
+    prompt_top: int | None
+    """The same of the prompt; None: no logprobs of the prompt."""
+    prompt_from: int
+    """First position of the prompt that is scored."""
+
+    @classmethod
+    def of(cls, given: SampleBody, vocab_size: int | None) -> _Request:
+        """Read a request. UserError: it asks for what no engine does; the message says what."""
+        _refuse_unsupported(given)
+        prompt = [token for chunk in given.prompt.chunks for token in chunk.tokens]
+        if not prompt:
+            raise UserError("the prompt has no token; give at least one")
+        top = vocab_size if vocab_size is not None else 2**31
+        if wrong := [token for token in prompt if not 0 <= token < top]:
+            raise UserError(f"token {wrong[0]} of the prompt lies outside the vocabulary [0, {top})")
+        for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+            if getattr(given, name) > MOST_TOP:
+                raise UserError(f"{name} is {getattr(given, name)}; the engines give at most {MOST_TOP}")
+        last = given.prompt_logprobs_last_n
+        if last is not None and not (given.prompt_logprobs and 1 <= last < len(prompt)):
+            raise UserError(f"prompt_logprobs_last_n is {last}; it needs prompt_logprobs, and 1 to {len(prompt) - 1}")
+        scored = given.prompt_logprobs or given.topk_prompt_logprobs
+        return cls(
+            prompt,
+            _params(given),
+            given.num_samples,
+            given.topk_sample_logprobs,
+            given.topk_prompt_logprobs if scored else None,
+            1 if last is None else len(prompt) - last,
+        )
+
+    def body(self, index: int, adapter: str | None) -> dict[str, Any]:
+        """Make the request of sample `index`; the first one scores the prompt."""
+        body = wire.generate_body(self.prompt, self.params, adapter=adapter)
+        sampling: dict[str, Any] = body["sampling_params"]
+        sampling["logprobs"] = self.top
+        if self.params.seed is not None:
+            sampling["seed"] = (self.params.seed + index) % 2**63
+        if self.prompt_top is not None and index == 0:
+            sampling["prompt_logprobs"] = self.prompt_top
+        return body
+
+    def response(self, answers: Sequence[_Answer]) -> Any:
+        """Make the SDK's message."""
+        response = pb.SampleResponse()
+        for answer in answers:
+            self._add_sequence(response.sequences.add(), answer)
+        if self.prompt_top is not None:
+            with reading("prompt logprobs of an engine", EngineError):
+                self._add_prompt(response, answers[0].body["prompt_logprobs"])
+        return response
+
+    def _add_sequence(self, sequence: Any, answer: _Answer) -> None:
+        sample = whole_of(answer.part, self.params, answer.spans)
+        if sample.finish_reason == "abort":
+            raise EngineError("the engines were told to abort this request")
+        sequence.stop_reason = pb.STOP_REASON_LENGTH if sample.finish_reason == "length" else pb.STOP_REASON_STOP
+        sequence.tokens = array("i", sample.token_ids).tobytes()
+        sequence.logprobs = array("f", sample.logprobs or ()).tobytes()
+        if self.top:
+            rows: list[list[tuple[int, float]]] = []
+            for chunk in answer.part.logprobs:
+                rows += [_best([(e[0], e[1], e[2]) for e in entries], self.top) for entries in orjson.loads(chunk)]
+            _fill(sequence.topk_sampled_logprobs, rows, self.top)
+
+    def _add_prompt(self, response: Any, positions: Sequence[Mapping[str, Any] | None]) -> None:
+        logprobs, rows = array("f"), list[list[tuple[int, float]]]()
+        for place, (token, entries) in enumerate(zip(self.prompt, positions, strict=True)):
+            known = entries if entries is not None and place >= self.prompt_from else {}
+            logprobs.append(float(known[str(token)]["logprob"]) if known else math.nan)
+            rows.append(_best([(int(t), e["logprob"], e["rank"]) for t, e in known.items()], self.prompt_top or 0))
+        response.prompt_logprobs = logprobs.tobytes()
+        if self.prompt_top:
+            _fill(response.topk_prompt_logprobs, rows, self.prompt_top)
+
+
+def _params(given: SampleBody) -> SamplingParams:
+    """Return the sampling parameters as engines name them. UserError: one is missing or out of range."""
+    params = given.sampling_params
+    if params.max_tokens is None:
+        raise UserError("sampling_params.max_tokens is missing; say how many tokens a sample may have at most")
+    if not 1 <= given.num_samples <= MOST_SAMPLES:
+        raise UserError(f"num_samples is {given.num_samples}; it is from 1 to {MOST_SAMPLES}")
+    values: dict[str, Any] = {"detokenize": False}
+    match params.stop:
+        case None:
+            pass
+        case []:
+            values["ignore_eos"] = True
+        case str(text):
+            values["stop"] = (text,)
+        case [str(), *_] as texts:
+            values["stop"] = tuple(texts)
+        case tokens:
+            values["stop_token_ids"] = tuple(tokens)
+    return SamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        seed=None if params.seed is None else params.seed % 2**63,
+        **values,
+    )
+
+
+def _refuse_unsupported(given: SampleBody) -> None:
+    for chunk in given.prompt.chunks:
+        if chunk.type != "encoded_text":
+            raise UserError(f"the prompt has a chunk of type {chunk.type!r}; this service takes encoded_text alone")
+    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
+        if getattr(given, name):
+            raise UserError(f"{name} is not supported by this service; leave it out")
+
+
+def _best(entries: Sequence[tuple[int, float, int]], top: int) -> list[tuple[int, float]]:
+    """Return the `top` likeliest tokens; the sampled one, which comes besides, only if it is among them."""
+    ranked = sorted({entry[0]: entry for entry in entries}.values(), key=lambda entry: entry[2])
+    return [(token, logprob) for token, logprob, rank in ranked if rank <= top][:top]
+
+
+def _fill(matrix: Any, rows: Sequence[Sequence[tuple[int, float]]], top: int) -> None:
+    tokens, logprobs = array("i"), array("f")
+    for row in rows:
+        padded = [*row, *[(NO_TOKEN, NO_LOGPROB)] * (top - len(row))]
+        tokens.extend(token for token, _ in padded)
+        logprobs.extend(logprob for _, logprob in padded)
+    matrix.token_ids, matrix.logprobs = tokens.tobytes(), logprobs.tobytes()
+    matrix.k, matrix.length = top, len(rows)

@@ -1,0 +1,228 @@
+"""Sessions, models and samplers in the database, each seen by its own tenant alone."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import Connection, Row, Table, func, insert, select, update
+
+from penstock.errors import UserError
+from penstock.tinker.checkpoints import as_json, when
+from penstock.tinker.database import Database, checkpoints, facts, models, samplers, sessions
+from penstock.tinker.futures import Also
+from penstock.tinker.requests import CreateSession
+from penstock.tinker.sampling import Source
+
+SILENT_S = 3600.0
+"""A session without a heartbeat for so long has ended; its models leave the learner."""
+KNOWN_SAMPLERS = 4096
+"""Samplers that are not read from the database again."""
+
+
+class UnknownError(UserError):
+    """The tenant has no session, model or sampler of that id."""
+
+
+class FinishedError(UserError):
+    """The session has ended."""
+
+
+class Sessions:
+    """The rows of sessions, models and samplers.
+
+    Args:
+        database: holds them.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._known: OrderedDict[str, tuple[str, Source]] = OrderedDict()
+
+    # --- sessions ----------------------------------------------------------------------------------------------------
+
+    async def create(self, tenant: str, given: CreateSession) -> str:
+        """Open a session; returns its id."""
+        now, session = time.time(), str(uuid.uuid4())
+        about = given.model_dump()
+        row = {"id": session, "tenant": tenant, "created": now, "seen": now, "about": about}
+        await self._database.run(lambda c: c.execute(insert(sessions).values(row)))
+        return session
+
+    async def beat(self, tenant: str, session: str) -> None:
+        """Note that a client lives. UnknownError, FinishedError."""
+        await self.open_one(tenant, session)
+        change = update(sessions).where(sessions.c.id == session).values(seen=time.time())
+        await self._database.run(lambda c: c.execute(change))
+
+    async def open_one(self, tenant: str, session: str) -> Row[Any]:
+        """Return a session that has not ended. UnknownError, FinishedError."""
+        row = await self._mine(sessions, "session", tenant, session)
+        if row.finished is not None:
+            raise FinishedError(f"session {session} has ended: {row.finished}")
+        return row
+
+    async def finish(self, tenant: str, session: str, reason: str) -> list[str]:
+        """End a session; returns its live models. UnknownError."""
+        await self._mine(sessions, "session", tenant, session)
+        return await self._database.run(lambda c: _end(c, session, reason))
+
+    async def silent(self) -> list[tuple[str, str]]:
+        """End the sessions whose clients are gone; returns `(tenant, model)` of their live models."""
+        old = select(sessions).where(sessions.c.finished.is_(None) & (sessions.c.seen < time.time() - SILENT_S))
+
+        def work(connection: Connection) -> list[tuple[str, str]]:
+            ended: list[tuple[str, str]] = []
+            for row in connection.execute(old).all():
+                ended += [(row.tenant, model) for model in _end(connection, row.id, "its client sent no heartbeat")]
+            return ended
+
+        return await self._database.run(work)
+
+    async def listed(self, tenant: str, limit: int, offset: int) -> list[str]:
+        """Return a tenant's session ids, newest first."""
+        mine = select(sessions.c.id).where(sessions.c.tenant == tenant).order_by(sessions.c.created.desc())
+        return [row[0] for row in await self._database.run(lambda c: c.execute(mine.limit(limit).offset(offset)).all())]
+
+    async def described(self, tenant: str, session: str) -> dict[str, Any]:
+        """Return the SDK's `GetSessionResponse`. UnknownError."""
+        row = await self._mine(sessions, "session", tenant, session)
+
+        def work(connection: Connection) -> tuple[list[str], list[str]]:
+            runs, drawn = (
+                [found[0] for found in connection.execute(select(table.c.id).where(table.c.session == session)).all()]
+                for table in (models, samplers)
+            )
+            return runs, drawn
+
+        runs, drawn = await self._database.run(work)
+        about: Mapping[str, Any] = row.about
+        return {
+            "training_run_ids": runs,
+            "sampler_ids": drawn,
+            "user_metadata": _texts(about.get("user_metadata")),
+            "display_name": about.get("display_name"),
+        }
+
+    # --- models ------------------------------------------------------------------------------------------------------
+
+    async def model(self, tenant: str, model: str) -> Row[Any]:
+        """Return a tenant's model. UnknownError."""
+        return await self._mine(models, "model", tenant, model)
+
+    async def has_model(self, tenant: str, model: str) -> bool:
+        """Return whether a tenant has a model of that id."""
+        mine = select(models.c.id).where((models.c.id == model) & (models.c.tenant == tenant))
+        return await self._database.run(lambda c: c.execute(mine).first()) is not None
+
+    async def runs(self, tenant: str, limit: int, offset: int) -> dict[str, Any]:
+        """Return the SDK's `TrainingRunsResponse`."""
+        mine = models.c.tenant == tenant
+        found = select(models).where(mine).order_by(models.c.created.desc()).limit(limit).offset(offset)
+
+        def work(connection: Connection) -> tuple[list[dict[str, Any]], int]:
+            rows = [run_as_json(connection, row) for row in connection.execute(found).all()]
+            return rows, connection.execute(select(func.count()).select_from(models).where(mine)).scalar_one()
+
+        rows, total = await self._database.run(work)
+        return {"training_runs": rows, "cursor": {"offset": offset, "limit": limit, "total_count": total}}
+
+    async def run(self, tenant: str, model: str) -> dict[str, Any]:
+        """Return the SDK's `TrainingRun`. UnknownError."""
+        row = await self.model(tenant, model)
+        return await self._database.run(lambda c: run_as_json(c, row))
+
+    # --- samplers ----------------------------------------------------------------------------------------------------
+
+    async def add_sampler(self, sampler: Mapping[str, Any]) -> None:
+        """Add a sampler; harmless if it is there."""
+
+        def work(connection: Connection) -> None:
+            if connection.execute(select(samplers.c.id).where(samplers.c.id == sampler["id"])).first() is None:
+                connection.execute(insert(samplers).values(created=time.time(), **sampler))
+
+        await self._database.run(work)
+
+    async def sampler(self, tenant: str, sampler: str) -> Row[Any]:
+        """Return a tenant's sampler. UnknownError."""
+        return await self._mine(samplers, "sampler", tenant, sampler)
+
+    async def source(self, tenant: str, sampler: str) -> Source:
+        """Return what a tenant's sampler samples from. UnknownError."""
+        known = self._known.get(sampler)
+        if known is None:
+            row = await self._mine(samplers, "sampler", tenant, sampler)
+            known = self._known[sampler] = tenant, Source(row.adapter, row.folder)
+            if len(self._known) > KNOWN_SAMPLERS:
+                self._known.popitem(last=False)
+        if known[0] != tenant:
+            raise UnknownError(f"you have no sampler {sampler}")
+        return known[1]
+
+    # --- facts that processes share ----------------------------------------------------------------------------------
+
+    async def fact(self, name: str) -> Any:
+        """Return what a process has told the others; None: nothing."""
+        return await self._database.run(lambda c: c.execute(select(facts.c.value).where(facts.c.name == name)).scalar())
+
+    async def tell(self, name: str, value: Any) -> None:
+        """Tell the other processes something."""
+
+        def work(connection: Connection) -> None:
+            if not connection.execute(update(facts).where(facts.c.name == name).values(value=value)).rowcount:
+                connection.execute(insert(facts).values(name=name, value=value))
+
+        await self._database.run(work)
+
+    async def _mine(self, table: Table, what: str, tenant: str, given: str) -> Row[Any]:
+        mine = select(table).where((table.c.id == given) & (table.c.tenant == tenant))
+        row = await self._database.run(lambda c: c.execute(mine).first())
+        if row is None:
+            raise UnknownError(f"you have no {what} {given[:200]}")
+        return row
+
+
+def new_model(tenant: str, model: str, session: str, base_model: str, lora: Any, user_metadata: Any) -> Also:
+    """Return what adds a model that the learner does not have yet."""
+    now = time.time()
+    row = {
+        "id": model, "session": session, "tenant": tenant, "created": now, "used": now, "base_model": base_model,
+        "lora": lora, "user_metadata": _texts(user_metadata), "live": False, "steps": 0, "gradient": False,
+    }  # fmt: skip
+    return lambda connection: (connection.execute(insert(models).values(row)), None)[1]
+
+
+def run_as_json(connection: Connection, row: Row[Any]) -> dict[str, Any]:
+    """Return the SDK's `TrainingRun`."""
+
+    def last(kind: str) -> dict[str, Any] | None:
+        of_kind = (checkpoints.c.model == row.id) & (checkpoints.c.kind == kind)
+        newest = select(checkpoints).where(of_kind).order_by(checkpoints.c.created.desc()).limit(1)
+        found = connection.execute(newest).first()
+        return None if found is None else as_json(found)
+
+    return {
+        "training_run_id": row.id,
+        "base_model": row.base_model,
+        "model_owner": row.tenant,
+        "is_lora": True,
+        "corrupted": row.lost is not None,
+        "lora_rank": row.lora.get("rank"),
+        "last_request_time": when(row.used),
+        "last_checkpoint": last("weights"),
+        "last_sampler_checkpoint": last("sampler_weights"),
+        "user_metadata": row.user_metadata,
+    }
+
+
+def _end(connection: Connection, session: str, reason: str) -> list[str]:
+    connection.execute(update(sessions).where(sessions.c.id == session).values(finished=reason))
+    live = select(models.c.id).where((models.c.session == session) & models.c.live)
+    return [row[0] for row in connection.execute(live).all()]
+
+
+def _texts(given: Any) -> dict[str, str] | None:
+    return None if given is None else {str(key): str(value) for key, value in given.items()}

@@ -1,0 +1,314 @@
+"""Operations on models: what the learner is asked in the order of arrival, and what the database then holds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+from sqlalchemy import Connection, Row, func, insert, select, update
+
+from penstock.aio import cancelled
+from penstock.errors import EngineDeadError, PenstockError, UserError
+from penstock.tinker.checkpoints import Checkpoints, TinkerPath, checked_name, delete_folder, record, size_of
+from penstock.tinker.database import Database, facts, futures, models, samplers
+from penstock.tinker.futures import Also, Futures, Operation, Outcome
+from penstock.tinker.learner_client import LearnerClient
+from penstock.tinker.requests import CreateModel, LoadWeights, SaveForSampler, SaveWeights
+from penstock.tinker.schema import pb
+
+INCARNATION = "learner"
+"""Name of the fact that says which start of the learner this service last saw."""
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What the learner is sent, and what follows when it has done it.
+
+    Attributes:
+        kind: the learner's name of the operation.
+        body: as the learner takes it.
+        result: makes the client's result of the learner's; None: it is passed on.
+        also: what the database is to hold then.
+        after: done once the database holds it.
+    """
+
+    kind: str
+    body: bytes
+    result: Mapping[str, Any] | None = None
+    also: Also | None = None
+    after: Callable[[], Awaitable[None]] | None = None
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The operations of one model."""
+
+    waiting: deque[Operation] = field(default_factory=deque[Operation])
+    task: asyncio.Task[None] | None = None
+
+
+class Training:
+    """Runs the operations of each model one after another; those of several models side by side.
+
+    If the learner dies, it comes back with each model as it was last saved. A model that lost something by it fails
+    its operations with the reason, until the client has fetched one of these failures. Later ones go on from what was
+    restored.
+    """
+
+    def __init__(self, database: Database, learner: LearnerClient, checkpoints: Checkpoints) -> None:
+        self.futures: Futures
+        self._database = database
+        self._learner = learner
+        self._checkpoints = checkpoints
+        self._lanes: dict[str, _Lane] = {}
+        self._ready = asyncio.Event()
+        self._recovery: asyncio.Task[None] | None = None
+
+    def open(self) -> None:
+        """Meet the learner; operations wait until it answers."""
+        self._recovery = asyncio.create_task(self._meet(), name="tinker-learner")
+
+    async def close(self) -> None:
+        """Stop; what is under way goes on in the learner, which answers it again later."""
+        for task in [self._recovery, *(lane.task for lane in self._lanes.values())]:
+            if task is not None:
+                await cancelled(task)
+        await self._learner.close()
+
+    def start(self, operation: Operation) -> None:
+        """Put an operation at the end of its model's."""
+        lane = self._lanes.setdefault(operation.scope, _Lane())
+        lane.waiting.append(operation)
+        if lane.task is None:
+            lane.task = asyncio.create_task(self._work(operation.scope, lane), name=f"tinker-{operation.scope}")
+
+    async def _work(self, model: str, lane: _Lane) -> None:
+        while lane.waiting:
+            operation = lane.waiting.popleft()
+            outcome, prepared = await self._outcome(operation)
+            await self.futures.finish(operation, outcome, prepared.also if prepared is not None else None)
+            if prepared is not None and prepared.after is not None:
+                await prepared.after()
+        self._lanes.pop(model, None)
+
+    async def _outcome(self, operation: Operation) -> tuple[Outcome, Prepared | None]:
+        """Run one operation; the database changes only if it succeeds."""
+        try:
+            await self._ready.wait()
+            row = await self._model(operation.scope)
+            if (lost := await self._lost(row, operation)) is not None:
+                return Outcome(error=lost), None
+            prepared = await self._prepared(operation, row)
+            outcome = await self._learner.post(prepared.kind, operation.scope, operation.id, prepared.body)
+            if outcome.error is not None:
+                return outcome, None
+            if prepared.result is not None:
+                outcome = Outcome(orjson.dumps(prepared.result))
+            if prepared.kind.startswith("save_"):
+                prepared.also = await self._saved(operation, prepared)
+        except EngineDeadError as error:
+            reason = await self._note_death(operation.scope, error)
+            return Outcome(error=reason), None
+        except PenstockError as error:
+            return Outcome(error=str(error), category="user" if isinstance(error, UserError) else "server"), None
+        return outcome, prepared
+
+    # --- what each operation needs -----------------------------------------------------------------------------------
+
+    async def _prepared(self, operation: Operation, row: Row[Any]) -> Prepared:
+        make = {
+            "create_model": self._create,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "save_weights": self._save,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "load_weights": self._load,
+            "drop_model": self._drop,
+        }[operation.kind]
+        if not row.live and operation.kind not in {"create_model", "load_weights"}:
+            raise UserError(f"model {row.id} is not there: its creation failed, or its session has ended")
+        return await make(operation, row)
+
+    async def _create(self, operation: Operation, row: Row[Any]) -> Prepared:
+        given = CreateModel.of(operation.body)
+        if given.lora_config is None:
+            raise UserError("create_model without lora_config would train all weights; this service trains LoRA alone")
+        body = given.model_dump() | {"model_id": row.id}
+        result = {"model_id": row.id, "type": "create_model"}
+        return Prepared("create_model", orjson.dumps(body), result, _changed(row.id, live=True))
+
+    async def _forward_backward(self, operation: Operation, row: Row[Any]) -> Prepared:
+        message = pb.ForwardBackwardRequest.FromString(operation.body)
+        if message.forward_only:
+            return Prepared("forward", operation.body)
+        return Prepared("forward_backward", operation.body, also=_changed(row.id, gradient=True))
+
+    async def _optim_step(self, operation: Operation, row: Row[Any]) -> Prepared:
+        also = _changed(row.id, gradient=False, steps=models.c.steps + 1)
+        return Prepared("optim_step", operation.body, also=also)
+
+    async def _save(self, operation: Operation, row: Row[Any]) -> Prepared:
+        given = SaveWeights.of(operation.body)
+        path = TinkerPath(row.id, "weights", checked_name(given.path or f"auto-{operation.number}"))
+        if not given.overwrite and await self._checkpoints.exists(path):
+            raise UserError(f"{path} is there already; choose another name, or pass overwrite=True")
+        body = given.model_dump() | {"folder": str(self._checkpoints.folder(path, operation.number))}
+        return Prepared("save_weights", orjson.dumps(body), {"path": str(path), "type": "save_weights"})
+
+    async def _save_for_sampler(self, operation: Operation, row: Row[Any]) -> Prepared:
+        given = SaveForSampler.of(operation.body)
+        result: dict[str, Any] = {"type": "save_weights_for_sampler"}
+        if given.path is not None or given.sampling_session_seq_id is None:
+            name = checked_name(given.path or f"auto-{operation.number}")
+            path = TinkerPath(row.id, "sampler_weights", name)
+            if await self._checkpoints.exists(path):
+                raise UserError(f"{path} is there already; choose another name")
+            more = {"folder": str(self._checkpoints.folder(path, operation.number)), "adapter_name": None}
+            return Prepared(
+                "save_weights_for_sampler",
+                orjson.dumps(given.model_dump() | more),
+                result | {"path": str(path)},
+            )
+        sampler = f"{row.session}:sample:{given.sampling_session_seq_id}"
+        name = "inflight" if given.kind == "inflight" else sampler
+        adapter = f"{row.id}:inflight" if given.kind == "inflight" else sampler
+        more = {"folder": str(self._checkpoints.sampler_folder(row.id, name)), "adapter_name": adapter}
+        body = orjson.dumps(given.model_dump() | more)
+        return Prepared("save_weights_for_sampler", body, result | {"sampling_session_id": sampler})
+
+    async def _load(self, operation: Operation, row: Row[Any]) -> Prepared:
+        given = LoadWeights.of(operation.body)
+        if given.weights_access_token is not None:
+            raise UserError("weights_access_token: this service has no tokens for another's weights; publish them")
+        saved = await self._checkpoints.find(operation.tenant, given.path, "weights")
+        if given.base_model is not None and given.base_model != saved.base_model:
+            raise UserError(f"{given.path} is of {saved.base_model}, and base_model is {given.base_model}")
+        if saved.base_model != row.base_model:
+            raise UserError(f"{given.path} is of {saved.base_model}; this service trains {row.base_model}")
+        body = given.model_dump() | {"model_id": row.id, "folder": saved.folder, "lora_config": saved.lora}
+        result = {"path": given.path, "model_id": row.id, "type": "load_weights"}
+        also = _changed(row.id, live=True, gradient=False, lora=saved.lora)
+        return Prepared("load_weights", orjson.dumps(body), result, also)
+
+    async def _drop(self, _operation: Operation, row: Row[Any]) -> Prepared:
+        return Prepared("drop_model", orjson.dumps({"model_id": row.id}), {}, _changed(row.id, live=False))
+
+    async def _saved(self, operation: Operation, prepared: Prepared) -> Also:
+        """Return what records a save: a checkpoint's row, or a sampler's."""
+        body, result = orjson.loads(prepared.body), dict(prepared.result or {})
+        row = await self._model(operation.scope)
+        if (given := result.get("path")) is None:
+            values = {
+                "id": result["sampling_session_id"], "session": row.session, "tenant": row.tenant,
+                "created": time.time(), "base_model": row.base_model, "adapter": body["adapter_name"],
+                "folder": body["folder"],
+            }  # fmt: skip
+            return lambda connection: _put_sampler(connection, values)
+        path, ttl = TinkerPath.of(given), body.get("ttl_seconds")
+        values = {
+            "tenant": row.tenant, "folder": body["folder"], "expires": None if ttl is None else time.time() + ttl,
+            "size": await asyncio.to_thread(size_of, Path(body["folder"])), "base_model": row.base_model,
+            "lora": row.lora, "user_metadata": body.get("user_metadata"),
+        }  # fmt: skip
+        if body.get("overwrite") and await self._checkpoints.exists(path):
+            old = await self._checkpoints.find(row.tenant, given)
+            prepared.after = lambda: delete_folder(Path(old.folder))
+        return lambda connection: record(connection, path, values)
+
+    # --- a learner that dies -----------------------------------------------------------------------------------------
+
+    async def _model(self, model: str) -> Row[Any]:
+        row = await self._database.run(lambda c: c.execute(select(models).where(models.c.id == model)).first())
+        if row is None:
+            raise UserError(f"there is no model {model}")
+        return row
+
+    async def _lost(self, row: Row[Any], operation: Operation) -> str | None:
+        """Return why an operation must fail, since its client has not yet seen what its model lost."""
+        if row.lost is None or operation.kind in {"create_model", "drop_model"}:
+            return None
+        f = futures.c
+        seen = select(func.min(f.retrieved)).where(
+            (f.scope == row.id) & f.error.is_not(None) & (f.finished >= row.lost_at)
+        )
+        arrived = select(f.arrived).where(f.id == operation.id)
+
+        def work(connection: Connection) -> bool:
+            told = connection.execute(seen).scalar()
+            if told is None or connection.execute(arrived).scalar_one() <= told:
+                return True
+            _changed(row.id, lost=None, lost_at=None)(connection)
+            return False
+
+        return row.lost if await self._database.run(work) else None
+
+    async def _note_death(self, model: str, error: EngineDeadError) -> str:
+        """Mark the model whose operation was cut, and begin to wait for the learner; returns the reason."""
+        reason = (
+            f"{error}. The model goes on from its last save; what came after it is lost. Save more often, or repeat "
+            "the steps since the last save"
+        )
+        await self._database.run(_changed(model, lost=reason, lost_at=time.time()))
+        if self._ready.is_set():
+            self._ready.clear()
+            self._recovery = asyncio.create_task(self._meet(), name="tinker-learner")
+        return reason
+
+    async def _meet(self) -> None:
+        """Wait for the learner, and see what each model has lost if it is another than before."""
+        while True:
+            try:
+                await self._learner.returned()
+                incarnation = await self._learner.incarnation()
+                held = await self._learner.models()
+            except PenstockError as error:
+                await self._fail_waiting(str(error))
+                continue
+            await self._database.run(lambda c, i=incarnation, h=held: _compare(c, i, h))
+            self._ready.set()
+            return
+
+    async def _fail_waiting(self, reason: str) -> None:
+        for lane in self._lanes.values():
+            while lane.waiting:
+                await self.futures.finish(lane.waiting.popleft(), Outcome(error=reason))
+
+
+def _changed(model: str, **values: Any) -> Also:
+    change = update(models).where(models.c.id == model).values(used=time.time(), **values)
+    return lambda connection: (connection.execute(change), None)[1]
+
+
+def _put_sampler(connection: Connection, values: Mapping[str, Any]) -> None:
+    if connection.execute(select(samplers.c.id).where(samplers.c.id == values["id"])).first() is None:
+        connection.execute(insert(samplers).values(values))
+
+
+def _compare(connection: Connection, incarnation: str | None, held: Mapping[str, Mapping[str, Any]]) -> None:
+    """Mark every model that the learner holds in another state than its clients know."""
+    known = connection.execute(select(facts.c.value).where(facts.c.name == INCARNATION)).scalar()
+    if known is None:
+        connection.execute(insert(facts).values(name=INCARNATION, value=incarnation))
+    else:
+        connection.execute(update(facts).where(facts.c.name == INCARNATION).values(value=incarnation))
+    if incarnation is not None and known == incarnation:
+        return
+    now = time.time()
+    for row in connection.execute(select(models).where(models.c.live)).all():
+        there = held.get(row.id)
+        if there is None:
+            reason = f"model {row.id} was lost with the learner, and had never been saved; create it again"
+            _changed(row.id, live=False, lost=reason, lost_at=now)(connection)
+        elif row.lost is not None or row.gradient or int(there.get("steps", -1)) != row.steps:
+            steps = int(there.get("steps", 0))
+            reason = row.lost or (
+                f"the learner died. Model {row.id} is again as it was last saved, at step {steps}; "
+                f"its state at step {row.steps} is lost"
+            )
+            _changed(row.id, steps=steps, gradient=False, lost=reason, lost_at=row.lost_at or now)(connection)
