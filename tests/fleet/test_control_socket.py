@@ -326,9 +326,9 @@ async def test_whoever_adopted_a_fleet_that_is_stopped_is_told_so() -> None:
 
 async def test_who_adopts_a_fleet_chooses_its_chunks_and_nothing_of_the_holders() -> None:
     async with detached(stream_chunk_tokens=8) as fleet:
-        assert fleet._data.stream_chunk_tokens == 8
+        assert fleet.data.stream_chunk_tokens == 8
         async with Fleet.connect(fleet.url, stream_chunk_tokens=16) as mine:
-            assert mine._data.stream_chunk_tokens == 16
+            assert mine.data.stream_chunk_tokens == 16
             await check_serves(mine, engines=2)
         with pytest.raises(ConfigError, match="has chosen hang_timeout_s, min_engines already; leave these out"):
             await Fleet.connect(fleet.url, min_engines=2, hang_timeout_s=3.0, stream_chunk_tokens=16)

@@ -34,7 +34,7 @@ async def test_chats_and_strings_are_tokenised_by_the_engine(fleet: Fleet) -> No
     params = SamplingParams(max_tokens=6, temperature=0.0)
     out = await fleet.generate(["ab", chat], params)
     single = await fleet.generate(["ab"], params)
-    ids = await fleet._data.tokenize("<user>hi<assistant>")
+    ids = await fleet.data.tokenize("<user>hi<assistant>")
     as_ids = await fleet.generate(prompt_token_ids=[ids], sampling_params=params)
     assert out.response_ids == [single.response_ids[0], as_ids.response_ids[0]]
     assert out.responses[1] == as_ids.responses[0] != ""
@@ -254,4 +254,4 @@ async def test_requests_that_only_the_engine_can_judge_carry_its_message(fleet: 
 async def test_texts_are_those_of_their_own_tokens(fleet: Fleet) -> None:
     out = await fleet.generate(prompt_token_ids=[[1], [2], [3]], sampling_params={"max_tokens": 9, "n": 2})
     for sample in samples_of(out):
-        assert sample.text == await fleet._data.detokenize(sample.token_ids)
+        assert sample.text == await fleet.data.detokenize(sample.token_ids)

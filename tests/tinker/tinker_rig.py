@@ -12,8 +12,7 @@ from typing import Any
 
 import httpx
 import numpy as np
-import torch
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -83,7 +82,7 @@ class FakeLearner:
         self.models[model] = 0
         return JSONResponse({"model_id": json.loads(body)["model_id"]})
 
-    async def forward_backward(self, model: str, body: bytes) -> Response:
+    async def forward_backward(self, _: str, body: bytes) -> Response:
         message = pb.ForwardBackwardRequest.FromString(body)
         if message.loss_fn not in {"cross_entropy", "importance_sampling"}:
             raise ValueError(f"loss {message.loss_fn!r} is not known")
@@ -113,12 +112,12 @@ class FakeLearner:
         self.models[model] = int((Path(json.loads(body)["folder"]) / "steps").read_text())
         return JSONResponse({})
 
-    async def save_weights_for_sampler(self, model: str, body: bytes) -> Response:
+    async def save_weights_for_sampler(self, _: str, body: bytes) -> Response:
         given = json.loads(body)
         self.value += 1.0
         folder = Path(given["folder"])
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {TENSOR: torch.full((2, 4), self.value)}
+        tensors = {TENSOR: np.full((2, 4), self.value, np.float32)}
         save_file(tensors, folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text(json.dumps({**ADAPTER, "peft_type": "LORA"}))
         if given["adapter_name"] is not None and self.fleet is not None:
@@ -194,9 +193,7 @@ class Rig:
         return pb.SampleResponse.FromString(found) if isinstance(found, bytes) else found
 
     async def step(self, model: str, seq: int) -> Any:
-        return await self.post(
-            "optim_step", {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 1e-3}}
-        )
+        return await self.post("optim_step", {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 1e-3}})
 
 
 @asynccontextmanager
@@ -235,5 +232,3 @@ async def rig(data: Path, *, engines: int = 1, sim: dict[str, Any] | None = None
         url = await stack.enter_async_context(serving(options))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60.0))
         yield Rig(url, data, learner, fleet, servers, http, options)
-
-

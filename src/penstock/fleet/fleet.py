@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from penstock.engine.client import DataClient
 from penstock.engine.interface import Engine
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.fleet.launch import PendingFleet
+
+T = TypeVar("T")
 
 
 class FleetControl(Protocol):
@@ -98,7 +100,7 @@ class Fleet(Engine):
         self._roster = roster
         self._operations = operations
         self._elastic = elastic
-        self._data = data
+        self.data = data
         self._owned = owned
         self._ending: asyncio.Task[None] | None = None
 
@@ -143,13 +145,7 @@ class Fleet(Engine):
         if attach:
             options["attach"] = attach
         return launch(
-            model,
-            options,
-            fleet=fleet,
-            router=router,
-            api_key=api_key,
-            parallel_starts=parallel_starts,
-            detach=detach,
+            model, options, fleet=fleet, router=router, api_key=api_key, parallel_starts=parallel_starts, detach=detach
         )
 
     @staticmethod
@@ -231,7 +227,7 @@ class Fleet(Engine):
     async def generate_batch(self, batch: GenerateBatch) -> GenerateOutput:
         """Complete a batch, one request for each prompt; see `generate`."""
         self._check_open()
-        return await while_engines_remain(self._roster, self._data.generate_batch(batch))
+        return await while_engines_remain(self._roster, self.data.generate_batch(batch))
 
     async def sample(
         self,
@@ -244,37 +240,41 @@ class Fleet(Engine):
     ) -> list[Sample]:
         """`num_samples` samples of one prompt, as one n-way request (R3)."""
         self._check_open()
-        work = self._data.sample(prompt_token_ids, num_samples, sampling_params, session_id, adapter=adapter)
+        work = self.data.sample(prompt_token_ids, num_samples, sampling_params, session_id, adapter=adapter)
         return await while_engines_remain(self._roster, work)
 
     async def completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
         """OpenAI `/v1/completions`, each prompt to an engine of its own (R7); raises as `DataClient.completion`."""
         self._check_open()
-        return await while_engines_remain(self._roster, self._data.completion(body, session_id))
+        return await while_engines_remain(self._roster, self.data.completion(body, session_id))
 
     async def chat_completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
         """OpenAI `/v1/chat/completions`."""
         self._check_open()
-        return await while_engines_remain(self._roster, self._data.chat_completion(body, session_id))
+        return await while_engines_remain(self._roster, self.data.chat_completion(body, session_id))
 
     def completion_stream(
         self, body: Mapping[str, Any], session_id: SessionId | None = None
     ) -> AsyncGenerator[dict[str, Any]]:
         """OpenAI `/v1/completions` as chunks, each prompt of the body from an engine of its own; see `Engine`."""
         self._check_open()
-        return each_while_engines_remain(self._roster, self._data.completion_stream(body, session_id))
+        return each_while_engines_remain(self._roster, self.data.completion_stream(body, session_id))
 
     def chat_completion_stream(
         self, body: Mapping[str, Any], session_id: SessionId | None = None
     ) -> AsyncGenerator[dict[str, Any]]:
         """OpenAI `/v1/chat/completions` as chunks; see `Engine`."""
         self._check_open()
-        return each_while_engines_remain(self._roster, self._data.chat_completion_stream(body, session_id))
+        return each_while_engines_remain(self._roster, self.data.chat_completion_stream(body, session_id))
+
+    async def while_serving(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what a request of `data` does; raise EngineDeadError as soon as no engine is left for it."""
+        return await while_engines_remain(self._roster, work)
 
     @property
     def counters(self) -> Counters:
         """Count what was done so that no request was cut short: requests sent again, tokens requeued and wasted."""
-        return self._data.counters
+        return self.data.counters
 
     # --- pause, resume, memory ---------------------------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class Fleet(Engine):
 
     async def abort_generation(self) -> None:
         """End every request in flight on every engine with what it has."""
-        self._data.expect_aborts()
+        self.data.expect_aborts()
         await self._operations.abort()
 
     async def reset_prefix_cache(self) -> None:

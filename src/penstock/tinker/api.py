@@ -101,13 +101,8 @@ class _Calls:
         """Let tenants pass, and answer errors as the SDK reads them."""
 
         async def handle(http: Request) -> Response:
-            if self._state.tenants.open and (why := cross_site(http.headers.raw)) is not None:
-                return error_answer(why, 403)
-            tenant = self._state.tenants.of(http.headers.get(KEY_HEADER))
-            if tenant is None:
-                return error_answer(f"{KEY_HEADER} carries no key of this service; set TINKER_API_KEY", 401)
             try:
-                return await handler(http, tenant)
+                return await handler(http, self._tenant(http))
             except RefusedError as error:
                 return error_answer(str(error), error.status)
             except GoneError:
@@ -119,6 +114,14 @@ class _Calls:
                 return error_answer(str(error), status)
 
         return handle
+
+    def _tenant(self, http: Request) -> Tenant:
+        if self._state.tenants.open and (why := cross_site(http.headers.raw)) is not None:
+            raise RefusedError(why, 403)
+        tenant = self._state.tenants.of(http.headers.get(KEY_HEADER))
+        if tenant is None:
+            raise RefusedError(f"{KEY_HEADER} carries no key of this service; set TINKER_API_KEY", 401)
+        return tenant
 
     # --- the service -------------------------------------------------------------------------------------------------
 

@@ -6,15 +6,14 @@ SQLite by default, PostgreSQL by URL. Several processes may use one database.
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from alembic import command
 from alembic.config import Config
+from alembic.runtime.environment import EnvironmentContext
+from alembic.script import ScriptDirectory
 from sqlalchemy import (
     JSON,
     BigInteger,
@@ -173,13 +172,17 @@ def _prepare_sqlite(engine: Engine) -> None:
 
 
 def _migrate(engine: Engine) -> None:
-    config = Config()
-    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    scripts = ScriptDirectory(str(Path(__file__).parent / "migrations"))
+
+    def steps(revision: Any, _context: Any) -> Any:
+        return scripts._upgrade_revs("head", revision)  # noqa: SLF001 - alembic's own `upgrade` has nothing else
+
     with engine.begin() as connection:
         if engine.dialect.name == "postgresql":
             connection.execute(text(f"SELECT pg_advisory_xact_lock({_LOCK})"))
-        config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+        with EnvironmentContext(Config(), scripts, fn=steps) as environment:
+            environment.configure(connection=connection, target_metadata=metadata)
+            environment.run_migrations()
 
 
 class Database:
@@ -194,9 +197,9 @@ class Database:
 
     def __init__(self, url: str) -> None:
         self._engine = open_engine(url)
-        self._queue: queue.SimpleQueue[tuple[Work[Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="tinker-database", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinker-database")
+        self._waiting: list[tuple[Work[Any], asyncio.Future[Any]]] = []
+        self._working: asyncio.Task[None] | None = None
 
     async def run(self, work: Work[T]) -> T:
         """Return what `work` returns, once that is on disk. It may run twice, so it must change the database alone.
@@ -204,52 +207,57 @@ class Database:
         Raises:
             StateError: the database refused; nothing of this work is in it.
         """
-        future: Future[T] = Future()
-        self._queue.put((work, future))
-        return await asyncio.wrap_future(future)
+        return await self._queued(work)
 
     def post(self, work: Work[Any]) -> None:
         """Have `work` done, without waiting for it."""
-        self._queue.put((work, Future()))
+        self._queued(work).add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def close(self) -> None:
         """Do what is left, and close the connections."""
-        self._queue.put(None)
-        await asyncio.to_thread(self._thread.join)
+        if self._working is not None:
+            await self._working
+        self._thread.shutdown()
         self._engine.dispose()
 
-    def _work(self) -> None:
-        ended = False
-        while not ended:
-            batch: list[tuple[Work[Any], Future[Any]]] = []
-            while not batch or (len(batch) < MOST_TOGETHER and not self._queue.empty()):
-                item = self._queue.get()
-                if item is None:
-                    ended = True
-                    break
-                if item[1].set_running_or_notify_cancel():
-                    batch.append(item)
-            if batch and not self._together(batch):
-                for item in batch:
-                    self._together([item], alone=True)
+    def _queued(self, work: Work[T]) -> asyncio.Future[T]:
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._waiting.append((work, done))
+        if self._working is None:
+            self._working = asyncio.create_task(self._work(), name="tinker-database")
+        return done
 
-    def _together(self, batch: Sequence[tuple[Work[Any], Future[Any]]], *, alone: bool = False) -> bool:
-        """Do a batch as one transaction. If that fails, nothing of it is done; one that is alone gets the error."""
-        results: list[Any] = []
-        try:
+    async def _work(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting[:MOST_TOGETHER], self._waiting[MOST_TOGETHER:]
+            if not await self._together(batch):
+                for item in batch:  # one of them is at fault; the others are not
+                    await self._together([item])
+        self._working = None
+
+    async def _together(self, batch: Sequence[tuple[Work[Any], asyncio.Future[Any]]]) -> bool:
+        """Do a batch as one transaction, whole or not at all; a piece of work that is alone gets the error."""
+
+        def work() -> list[Any]:
             with self._engine.begin() as connection:
-                results.extend(work(connection) for work, _ in batch)
-        except Exception as error:  # noqa: BLE001 - each caller gets its own, below
-            if not alone:
-                return False
-            batch[0][1].set_exception(_as_ours(error))
-            return True
-        for (_, future), result in zip(batch, results, strict=True):
-            future.set_result(result)
+                return [each(connection) for each, _ in batch]
+
+        attempt = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        await asyncio.wait((attempt,))
+        error = attempt.exception()
+        if error is not None and len(batch) > 1:
+            return False
+        for place, (_, done) in enumerate(batch):
+            if done.done():  # its caller was cancelled
+                continue
+            if error is None:
+                done.set_result(attempt.result()[place])
+            else:
+                done.set_exception(_as_ours(error))
         return True
 
 
-def _as_ours(error: Exception) -> Exception:
+def _as_ours(error: BaseException) -> BaseException:
     if not isinstance(error, SQLAlchemyError):
         return error
     reason = cast("Any", error).orig if isinstance(error, DBAPIError) else error

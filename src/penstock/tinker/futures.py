@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, delete, insert, select, update
 
 from penstock.aio import cancelled
-from penstock.errors import StateError
+from penstock.errors import PenstockError, StateError, UserError
 from penstock.tinker.database import Database, futures, processes
 from penstock.tinker.schema import JSON_TYPE
 
@@ -69,6 +69,23 @@ class Outcome:
     category: str = "server"
 
 
+async def settled(work: Coroutine[Any, Any, Outcome]) -> Outcome:
+    """Return an outcome whatever `work` raises: a future that never ended would keep its client waiting for ever."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((task,))
+    except asyncio.CancelledError:
+        await cancelled(task)
+        raise
+    error = None if task.cancelled() else task.exception()
+    if error is None:
+        return task.result()
+    if isinstance(error, PenstockError):
+        return Outcome(error=str(error), category="user" if isinstance(error, UserError) else "server")
+    logger.error("an operation failed", exc_info=error)
+    return Outcome(error=f"the service failed: {error!r}")
+
+
 class GoneError(Exception):
     """The result was dropped, or the future never was: the client sends a sample again."""
 
@@ -108,7 +125,7 @@ class Futures:
         self._running: dict[str, _Running] = {}
         self._foreign: dict[str, _Foreign] = {}
         self._queued: dict[str, int] = {}
-        self._others = False
+        self._others = self._released = False
         self._wake = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
 
@@ -122,10 +139,15 @@ class Futures:
         """Stop; what is pending stays so in the database, for the next process of this name."""
         if self._follower is not None:
             await cancelled(self._follower)
-        for running in self._running.values():
-            if not running.done.done():
-                running.done.cancel()
         await self._database.run(lambda c: c.execute(delete(processes).where(processes.c.name == self.executor)))
+
+    async def release(self) -> None:
+        """Answer every poll that is held: the process ends."""
+        self._released = True
+        for running in self._running.values():
+            running.done.cancel()
+        for foreign in self._foreign.values():
+            foreign.changed.set()
 
     def queued(self, tenant: str) -> int:
         """Return how many operations of a tenant this process has not finished."""
@@ -225,6 +247,8 @@ class Futures:
         foreign.waiting += 1
         try:
             while (outcome := await self._stored(tenant, request_id)) is None:
+                if self._released:
+                    return None
                 self._wake.set()
                 left = end - asyncio.get_running_loop().time()
                 try:

@@ -16,7 +16,7 @@ from penstock import wire
 from penstock.aio import all_or_first_error
 from penstock.engine.partial import Partial, whole_of
 from penstock.engine.request import Continuation
-from penstock.errors import EngineError, EngineHTTPError, PenstockError, UserError
+from penstock.errors import EngineError, EngineHTTPError, UserError
 from penstock.fleet.fleet import Fleet
 from penstock.parsing import reading
 from penstock.tinker.futures import Operation, Outcome
@@ -104,18 +104,20 @@ class Sampling:
         self._link = link
 
     async def run(self, operation: Operation, source: Source) -> Outcome:
-        """Return the SDK's `SampleResponse`, or the reason why there is none."""
+        """Return the SDK's `SampleResponse`; a request that no engine takes is an outcome too.
+
+        Raises:
+            PenstockError: the engines failed, or the request asks for what they cannot do.
+        """
+        body = SampleBody.of(operation.body)
+        fleet = await self._link.fleet()
+        request = _Request.of(body, fleet.data.vocab_size)
         try:
-            body = SampleBody.of(operation.body)
-            fleet = await self._link.fleet()
-            request = _Request.of(body, fleet.data.vocab_size)
             answers = await self._answers(fleet, request, source)
-            return Outcome(request.response(answers).SerializeToString(), PROTO_TYPE)
         except EngineHTTPError as error:
             theirs = error.status in {_BAD, _UNPROCESSABLE}
             return Outcome(error=str(error), category="user" if theirs else "server")
-        except PenstockError as error:
-            return Outcome(error=str(error), category="user" if isinstance(error, UserError) else "server")
+        return Outcome(request.response(answers).SerializeToString(), PROTO_TYPE)
 
     async def _answers(self, fleet: Fleet, request: _Request, source: Source) -> list[_Answer]:
         group = secrets.token_hex(8) if request.samples > 1 else None
@@ -140,7 +142,7 @@ async def _ask(fleet: Fleet, request: _Request, adapter: str | None, index: int,
         prefix_hashes=wire.prefix_hashes(request.prompt) if len(request.prompt) >= 2 * wire.BLOCK else None,
     )  # fmt: skip
     sent = Continuation(fleet.data.state, wire.GENERATE, body, headers=headers, timeout_s=REQUEST_S)
-    answer = await sent.answer()
+    answer = await fleet.while_serving(sent.answer())
     return _Answer(sent.partials.get(0), wire.padded(answer.spans or (), 1)[0], answer.body)
 
 

@@ -11,6 +11,8 @@ from penstock.errors import ConfigError
 from penstock.tinker.api import build_app
 from penstock.tinker.service_state import Options, opened
 
+WHAT = "the Tinker service"
+
 
 def refuse_open_service(host: str, options: Options) -> None:
     """Raise ConfigError if a service that any key opens would listen beyond this machine."""
@@ -32,7 +34,7 @@ async def serving(options: Options, *, host: str = "127.0.0.1", port: int = 0) -
         ConfigError: the address or the database cannot be used, or anyone could call.
     """
     refuse_open_service(host, options)
-    listener = listening(host, port, "the Tinker service")
-    async with opened(options) as state, serving_app(build_app(state), listener, "the Tinker service"):
+    listener = listening(host, port, WHAT)
+    async with opened(options) as state, serving_app(build_app(state), listener, WHAT, state.futures.release):
         shown = f"[{host}]" if ":" in host else host
         yield f"http://{shown}:{listener.getsockname()[1]}"

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from penstock.aio import cancelled
-from penstock.errors import StateError, UserError
+from penstock.errors import StateError
 from penstock.tinker.checkpoints import Checkpoints
 from penstock.tinker.database import Database
-from penstock.tinker.futures import HOLD_S, Futures, Operation, Outcome
+from penstock.tinker.futures import HOLD_S, Futures, Operation, Outcome, settled
 from penstock.tinker.learner_client import LearnerClient
 from penstock.tinker.sampling import FleetLink, Sampling
 from penstock.tinker.sessions import Sessions
@@ -108,12 +108,11 @@ class ServiceState:
         self.futures.on_cancel(operation.id, task.cancel)
 
     async def _sample(self, operation: Operation) -> None:
-        try:
+        async def work() -> Outcome:
             source = await self.sessions.source(operation.tenant, operation.scope)
-            outcome = await self._sampling.run(operation, source)
-        except UserError as error:
-            outcome = Outcome(error=str(error), category="user")
-        await self.futures.finish(operation, outcome)
+            return await self._sampling.run(operation, source)
+
+        await self.futures.finish(operation, await settled(work()))
 
     async def sweep(self) -> None:
         """Drop what has outlived its time, for ever."""

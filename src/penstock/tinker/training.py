@@ -17,7 +17,7 @@ from penstock.aio import cancelled
 from penstock.errors import EngineDeadError, PenstockError, UserError
 from penstock.tinker.checkpoints import Checkpoints, TinkerPath, checked_name, delete_folder, record, size_of
 from penstock.tinker.database import Database, facts, futures, models, samplers
-from penstock.tinker.futures import Also, Futures, Operation, Outcome
+from penstock.tinker.futures import Also, Futures, Operation, Outcome, settled
 from penstock.tinker.learner_client import LearnerClient
 from penstock.tinker.requests import CreateModel, LoadWeights, SaveForSampler, SaveWeights
 from penstock.tinker.schema import pb
@@ -26,7 +26,7 @@ INCARNATION = "learner"
 """Name of the fact that says which start of the learner this service last saw."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """What the learner is sent, and what follows when it has done it.
 
@@ -35,12 +35,18 @@ class Prepared:
         body: as the learner takes it.
         result: makes the client's result of the learner's; None: it is passed on.
         also: what the database is to hold then.
-        after: done once the database holds it.
     """
 
     kind: str
     body: bytes
     result: Mapping[str, Any] | None = None
+    also: Also | None = None
+
+
+@dataclass(slots=True)
+class _Run:
+    """What follows an operation that has succeeded: what the database holds, and what is done then."""
+
     also: Also | None = None
     after: Callable[[], Awaitable[None]] | None = None
 
@@ -91,33 +97,30 @@ class Training:
     async def _work(self, model: str, lane: _Lane) -> None:
         while lane.waiting:
             operation = lane.waiting.popleft()
-            outcome, prepared = await self._outcome(operation)
-            await self.futures.finish(operation, outcome, prepared.also if prepared is not None else None)
-            if prepared is not None and prepared.after is not None:
-                await prepared.after()
+            run = _Run()
+            outcome = await settled(self._outcome(operation, run))
+            await self.futures.finish(operation, outcome, run.also)
+            if run.after is not None:
+                await run.after()
         self._lanes.pop(model, None)
 
-    async def _outcome(self, operation: Operation) -> tuple[Outcome, Prepared | None]:
-        """Run one operation; the database changes only if it succeeds."""
+    async def _outcome(self, operation: Operation, run: _Run) -> Outcome:
+        """Run one operation; `run` says what else follows if it succeeds."""
+        await self._ready.wait()
+        row = await self._model(operation.scope)
+        if (lost := await self._lost(row, operation)) is not None:
+            return Outcome(error=lost)
+        prepared = await self._prepared(operation, row)
         try:
-            await self._ready.wait()
-            row = await self._model(operation.scope)
-            if (lost := await self._lost(row, operation)) is not None:
-                return Outcome(error=lost), None
-            prepared = await self._prepared(operation, row)
             outcome = await self._learner.post(prepared.kind, operation.scope, operation.id, prepared.body)
-            if outcome.error is not None:
-                return outcome, None
-            if prepared.result is not None:
-                outcome = Outcome(orjson.dumps(prepared.result))
-            if prepared.kind.startswith("save_"):
-                prepared.also = await self._saved(operation, prepared)
         except EngineDeadError as error:
-            reason = await self._note_death(operation.scope, error)
-            return Outcome(error=reason), None
-        except PenstockError as error:
-            return Outcome(error=str(error), category="user" if isinstance(error, UserError) else "server"), None
-        return outcome, prepared
+            return Outcome(error=await self._note_death(operation.scope, error))
+        if outcome.error is not None:
+            return outcome
+        run.also = prepared.also
+        if prepared.kind.startswith("save_"):
+            await self._saved(operation, prepared, run)
+        return outcome if prepared.result is None else Outcome(orjson.dumps(prepared.result))
 
     # --- what each operation needs -----------------------------------------------------------------------------------
 
@@ -199,8 +202,8 @@ class Training:
     async def _drop(self, _operation: Operation, row: Row[Any]) -> Prepared:
         return Prepared("drop_model", orjson.dumps({"model_id": row.id}), {}, _changed(row.id, live=False))
 
-    async def _saved(self, operation: Operation, prepared: Prepared) -> Also:
-        """Return what records a save: a checkpoint's row, or a sampler's."""
+    async def _saved(self, operation: Operation, prepared: Prepared, run: _Run) -> None:
+        """Have a save recorded: a checkpoint's row, or a sampler's."""
         body, result = orjson.loads(prepared.body), dict(prepared.result or {})
         row = await self._model(operation.scope)
         if (given := result.get("path")) is None:
@@ -209,7 +212,8 @@ class Training:
                 "created": time.time(), "base_model": row.base_model, "adapter": body["adapter_name"],
                 "folder": body["folder"],
             }  # fmt: skip
-            return lambda connection: _put_sampler(connection, values)
+            run.also = lambda connection: _put_sampler(connection, values)
+            return
         path, ttl = TinkerPath.of(given), body.get("ttl_seconds")
         values = {
             "tenant": row.tenant, "folder": body["folder"], "expires": None if ttl is None else time.time() + ttl,
@@ -218,8 +222,8 @@ class Training:
         }  # fmt: skip
         if body.get("overwrite") and await self._checkpoints.exists(path):
             old = await self._checkpoints.find(row.tenant, given)
-            prepared.after = lambda: delete_folder(Path(old.folder))
-        return lambda connection: record(connection, path, values)
+            run.after = lambda: delete_folder(Path(old.folder))
+        run.also = lambda connection: record(connection, path, values)
 
     # --- a learner that dies -----------------------------------------------------------------------------------------
 
