@@ -27,7 +27,7 @@ from penstock.train.interface import AdamSpec, Datum, LoraSpec
 from penstock.train.learner import LocalLearner
 from penstock.train.losses import LossSpec
 from penstock.train.rank_group import RankGroup
-from penstock.train.ranked import RankedLearner
+from penstock.train.ranked import RankedLearner, pack, unpack
 from penstock.train.ranks import Ranks
 from penstock.types import TensorSpec, Trajectory
 
@@ -189,6 +189,18 @@ async def test_the_same_data_in_the_same_order_come_back(group: RankGroup, micro
     with pytest.raises(UserError, match="no adapter 'a'"):
         two.learner.forward("a", loss, data)
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
+
+
+def test_data_travel_with_places_and_extra_values():
+    plain = Datum([1, 2, 3], [2, 3, 4], [0.0, 1.0, 1.0], [0.0, -1.0, -1.0], [1.0] * 3, reference=[0.0, -2.0, -2.0])
+    several = Datum([1, 2], [7, 8, 9], [1.0] * 3, [0.0] * 3, [0.5] * 3, positions=[0, 0, 1], extra={"low": [0.5] * 3})
+    for sent, come in zip([plain, several], unpack(pack([plain, several])), strict=True):
+        for name in ("input_ids", "target_ids", "weights", "logprobs", "advantages", "reference", "positions"):
+            given, found = getattr(sent, name), getattr(come, name)
+            assert (given is None) == (found is None)
+            assert given is None or list(given) == found.tolist()
+        assert sent.extra == {name: values.tolist() for name, values in come.extra.items()}
+    assert unpack(pack([])) == []
 
 
 async def test_adapters_on_two_ranks_are_those_of_one_process(group: RankGroup, micro_model: str, tmp_path: Path):

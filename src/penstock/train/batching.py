@@ -5,7 +5,7 @@ Axes: B sequences, L tokens of the row, K places whose logprob is wanted, T the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ class MicroBatch:
         advantages_B_T: of each target.
         weights_B_T: of each target in the loss, 0 on padding.
         reference_B_T: logprobs of the reference policy, if the data have them.
+        extra: what the data have for some losses, by name `[B, T]`.
         indices: of the B sequences in the data.
         places: of each sequence: its wanted places.
         needs_gradient: false where the loss has none, whatever the policy: such sequences are only measured.
@@ -49,6 +50,7 @@ class MicroBatch:
     advantages_B_T: Tensor
     weights_B_T: Tensor
     reference_B_T: Tensor | None
+    extra: Mapping[str, Tensor]
     indices: tuple[int, ...]
     places: tuple[Tensor, ...]
     needs_gradient: bool
@@ -57,7 +59,7 @@ class MicroBatch:
         """The same on another device."""
         values: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         tensors = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
-        return replace(self, **tensors)
+        return replace(self, **tensors, extra={name: value.to(device) for name, value in self.extra.items()})
 
     def terms(self, logprobs_K: Tensor, entropy_K: Tensor) -> LossTerms:
         """Lay what the model found beside what is known."""
@@ -69,6 +71,7 @@ class MicroBatch:
             self.weights_B_T,
             blank_B_T.masked_scatter(self.present_B_T, entropy_K),
             self.reference_B_T,
+            self.extra,
         )
 
 
@@ -112,7 +115,7 @@ def collate(data: Sequence[Datum], loss: LossSpec, indices: Sequence[int] = ()) 
     """Lay sequences end to end.
 
     Raises:
-        UserError: only some of the data have reference logprobs.
+        UserError: only some of the data have reference logprobs, or the same extra values.
     """
     places = tuple(_wanted(datum, loss) for datum in data)
     lengths = torch.tensor([len(datum.input_ids) for datum in data])
@@ -120,28 +123,33 @@ def collate(data: Sequence[Datum], loss: LossSpec, indices: Sequence[int] = ()) 
     counts = torch.tensor([len(wanted) for wanted in places])
     present_B_T = torch.arange(int(counts.max())) < counts.unsqueeze(-1)
 
-    def chosen(name: str, dtype: torch.dtype) -> Tensor:
-        values = (torch.as_tensor(getattr(datum, name), dtype=dtype) for datum in data)
+    def chosen(rows: Iterable[Any], dtype: torch.dtype) -> Tensor:
+        values = (torch.as_tensor(row, dtype=dtype) for row in rows)
         return torch.cat([row[wanted] for row, wanted in zip(values, places, strict=True)])
 
-    def padded(name: str) -> Tensor:
-        return torch.zeros(present_B_T.shape).masked_scatter_(present_B_T, chosen(name, torch.float32))
+    def padded(rows: Iterable[Any]) -> Tensor:
+        return torch.zeros(present_B_T.shape).masked_scatter_(present_B_T, chosen(rows, torch.float32))
 
-    referenced = {datum.reference is not None for datum in data}
-    if len(referenced) > 1:
+    if len({datum.reference is not None for datum in data}) > 1:
         raise UserError("some data have reference logprobs and others do not; give them to all or to none")
+    if len({frozenset(datum.extra) for datum in data}) > 1:
+        raise UserError(
+            f"the data have different extra values; each needs {sorted(set().union(*(d.extra for d in data)))}"
+        )
+    at = (range(len(d.input_ids)) if d.positions is None else d.positions for d in data)
     return MicroBatch(
         input_ids_1_L=torch.cat([torch.as_tensor(datum.input_ids, dtype=torch.long) for datum in data]).unsqueeze(0),
         position_ids_1_L=torch.cat([torch.arange(int(length)) for length in lengths]).unsqueeze(0),
         bounds=bounds.to(torch.int32),
         longest=int(lengths.max()),
-        targets_K=chosen("target_ids", torch.long),
-        positions_K=torch.cat([wanted + start for wanted, start in zip(places, bounds[:-1], strict=True)]),
+        targets_K=chosen((datum.target_ids for datum in data), torch.long),
+        positions_K=chosen(at, torch.long) + bounds[:-1].repeat_interleave(counts),
         present_B_T=present_B_T,
-        behaviour_B_T=padded("logprobs"),
-        advantages_B_T=padded("advantages"),
-        weights_B_T=padded("weights"),
-        reference_B_T=padded("reference") if referenced == {True} else None,
+        behaviour_B_T=padded(datum.logprobs for datum in data),
+        advantages_B_T=padded(datum.advantages for datum in data),
+        weights_B_T=padded(datum.weights for datum in data),
+        reference_B_T=None if data[0].reference is None else padded(datum.reference for datum in data),
+        extra={name: padded(datum.extra[name] for datum in data) for name in data[0].extra},
         indices=tuple(indices),
         places=places,
         needs_gradient=True,
@@ -155,7 +163,5 @@ def _wanted(datum: Datum, loss: LossSpec) -> Tensor:
 
 
 def _needs_gradient(datum: Datum, loss: LossSpec) -> bool:
-    if not loss.by_advantage:
-        return any(weight != 0 for weight in datum.weights)
-    pairs = zip(datum.weights, datum.advantages, strict=True)
-    return any(weight != 0 and advantage != 0 for weight, advantage in pairs)
+    trained = torch.as_tensor(datum.weights) != 0
+    return bool((trained & (torch.as_tensor(datum.advantages) != 0) if loss.by_advantage else trained).any())

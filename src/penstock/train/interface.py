@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,17 @@ from penstock.train.losses import LossSpec
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """One sequence of L tokens; lists, arrays and tensors will do.
+    """One sequence of L tokens and its M targets, by default one for each token; lists, arrays and tensors will do.
 
     Attributes:
         input_ids: `[L]`, what the model reads.
-        target_ids: `[L]`, the token predicted at each place.
-        weights: `[L]`, of each target in the loss; 0: not trained on (prompt, environment).
-        logprobs: `[L]`, of the policy that made the target, nats; 0 where the weight is 0.
-        advantages: `[L]`.
-        reference: `[L]`, logprobs of a reference policy, for the loss part `kl`.
+        target_ids: `[M]`, the token predicted at each place.
+        weights: `[M]`, of each target in the loss; 0: not trained on (prompt, environment).
+        logprobs: `[M]`, of the policy that made the target, nats; 0 where the weight is 0.
+        advantages: `[M]`.
+        reference: `[M]`, logprobs of a reference policy, for the loss part `kl`.
+        positions: `[M]`, the place in `input_ids` at which each target is predicted; None: M is L, one at each.
+        extra: by name `[M]`, what some losses read; see `LossTerms.extra`. All data of a call have the same names.
 
     Raises:
         UserError: the lengths differ.
@@ -40,9 +42,13 @@ class Datum:
     logprobs: Sequence[float]
     advantages: Sequence[float]
     reference: Sequence[float] | None = None
+    positions: Sequence[int] | None = None
+    extra: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
 
     def __post_init__(self) -> None:
-        fields = {name: getattr(self, name) for name in self.__slots__}
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "extra"} | self.extra
+        if self.positions is not None:
+            del fields["input_ids"]
         lengths = {name: len(values) for name, values in fields.items() if values is not None}
         if len(set(lengths.values())) > 1:
             raise UserError(f"a datum's fields must be of one length, one value for each token; got {lengths}")
@@ -86,7 +92,7 @@ class Outputs:
     """What a forward pass over data found.
 
     Attributes:
-        logprobs: of each datum `[L]`, fp32 on the CPU: of the targets after temperature. They are 0 where the weight
+        logprobs: of each datum `[M]`, fp32 on the CPU: of the targets after temperature. They are 0 where the weight
             is 0, unless `LossSpec.all_logprobs`.
         losses: sum of each part of the loss, by its name, not divided and without its coefficient.
         denominators: of each part: what the schedule divides the sum by.
@@ -123,6 +129,8 @@ class Learner(ABC):
     def forward_backward(self, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
         """Evaluate the loss, and add the gradient of its sum to what is held since the last `optim_step`.
 
+        If it fails half way, the adapter's whole gradient is forgotten.
+
         Raises:
             StateError: the base's weights are frozen, as adapters are trained on them.
         """
@@ -146,6 +154,14 @@ class Learner(ABC):
     @abstractmethod
     def drop_adapter(self, name: str) -> None:
         """Forget an adapter, its gradient and its optimiser state."""
+
+    @abstractmethod
+    def set_adapter(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Replace an adapter's tensors, named and shaped as in `weights`; forget its gradient and optimiser state.
+
+        Raises:
+            UserError: a tensor is missing, unknown or of another shape; nothing was changed.
+        """
 
     @abstractmethod
     def adapter_config(self, name: str) -> Mapping[str, Any]:

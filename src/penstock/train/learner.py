@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -93,7 +94,11 @@ class LocalLearner(Learner):
             raise StateError("the base's weights are frozen, as adapters are trained on them; name an adapter")
         self._activate(adapter)
         self.policy.train()
-        return self._run(loss, data)
+        with ExitStack() as failed:
+            failed.callback(self._optimizer(adapter).zero_grad)
+            outputs = self._run(loss, data)
+            failed.pop_all()
+        return outputs
 
     def optim_step(self, adapter: str | None, adam: AdamSpec, *, scale: float) -> StepFigures:
         """See `Learner.optim_step`."""
@@ -136,6 +141,19 @@ class LocalLearner(Learner):
         self._adapters_of(name).drop(name)
         self._optimizers.pop(name, None)
         del self.versions[name]
+
+    def set_adapter(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """See `Learner.set_adapter`."""
+        parameters = self._parameters(name)
+        for key in sorted(parameters.keys() | tensors.keys()):
+            here, there = (list(t[key].shape) if key in t else None for t in (parameters, tensors))
+            if here != there:
+                raise UserError(f"the adapter's tensor {key} has the shape {there}, and this model's {here}")
+        with torch.no_grad():
+            for key, parameter in parameters.items():
+                parameter.copy_(tensors[key])
+        self._optimizer(name).zero_grad()
+        del self._optimizers[name]
 
     def adapter_config(self, name: str) -> Mapping[str, Any]:
         """See `Learner.adapter_config`."""
@@ -245,7 +263,7 @@ class LocalLearner(Learner):
         """Evaluate all data, with gradients where autograd is on."""
         if unknown := loss.parts.keys() - LOSSES.keys():
             raise UserError(f"unknown loss {min(unknown)!r}; known: {', '.join(LOSSES)}")
-        logprobs = [torch.zeros(len(datum.input_ids)) for datum in data]
+        logprobs = [torch.zeros(len(datum.target_ids)) for datum in data]
         sums: dict[str, dict[str, float]] = {"losses": {}, "denominators": {}, "metrics": {}}
         for batch in self._batches(data, loss):
             found_K, measured = self._measure(batch.to(self.device), loss)

@@ -35,6 +35,7 @@ class Limits:
         probability_gap: |pi - mu| from which `dppo` drops tokens that move on in that direction.
         sequence_gap: mean of log mu - log pi from which `sequence_mask` drops sequences of negative advantage, nats.
         max_tokens: generation budget, the constant that `dr_grpo` divides by.
+        beta: factor of the quadratic penalty of `dro`.
     """
 
     low: float = 0.2
@@ -45,6 +46,7 @@ class Limits:
     probability_gap: float = 0.2
     sequence_gap: float = 0.2
     max_tokens: int = 1
+    beta: float = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class LossSpec:
     @property
     def by_advantage(self) -> bool:
         """Whether targets of advantage 0 have no gradient."""
-        return self.parts.keys() <= POLICY_LOSSES.keys()
+        return self.parts.keys() <= POLICY_LOSSES.keys() | TOKEN_LOSSES.keys() - {"dro"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,8 @@ class LossTerms:
         weights_B_T: factor of each token in the loss; 0: not trained on. Other values there do not matter.
         entropy_B_T: of the policy in training, nats; for `entropy`.
         reference_B_T: logprobs of a reference policy; for `kl`.
+        extra: by name, what the losses of `TOKEN_LOSSES` read: `sequence_ratio_mask`, and bounds of the ratio for each
+            token in place of those of `Limits`, `clip_low_threshold` and `clip_high_threshold`.
     """
 
     logprobs_B_T: Tensor
@@ -88,6 +92,7 @@ class LossTerms:
     weights_B_T: Tensor
     entropy_B_T: Tensor | None = None
     reference_B_T: Tensor | None = None
+    extra: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def mask(self) -> Tensor:
         """Bool `[B, T]`, true where the weight is not 0."""
@@ -293,7 +298,81 @@ def entropy(terms: LossTerms, limits: Limits) -> LossOutput:
 POLICY_LOSSES: Mapping[str, Loss] = {"grpo": grpo, "dr_grpo": dr_grpo, "dapo": dapo, "gspo": gspo, "cispo": cispo}
 """By the name that `train.loss` has in the config."""
 
-LOSSES: Mapping[str, Loss] = {**POLICY_LOSSES, "cross_entropy": cross_entropy, "kl": kl, "entropy": entropy}
+# Losses that are plain sums over tokens: whoever calls chooses weights and advantages, and nothing is corrected.
+
+
+def importance_sampling(terms: LossTerms, limits: Limits) -> LossOutput:
+    """REINFORCE with importance weights: -sum_t w r A."""
+    del limits
+    return _token_sum(-terms.log_ratio().exp() * terms.advantages_B_T, terms)
+
+
+def ppo(terms: LossTerms, limits: Limits) -> LossOutput:
+    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7): -sum_t w min(r A, clip(r) A)."""
+    return _token_sum(_pessimistic(terms.log_ratio(), terms, limits), terms)
+
+
+def gspo_token(terms: LossTerms, limits: Limits) -> LossOutput:
+    """GSPO-token (arXiv:2507.18071, eq. 13) as a sum over tokens, with the sequence's ratio over a mask of its own.
+
+    Raises:
+        UserError: the data have no `sequence_ratio_mask`.
+    """
+    if "sequence_ratio_mask" not in terms.extra:
+        raise UserError("the loss 'gspo' needs data with sequence_ratio_mask, not 0 for the tokens that were sampled")
+    mask_B_T = terms.extra["sequence_ratio_mask"] != 0
+    gap_B_T = (terms.logprobs_B_T.detach() - terms.behaviour_B_T).masked_fill(~mask_B_T, 0.0)
+    mean_B_1 = gap_B_T.sum(-1, keepdim=True) / mask_B_T.sum(-1, keepdim=True).clamp(min=1)
+    log_ratio_B_T = mean_B_1 + terms.logprobs_B_T - terms.logprobs_B_T.detach()
+    return _token_sum(_pessimistic(log_ratio_B_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), terms, limits), terms)
+
+
+def cispo_token(terms: LossTerms, limits: Limits) -> LossOutput:
+    """CISPO with a bound below as well: -sum_t w sg(clip(r)) A log pi."""
+    low_B_T, high_B_T = _bounds(terms, limits)
+    ratio_B_T = terms.log_ratio().detach().exp().clamp(low_B_T, high_B_T)
+    return _token_sum(-ratio_B_T * terms.advantages_B_T * terms.logprobs_B_T, terms)
+
+
+def dro(terms: LossTerms, limits: Limits) -> LossOutput:
+    """Direct reward optimisation (arXiv:2405.19107): -sum_t w (A log pi - beta / 2 (log pi - log mu)^2)."""
+    penalty_B_T = 0.5 * limits.beta * (terms.logprobs_B_T - terms.behaviour_B_T) ** 2
+    return _token_sum(penalty_B_T - terms.advantages_B_T * terms.logprobs_B_T, terms)
+
+
+def _bounds(terms: LossTerms, limits: Limits) -> tuple[Tensor, Tensor]:
+    """Least and largest ratio, of each token or of all."""
+    low, high = terms.logprobs_B_T.new_tensor((1 - limits.low, 1 + limits.high))
+    return terms.extra.get("clip_low_threshold", low), terms.extra.get("clip_high_threshold", high)
+
+
+def _pessimistic(log_ratio_B_T: Tensor, terms: LossTerms, limits: Limits) -> Tensor:
+    ratio_B_T = log_ratio_B_T.exp()
+    bound_B_T = ratio_B_T.clamp(*_bounds(terms, limits))
+    return -torch.minimum(ratio_B_T * terms.advantages_B_T, bound_B_T * terms.advantages_B_T)
+
+
+def _token_sum(loss_B_T: Tensor, terms: LossTerms) -> LossOutput:
+    loss = (loss_B_T.masked_fill(~terms.mask(), 0.0) * terms.weights_B_T).sum()
+    return LossOutput(loss, terms.weights_B_T.sum(), {})
+
+
+TOKEN_LOSSES: Mapping[str, Loss] = {
+    "importance_sampling": importance_sampling,
+    "ppo": ppo,
+    "gspo_token": gspo_token,
+    "cispo_token": cispo_token,
+    "dro": dro,
+}
+"""Sums over tokens, without a correction."""
+
+LOSSES: Mapping[str, Loss] = {
+    **POLICY_LOSSES,
+    **TOKEN_LOSSES,
+    "cross_entropy": cross_entropy,
+    "kl": kl,
+    "entropy": entropy,
+}
 """By the name of a part of `LossSpec`."""
 
 

@@ -95,6 +95,10 @@ class RankedLearner(Learner):
         """See `Learner.drop_adapter`."""
         self._call({"command": "drop_adapter", "name": name})
 
+    def set_adapter(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """See `Learner.set_adapter`."""
+        self._call({"command": "set_adapter", "name": name}, tensors)
+
     def adapter_config(self, name: str) -> Mapping[str, Any]:
         """See `Learner.adapter_config`."""
         return self._part.adapter_config(name)
@@ -139,7 +143,7 @@ class RankedLearner(Learner):
         sums = {
             kind: _added(answer.values[kind] for answer in answers) for kind in ("losses", "denominators", "metrics")
         }
-        return Outputs(logprobs.split([len(datum.input_ids) for datum in data]), **sums)
+        return Outputs(logprobs.split([len(datum.target_ids) for datum in data]), **sums)
 
     def _call(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> list[Message]:
         """Have every rank do the same; returns what each answers."""
@@ -269,6 +273,11 @@ def _release_memory(part: ShardedLearner, _: dict[str, Any], __: Mapping[str, Te
     return Message({})
 
 
+def _set_adapter(part: ShardedLearner, values: dict[str, Any], tensors: Mapping[str, Tensor]) -> Message:
+    part.set_adapter(values["name"], tensors)
+    return Message({})
+
+
 def _save(part: ShardedLearner, values: dict[str, Any], _: Mapping[str, Tensor]) -> Message:
     return Message(part.save(values["adapter"], Path(values["folder"])))
 
@@ -285,38 +294,50 @@ COMMANDS: Mapping[str, Callable[[ShardedLearner, dict[str, Any], Mapping[str, Te
     "create_adapter": _create_adapter,
     "drop_adapter": _drop_adapter,
     "release_memory": _release_memory,
+    "set_adapter": _set_adapter,
     "save": _save,
     "load": _load,
 }
 
 
 def pack(data: Sequence[Datum]) -> dict[str, Tensor]:
-    """Data as one tensor for each field, and their lengths. Optional fields come with a mask of who has them."""
-    packed = {"lengths": torch.tensor([len(datum.input_ids) for datum in data], dtype=torch.int64)}
-    for field in fields(Datum):
-        rows = [getattr(datum, field.name) for datum in data]
-        packed[f"has/{field.name}"] = torch.tensor([row is not None for row in rows], dtype=torch.bool)
-        dtype = _dtype(field.name)
-        given = [torch.as_tensor(row, dtype=dtype) for row in rows if row is not None]
-        packed[field.name] = torch.cat([torch.zeros(0, dtype=dtype), *given])
+    """Data as one tensor for each field, and the length that each datum's has there; -1: it has none."""
+    rows = [{**{name: getattr(d, name) for name in _FIELDS}, **_named(d.extra)} for d in data]
+    packed: dict[str, Tensor] = {}
+    for name in dict.fromkeys((*_FIELDS, *(name for row in rows for name in row))):
+        values, dtype = [row.get(name) for row in rows], _dtype(name)
+        packed[f"lengths/{name}"] = torch.tensor([-1 if v is None else len(v) for v in values], dtype=torch.int64)
+        given = [torch.as_tensor(value, dtype=dtype) for value in values if value is not None]
+        packed[name] = torch.cat([torch.zeros(0, dtype=dtype), *given])
     return packed
 
 
 def unpack(packed: Mapping[str, Tensor]) -> list[Datum]:
     """Read what `pack` made."""
-    lengths: list[int] = packed["lengths"].tolist()
-    columns: dict[str, list[list[Any] | None]] = {}
-    for field in fields(Datum):
-        values, at = packed[field.name].tolist(), 0
-        columns[field.name] = []
-        for length, has in zip(lengths, packed[f"has/{field.name}"].tolist(), strict=True):
-            columns[field.name].append(values[at : at + length] if has else None)
-            at += length if has else 0
-    return [Datum(*row) for row in zip(*columns.values(), strict=True)]  # pyright: ignore[reportArgumentType]
+    columns: dict[str, list[Tensor | None]] = {}
+    for name in (name for name in packed if not name.startswith("lengths/")):
+        lengths: list[int] = packed[f"lengths/{name}"].tolist()
+        parts = iter(packed[name].split([length for length in lengths if length >= 0]))
+        columns[name] = [None if length < 0 else next(parts) for length in lengths]
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return [_datum(row) for row in rows]
+
+
+_FIELDS = tuple(field.name for field in fields(Datum) if field.name != "extra")
+_EXTRA = "extra/"
+
+
+def _named(extra: Mapping[str, Any]) -> dict[str, Any]:
+    return {_EXTRA + name: values for name, values in extra.items()}
+
+
+def _datum(row: Mapping[str, Any]) -> Datum:
+    extra = {name.removeprefix(_EXTRA): v for name, v in row.items() if name.startswith(_EXTRA) and v is not None}
+    return Datum(**{name: row[name] for name in _FIELDS}, extra=extra)
 
 
 def _dtype(name: str) -> torch.dtype:
-    return torch.int64 if name.endswith("_ids") else torch.float32
+    return torch.int64 if name in {"input_ids", "target_ids", "positions"} else torch.float32
 
 
 def _added(parts: Iterator[Mapping[str, float]]) -> dict[str, float]:
