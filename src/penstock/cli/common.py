@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _HOW = {
     "gateway": "pip install 'penstock[gateway]'",
+    "tinker": "pip install 'penstock[tinker]'",
     "train": "pip install 'penstock[train]'",
     "vllm": "pip install 'penstock[vllm]' on a machine with GPUs, or `make setup` in a checkout without one",
 }

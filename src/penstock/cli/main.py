@@ -18,6 +18,7 @@ from penstock.cli.gateway import gateway
 from penstock.cli.serve import serve
 from penstock.cli.sim import sim
 from penstock.cli.status import status
+from penstock.cli.tinker import tinker
 from penstock.cli.train import plot, train
 from penstock.errors import UserError
 
@@ -38,7 +39,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="`penstock COMMAND --help` shows examples. Errors are one line; PENSTOCK_DEBUG=1 adds where they come from.",
 )
-for command in (serve, gateway, status, train, plot, sim):
+for command in (serve, gateway, tinker, status, train, plot, sim):
     app.command()(command)
 app.add_typer(fleet)
 

@@ -132,7 +132,7 @@ async def _serve(config: RunConfig, api_key: str | None, *, detach: bool) -> Non
 
     console = Console(stderr=True)
     log = logging.getLogger("penstock")
-    log.addHandler(_ConsoleHandler(console))
+    log.addHandler(ConsoleHandler(console))
     log.setLevel(logging.INFO)
     logging.getLogger("penstock.fleet.service").setLevel(logging.WARNING)  # no control socket: that is said below
     count = config.fleet.engines + len(config.fleet.attach)
@@ -168,14 +168,14 @@ def callable_url(url: str) -> tuple[str, bool]:
     return url, False
 
 
-class _ConsoleHandler(logging.Handler):
+class ConsoleHandler(logging.Handler):
     """One line a record, above the spinner; what follows the first line comes again in the error itself."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
         self._console = console
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record: logging.LogRecord) -> None:  # noqa: D102
         style = "yellow" if record.levelno >= logging.WARNING else "dim"
         text = f"{datetime.fromtimestamp(record.created).astimezone():%H:%M:%S} {record.getMessage().splitlines()[0]}"
         self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,157 @@
+"""Child processes that report when they serve, and are started again when they end: both sides."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from penstock.aio import cancelled
+from penstock.engine.launch import telling_lines
+from penstock.errors import EngineStartError, PenstockError, error_from_json, error_to_json
+from penstock.fleet.supervise import RestartBudget, keep_running
+from penstock.process import ChildProcess, raise_file_limit, read_report, shortage, watch_lifeline
+
+logger = logging.getLogger(__name__)
+
+_FAILED = 1
+STOP_S = 10.0
+"""Between SIGTERM and SIGKILL."""
+BACKOFF_S, STEADY_S = 0.2, 60.0
+"""Wait before the first restart, and time after which a child counts as well again."""
+
+
+def run_child(serve: Callable[[str], AbstractAsyncContextManager[str]]) -> int:
+    """Serve until a signal, as a child does: `python -m MODULE FD OPTIONS`; returns the exit status.
+
+    Args:
+        serve: serves, given the options, while its block runs; gives where.
+    """
+    watch_lifeline()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    raise_file_limit()
+    fd, options = int(sys.argv[1]), sys.argv[2]
+
+    async def run() -> None:
+        stopping = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+        async with serve(options) as url:
+            _report(fd, {"url": url})
+            await stopping.wait()
+
+    try:
+        asyncio.run(run())
+    except PenstockError as error:
+        logger.error("%s", error)  # noqa: TRY400 - its message is meant for people
+        _report(fd, {"error": error_to_json(error)})
+        return _FAILED
+    return 0
+
+
+def _report(fd: int, values: Mapping[str, Any]) -> None:
+    with suppress(OSError):  # it has reported before, or its owner is gone
+        os.write(fd, orjson.dumps(values) + b"\n")
+        os.close(fd)
+
+
+@dataclass(slots=True)
+class SupervisedChild:
+    """A module of ours in a process of its own: `python -m MODULE FD OPTIONS`, which reports on FD.
+
+    Args:
+        name: of the process, in messages.
+        module: its name.
+        options: makes its options, as JSON, at each start.
+        log: stdout and stderr are appended to it.
+        start_s: deadline of a start.
+        env: added to our environment.
+    """
+
+    name: str
+    module: str
+    options: Callable[[], str]
+    log: Path
+    start_s: float
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    url: str = ""
+    """Where it serves."""
+    _child: ChildProcess | None = None
+    _guard: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs."""
+        assert self._child is not None, "start it first"  # noqa: S101
+        return self._child.pid
+
+    async def start(self) -> None:
+        """Start it, return when it serves, and keep it running until `stop`.
+
+        Raises:
+            PenstockError: what it reported; EngineStartError: it ended, or was not ready in time.
+        """
+        self._child = await self._launch()
+        budget = RestartBudget(None, STEADY_S, BACKOFF_S)
+        self._guard = asyncio.create_task(keep_running(self._ended, self._restart, budget), name=f"guard-{self.name}")
+
+    async def stop(self) -> None:
+        """End it. Raises what broke the watch, if something did."""
+        try:
+            if self._guard is not None:
+                await cancelled(self._guard)
+        finally:
+            if self._child is not None:
+                await self._child.stop(STOP_S)
+
+    async def _ended(self) -> None:
+        assert self._child is not None, "start it first"  # noqa: S101
+        status = await self._child.wait()
+        logger.warning("the %s ended with status %d; it is started again (log: %s)", self.name, status, self.log)
+
+    async def _restart(self) -> bool:
+        try:
+            self._child = await self._launch()
+        except PenstockError as error:
+            logger.warning("the %s did not start: %s", self.name, error)
+            return False
+        logger.info("the %s is back", self.name)
+        return True
+
+    async def _launch(self) -> ChildProcess:
+        read_fd, write_fd = os.pipe()
+        async with AsyncExitStack() as failed:
+            failed.callback(os.close, read_fd)
+            argv = [sys.executable, "-m", self.module, str(write_fd), self.options()]
+            try:
+                child = await ChildProcess.start(argv, name=self.name, log=self.log, env=self.env, pass_fds=(write_fd,))
+            except OSError as error:
+                raise EngineStartError(f"the {self.name} cannot be started: {shortage(error)}") from error
+            finally:
+                os.close(write_fd)
+            failed.pop_all()  # whoever reads the pipe closes it
+            failed.push_async_callback(child.wait)
+            failed.callback(child.kill)
+            try:
+                report = await read_report(read_fd, self.start_s)
+            except EngineStartError as error:
+                raise EngineStartError(f"the {self.name} {error}; {self._says(child)}") from error
+            if "error" in report:
+                raise error_from_json(report["error"])
+            if not report:
+                raise EngineStartError(f"the {self.name} ended with status {await child.wait()}; {self._says(child)}")
+            failed.pop_all()
+        self.url = str(report["url"])
+        return child
+
+    def _says(self, child: ChildProcess) -> str:
+        return f"its log ({self.log}) says:\n{telling_lines(child.said())}"

@@ -1,0 +1,358 @@
+"""The learner process: `python -m penstock.tinker.learner_process` trains every model, for the API processes.
+
+It serves HTTP on a Unix socket. `POST /operations/ID` does what the header `X-Operation` names to the model `X-Model`,
+and answers 200 with the SDK's result or 422 with `{"error", "category"}`. An ID that runs is awaited, and one that is
+done is answered as before. Operations of one model run in the order of arrival, those of several in turns.
+`GET /models` and `GET /health` say what it holds and which start of it answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import secrets
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import orjson
+from pydantic import Field
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock.aio import cancelled
+from penstock.asgi import listening_at, serving_app
+from penstock.config import Section, TrainConfig
+from penstock.errors import LearnerError, PenstockError, UserError
+from penstock.fleet.remote import FleetClient, RemoteAdapters
+from penstock.parsing import parse_json, reading
+from penstock.tinker.children import run_child
+from penstock.tinker.models import ALPHA, Models
+from penstock.tinker.schema import JSON_TYPE, PROTO_TYPE
+from penstock.tinker.trainer import Sizes, decode, encode
+from penstock.train.interface import AdamSpec, Learner, LoraSpec
+from penstock.train.ranks import Ranks
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+MOST_KEPT, MOST_KEPT_BYTES = 4096, 1 << 30
+"""Answers that are kept for requests that come again."""
+ADAPTER_S = 120.0
+"""Deadline of an adapter on every engine."""
+_LOST = 70
+"""Exit status where a device or a rank is lost."""
+
+
+class LearnerOptions(Section):
+    """What the owner starts this process with, as JSON in its last argument."""
+
+    model: str
+    """Checkpoint folder or hub name."""
+    name: str
+    """Of the base model, as clients know it."""
+    folder: Path
+    """Of its own, for what a restart needs."""
+    socket: Path
+    fleet: str
+    """URL of the router of the fleet that samples."""
+    max_rank: int = Field(ge=1)
+    vocabulary: int = Field(ge=1)
+    max_tokens: int = Field(ge=1)
+    """Of one datum."""
+    train: TrainConfig
+
+
+class Adapters(Protocol):
+    """What puts adapters on engines; `RemoteAdapters`."""
+
+    async def load(self, name: str, path: str, timeout_s: float) -> Any:
+        """See `FleetAdapters.load`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Of an operation."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+    @classmethod
+    def of_json(cls, values: Mapping[str, Any], status: int = 200) -> Answer:
+        """Return an answer in JSON."""
+        return cls(status, JSON_TYPE, orjson.dumps(values))
+
+
+class Answers:
+    """Answers by request id, in a folder, so that they outlive this process; the oldest are forgotten."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns):
+            self._sizes[file.name] = file.stat().st_size
+
+    def get(self, request_id: str) -> Answer | None:
+        """Return what was answered; None: nothing, or it was forgotten."""
+        if (name := _file_name(request_id)) not in self._sizes:
+            return None
+        status, content_type, body = (self._folder / name).read_bytes().split(b"\n", 2)
+        return Answer(int(status), content_type.decode(), body)
+
+    def put(self, request_id: str, answer: Answer) -> None:
+        """Keep an answer."""
+        name = _file_name(request_id)
+        data = b"%d\n%s\n%s" % (answer.status, answer.content_type.encode(), answer.body)
+        part = self._folder / f"{name}.part"
+        part.write_bytes(data)
+        part.replace(self._folder / name)
+        self._sizes[name] = len(data)
+        while len(self._sizes) > MOST_KEPT or sum(self._sizes.values()) > MOST_KEPT_BYTES:
+            old, _ = self._sizes.popitem(last=False)
+            (self._folder / old).unlink(missing_ok=True)
+
+
+def _file_name(request_id: str) -> str:
+    return hashlib.blake2b(request_id.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(slots=True)
+class Operations:
+    """Runs operations: of each model one after another, and one at a time in the thread of the learner.
+
+    Args:
+        models: of the learner.
+        adapters: of the fleet that samples.
+        answers: kept for requests that come again.
+        sizes: bounds of the base model.
+        thread: the learner's one.
+    """
+
+    models: Models
+    adapters: Adapters
+    answers: Answers
+    sizes: Sizes
+    thread: ThreadPoolExecutor
+    _running: dict[str, asyncio.Task[Answer]] = field(default_factory=dict[str, asyncio.Task[Answer]])
+    _turns: dict[str, asyncio.Lock] = field(default_factory=dict[str, asyncio.Lock])
+
+    async def run(self, request_id: str, kind: str, model: str, body: bytes) -> Answer:
+        """Do an operation once, however often it comes; it goes on if its caller does not wait."""
+        task = self._running.get(request_id)
+        if task is None:
+            if (kept := self.answers.get(request_id)) is not None:
+                return kept
+            task = asyncio.create_task(self._run(request_id, kind, model, body), name=f"{kind}-{request_id}")
+            self._running[request_id] = task
+        return await asyncio.shield(task)
+
+    async def _run(self, request_id: str, kind: str, model: str, body: bytes) -> Answer:
+        turn = self._turns.setdefault(model, asyncio.Lock())
+        try:
+            async with turn:
+                answer = await self._answer(kind, model, body)
+                try:
+                    self.answers.put(request_id, answer)
+                except OSError as error:
+                    logger.warning("the answer to %s cannot be kept for a second request: %s", request_id, error)
+                return answer
+        finally:
+            del self._running[request_id]
+            if kind == "drop_model" and not turn.locked():
+                self._turns.pop(model, None)
+
+    async def _answer(self, kind: str, model: str, body: bytes) -> Answer:
+        try:
+            return await self._work(kind)(model, body)
+        except LearnerError as error:
+            _end(str(error))
+        except PenstockError as error:
+            failed = {"error": str(error), "category": "user" if isinstance(error, UserError) else "server"}
+        except Exception as error:  # one tenant's operation must not end another's: it fails with what torch says
+            logger.exception("%s of %s failed", kind, model)
+            if "CUDA error" in str(error):
+                _end(str(error))  # no kernel of this process runs any more
+            first = str(error).strip().split("\n", 1)[0]
+            failed = {"error": f"{kind} failed in the learner: {type(error).__name__}: {first}", "category": "server"}
+        return Answer.of_json(failed, 422)
+
+    def _work(self, kind: str) -> Callable[[str, bytes], Awaitable[Answer]]:
+        known = {
+            "create_model": self._create,
+            "forward_backward": self._evaluate,
+            "forward": self._evaluate,
+            "optim_step": self._step,
+            "save_weights": self._save,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "load_weights": self._load,
+            "drop_model": self._drop,
+        }
+        if kind not in known:
+            raise UserError(f"there is no operation {kind!r}; known: {', '.join(known)}")
+        return known[kind]
+
+    async def _create(self, model: str, body: bytes) -> Answer:
+        values = _values(body)
+        _refuse_optimizer(values.get("optimizer_config"))
+        with reading("create_model request"):
+            spec = spec_of(values["lora_config"])
+        await self._in_thread(lambda: self.models.create(model, spec))
+        return Answer.of_json({"model_id": model, "type": "create_model"})
+
+    async def _evaluate(self, model: str, body: bytes) -> Answer:
+        def work() -> bytes:
+            batch = decode(body, self.sizes)
+            return encode(batch, self.models.run(model, batch))
+
+        return Answer(200, PROTO_TYPE, await self._in_thread(work))
+
+    async def _step(self, model: str, body: bytes) -> Answer:
+        values = _values(body)
+        if (other := values.get("optimizer_params")) is not None:
+            _refuse_optimizer(other)
+        with reading("optim_step request"):
+            adam = AdamSpec(**{name: float(value) for name, value in values["adam_params"].items()})
+        figures = await self._in_thread(lambda: self.models.step(model, adam))
+        return Answer.of_json({"metrics": {"grad_norm:mean": figures.grad_norm}})
+
+    async def _save(self, model: str, body: bytes) -> Answer:
+        folder = _folder(_values(body))
+        await self._in_thread(lambda: self.models.save(model, folder))
+        return Answer.of_json({"type": "save_weights"})
+
+    async def _save_for_sampler(self, model: str, body: bytes) -> Answer:
+        values = _values(body)
+        folder, adapter = _folder(values), values.get("adapter_name")
+        await self._in_thread(lambda: self.models.save_for_sampler(model, folder))
+        if adapter is not None:
+            await self.adapters.load(str(adapter), str(folder), ADAPTER_S)
+        return Answer.of_json({"type": "save_weights_for_sampler"})
+
+    async def _load(self, model: str, body: bytes) -> Answer:
+        values = _values(body)
+        _refuse_optimizer(values.get("optimizer_config"))
+        folder, optimizer = _folder(values), bool(values.get("optimizer"))
+        await self._in_thread(lambda: self.models.load(model, folder, optimizer=optimizer))
+        return Answer.of_json({"model_id": model, "type": "load_weights"})
+
+    async def _drop(self, model: str, body: bytes) -> Answer:
+        del body
+        await self._in_thread(lambda: self.models.drop(model))
+        return Answer.of_json({"model_id": model, "type": "unload_model"})
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.thread, work)
+
+
+def spec_of(lora: Mapping[str, Any]) -> LoraSpec:
+    """Return the adapter of an SDK's `LoraConfig`."""
+    flags = {name: bool(lora.get(name, True)) for name in ("train_attn", "train_mlp", "train_unembed")}
+    seed = lora.get("seed")
+    return LoraSpec(
+        rank=int(lora["rank"]), alpha=ALPHA, seed=secrets.randbits(31) if seed is None else int(seed), **flags
+    )
+
+
+def _values(body: bytes) -> dict[str, Any]:
+    values: Any = parse_json(body or b"{}", "the request")
+    if not isinstance(values, dict):
+        raise UserError(f"the request is a JSON object, got {type(values).__name__}")
+    return values  # pyright: ignore[reportUnknownVariableType] - a JSON object
+
+
+def _folder(values: Mapping[str, Any]) -> Path:
+    with reading("request"):
+        return Path(str(values["folder"]))
+
+
+def _refuse_optimizer(given: Any) -> None:
+    kind = given.get("type", "adamw") if isinstance(given, Mapping) else "adamw"  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    if kind != "adamw":
+        raise UserError(f"optimizer {kind!r} is not supported here; use AdamParams, the default")
+
+
+def build_app(operations: Operations) -> Starlette:
+    """Return the process's HTTP side."""
+    incarnation = f"{os.getpid()}-{time.time_ns()}"
+
+    async def operate(request: Request) -> Response:
+        headers = request.headers
+        kind, model = headers.get("X-Operation", ""), headers.get("X-Model", "")
+        answer = await operations.run(request.path_params["request_id"], kind, model, await request.body())
+        return Response(answer.body, answer.status, media_type=answer.content_type)
+
+    async def models(_: Request) -> Response:
+        return Response(orjson.dumps(operations.models.status()))
+
+    async def health(_: Request) -> Response:
+        return Response(orjson.dumps({"incarnation": incarnation}))
+
+    return Starlette(
+        routes=[
+            Route("/operations/{request_id:path}", operate, methods=["POST"]),
+            Route("/models", models),
+            Route("/health", health),
+        ]
+    )
+
+
+@asynccontextmanager
+async def _serve(given: str) -> AsyncGenerator[str]:
+    options = LearnerOptions.model_validate_json(given)
+    async with AsyncExitStack() as stack:
+        thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="learner"))
+        ranks = await stack.enter_async_context(Ranks(options.train.ranks, options.socket.parent / "logs", {}))
+        models = Models(await _learner(options, ranks), options.folder / "models", options.name, options.max_rank)
+        await asyncio.get_running_loop().run_in_executor(thread, models.restore)
+        client = await stack.enter_async_context(FleetClient.to(options.fleet))
+
+        async def call(name: str, /, **arguments: Any) -> Any:
+            return (await client.order(name, **arguments))[0]
+
+        sizes = Sizes(options.vocabulary, options.max_tokens)
+        app = build_app(Operations(models, RemoteAdapters(call), Answers(options.folder / "answers"), sizes, thread))
+        watch = asyncio.create_task(_end_with(ranks), name="watch-ranks")
+        stack.push_async_callback(cancelled, watch)
+        await stack.enter_async_context(serving_app(app, listening_at(options.socket, "the learner"), "the learner"))
+        yield str(options.socket)
+
+
+async def _learner(options: LearnerOptions, ranks: Ranks) -> Learner:
+    """Load the base model, on all ranks."""
+    from penstock.train.learner import LocalLearner  # noqa: PLC0415 - seconds: transformers
+    from penstock.train.ranked import RankedLearner  # noqa: PLC0415
+
+    model, train = options.model, options.train
+    if ranks.count > 1:
+        return await ranks.load(lambda group: RankedLearner(group, model, train, seed=0, served_dtype="float32"))
+    return await asyncio.to_thread(LocalLearner, model, train, seed=0)
+
+
+async def _end_with(ranks: Ranks) -> None:
+    """End this process when a rank ends: the model is not whole any more, and the owner starts another learner."""
+    try:
+        await ranks.during(asyncio.Event().wait())
+    except LearnerError as error:
+        _end(str(error))
+
+
+def _end(reason: str) -> NoReturn:
+    logger.error("the learner ends: %s", reason)
+    os._exit(_LOST)
+
+
+if __name__ == "__main__":
+    sys.exit(run_child(_serve))

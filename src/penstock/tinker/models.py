@@ -1,0 +1,281 @@
+"""The models of a learner process: one adapter each, saved to folders, and brought back after the process died."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from safetensors.torch import load_file, save_file
+
+from penstock.errors import CheckpointError, StateError, UserError
+from penstock.parsing import parse_json, reading
+from penstock.process import shortage
+from penstock.tinker.trainer import Batch
+from penstock.train.interface import AdamSpec, Learner, LoraSpec, Outputs, StepFigures
+from penstock.weights.adapter_files import SETTINGS, TENSORS
+
+FORMAT = "penstock-tinker-1"
+RECORD, STATE, LAST = "penstock.json", "state", "last"
+_OLD, _PART = ".old-", ".part-"
+ALPHA = 32.0
+"""Of every adapter, as in the hosted service, whatever its rank: an adapter is added times 32 / rank."""
+
+
+@dataclass(slots=True)
+class Model:
+    """One model.
+
+    Attributes:
+        spec: of its adapter.
+        steps: optimiser steps since it was created.
+        saved: folder that its state was last written to or read from; None: it was never saved.
+        saved_steps: `steps` then.
+        void: why the gradient since the last step is not whole.
+    """
+
+    spec: LoraSpec
+    steps: int = 0
+    saved: str | None = None
+    saved_steps: int = 0
+    void: str = ""
+
+
+@dataclass(slots=True)
+class Models:
+    """Models by id. Calls block, and come from one thread at a time.
+
+    Args:
+        learner: holds the base model.
+        folder: keeps what a restart needs; of this object alone.
+        base_model: its name, as clients know it.
+        max_rank: of an adapter that the engines take.
+    """
+
+    learner: Learner
+    folder: Path
+    base_model: str
+    max_rank: int
+    live: dict[str, Model] = field(default_factory=dict[str, Model])
+
+    def restore(self) -> None:
+        """Bring every model back as it was last saved, or as it was created where it never was.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        for old in self.folder.glob(f"{_OLD}*"):  # a kill came while its successor was written
+            home = old.with_name(old.name.removeprefix(_OLD))
+            shutil.rmtree(old) if home.exists() else old.rename(home)
+        for record in sorted(self.folder.glob(f"[!.]*/{RECORD}")):
+            values = _read(record)
+            with reading(f"record {record}", CheckpointError):
+                name, spec, saved = str(values["model_id"]), LoraSpec(**values["spec"]), values["saved"]
+                steps = int(values["saved_steps"])
+            self.learner.create_adapter(name, spec)
+            if saved is not None:
+                self._load(name, record.parent / LAST, optimizer=(record.parent / LAST / STATE).is_dir())
+            self.live[name] = Model(spec, steps, saved, steps)
+
+    def create(self, name: str, spec: LoraSpec) -> None:
+        """Add a model that answers as the base does.
+
+        Raises:
+            UserError: there is one of that id, or the engines do not take the rank.
+        """
+        if spec.rank > self.max_rank:
+            raise UserError(
+                f"rank {spec.rank} is more than the engines of this service take; use at most {self.max_rank}, or have "
+                f"it started with max_lora_rank={spec.rank}"
+            )
+        self.learner.create_adapter(name, spec)
+        self.live[name] = Model(spec)
+        self._keep(name)
+
+    def drop(self, name: str) -> None:
+        """Forget a model; harmless if there is none."""
+        if self.live.pop(name, None) is not None:
+            self.learner.drop_adapter(name)
+            shutil.rmtree(self._home(name), ignore_errors=True)
+
+    def run(self, name: str, batch: Batch) -> Outputs:
+        """Evaluate a batch, and add its gradient unless it is forward only."""
+        model = self._of(name)
+        if batch.forward_only:
+            return self.learner.forward(name, batch.loss, batch.data)
+        with ExitStack() as failed:
+            failed.callback(setattr, model, "void", "a forward_backward before it failed half way")
+            outputs = self.learner.forward_backward(name, batch.loss, batch.data)
+            failed.pop_all()
+        return outputs
+
+    def step(self, name: str, adam: AdamSpec) -> StepFigures:
+        """Take an optimiser step.
+
+        Raises:
+            StateError: the gradient is not whole, or not finite; it is forgotten, and the weights are as before.
+        """
+        model = self._of(name)
+        if model.void:
+            reason, model.void = model.void, ""
+            raise StateError(f"no step was taken: {reason}, so its gradient was dropped; send the data again")
+        figures = self.learner.optim_step(name, adam, scale=1.0)
+        model.steps += 1
+        return figures
+
+    def save(self, name: str, folder: Path) -> None:
+        """Write weights and optimiser to a folder, as PEFT's files and a state; it is what a restart brings back."""
+        model = self._of(name)
+        _write(folder, lambda part: self._write_all(name, part))
+        model.saved, model.saved_steps = str(folder), model.steps
+        self._keep(name, folder)
+
+    def save_for_sampler(self, name: str, folder: Path) -> None:
+        """Write weights alone, as PEFT's files; a folder that is there keeps being whole."""
+        self._of(name)
+        _write(folder, lambda part: self._write_weights(name, part))
+
+    def load(self, name: str, folder: Path, *, optimizer: bool) -> None:
+        """Take up a checkpoint; a model that is not there is created with the checkpoint's adapter.
+
+        Raises:
+            UserError: it has no optimiser state, or is of another adapter; nothing was changed.
+            CheckpointError: it cannot be read.
+        """
+        spec = self._spec_of(folder)
+        if optimizer and not (folder / STATE).is_dir():
+            raise UserError("the checkpoint holds weights without an optimiser state; load it without the optimiser")
+        created = name not in self.live
+        if created:
+            self.create(name, spec)
+        elif replace(self.live[name].spec, seed=spec.seed) != spec:
+            raise UserError(
+                f"the checkpoint's adapter is {_words(spec)}, and the model's {_words(self.live[name].spec)}"
+            )
+        with ExitStack() as failed:
+            if created:
+                failed.callback(self.drop, name)
+            self._load(name, folder, optimizer=optimizer)
+            failed.pop_all()
+        model = self.live[name]
+        model.saved, model.saved_steps, model.void = str(folder), model.steps, ""
+        self._keep(name, folder, with_state=optimizer)
+
+    def status(self) -> dict[str, dict[str, Any]]:
+        """Return each model's steps, and what it was last saved as and when."""
+        return {
+            name: {"steps": model.steps, "saved": model.saved, "saved_steps": model.saved_steps}
+            for name, model in list(self.live.items())  # the learner's thread adds and drops some
+        }
+
+    def _of(self, name: str) -> Model:
+        if (model := self.live.get(name)) is None:
+            raise UserError(f"the learner has no model {name!r}; create it, or load it from a checkpoint")
+        return model
+
+    def _home(self, name: str) -> Path:
+        return self.folder / quote(name, safe="")
+
+    def _load(self, name: str, folder: Path, *, optimizer: bool) -> None:
+        if optimizer:
+            self.learner.load(name, folder / STATE, _read(folder / RECORD)["values"])
+            return
+        try:
+            tensors = load_file(folder / TENSORS)
+        except Exception as error:  # safetensors raises errors of its own and OSError alike
+            raise CheckpointError(f"cannot read {folder / TENSORS}: {error}") from error
+        self.learner.set_adapter(name, tensors)
+
+    def _spec_of(self, folder: Path) -> LoraSpec:
+        values = _read(folder / RECORD)
+        with reading(f"checkpoint {folder}", CheckpointError):
+            if values["format"] != FORMAT:
+                raise CheckpointError(f"{folder} is a checkpoint of another Penstock: {values['format']!r}")
+            if values["base_model"] != self.base_model:
+                raise UserError(
+                    f"the checkpoint is of {values['base_model']!r}; this service trains {self.base_model!r}"
+                )
+            return LoraSpec(**values["spec"])
+
+    def _write_all(self, name: str, folder: Path) -> None:
+        (folder / STATE).mkdir()
+        values = self.learner.save(name, folder / STATE)
+        self._write_weights(name, folder, values)
+
+    def _write_weights(self, name: str, folder: Path, values: Mapping[str, Any] | None = None) -> None:
+        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in self.learner.weights(name)}
+        save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+        config = {**self.learner.adapter_config(name), "base_model_name_or_path": self.base_model}
+        (folder / SETTINGS).write_text(json.dumps(config, default=str))
+        record = {
+            "format": FORMAT,
+            "base_model": self.base_model,
+            "spec": asdict(self.live[name].spec),
+            "values": values,
+        }
+        (folder / RECORD).write_text(json.dumps(record))
+
+    def _keep(self, name: str, saved: Path | None = None, *, with_state: bool = True) -> None:
+        """Keep what a restart needs; the files of a save are linked, since its folder may be deleted."""
+        home, model = self._home(name), self.live[name]
+        values = {"model_id": name, "spec": asdict(model.spec), "saved": model.saved, "saved_steps": model.saved_steps}
+
+        def write(part: Path) -> None:
+            (part / RECORD).write_text(json.dumps(values))
+            if saved is not None:
+                left_out = None if with_state else shutil.ignore_patterns(STATE)
+                shutil.copytree(saved, part / LAST, copy_function=_link, ignore=left_out)
+
+        home.parent.mkdir(parents=True, exist_ok=True)
+        old = home.with_name(f"{_OLD}{home.name}")
+        if home.exists():
+            home.rename(old)
+        _write(home, write)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _words(spec: LoraSpec) -> str:
+    return ", ".join(f"{key}={value}" for key, value in asdict(spec).items() if key not in {"seed", "alpha"})
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return parse_json(file.read_bytes(), str(file), CheckpointError)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
+
+
+def _write(folder: Path, write: Callable[[Path], None]) -> None:
+    """Have files written to a folder beside this one, and then put in place: the folder at once, or file by file.
+
+    Raises:
+        CheckpointError: the disk refused.
+    """
+    part = folder.with_name(f"{_PART}{folder.name}")
+    try:
+        shutil.rmtree(part, ignore_errors=True)  # left by a kill
+        part.mkdir(parents=True)
+        write(part)
+        if folder.is_dir():
+            for file in part.iterdir():
+                file.replace(folder / file.name)
+            part.rmdir()
+        else:
+            part.rename(folder)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {folder}: {shortage(error)}; free space and save again") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)

@@ -1,0 +1,233 @@
+"""The Tinker service's owner: it launches the fleet, and keeps a learner and an API process running beside it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.config import EngineConfig, FleetConfig, LoraConfig, RouterConfig, TrainConfig
+from penstock.engine.launch import resolve_profile
+from penstock.errors import ConfigError, StateError, UserError
+from penstock.fleet.fleet import Fleet
+from penstock.fleet.options import visible_gpus
+from penstock.fleet.service import LONGEST
+from penstock.parsing import parse_json, reading
+from penstock.process import shortage
+from penstock.tinker.children import SupervisedChild
+
+API_START_S = 60.0
+SHARED_GPU = 0.4
+"""Share of its memory that engines take of the only GPU, where nothing else was asked for."""
+MAX_LORAS, MAX_RANK = 8, 32
+"""Adapters in one batch and their rank, where nothing else was asked for; 32 is the SDK's default rank."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceConfig:
+    """What `penstock tinker` runs.
+
+    Attributes:
+        engine: of the fleet.
+        fleet: see `FleetConfig`.
+        router: see `RouterConfig`.
+        train: sizes of the learner.
+        data: folder of everything that is kept.
+        host: address of the API.
+        port: of the API; 0: any free one.
+        keys: file of the tenants' keys; None: one tenant, any key.
+        database: SQLAlchemy's URL; None: SQLite in the data folder.
+    """
+
+    engine: EngineConfig
+    fleet: FleetConfig
+    router: RouterConfig
+    train: TrainConfig
+    data: Path
+    host: str = "127.0.0.1"
+    port: int = 0
+    keys: Path | None = None
+    database: str | None = None
+
+    @property
+    def base_model(self) -> str:
+        """The name that clients give."""
+        return self.engine.served_model_name or self.engine.model
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A running service.
+
+    Attributes:
+        url: what clients set TINKER_BASE_URL to.
+        fleet: of the engines.
+        learner: the learner process.
+        api: the API process.
+    """
+
+    url: str
+    fleet: Fleet
+    learner: SupervisedChild
+    api: SupervisedChild
+
+
+@asynccontextmanager
+async def serving(config: ServiceConfig) -> AsyncGenerator[Service]:
+    """Run the service while the block runs.
+
+    Raises:
+        ConfigError: the folder cannot be used, or an option is wrong.
+        StateError: another service uses the folder.
+        EngineStartError: an engine or a process did not start; nothing is left running.
+    """
+    with _owned(config.data) as data:
+        engine, (about, vocabulary) = adapted(config), model_card(config)
+        logs = data / "logs"
+        fleet_config = config.fleet.model_copy(update={"log_dir": config.fleet.log_dir or logs})
+        async with Fleet.launch(engine, fleet=fleet_config, router=config.router) as fleet:
+            learner = _learner(config, engine, data, fleet.url, about, vocabulary)
+            api = _api(config, data, fleet.url, about)
+            try:
+                await learner.start()
+                await api.start()
+                yield Service(api.url, fleet, learner, api)
+            finally:
+                await api.stop()
+                await learner.stop()
+
+
+def adapted(config: ServiceConfig) -> EngineConfig:
+    """Return the engine's configuration with adapters, and room for the learner on a GPU that both must share."""
+    engine = config.engine
+    values: dict[str, Any] = {"enable_lora": True}
+    if "max_loras" not in engine.model_fields_set:
+        values["max_loras"] = MAX_LORAS
+    if "max_lora_rank" not in engine.model_fields_set:
+        values["max_lora_rank"] = MAX_RANK
+    gpus = visible_gpus() if resolve_profile(engine) == "gpu" else ()
+    ranks = engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
+    shared = gpus and config.fleet.engines * ranks + config.train.ranks > len(gpus)
+    if shared and "gpu_memory_utilization" not in engine.model_fields_set:
+        values["gpu_memory_utilization"] = SHARED_GPU
+    return engine.model_copy(update=values)
+
+
+def model_card(config: ServiceConfig) -> tuple[dict[str, Any], int]:
+    """Return what clients are told of the base model, and the size of its vocabulary.
+
+    Raises:
+        ConfigError: its configuration cannot be read.
+    """
+    values = _model_config(config.engine.model)
+    tokenizer = config.engine.tokenizer or config.engine.model
+    with reading(f"config.json of {config.engine.model}", ConfigError):
+        text = values.get("text_config", values)
+        longest, vocabulary = int(text["max_position_embeddings"]), int(text["vocab_size"])
+        arch = str(values["architectures"][0])
+    return {
+        "base_model": config.base_model,
+        "tokenizer": str(Path(tokenizer).resolve()) if Path(tokenizer).is_dir() else tokenizer,
+        "max_context_length": config.engine.max_model_len or longest,
+        "arch": arch,
+    }, vocabulary
+
+
+def _model_config(model: str) -> dict[str, Any]:
+    """Read `config.json` of a folder or a hub name. transformers would do so too, after seconds of imports."""
+    file = Path(model).expanduser() / "config.json"
+    if not file.parent.is_dir():
+        from huggingface_hub import hf_hub_download  # noqa: PLC0415  # pyright: ignore[reportUnknownVariableType]
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+
+        try:
+            file = Path(hf_hub_download(model, "config.json"))
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+            raise ConfigError(f"no model {model!r}: there is no such folder, and the hub does not give it") from error
+    try:
+        return parse_json(file.read_bytes(), str(file), ConfigError)
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be read: {error.strerror}; MODEL is a checkpoint folder or a hub name"
+        ) from None
+
+
+def _learner(
+    config: ServiceConfig, engine: EngineConfig, data: Path, fleet_url: str, about: dict[str, Any], vocabulary: int
+) -> SupervisedChild:
+    options = {
+        "model": engine.model,
+        "name": config.base_model,
+        "folder": str(data / "learner"),
+        "socket": str(data / "learner.sock"),
+        "fleet": fleet_url,
+        "max_rank": engine.max_lora_rank,
+        "vocabulary": vocabulary,
+        "max_tokens": about["max_context_length"],
+        "train": config.train.model_copy(update={"lora": LoraConfig()}).model_dump(mode="json"),
+    }
+    gpus = visible_gpus()[: config.train.ranks] if resolve_profile(engine) == "gpu" else ()
+    env = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    return SupervisedChild(
+        "learner",
+        "penstock.tinker.learner_process",
+        lambda: json.dumps(options),
+        data / "logs" / "learner.log",
+        engine.start_timeout_s,
+        env,
+    )
+
+
+def _api(config: ServiceConfig, data: Path, fleet_url: str, about: dict[str, Any]) -> SupervisedChild:
+    options = {
+        "data": str(data),
+        "database": config.database or f"sqlite:///{data / 'service.db'}",
+        "keys": None if config.keys is None else str(config.keys),
+        "learner": str(data / "learner.sock"),
+        "fleet": fleet_url,
+        "about": about,
+        "host": config.host,
+    }
+
+    def with_port() -> str:
+        # Once it has a port it keeps it, since clients know it.
+        return json.dumps({**options, "port": int(api.url.rpartition(":")[2]) if api.url else config.port})
+
+    api = SupervisedChild(
+        "API process", "penstock.tinker.api_process", with_port, data / "logs" / "api.log", API_START_S
+    )
+    return api
+
+
+class _owned:  # noqa: N801 - a context manager
+    """The data folder while this process alone owns it."""
+
+    def __init__(self, data: Path) -> None:
+        self._data = data.expanduser().resolve()
+
+    def __enter__(self) -> Path:
+        if len(os.fsencode(self._data / "learner.sock")) > LONGEST:
+            raise UserError(f"--data {self._data} is too long a path for a socket; choose a shorter one")
+        try:
+            self._data.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self._data / "logs").mkdir(exist_ok=True)
+            self._lock = (self._data / "owner.lock").open("w")
+        except OSError as error:
+            raise ConfigError(f"--data {self._data} cannot be used: {shortage(error)}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise StateError(f"another service uses --data {self._data}; stop it, or choose another folder") from None
+        return self._data
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()

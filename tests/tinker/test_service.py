@@ -1,0 +1,166 @@
+"""The whole service, as the real SDK sees it: owner, learner and API processes over a simulated engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+import tinker
+from penstock.config import EngineConfig, FleetConfig, RouterConfig, TrainConfig
+from penstock.tinker.service import Service, ServiceConfig, serving
+from tinker import types
+
+T = TypeVar("T")
+MODEL = Path(__file__).parents[2] / "examples" / "models" / "sorter-0.8m"
+BASE = "sorter"
+ADAM = types.AdamParams(learning_rate=1e-3)
+PROMPT = "<56 25 75="
+ANSWER = "25 56 75"
+
+
+def config_of(data: Path, profile: str) -> ServiceConfig:
+    engine = EngineConfig(model=str(MODEL), profile=profile, served_model_name=BASE, max_model_len=512)  # pyright: ignore[reportArgumentType]
+    return ServiceConfig(engine, FleetConfig(), RouterConfig(), TrainConfig(threads=1), data)
+
+
+@asynccontextmanager
+async def service_of(data: Path, profile: str = "sim") -> AsyncIterator[Service]:
+    async with serving(config_of(data, profile)) as service:
+        yield service
+
+
+async def call(work: Callable[[], T]) -> T:
+    """The SDK's clients block."""
+    return await asyncio.to_thread(work)
+
+
+def client_of(service: Service) -> tinker.ServiceClient:
+    return tinker.ServiceClient(base_url=service.url, api_key="tml-of-a-test")
+
+
+def example(client: tinker.TrainingClient, prompt: str = PROMPT, answer: str = ANSWER) -> types.Datum:
+    encode = client.get_tokenizer().encode
+    asked, ids = len(encode(prompt)), encode(prompt + answer)
+    weights = [0.0] * (asked - 1) + [1.0] * (len(ids) - asked)
+    inputs: dict[str, Any] = {"target_tokens": ids[1:], "weights": weights}
+    return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
+
+
+def trained(client: tinker.TrainingClient, steps: int, answer: str = ANSWER) -> list[float]:
+    """The loss before each step; two futures of a step are under way at once, as recipes have them."""
+    losses = []
+    for _ in range(steps):
+        evaluated = client.forward_backward([example(client, answer=answer)], "cross_entropy")
+        stepped = client.optim_step(ADAM)
+        losses.append(evaluated.result().metrics["loss:sum"])
+        assert stepped.result().metrics["grad_norm:mean"] > 0
+    return losses
+
+
+def loss_of(client: tinker.TrainingClient, answer: str = ANSWER) -> float:
+    return client.forward([example(client, answer=answer)], "cross_entropy").result().metrics["loss:sum"]
+
+
+@pytest.fixture(scope="module")
+async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Service]:
+    async with service_of(tmp_path_factory.mktemp("tinker")) as running:
+        yield running
+
+
+async def test_models_of_two_clients_learn_different_things(service: Service):
+    def work() -> None:
+        clients = [client_of(service).create_lora_training_client(BASE, rank=rank, seed=1).result() for rank in (4, 8)]
+        before = [loss_of(client, answer) for client, answer in zip(clients, ("1 2 3", "9 8 7"), strict=True)]
+        for client, answer in zip(clients, ("1 2 3", "9 8 7"), strict=True):
+            losses = trained(client, 4, answer)
+            assert losses == sorted(losses, reverse=True)
+        after = [loss_of(client, answer) for client, answer in zip(clients, ("1 2 3", "9 8 7"), strict=True)]
+        assert all(now < then / 2 for now, then in zip(after, before, strict=True))
+        assert loss_of(clients[0], "9 8 7") > after[1]
+
+    await call(work)
+
+
+async def test_saved_weights_sample_and_go_on(service: Service):
+    def work() -> None:
+        at = client_of(service)
+        client = at.create_lora_training_client(BASE, rank=4, seed=2).result()
+        trained(client, 2)
+        loss = loss_of(client)
+        sampler = client.save_weights_and_get_sampling_client().result()
+        prompt = types.ModelInput.from_ints(client.get_tokenizer().encode(PROMPT))
+        params = types.SamplingParams(max_tokens=6, stop=[])
+        found = sampler.sample(prompt, 3, params).result()
+        assert [len(sequence.tokens) for sequence in found.sequences] == [6, 6, 6]
+        assert all(len(sequence.logprobs or ()) == 6 for sequence in found.sequences)
+        path = client.save_state("one").result().path
+        trained(client, 1)
+        again = at.create_training_client_from_state_with_optimizer(path).result()
+        assert again.get_info().lora_rank == 4
+        assert loss_of(again) == pytest.approx(loss, rel=1e-4)
+        one, two = trained(client, 1), trained(again, 2)
+        assert two[1] == pytest.approx(one[0], rel=1e-3), "the optimiser's state is part of a checkpoint"
+        named = client.save_weights_for_sampler("two").result().path
+        base = at.create_sampling_client(base_model=BASE).result().sample(prompt, 1, params).result()
+        later = at.create_sampling_client(model_path=named).result().sample(prompt, 1, params).result()
+        assert base.sequences[0].tokens != later.sequences[0].tokens
+
+    await call(work)
+
+
+async def test_a_bad_request_fails_its_future_and_nothing_else(service: Service):
+    def work() -> None:
+        at = client_of(service)
+        client = at.create_lora_training_client(BASE, rank=4, seed=3).result()
+        good = example(client)
+        far = types.Datum(model_input=types.ModelInput.from_ints([100]), loss_fn_inputs={"target_tokens": [1]})
+        bad, stepped = client.forward_backward([good, far], "cross_entropy"), client.optim_step(ADAM)
+        with pytest.raises(tinker.RequestFailedError, match="datum 1: model_input has token 100 at place 0"):
+            bad.result()
+        assert stepped.result().metrics["grad_norm:mean"] == 0, "nothing of the batch was taken"
+        trained(client, 1)
+        with pytest.raises(tinker.RequestFailedError, match="rank 64 is more than the engines"):
+            at.create_lora_training_client(BASE, rank=64).result()
+
+    await call(work)
+
+
+async def test_an_api_process_that_dies_is_back_with_its_futures(service: Service):
+    def begun() -> Any:
+        client = client_of(service).create_lora_training_client(BASE, rank=4, seed=4).result()
+        trained(client, 1)
+        return client, [client.forward_backward([example(client)] * 64, "cross_entropy") for _ in range(4)]
+
+    client, futures = await call(begun)
+    os.kill(service.api.pid, signal.SIGKILL)
+    losses = await call(lambda: [future.result().metrics["loss:sum"] for future in futures])
+    assert max(losses) == pytest.approx(min(losses), rel=1e-5)
+    assert (await call(lambda: client.optim_step(ADAM).result())).metrics["grad_norm:mean"] > 0
+
+
+async def test_a_learner_that_dies_comes_back_from_the_last_save(service: Service):
+    def begun() -> Any:
+        client = client_of(service).create_lora_training_client(BASE, rank=4, seed=5).result()
+        trained(client, 2)
+        client.save_state("kept").result()
+        loss = loss_of(client)
+        trained(client, 2)
+        return client, loss
+
+    client, loss = await call(begun)
+    os.kill(service.learner.pid, signal.SIGKILL)
+
+    def after() -> None:
+        with pytest.raises(tinker.RequestFailedError, match=r"learner .*(lost|last save)"):
+            loss_of(client)
+        assert loss_of(client) == pytest.approx(loss, rel=1e-4), "from there on it works again, from what was saved"
+        trained(client, 1)
+
+    await call(after)
