@@ -1,0 +1,145 @@
+"""The learner process: each operation once, those of a model in order, and answers that outlive it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.errors import UserError
+from penstock.tinker import learner_process
+from penstock.tinker.learner_process import Answer, Answers, Operations, build_app
+from penstock.tinker.models import Models
+from penstock.tinker.trainer import Sizes
+from penstock.train.interface import StepFigures
+
+
+class Learner:
+    """Takes steps of adapters, and notes the order; each waits for `go`."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.go = threading.Event()
+        self.error: Exception | None = None
+
+    def create_adapter(self, name: str, _spec: Any) -> None:
+        if name in self.done:
+            raise UserError(f"there is an adapter {name!r} already")
+        self.done.append(name)
+
+    def optim_step(self, name: str, adam: Any, *, scale: float) -> StepFigures:
+        self.go.wait(30)
+        self.done.append(f"{name}@{adam.learning_rate:g}")
+        if self.error is not None:
+            raise self.error
+        return StepFigures(1.0 * scale)
+
+
+class Adapters:
+    def __init__(self) -> None:
+        self.loaded: list[tuple[str, str]] = []
+
+    async def load(self, name: str, path: str, timeout_s: float) -> None:
+        assert timeout_s > 0
+        self.loaded.append((name, path))
+
+
+@pytest.fixture
+def learner() -> Learner:
+    return Learner()
+
+
+@pytest.fixture
+def operations(learner: Learner, tmp_path: Path) -> Iterator[Operations]:
+    models = Models(learner, tmp_path / "models", "base", max_rank=8)  # pyright: ignore[reportArgumentType]
+    with ThreadPoolExecutor(1) as thread:
+        yield Operations(models, Adapters(), Answers(tmp_path / "answers"), Sizes(24, 64), thread)
+        learner.go.set()
+
+
+async def create(operations: Operations, model: str) -> Answer:
+    return await operations.run(f"{model}:0", "create_model", model, b'{"lora_config": {"rank": 2}}')
+
+
+def step(operations: Operations, model: str, seq: int) -> asyncio.Task[Answer]:
+    body = json.dumps({"adam_params": {"learning_rate": seq}}).encode()
+    return asyncio.create_task(operations.run(f"{model}:{seq}", "optim_step", model, body))
+
+
+async def test_models_take_turns_and_each_keeps_its_order(operations: Operations, learner: Learner):
+    await create(operations, "a")
+    await create(operations, "b")
+    steps = [step(operations, model, seq) for model, seq in (("a", 1), ("a", 2), ("a", 3), ("b", 1), ("b", 2))]
+    await asyncio.sleep(0)
+    learner.go.set()
+    assert {answer.status for answer in await asyncio.gather(*steps)} == {200}
+    assert [name for name in learner.done if name[0] == "a"] == ["a", "a@1", "a@2", "a@3"]
+    assert learner.done.index("b@1") < learner.done.index("a@2"), "a queue of one model holds up no other"
+
+
+async def test_a_repeated_request_runs_once_also_after_a_restart(
+    operations: Operations, learner: Learner, tmp_path: Path
+):
+    await create(operations, "a")
+    twice = [step(operations, "a", 1), step(operations, "a", 1)]
+    await asyncio.sleep(0)
+    twice[0].cancel()  # its caller is gone; the operation is not
+    learner.go.set()
+    answer = await twice[1]
+    assert json.loads(answer.body) == {"metrics": {"grad_norm:mean": 1.0}}
+    assert await step(operations, "a", 1) == answer
+    operations.answers = Answers(tmp_path / "answers")
+    assert await step(operations, "a", 1) == answer
+    assert learner.done == ["a", "a@1"]
+
+
+async def test_a_failure_is_an_answer_with_its_category(operations: Operations, learner: Learner):
+    learner.go.set()
+    refused = await operations.run("x", "optim_step", "nobody", b'{"adam_params": {}}')
+    assert (refused.status, json.loads(refused.body)["category"]) == (422, "user")
+    assert "no model 'nobody'" in json.loads(refused.body)["error"]
+    await create(operations, "a")
+    learner.error = RuntimeError("no memory\nand a long trace")
+    failed = json.loads((await step(operations, "a", 1)).body)
+    assert failed == {"error": "optim_step failed in the learner: RuntimeError: no memory", "category": "server"}
+    for kind, body, message in (
+        ("optim_step", b'{"optimizer_params": {"type": "dimuon"}}', "optimizer 'dimuon' is not supported"),
+        ("optim_step", b'{"adam_params": {"momentum": 1}}', "malformed optim_step request"),
+        ("optim_step", b"[", "not JSON"),
+        ("create_model", b'{"lora_config": {"rank": 64}}', "rank 64 is more than the engines of this service take"),
+        ("fly", b"", "no operation 'fly'; known: create_model"),
+    ):
+        answer = await operations.run(body.decode() + kind, kind, "a", body)
+        assert (answer.status, json.loads(answer.body)["category"]) == (422, "user")
+        assert message in json.loads(answer.body)["error"]
+
+
+async def test_old_answers_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(learner_process, "MOST_KEPT", 2)
+    answers = Answers(tmp_path)
+    for name in "abc":
+        answers.put(name, Answer(200, "text/plain", b"x\ny" + name.encode()))
+    assert answers.get("a") is None
+    assert answers.get("c") == Answer(200, "text/plain", b"x\nyc")
+    assert Answers(tmp_path).get("b") == answers.get("b")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+async def test_the_process_says_what_it_holds(operations: Operations, learner: Learner):
+    learner.go.set()
+    transport = httpx.ASGITransport(build_app(operations))
+    async with httpx.AsyncClient(transport=transport, base_url="http://learner") as http:
+        headers = {"X-Operation": "create_model", "X-Model": "s:train:0"}
+        made = await http.post("/operations/s:train:0:0", content=b'{"lora_config": {"rank": 2}}', headers=headers)
+        assert made.json() == {"model_id": "s:train:0", "type": "create_model"}
+        await step(operations, "s:train:0", 1)
+        held = (await http.get("/models")).json()
+        assert held == {"s:train:0": {"steps": 1, "saved": None, "saved_steps": 0}}
+        assert (await http.get("/health")).json().keys() == {"incarnation"}

@@ -1,0 +1,103 @@
+"""The whole service over a real vLLM CPU engine: what it samples is what the learner has trained."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+import tinker
+from penstock.config import EngineConfig, FleetConfig, RouterConfig, TrainConfig
+from penstock.tinker.service import Service, ServiceConfig, serving
+from tinker import types
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+T = TypeVar("T")
+MODEL = Path(__file__).parents[2] / "examples" / "models" / "sorter-0.8m"
+PROMPT, ANSWER = "<56 25 75=", "25 56 75"
+GAP = 2e-3
+"""Nats between the learner's logprob of a token and the engine's, both in fp32."""
+
+
+@pytest.fixture(scope="module")
+async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Service]:
+    engine = EngineConfig(model=str(MODEL), profile="cpu", served_model_name="sorter", max_model_len=512)
+    data = tmp_path_factory.mktemp("real")
+    config = ServiceConfig(engine, FleetConfig(), RouterConfig(), TrainConfig(threads=1), data)
+    async with serving(config) as running:
+        yield running
+
+
+def client_of(service: Service) -> tinker.ServiceClient:
+    return tinker.ServiceClient(base_url=service.url, api_key="tml-of-a-test")
+
+
+async def call(work: Callable[[], T]) -> T:
+    """The SDK's clients block."""
+    return await asyncio.to_thread(work)
+
+
+def train(client: tinker.TrainingClient, steps: int) -> None:
+    encode = client.get_tokenizer().encode
+    ids = encode(PROMPT + ANSWER)
+    datum = types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs={"target_tokens": ids[1:]})
+    for _ in range(steps):
+        client.forward_backward([datum], "cross_entropy").result()
+        client.optim_step(types.AdamParams(learning_rate=2e-3)).result()
+
+
+def gap_of(client: tinker.TrainingClient, prompt: list[int], found: types.SampleResponse) -> float:
+    """The largest difference of logprobs over all samples."""
+    data = []
+    for sequence in found.sequences:
+        ids = prompt + list(sequence.tokens)
+        tokens = types.ModelInput.from_ints(ids[:-1])
+        data.append(types.Datum(model_input=tokens, loss_fn_inputs={"target_tokens": ids[1:]}))
+    outputs = client.forward(data, "cross_entropy").result().loss_fn_outputs
+    gaps = [
+        np.abs(output["logprobs"].to_numpy()[len(prompt) - 1 :] - np.array(sequence.logprobs)).max()
+        for output, sequence in zip(outputs, found.sequences, strict=True)
+    ]
+    return float(max(gaps))
+
+
+@pytest.mark.parametrize("unembed", [False, True])
+async def test_samples_are_those_of_the_weights_that_were_trained(service: Service, unembed: bool):  # noqa: FBT001
+    def work() -> None:
+        client = (
+            client_of(service).create_lora_training_client("sorter", rank=8, seed=1, train_unembed=unembed).result()
+        )
+        prompt = client.get_tokenizer().encode(PROMPT)
+        params = types.SamplingParams(max_tokens=24, stop=[], seed=3)
+        for steps in (3, 2):
+            train(client, steps)
+            sampler = client.save_weights_and_get_sampling_client().result()
+            found = sampler.sample(types.ModelInput.from_ints(prompt), 3, params).result()
+            assert gap_of(client, prompt, found) < GAP
+        base = client_of(service).create_sampling_client(base_model="sorter").result()
+        assert gap_of(client, prompt, base.sample(types.ModelInput.from_ints(prompt), 3, params).result()) > 10 * GAP
+
+    await call(work)
+
+
+@pytest.mark.slow
+async def test_an_inflight_sampler_takes_each_version_up_in_place(service: Service):
+    def work() -> None:
+        client = client_of(service).create_lora_training_client("sorter", rank=8, seed=2).result()
+        prompt = client.get_tokenizer().encode(PROMPT)
+        params = types.SamplingParams(max_tokens=16, stop=[])
+        train(client, 2)
+        sampler = client.save_weights_and_get_sampling_client(kind="inflight").result()
+        for _ in range(3):
+            found = sampler.sample(types.ModelInput.from_ints(prompt), 2, params).result()
+            assert gap_of(client, prompt, found) < GAP
+            train(client, 2)
+            client.save_weights_and_get_sampling_client(kind="inflight").result()
+
+    await call(work)
+    assert len(await service.fleet.adapters()) < 16
