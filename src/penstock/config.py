@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from penstock.errors import ConfigError
-from penstock.settings import EngineConfig, FleetConfig, Positive, RouterConfig, Section, read_yaml, validate
+from penstock.settings import EngineConfig, FleetConfig, Positive, RouterConfig, Seconds, Section, read_yaml, validate
 from penstock.types import KV
 
 Name = Annotated[str, Field(pattern=r"^\w[\w.+-]*$", coerce_numbers_to_str=True)]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from starlette.routing import Route
 
 from penstock import Fleet
 from penstock.asgi import listening_at, serving_app
+from penstock.router.admin_client import RouterAdmin
+from penstock.router.membership import EngineEntry
+from penstock.router.server import Router
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.tinker.schema import PROTO_TYPE, pb
@@ -131,15 +134,31 @@ class FakeLearner:
 
 @dataclass
 class Rig:
-    """A service of two tenants, alice and robert."""
+    """An API process, with two tenants, alice and robert."""
 
-    url: str
     data: Path
     learner: FakeLearner
     fleet: Fleet
     engines: list[SimServer]
-    http: httpx.AsyncClient
     options: Options
+    http: httpx.AsyncClient
+
+    @property
+    def url(self) -> str:
+        return str(self.http.base_url)
+
+    @asynccontextmanager
+    async def process(self, **more: Any) -> AsyncIterator[Rig]:
+        """Another API process on the same database."""
+        options = replace(self.options, **more)
+        async with serving(options) as url, httpx.AsyncClient(base_url=url, timeout=60.0) as http:
+            yield replace(self, options=options, http=http)
+
+    @asynccontextmanager
+    async def second(self, **more: Any) -> AsyncIterator[Rig]:
+        """One that knows of engines and learner from the database alone."""
+        async with self.process(name="second", learner=None, fleet=None, about=None, **more) as found:
+            yield found
 
     async def post(self, path: str, body: Any = None, *, key: str = KEY, status: int = 200, **more: Any) -> Any:
         answer = await self.http.post(f"/api/v1/{path}", json=body, headers={"X-API-Key": key}, **more)
@@ -196,13 +215,22 @@ class Rig:
         return await self.post("optim_step", {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 1e-3}})
 
 
+SHARED: list[tuple[Fleet, list[SimServer]]] = []
+
+
 @asynccontextmanager
 async def fleet_of(count: int = 1, **options: Any) -> AsyncIterator[tuple[Fleet, list[SimServer]]]:
-    """A fleet of simulated engines in this process, with a control socket."""
+    """A fleet of simulated engines and a router in this process, with a control socket."""
     async with AsyncExitStack() as stack:
-        config = SimConfig(**{"tokens_per_second": 2000, "max_model_len": 512, "max_loras": 8, **options})
+        config = SimConfig(**{"tokens_per_second": 2000, "max_model_len": 512, "max_loras": 64, **options})
         servers = [await stack.enter_async_context(SimServer(config)) for _ in range(count)]
-        fleet = Fleet.connect([server.url for server in servers], control_timeout_s=30.0, port=0)
+        router = Router()
+        await router.start("127.0.0.1", 0)
+        stack.push_async_callback(router.close)
+        admin = RouterAdmin(router.url)
+        stack.push_async_callback(admin.close)
+        await admin.set_engines(0, [EngineEntry(f"e{i}", server.url) for i, server in enumerate(servers)])
+        fleet = Fleet.connect(router.url, control_timeout_s=30.0)
         yield await stack.enter_async_context(fleet), servers
 
 
@@ -214,9 +242,10 @@ async def learner_at(path: Path, learner: FakeLearner) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def rig(data: Path, *, engines: int = 1, sim: dict[str, Any] | None = None, **more: Any) -> AsyncIterator[Rig]:
+async def parts(data: Path, *, sim: dict[str, Any] | None = None, **more: Any) -> AsyncIterator[Rig]:
+    """Engines and a learner, and what an API process over them would be; none runs."""
     async with AsyncExitStack() as stack:
-        fleet, servers = await stack.enter_async_context(fleet_of(engines, **(sim or {})))
+        fleet, servers = SHARED[0] if sim is None else await stack.enter_async_context(fleet_of(**sim))
         learner = FakeLearner(fleet)
         path = data / "learner.sock"
         await stack.enter_async_context(learner_at(path, learner))
@@ -229,6 +258,17 @@ async def rig(data: Path, *, engines: int = 1, sim: dict[str, Any] | None = None
             about=About(BASE, str(data), 512),
             **{"hold_s": 5.0, **more},
         )
-        url = await stack.enter_async_context(serving(options))
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60.0))
-        yield Rig(url, data, learner, fleet, servers, http, options)
+        http = await stack.enter_async_context(httpx.AsyncClient())
+        yield Rig(data, learner, fleet, servers, options, http)
+
+
+@asynccontextmanager
+async def rig(data: Path, **more: Any) -> AsyncIterator[Rig]:
+    async with parts(data, **more) as found, found.process() as service:
+        yield service
+
+
+async def until(true: Callable[[], Any]) -> None:
+    async with asyncio.timeout(60.0):
+        while not true():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

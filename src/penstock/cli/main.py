@@ -19,6 +19,7 @@ from penstock.cli.serve import serve
 from penstock.cli.sim import sim
 from penstock.cli.status import status
 from penstock.cli.tinker import tinker
+from penstock.cli.tinker_api import tinker_api
 from penstock.cli.train import plot, train
 from penstock.errors import UserError
 
@@ -41,6 +42,7 @@ app = typer.Typer(
 )
 for command in (serve, gateway, tinker, status, train, plot, sim):
     app.command()(command)
+app.command("tinker-api")(tinker_api)
 app.add_typer(fleet)
 
 

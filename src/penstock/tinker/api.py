@@ -17,7 +17,7 @@ from penstock.guard import cross_site
 from penstock.tinker import requests as body
 from penstock.tinker.bodies import RefusedError, read_body
 from penstock.tinker.checkpoints import MissingError, TinkerPath, as_json
-from penstock.tinker.futures import GoneError, Operation
+from penstock.tinker.futures import SAMPLE, GoneError, Operation
 from penstock.tinker.schema import JSON_TYPE, pb
 from penstock.tinker.service_state import ServiceState
 from penstock.tinker.sessions import FinishedError, UnknownError, new_model
@@ -272,7 +272,7 @@ class _Calls:
             raise UserError("asample needs sampling_session_id and seq_id; create a sampling session first")
         await self._state.sessions.source(tenant.name, given.sampling_session_id)
         sampler = given.sampling_session_id
-        operation = Operation(f"{sampler}:{given.seq_id}", tenant.name, "sample", sampler, data)
+        operation = Operation(f"{sampler}:{given.seq_id}", tenant.name, SAMPLE, sampler, data)
         ids = [f"{operation.id}:{i}" for i in range(min(given.num_samples, MOST_PAGE * 10))]
         return await self._accepted(operation, tenant, sample_sequence_ids=ids)
 
@@ -351,7 +351,7 @@ def _on_model(kind: str, tenant: Tenant, model: str, seq_id: int | None, data: b
 
 
 def _future(operation: Operation, **more: Any) -> Response:
-    known = {"request_id": operation.id} | ({} if operation.kind == "sample" else {"model_id": operation.scope})
+    known = {"request_id": operation.id} | ({} if operation.kind == SAMPLE else {"model_id": operation.scope})
     return Response(orjson.dumps(known | more), media_type=JSON_TYPE)
 
 

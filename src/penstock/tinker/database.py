@@ -109,6 +109,7 @@ samplers = Table(
     Column("path", String),
     Column("adapter", String),
     Column("folder", String),
+    Column("used", Float, nullable=False),
 )
 checkpoints = Table(
     "checkpoints",

@@ -32,6 +32,7 @@ FORGET_S = 7 * KEEP_S
 """Until then a repeated request finds its future, and does not run again."""
 MOST_READ = 100
 """Operations that are read together; each may have megabytes."""
+SAMPLE = "sample"
 PENDING, DONE, FAILED, GONE = "pending", "done", "failed", "gone"
 logger = logging.getLogger(__name__)
 
@@ -222,6 +223,8 @@ class Futures:
 
         try:
             await self._database.run(work)
+        except StateError as error:  # it stays pending there, and runs again after a restart
+            logger.error("the outcome of %s cannot be kept: %s", operation.id, error)  # noqa: TRY400 - for people
         finally:
             running = self._running.pop(operation.id, None)
             if running is not None:
@@ -264,11 +267,17 @@ class Futures:
         return outcome
 
     async def cancel(self, tenant: str, request_id: str) -> None:
-        """Fail a future as cancelled; harmless if it has ended. GoneError: the tenant has none of that id."""
+        """Fail a future as cancelled; harmless if it has ended. GoneError: the tenant has none of that id.
+
+        UserError: it is no sample.
+        """
         running = self._running.get(request_id)
-        owner = running.tenant if running is not None else await self._database.run(lambda c: _tenant(c, request_id))
-        if owner != tenant:
+        wanted = select(futures.c.tenant, futures.c.kind).where(futures.c.id == request_id)
+        row = await self._database.run(lambda c: c.execute(wanted).first())
+        if row is None or row.tenant != tenant:
             raise GoneError
+        if row.kind != SAMPLE:
+            raise UserError(f"{request_id} is {row.kind}; samples alone can be cancelled")
         await self.finish(Operation(request_id, tenant, "", "", b""), Outcome(error="cancelled by the client"))
         if running is not None and running.cancel is not None:
             running.cancel()
@@ -349,7 +358,7 @@ class Futures:
                 connection.execute(insert(processes).values(name=name, seen=now))
             connection.execute(delete(processes).where(processes.c.seen < now - DEAD_S))
             alive = select(processes.c.name)
-            orphans = (futures.c.state == PENDING) & (futures.c.kind == "sample") & futures.c.executor.not_in(alive)
+            orphans = (futures.c.state == PENDING) & (futures.c.kind == SAMPLE) & futures.c.executor.not_in(alive)
             taken = connection.execute(update(futures).where(orphans).values(executor=name)).rowcount
             return bool(taken) or len(connection.execute(alive).all()) > 1
 
@@ -373,10 +382,6 @@ class Futures:
         for (request_id,) in await self._database.run(lambda c: list(c.execute(ended).all())):
             if (foreign := self._foreign.get(request_id)) is not None:
                 foreign.changed.set()
-
-
-def _tenant(connection: Connection, request_id: str) -> str | None:
-    return connection.execute(select(futures.c.tenant).where(futures.c.id == request_id)).scalar()
 
 
 def _numbered(operation: Operation, number: int) -> Operation:

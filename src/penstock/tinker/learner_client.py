@@ -70,25 +70,23 @@ class LearnerClient:
                 return cast("dict[str, Mapping[str, Any]]", listed)
             return {str(model["model_id"]): model for model in listed}
 
-    async def incarnation(self) -> str | None:
-        """Return a value that another start of the learner changes; None: it says none."""
-        _, _, data = await self._call("GET", "/health", ANSWER_S)
-        with reading("health of the learner", EngineError):
-            found = orjson.loads(data).get("incarnation")
-            return None if found is None else str(found)
+    async def returned(self) -> str:
+        """Wait until the learner answers; returns a value that another start of it changes.
 
-    async def returned(self) -> None:
-        """Wait until the learner answers. EngineDeadError: it does not within `RETURN_S` seconds."""
+        Raises:
+            EngineDeadError: it does not answer within `RETURN_S` seconds.
+        """
         end = asyncio.get_running_loop().time() + RETURN_S
         while True:
             try:
-                await self.incarnation()
+                _, _, data = await self._call("GET", "/health", ANSWER_S)
             except EngineDeadError:
-                if asyncio.get_running_loop().time() > end:
+                if self._path is None or asyncio.get_running_loop().time() > end:
                     raise
                 await asyncio.sleep(AGAIN_S)  # nothing tells of a process that another one starts
-            else:
-                return
+                continue
+            with reading("health of the learner", EngineError):
+                return str(orjson.loads(data)["incarnation"])
 
     async def close(self) -> None:
         """Close the connections; operations under way go on in the learner."""

@@ -6,7 +6,7 @@ import asyncio
 import math
 import secrets
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from penstock import wire
 from penstock.aio import all_or_first_error
 from penstock.engine.partial import Partial, whole_of
 from penstock.engine.request import Continuation
-from penstock.errors import EngineError, EngineHTTPError, UserError
+from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, UserError
 from penstock.fleet.fleet import Fleet
 from penstock.parsing import reading
 from penstock.tinker.futures import Operation, Outcome
@@ -57,7 +57,7 @@ class FleetLink:
         url: returns the router's URL, None while nobody has said one.
     """
 
-    def __init__(self, url: Callable[[], Any]) -> None:
+    def __init__(self, url: Callable[[], Awaitable[str | None]]) -> None:
         self._url = url
         self._fleet: Fleet | None = None
         self._opening = asyncio.Lock()
@@ -82,7 +82,7 @@ class FleetLink:
         """Put a saved adapter on the fleet, once for all requests that wait for it."""
         name = source.adapter
         if name is None or source.folder is None:
-            raise UserError(f"adapter {name!r} is not on the engines, and it was not saved")
+            raise UserError(f"sampler {name!r} was not used for hours and is not kept any more; save the weights again")
         task = self._loading.get(name)
         if task is None:
             fleet = await self.fleet()
@@ -90,6 +90,12 @@ class FleetLink:
             self._loading[name] = task
             task.add_done_callback(lambda _: self._loading.pop(name, None))
         await asyncio.shield(task)
+
+    async def forget(self, fleet: Fleet) -> None:
+        """Connect anew the next time: the owner may have gone, and another have come."""
+        if self._fleet is fleet:
+            self._fleet = None
+            await fleet.teardown()
 
     async def close(self) -> None:
         """Close the connections."""
@@ -114,6 +120,9 @@ class Sampling:
         request = _Request.of(body, fleet.data.vocab_size)
         try:
             answers = await self._answers(fleet, request, source)
+        except EngineDeadError:
+            await self._link.forget(fleet)
+            raise
         except EngineHTTPError as error:
             theirs = error.status in {_BAD, _UNPROCESSABLE}
             return Outcome(error=str(error), category="user" if theirs else "server")

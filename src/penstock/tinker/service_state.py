@@ -8,12 +8,13 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from penstock.aio import cancelled
-from penstock.errors import StateError
-from penstock.tinker.checkpoints import Checkpoints
+from penstock.errors import PenstockError, StateError
+from penstock.tinker.checkpoints import Checkpoints, delete_folder
 from penstock.tinker.database import Database
-from penstock.tinker.futures import HOLD_S, Futures, Operation, Outcome, settled
+from penstock.tinker.futures import HOLD_S, SAMPLE, Futures, Operation, Outcome, settled
 from penstock.tinker.learner_client import LearnerClient
 from penstock.tinker.sampling import FleetLink, Sampling
 from penstock.tinker.sessions import Sessions
@@ -22,6 +23,7 @@ from penstock.tinker.training import Training
 
 SWEEP_S = 60.0
 """How often expired checkpoints, old results and silent sessions are dropped."""
+DESCRIBE_S = 10.0
 MAIN = "main"
 """Name of the process that reaches the learner; operations on models are its."""
 ABOUT, FLEET = "about", "fleet"
@@ -72,7 +74,7 @@ class ServiceState:
         self.tenants = options.tenants
         self.sessions = Sessions(database)
         self.checkpoints = Checkpoints(database, options.data)
-        self.link = FleetLink(lambda: self.sessions.fact(FLEET))
+        self.link = FleetLink(self._proxy_url)
         self.training = Training(database, LearnerClient(options.learner), self.checkpoints)
         self.futures = Futures(database, options.name, self._start, hold_s=options.hold_s)
         self.training.futures = self.futures
@@ -89,9 +91,13 @@ class ServiceState:
             self._about = About(**told)
         return self._about
 
+    async def _proxy_url(self) -> str | None:
+        told = await self.sessions.fact(FLEET)
+        return None if told is None else str(told["proxy_url"])
+
     def executor_of(self, kind: str) -> str:
         """Return the name of the process that runs operations of a kind."""
-        return self.futures.executor if kind == "sample" else MAIN
+        return self.futures.executor if kind == SAMPLE else MAIN
 
     async def drop_models(self, models: Iterable[tuple[str, str]]) -> None:
         """Take models of ended sessions, `(tenant, model)`, from the learner, behind what is queued for them."""
@@ -99,7 +105,7 @@ class ServiceState:
             await self.futures.accept(Operation(f"{model}:drop", tenant, "drop_model", model, b"{}"), MAIN)
 
     def _start(self, operation: Operation) -> None:
-        if operation.kind != "sample":
+        if operation.kind != SAMPLE:
             self.training.start(operation)
             return
         task = asyncio.create_task(self._sample(operation), name=f"tinker-{operation.id}")
@@ -114,6 +120,22 @@ class ServiceState:
 
         await self.futures.finish(operation, await settled(work()))
 
+    async def describe_fleet(self) -> None:
+        """Tell the other processes, for ever, which router, engines and adapters there are."""
+        told: Any = None
+        while True:
+            try:
+                fleet = await self.link.fleet()
+                engines = {status.name: status.url for status in await fleet.engines(stats=False)}
+                adapters = {name: status.version for name, status in (await fleet.adapters()).items()}
+                value = {"proxy_url": fleet.url, "engine_urls": engines, "adapters": adapters}
+                if value != told:
+                    await self.sessions.tell(FLEET, value)
+                    told = value
+            except PenstockError as error:  # the engines may be back the next time
+                logger.warning("the engines cannot be listed: %s", error)
+            await asyncio.sleep(DESCRIBE_S)
+
     async def sweep(self) -> None:
         """Drop what has outlived its time, for ever."""
         while True:
@@ -121,6 +143,8 @@ class ServiceState:
             try:
                 await self.futures.prune()
                 await self.checkpoints.expire()
+                for folder in await self.sessions.unused_folders():
+                    await delete_folder(Path(folder))
                 await self.drop_models(await self.sessions.silent())
             except StateError as error:  # the database may be back the next time
                 logger.warning("%s", error)
@@ -147,9 +171,10 @@ async def opened(options: Options) -> AsyncGenerator[ServiceState]:
         if options.about is not None:
             await state.sessions.tell(ABOUT, asdict(options.about))
         if options.fleet is not None:
-            await state.sessions.tell(FLEET, options.fleet)
+            await state.sessions.tell(FLEET, {"proxy_url": options.fleet})
+            describing = asyncio.create_task(state.describe_fleet(), name="tinker-describe")
+            stack.push_async_callback(cancelled, describing)
         if options.name == MAIN:
-            state.training.open()
             stack.push_async_callback(state.training.close)
         await state.futures.open()
         stack.push_async_callback(state.close)

@@ -19,6 +19,7 @@ from penstock.tinker.sampling import Source
 
 SILENT_S = 3600.0
 """A session without a heartbeat for so long has ended; its models leave the learner."""
+UNUSED_S = 6 * 3600.0
 KNOWN_SAMPLERS = 4096
 """Samplers that are not read from the database again."""
 
@@ -41,6 +42,7 @@ class Sessions:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._known: OrderedDict[str, tuple[str, Source]] = OrderedDict()
+        self._used: dict[str, float] = {}
 
     # --- sessions ----------------------------------------------------------------------------------------------------
 
@@ -142,7 +144,8 @@ class Sessions:
 
         def work(connection: Connection) -> None:
             if connection.execute(select(samplers.c.id).where(samplers.c.id == sampler["id"])).first() is None:
-                connection.execute(insert(samplers).values(created=time.time(), **sampler))
+                now = time.time()
+                connection.execute(insert(samplers).values(created=now, used=now, **sampler))
 
         await self._database.run(work)
 
@@ -160,7 +163,31 @@ class Sessions:
                 self._known.popitem(last=False)
         if known[0] != tenant:
             raise UnknownError(f"you have no sampler {sampler}")
+        self._used[sampler] = time.time()
         return known[1]
+
+    async def unused_folders(self) -> list[str]:
+        """Note which samplers were used; returns the folders of those without a path that were not for `UNUSED_S`.
+
+        Their samplers have none any more, so they end when the fleet evicts their adapters.
+        """
+        used, self._used = self._used, {}
+        s = samplers.c
+        old = s.path.is_(None) & s.folder.is_not(None) & (s.used < time.time() - UNUSED_S)
+
+        def work(connection: Connection) -> list[str]:
+            for sampler, at in used.items():
+                connection.execute(update(samplers).where(s.id == sampler).values(used=at))
+            latest = select(s.folder).where(s.folder.is_not(None) & ~old)
+            gone = old & s.folder.not_in(latest)  # samplers of kind inflight share one
+            folders = [row[0] for row in connection.execute(select(s.folder).where(gone).distinct()).all()]
+            connection.execute(update(samplers).where(s.folder.in_(folders)).values(folder=None))
+            return folders
+
+        folders = await self._database.run(work)
+        if folders:
+            self._known.clear()
+        return folders
 
     # --- facts that processes share ----------------------------------------------------------------------------------
 

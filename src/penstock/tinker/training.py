@@ -14,7 +14,7 @@ import orjson
 from sqlalchemy import Connection, Row, func, insert, select, update
 
 from penstock.aio import cancelled
-from penstock.errors import EngineDeadError, PenstockError, UserError
+from penstock.errors import EngineDeadError, UserError
 from penstock.tinker.checkpoints import Checkpoints, TinkerPath, checked_name, delete_folder, record, size_of
 from penstock.tinker.database import Database, facts, futures, models, samplers
 from penstock.tinker.futures import Also, Futures, Operation, Outcome, settled
@@ -73,18 +73,14 @@ class Training:
         self._learner = learner
         self._checkpoints = checkpoints
         self._lanes: dict[str, _Lane] = {}
-        self._ready = asyncio.Event()
-        self._recovery: asyncio.Task[None] | None = None
-
-    def open(self) -> None:
-        """Meet the learner; operations wait until it answers."""
-        self._recovery = asyncio.create_task(self._meet(), name="tinker-learner")
+        self._incarnation: str | None = None
+        self._meeting = asyncio.Lock()
 
     async def close(self) -> None:
         """Stop; what is under way goes on in the learner, which answers it again later."""
-        for task in [self._recovery, *(lane.task for lane in self._lanes.values())]:
-            if task is not None:
-                await cancelled(task)
+        for lane in list(self._lanes.values()):
+            if lane.task is not None:
+                await cancelled(lane.task)
         await self._learner.close()
 
     def start(self, operation: Operation) -> None:
@@ -106,7 +102,7 @@ class Training:
 
     async def _outcome(self, operation: Operation, run: _Run) -> Outcome:
         """Run one operation; `run` says what else follows if it succeeds."""
-        await self._ready.wait()
+        await self._meet()
         row = await self._model(operation.scope)
         if (lost := await self._lost(row, operation)) is not None:
             return Outcome(error=lost)
@@ -209,8 +205,8 @@ class Training:
         if (given := result.get("path")) is None:
             values = {
                 "id": result["sampling_session_id"], "session": row.session, "tenant": row.tenant,
-                "created": time.time(), "base_model": row.base_model, "adapter": body["adapter_name"],
-                "folder": body["folder"],
+                "created": time.time(), "used": time.time(), "base_model": row.base_model, "folder": body["folder"],
+                "adapter": body["adapter_name"],
             }  # fmt: skip
             run.also = lambda connection: _put_sampler(connection, values)
             return
@@ -253,35 +249,26 @@ class Training:
         return row.lost if await self._database.run(work) else None
 
     async def _note_death(self, model: str, error: EngineDeadError) -> str:
-        """Mark the model whose operation was cut, and begin to wait for the learner; returns the reason."""
+        """Mark the model whose operation was cut; returns the reason."""
         reason = (
             f"{error}. The model goes on from its last save; what came after it is lost. Save more often, or repeat "
             "the steps since the last save"
         )
         await self._database.run(_changed(model, lost=reason, lost_at=time.time()))
-        if self._ready.is_set():
-            self._ready.clear()
-            self._recovery = asyncio.create_task(self._meet(), name="tinker-learner")
         return reason
 
     async def _meet(self) -> None:
-        """Wait for the learner, and see what each model has lost if it is another than before."""
-        while True:
-            try:
-                await self._learner.returned()
-                incarnation = await self._learner.incarnation()
-                held = await self._learner.models()
-            except PenstockError as error:
-                await self._fail_waiting(str(error))
-                continue
-            await self._database.run(lambda c, i=incarnation, h=held: _compare(c, i, h))
-            self._ready.set()
-            return
+        """Wait until the learner answers; if it is another than before, note what each model has lost.
 
-    async def _fail_waiting(self, reason: str) -> None:
-        for lane in self._lanes.values():
-            while lane.waiting:
-                await self.futures.finish(lane.waiting.popleft(), Outcome(error=reason))
+        Raises:
+            EngineDeadError: it does not come back.
+        """
+        async with self._meeting:
+            incarnation = await self._learner.returned()
+            if self._incarnation != incarnation:
+                held = await self._learner.models()
+                await self._database.run(lambda connection: _compare(connection, incarnation, held))
+                self._incarnation = incarnation
 
 
 def _changed(model: str, **values: Any) -> Also:
@@ -294,14 +281,14 @@ def _put_sampler(connection: Connection, values: Mapping[str, Any]) -> None:
         connection.execute(insert(samplers).values(values))
 
 
-def _compare(connection: Connection, incarnation: str | None, held: Mapping[str, Mapping[str, Any]]) -> None:
+def _compare(connection: Connection, incarnation: str, held: Mapping[str, Mapping[str, Any]]) -> None:
     """Mark every model that the learner holds in another state than its clients know."""
     known = connection.execute(select(facts.c.value).where(facts.c.name == INCARNATION)).scalar()
     if known is None:
         connection.execute(insert(facts).values(name=INCARNATION, value=incarnation))
     else:
         connection.execute(update(facts).where(facts.c.name == INCARNATION).values(value=incarnation))
-    if incarnation is not None and known == incarnation:
+    if known == incarnation:
         return
     now = time.time()
     for row in connection.execute(select(models).where(models.c.live)).all():

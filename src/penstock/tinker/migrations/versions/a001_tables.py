@@ -67,6 +67,7 @@ def upgrade() -> None:
         sa.Column("path", sa.String),
         sa.Column("adapter", sa.String),
         sa.Column("folder", sa.String),
+        sa.Column("used", sa.Float, nullable=False),
     )
     op.create_table(
         "checkpoints",

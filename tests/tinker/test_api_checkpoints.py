@@ -1,0 +1,111 @@
+"""Checkpoints: paths, times, publication, and folders that stay inside the data folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tinker_rig import OTHER_KEY, Rig, rig
+
+from penstock.errors import UserError
+from penstock.tinker.checkpoints import TinkerPath
+from penstock.tinker.database import Database, checkpoints
+
+
+async def saved(service: Rig, model: str, seq: int, **more: Any) -> Any:
+    return await service.result(await service.post("save_weights", {"model_id": model, "seq_id": seq, **more}))
+
+
+async def test_checkpoints_are_listed_loaded_replaced_and_deleted(tmp_path: Path) -> None:
+    async with rig(tmp_path) as service:
+        model = await service.model(lora_config={"rank": 4, "train_mlp": False})
+        path = (await saved(service, model, 1, path="first", user_metadata={"epoch": "1"}))["path"]
+        assert path == f"tinker://{model}/weights/first"
+        assert "there already" in (await saved(service, model, 2, path="first"))["error"]
+        await service.result(await service.step(model, 3))
+        assert (await saved(service, model, 4, path="first", overwrite=True))["path"] == path
+        (folder,) = (tmp_path / "checkpoints").glob("*/weights/*")
+        assert (folder / "steps").read_text() == "1", "the older one is gone, the newer one is whole"
+        sampler = {"model_id": model, "seq_id": 5, "path": "drawn"}
+        drawn = (await service.result(await service.post("save_weights_for_sampler", sampler)))["path"]
+        (listed,) = (await service.get(f"training_runs/{model}/checkpoints"))["checkpoints"][1:]
+        assert (listed["checkpoint_id"], listed["checkpoint_type"]) == ("weights/first", "training")
+        everything = await service.get("checkpoints?limit=1")
+        assert [found["tinker_path"] for found in everything["checkpoints"]] == [drawn]
+        assert everything["cursor"] == {"offset": 0, "limit": 1, "total_count": 2}
+        run = await service.get(f"training_runs/{model}")
+        assert (run["lora_rank"], run["last_checkpoint"]["tinker_path"], run["model_owner"]) == (4, path, "alice")
+        info = await service.post("weights_info", {"tinker_path": path})
+        assert info == {
+            "base_model": "sorter", "is_lora": True, "lora_rank": 4,
+            "train_unembed": True, "train_mlp": False, "train_attn": True,
+        }  # fmt: skip
+        session = await service.session()
+        load = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
+        loaded = await service.result(await service.post("load_weights", load))
+        assert loaded == {"path": path, "model_id": f"{session}:train:0", "type": "load_weights"}
+        assert service.learner.models[f"{session}:train:0"] == 1
+        assert (await service.post("get_info", {"model_id": f"{session}:train:0"}))["lora_rank"] == 4
+        deleted = await service.http.delete(
+            f"/api/v1/training_runs/{model}/checkpoints/weights/first", headers={"X-API-Key": "tml-key-of-alice"}
+        )
+        assert deleted.status_code == 204
+        assert not folder.exists()
+        load |= {"model_seq_id": 1}
+        assert "no checkpoint" in (await service.result(await service.post("load_weights", load)))["error"]
+
+
+async def test_others_read_what_is_published_and_nothing_else(tmp_path: Path) -> None:
+    async with rig(tmp_path) as service:
+        model = await service.model()
+        path = (await saved(service, model, 1, path="a"))["path"]
+        publish = f"training_runs/{model}/checkpoints/weights/a/publish"
+        await service.post("weights_info", {"tinker_path": path}, key=OTHER_KEY, status=404)
+        await service.post(publish, key=OTHER_KEY, status=404)
+        await service.post(publish, status=204)
+        await service.post("weights_info", {"tinker_path": path}, key=OTHER_KEY)
+        session = await service.session(OTHER_KEY)
+        load = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": False}
+        assert "path" in await service.result(await service.post("load_weights", load, key=OTHER_KEY), key=OTHER_KEY)
+        headers = {"X-API-Key": OTHER_KEY}
+        refused = await service.http.delete(f"/api/v1/training_runs/{model}/checkpoints/weights/a", headers=headers)
+        assert refused.status_code == 404
+        undone = await service.http.delete(f"/api/v1/{publish}", headers={"X-API-Key": "tml-key-of-alice"})
+        assert undone.status_code == 204
+        await service.post("weights_info", {"tinker_path": path}, key=OTHER_KEY, status=404)
+
+
+async def test_a_checkpoint_ends_with_its_time(tmp_path: Path) -> None:
+    async with rig(tmp_path) as service:
+        model = await service.model()
+        path = (await saved(service, model, 1, path="a", ttl_seconds=3600))["path"]
+        (listed,) = (await service.get("checkpoints"))["checkpoints"]
+        assert listed["expires_at"] > listed["time"]
+        database = Database(service.options.database)
+        await database.run(lambda c: c.execute(checkpoints.update().values(expires=1.0)))
+        await service.post("weights_info", {"tinker_path": path}, status=404)
+        assert (await service.get("checkpoints"))["checkpoints"] == []
+        ttl = f"/api/v1/training_runs/{model}/checkpoints/weights/a/ttl"
+        kept = await service.http.put(ttl, json={"ttl_seconds": None}, headers={"X-API-Key": "tml-key-of-alice"})
+        assert kept.status_code == 204
+        await service.post("weights_info", {"tinker_path": path})
+        await database.close()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tinker://a:train:0/weights/../../etc",
+        "tinker://a:train:0/weights/..",
+        "tinker://../weights/a",
+        "tinker://a:train:0/other/a",
+        "/etc/passwd",
+        "tinker://a:train:0/weights/a/b",
+        "tinker://a:train:0/weights/a\nb",
+        "tinker://a:train:0/weights/",
+    ],
+)
+def test_a_path_names_nothing_outside_the_data_folder(path: str) -> None:
+    with pytest.raises(UserError):
+        TinkerPath.of(path)

