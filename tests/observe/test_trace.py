@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import EngineConfig, RunConfig
+from penstock.config import RunConfig
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import idle_shares
 from penstock.observe.trace import Tracer
+from penstock.settings import EngineConfig
 from penstock.sim import run_virtual
 from penstock.types import EngineUpdate, UpdateReport
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from penstock.config import EngineConfig, RunConfig
+from penstock.config import RunConfig
 from penstock.errors import UserError
 from penstock.observe import trackers
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter
 from penstock.observe.trackers import HELD_OUT, Reporters, check_trackers, tracked
+from penstock.settings import EngineConfig
 
 
 class Kept:

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import pytest
 
 import tinker
-from penstock.config import EngineConfig, FleetConfig, RouterConfig, TrainConfig
+from penstock.config import TrainConfig
+from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 from penstock.tinker.service import Service, ServiceConfig, serving
 from tinker import types
 

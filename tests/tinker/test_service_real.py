@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import tinker
-from penstock.config import EngineConfig, FleetConfig, RouterConfig, TrainConfig
+from penstock.config import TrainConfig
+from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 from penstock.tinker.service import Service, ServiceConfig, serving
 from tinker import types
 

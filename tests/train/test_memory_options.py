@@ -6,8 +6,9 @@ import pytest
 import torch
 from random_trajectories import trajectories_of
 
-from penstock.config import TrainConfig, validate
+from penstock.config import TrainConfig
 from penstock.errors import ConfigError
+from penstock.settings import validate
 from penstock.train.grpo import Trainee, datum_of
 from penstock.train.interface import Outputs
 from penstock.train.learner import LocalLearner

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.config import EngineConfig, FleetConfig, LoraConfig, RouterConfig, TrainConfig
+from penstock.config import LoraConfig, TrainConfig
 from penstock.engine.launch import resolve_profile
 from penstock.errors import ConfigError, StateError, UserError
 from penstock.fleet.fleet import Fleet
@@ -20,6 +20,7 @@ from penstock.fleet.options import visible_gpus
 from penstock.fleet.service import LONGEST
 from penstock.parsing import parse_json, reading
 from penstock.process import shortage
+from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 from penstock.tinker.children import SupervisedChild
 
 API_START_S = 60.0
