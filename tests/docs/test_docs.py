@@ -38,6 +38,7 @@ CANNOT_RUN = {
     "penstock fleet": "changes a fleet that somebody serves; tests/cli/test_cli_fleet.py runs each",
     "penstock train": "takes minutes and real engines; tests of the demo run it",
     "PENSTOCK_GATEWAY_KEY=secret penstock gateway": "serves until Ctrl-C; tests/cli/test_cli_gateway.py runs it",
+    "penstock tinker": "serves until Ctrl-C; tests/tinker runs it",
     "torchrun ": "waits for another node; tests/train/test_torchrun.py runs it on one",
     "penstock plot runs/demo": "needs the demo's run folder; tests/cli plots one",
 }

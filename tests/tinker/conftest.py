@@ -6,7 +6,7 @@ import pytest
 import tinker_rig
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 async def shared_fleet() -> AsyncIterator[None]:
     """Two simulated engines for all tests that want nothing special of them."""
     async with tinker_rig.fleet_of(2) as found:

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinker_rig import OTHER_KEY, Rig, rig
+from tinker_rig import OTHER_KEY, Rig, rig, until
 
 from penstock.errors import UserError
 from penstock.tinker.checkpoints import TinkerPath
 from penstock.tinker.database import Database, checkpoints
+
+pytestmark = pytest.mark.usefixtures("shared_fleet")
 
 
 async def saved(service: Rig, model: str, seq: int, **more: Any) -> Any:
@@ -25,7 +27,9 @@ async def test_checkpoints_are_listed_loaded_replaced_and_deleted(tmp_path: Path
         assert "there already" in (await saved(service, model, 2, path="first"))["error"]
         await service.result(await service.step(model, 3))
         assert (await saved(service, model, 4, path="first", overwrite=True))["path"] == path
-        (folder,) = (tmp_path / "checkpoints").glob("*/weights/*")
+        folders = tmp_path / "checkpoints"
+        await until(lambda: len(list(folders.glob("*/weights/*"))) == 1)
+        (folder,) = folders.glob("*/weights/*")
         assert (folder / "steps").read_text() == "1", "the older one is gone, the newer one is whole"
         sampler = {"model_id": model, "seq_id": 5, "path": "drawn"}
         drawn = (await service.result(await service.post("save_weights_for_sampler", sampler)))["path"]

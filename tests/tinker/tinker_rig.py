@@ -101,8 +101,10 @@ class FakeLearner:
     forward = forward_backward
 
     async def optim_step(self, model: str, body: bytes) -> Response:
+        if (adam := json.loads(body).get("adam_params")) is None:
+            raise ValueError("adam_params are missing")
         self.models[model] += 1
-        return JSONResponse({"metrics": {"grad_norm:mean": json.loads(body)["adam_params"]["learning_rate"]}})
+        return JSONResponse({"metrics": {"grad_norm:mean": adam["learning_rate"]}})
 
     async def save_weights(self, model: str, body: bytes) -> Response:
         folder = Path(json.loads(body)["folder"])

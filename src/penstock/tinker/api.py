@@ -18,6 +18,7 @@ from penstock.tinker import requests as body
 from penstock.tinker.bodies import RefusedError, read_body
 from penstock.tinker.checkpoints import MissingError, TinkerPath, as_json
 from penstock.tinker.futures import SAMPLE, GoneError, Operation
+from penstock.tinker.sampling import MOST_SAMPLES
 from penstock.tinker.schema import JSON_TYPE, pb
 from penstock.tinker.service_state import ServiceState
 from penstock.tinker.sessions import FinishedError, UnknownError, new_model
@@ -273,7 +274,7 @@ class _Calls:
         await self._state.sessions.source(tenant.name, given.sampling_session_id)
         sampler = given.sampling_session_id
         operation = Operation(f"{sampler}:{given.seq_id}", tenant.name, SAMPLE, sampler, data)
-        ids = [f"{operation.id}:{i}" for i in range(min(given.num_samples, MOST_PAGE * 10))]
+        ids = [f"{operation.id}:{i}" for i in range(min(given.num_samples, MOST_SAMPLES))]
         return await self._accepted(operation, tenant, sample_sequence_ids=ids)
 
     # --- futures -----------------------------------------------------------------------------------------------------

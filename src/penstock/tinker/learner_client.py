@@ -21,7 +21,7 @@ ANSWER_S = 10.0
 RETURN_S = 300.0
 """A learner that died has so long to come back: its model is loaded again."""
 AGAIN_S = 0.25
-OK, REFUSED = 200, 422
+OK, REFUSED, BROKEN = 200, 422, 500
 PROTO_KINDS = frozenset({"forward_backward", "forward"})
 
 
