@@ -9,8 +9,10 @@ import pytest
 from tinker_rig import OTHER_KEY, Rig, rig, until
 
 from penstock.errors import UserError
+from penstock.tinker import sessions
 from penstock.tinker.checkpoints import TinkerPath
 from penstock.tinker.database import Database, checkpoints
+from penstock.tinker.sessions import Sessions
 
 pytestmark = pytest.mark.usefixtures("shared_fleet")
 
@@ -94,6 +96,26 @@ async def test_a_checkpoint_ends_with_its_time(tmp_path: Path) -> None:
         kept = await service.http.put(ttl, json={"ttl_seconds": None}, headers={"X-API-Key": "tml-key-of-alice"})
         assert kept.status_code == 204
         await service.post("weights_info", {"tinker_path": path})
+        await database.close()
+
+
+async def test_a_sampler_that_is_not_used_any_more_gives_its_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rig(tmp_path) as service:
+        model = await service.model()
+        for number, kind in enumerate(("snapshot", "inflight", "inflight")):
+            body = {"model_id": model, "seq_id": number + 1, "sampling_session_seq_id": number, "kind": kind}
+            found = await service.result(await service.post("save_weights_for_sampler", body))
+            assert found["sampling_session_id"].endswith(f":sample:{number}")
+        folders = sorted(str(folder) for folder in (tmp_path / "samplers").glob("*/*"))
+        assert len(folders) == 2, "samplers of kind inflight share one"
+        database = Database(service.options.database)
+        known = Sessions(database)
+        assert await known.unused_folders() == []
+        monkeypatch.setattr(sessions, "UNUSED_S", -10.0)
+        assert sorted(await known.unused_folders()) == folders
+        assert await known.unused_folders() == []
         await database.close()
 
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
-from tinker_rig import KEY, OTHER_KEY, parts, rig, until
+from tinker_rig import KEY, OTHER_KEY, Rig, parts, rig, until
 
 from penstock.errors import ConfigError
 from penstock.tinker import futures
+from penstock.tinker.database import Database
+from penstock.tinker.futures import Futures
 from penstock.tinker.schema import pb
 from penstock.tinker.server import serving
+from penstock.tinker.sessions import Sessions
+from penstock.tinker.tenants import read_keys
 
 pytestmark = pytest.mark.usefixtures("shared_fleet")
 
@@ -202,6 +207,19 @@ async def test_a_second_process_serves_the_same_futures_and_samples(tmp_path: Pa
         assert await polls[0] == await polls[1] == {"metrics": {"grad_norm:mean": 1e-3}}
 
 
+async def test_the_database_names_the_engines_and_no_key(tmp_path: Path) -> None:
+    async with rig(tmp_path) as service:
+        database = Database(service.options.database)
+        known: dict[str, Any] = {}
+        while "engine_urls" not in known:
+            known = await Sessions(database).fact("fleet")
+        assert known["proxy_url"] == service.fleet.url
+        assert sorted(known["engine_urls"].values()) == sorted(engine.url for engine in service.engines)
+        assert set(known) == {"proxy_url", "engine_urls", "adapters"}
+        assert all(type(version) is int for version in known["adapters"].values())
+        await database.close()
+
+
 async def test_samples_of_a_process_that_died_are_taken_by_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,18 +266,13 @@ async def test_results_are_dropped_after_they_were_fetched(tmp_path: Path, monke
         assert service.learner.models[model] == 1, "a request that comes late does not run again"
 
 
-async def prune(service: object) -> None:
-    from penstock.tinker.database import Database
-    from penstock.tinker.futures import Futures
-
+async def prune(service: Rig) -> None:
     database = Database(service.options.database)
     await Futures(database, "test", lambda _: None).prune()
     await database.close()
 
 
 async def test_a_service_that_any_key_opens_stays_on_this_machine(tmp_path: Path) -> None:
-    from penstock.tinker.tenants import read_keys
-
     async with parts(tmp_path) as found:
         options = found.options
         with pytest.raises(ConfigError, match="--keys"):

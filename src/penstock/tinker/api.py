@@ -61,7 +61,6 @@ def build_app(state: ServiceState) -> Starlette:
         "training_runs/{run}/checkpoints/{kind}/{name}/publish": calls.publish,
     }
     gets = {
-        "healthz": calls.health,
         "get_server_capabilities": calls.capabilities,
         "samplers/{sampler}": calls.sampler,
         "training_runs": calls.training_runs,
@@ -83,6 +82,7 @@ def build_app(state: ServiceState) -> Starlette:
             for method, handlers in table
             for path, handler in handlers.items()
         ]
+        + [Route(f"{PREFIX}/healthz", calls.health)]  # probes have no key
         + [Route("/{path:path}", calls.guarded(calls.unknown), methods=["GET", "POST", "PUT", "DELETE"])]
     )
 
@@ -130,7 +130,7 @@ class _Calls:
         path = http.url.path.removeprefix(PREFIX)
         return error_answer(f"this service has no {http.method} {path}; docs/tinker.md lists what it has", 404)
 
-    async def health(self, _http: Request, _: Tenant) -> Response:
+    async def health(self, _http: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
     async def client_config(self, _http: Request, _: Tenant) -> Response:

@@ -22,7 +22,7 @@ HOLD_S = 30.0
 FOLLOW_S = 0.1
 """How often a process reads what others have finished or accepted for it, while there are others."""
 BEAT_S = 2.0
-DEAD_S = 10.0
+DEAD_S = 30.0
 """A process that has written no beat for so long has died; others take its futures."""
 KEEP_RETRIEVED_S = 600.0
 """A retrieved result is kept so long, for a client whose connection broke while it came."""

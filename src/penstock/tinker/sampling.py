@@ -184,8 +184,9 @@ class _Request:
         if not prompt:
             raise UserError("the prompt has no token; give at least one")
         top = vocab_size if vocab_size is not None else 2**31
-        if wrong := [token for token in prompt if not 0 <= token < top]:
-            raise UserError(f"token {wrong[0]} of the prompt lies outside the vocabulary [0, {top})")
+        if min(prompt) < 0 or max(prompt) >= top:
+            wrong = next(token for token in prompt if not 0 <= token < top)
+            raise UserError(f"token {wrong} of the prompt lies outside the vocabulary [0, {top})")
         for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
             if getattr(given, name) > MOST_TOP:
                 raise UserError(f"{name} is {getattr(given, name)}; the engines give at most {MOST_TOP}")

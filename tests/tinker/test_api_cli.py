@@ -1,0 +1,47 @@
+"""`penstock tinker-api` says what is wrong in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli.main import app
+from penstock.errors import ConfigError
+
+
+def test_keys_that_others_can_read_are_refused(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("alice: {key: tml-of-alice-0}\n")
+    refused = run("--database", f"sqlite:///{tmp_path}/x.db", "--keys", str(keys), "--port", "0")
+    assert "chmod 600" in str(refused)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "holds no tenants"),
+        ("alice: {key: short}", "begins with tml-"),
+        ("alice: {key: tml-of-alice-0, quota: 1}", "unknown quota"),
+        ("alice: {key: tml-of-alice-0, max_queued: 0}", "from 1"),
+        ("alice: tml-of-alice-0\nbob: tml-of-alice-0", "two tenants"),
+        ("[", "cannot be read"),
+    ],
+)
+def test_keys_that_are_wrong_are_refused_with_the_reason(tmp_path: Path, text: str, why: str) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(text)
+    keys.chmod(0o600)
+    assert why in str(run("--database", f"sqlite:///{tmp_path}/x.db", "--keys", str(keys), "--port", "0"))
+
+
+def test_any_key_opens_a_service_of_this_machine_alone(tmp_path: Path) -> None:
+    refused = run("--database", f"sqlite:///{tmp_path}/x.db", "--host", "0.0.0.0", "--port", "0")
+    assert "give --keys FILE" in str(refused)
+
+
+def run(*arguments: str) -> BaseException | None:
+    error = CliRunner().invoke(app, ["tinker-api", *arguments]).exception
+    assert isinstance(error, ConfigError), error
+    return error
