@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
+from google.protobuf.message import DecodeError
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -212,7 +213,7 @@ class _Calls:
         data = await read_body(http)
         try:
             message = pb.ForwardBackwardRequest.FromString(data)
-        except Exception as error:
+        except DecodeError as error:
             raise UserError(f"the body is no ForwardBackwardRequest: {error}") from error
         model = message.model_id
         await self._state.sessions.model(tenant.name, model)
