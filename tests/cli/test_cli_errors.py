@@ -31,12 +31,12 @@ def test_version() -> None:
 def test_help_names_every_command_and_is_what_no_command_shows() -> None:
     done = penstock("--help")
     assert done.returncode == 0
-    for command in ("serve", "gateway", "status", "train", "plot", "sim", "fleet"):
+    for command in ("serve", "gateway", "tinker", "status", "train", "plot", "sim", "fleet"):
         assert f" {command} " in done.stdout
     assert penstock().stdout == done.stdout
 
 
-@pytest.mark.parametrize("command", ["serve", "gateway", "status", "train", "plot", "sim"])
+@pytest.mark.parametrize("command", ["serve", "gateway", "tinker", "status", "train", "plot", "sim"])
 def test_help_of_a_command_teaches_by_examples(command: str) -> None:
     done = penstock(command, "--help")
     assert done.returncode == 0
@@ -75,6 +75,9 @@ def test_help_loads_nothing_heavy() -> None:
         (["gateway", "http://127.0.0.1:1", "--tokenizer", "."], "set PENSTOCK_GATEWAY_KEY, or give --tenants FILE"),
         (["gateway", "http://127.0.0.1:1", "--tokenizer", ".", "--policy", "both"], "extend or faithful, got 'both'"),
         (["gateway", "http://127.0.0.1:1", "--tokenizer", ".", "--tenants", "broken.yaml"], "cannot read the tenants"),
+        (["tinker", ".", "--cpu", "--gpu"], "--cpu and --gpu exclude each other"),
+        (["tinker", "./nowhere", "--cpu", "--port", "0"], "./nowhere does not exist"),
+        (["tinker", ".", "train.stepz=3", "--port", "0"], "'train.stepz'; did you mean 'steps'?"),
         (["plot", "nowhere"], "nowhere holds no run"),
         (["status", "nowhere"], "'nowhere' is not an address"),
         (["serve"], "MODEL"),

@@ -96,7 +96,10 @@ class Models:
             )
         self.learner.create_adapter(name, spec)
         self.live[name] = Model(spec)
-        self._keep(name)
+        with ExitStack() as failed:
+            failed.callback(self.drop, name)
+            self._keep(name)
+            failed.pop_all()
 
     def drop(self, name: str) -> None:
         """Forget a model; harmless if there is none."""

@@ -1,0 +1,115 @@
+"""The service as a command: what a kill leaves, and what is there again when it is started on the same folder."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+import tinker
+from tinker import types
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+T = TypeVar("T")
+MODEL = Path(__file__).parents[2] / "examples" / "models" / "sorter-0.8m"
+START_S = 600.0
+"""Long, since it loads torch twice on a machine that may be busy."""
+
+
+@asynccontextmanager
+async def command(data: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """`penstock tinker` over a simulated engine, and its URL."""
+    arguments = ["engine.profile=sim", "max_model_len=512", "served_model_name=sorter", "train.threads=1"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "penstock", "tinker", str(MODEL), *arguments, "--data", str(data), "--port", "0",
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(START_S):
+            while (
+                found := re.search(r"ready: .* at (\S+)", line := (await process.stdout.readline()).decode())
+            ) is None:
+                assert line, "it ended"
+        yield process, found[1]
+    finally:
+        with suppress(ProcessLookupError):
+            process.send_signal(signal.SIGINT)
+        await process.wait()
+
+
+async def call(work: Callable[[], T]) -> T:
+    """The SDK's clients block."""
+    return await asyncio.to_thread(work)
+
+
+def descendants(pid: int) -> set[int]:
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found, size = {pid}, 0
+    while len(found) > size:
+        size = len(found)
+        found |= {child for child, parent in parents.items() if parent in found}
+    return found - {pid}
+
+
+async def ended(pid: int) -> None:
+    """Return when a process that is not our child has ended."""
+    with suppress(ProcessLookupError):
+        fd, done = os.pidfd_open(pid), asyncio.Event()
+        asyncio.get_running_loop().add_reader(fd, done.set)
+        await done.wait()
+        asyncio.get_running_loop().remove_reader(fd)
+        os.close(fd)
+
+
+async def test_a_killed_owner_leaves_no_process(tmp_path: Path):
+    async with command(tmp_path / "data") as (owner, _):
+        children = descendants(owner.pid)
+        assert len(children) >= 4, "an engine, a router, a learner and an API process"
+        owner.kill()
+        async with asyncio.timeout(120):
+            await asyncio.gather(*map(ended, children))
+
+
+async def test_a_service_that_is_started_again_has_what_was_saved(tmp_path: Path):
+    tokens = types.ModelInput.from_ints([5, 6, 7])
+    datum = types.Datum(model_input=tokens, loss_fn_inputs={"target_tokens": [6, 7, 8]})
+
+    def loss_of(client: tinker.TrainingClient) -> float:
+        return client.forward([datum], "cross_entropy").result().metrics["loss:sum"]
+
+    def first(url: str) -> tuple[str, str, float]:
+        client = tinker.ServiceClient(base_url=url, api_key="tml-of-a-test")
+        training = client.create_lora_training_client("sorter", rank=4).result()
+        training.forward_backward([datum], "cross_entropy").result()
+        training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+        saved, sampler = training.save_state("a"), training.save_weights_for_sampler("b")
+        return saved.result().path, sampler.result().path, loss_of(training)
+
+    def second(url: str, saved: str, sampler: str, loss: float) -> None:
+        client = tinker.ServiceClient(base_url=url, api_key="tml-of-a-test")
+        training = client.create_training_client_from_state_with_optimizer(saved).result()
+        assert loss_of(training) == pytest.approx(loss, rel=1e-4)
+        sampling = client.create_sampling_client(model_path=sampler).result()
+        (found,) = sampling.sample(tokens, 1, types.SamplingParams(max_tokens=4, stop=[])).result().sequences
+        assert len(found.tokens) == 4
+
+    async with command(tmp_path / "data") as (_, url):
+        kept = await call(lambda: first(url))
+        with pytest.raises(AssertionError, match="it ended"):  # another service has the folder
+            await command(tmp_path / "data").__aenter__()
+    async with command(tmp_path / "data") as (_, url):
+        await call(lambda: second(url, *kept))
