@@ -72,13 +72,13 @@ async def rate(one: Callable[[], Awaitable[Any]], width: int, total: int) -> tup
 async def sampling(service: Service, client: tinker.ServiceClient, *, quick: bool) -> list[_common.Row]:
     """Rows of samples a second, and of polls."""
     rows: list[_common.Row] = []
-    sampler = await client.create_sampling_client_async(base_model=BASE)
+    sampler = await client.create_sampling_client(base_model=BASE)
     prompt, params = types.ModelInput.from_ints(PROMPT), types.SamplingParams(max_tokens=TOKENS, stop=[])
     straight = {"max_tokens": TOKENS, "ignore_eos": True}
     async with Fleet.connect(service.fleet.url) as fleet:
         for width, total in ((1, 8), (64, 128)) if quick else ((1, 64), (64, 1024), (512, 2048)):
             polls.clear()
-            ours, took = await rate(lambda: sampler.sample_async(prompt, 1, params), width, total)
+            ours, took = await rate(lambda: sampler.sample(prompt, 1, params), width, total)
             each = polls["retrieve_future"] / total
             peer, _ = await rate(lambda: fleet.sample(PROMPT, 1, straight), width, total)
             took.sort()

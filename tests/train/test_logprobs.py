@@ -41,6 +41,26 @@ def test_values_and_gradients_are_those_of_log_softmax(
     torch.testing.assert_close(gradients, (hidden.grad, weight.grad))
 
 
+@pytest.mark.parametrize("rows", [1, 5, 1000])
+def test_several_targets_of_a_row_are_those_of_as_many_rows(rows: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", rows * V)
+    hidden, weight, _, _ = samples(torch.float64)
+    rows_M = torch.repeat_interleave(torch.arange(K), torch.arange(K) % 4)  # of some rows none
+    generator = torch.Generator().manual_seed(1)
+    targets_M = torch.randint(5, (len(rows_M),), generator=generator)  # so few that a row has one twice
+    slope_M = torch.randn(len(rows_M), generator=generator)
+    results: list[tuple[Tensor, ...]] = []
+    for found in (
+        token_logprobs(hidden, weight, targets_M, 0.7, rows_K=rows_M),
+        token_logprobs(hidden[rows_M], weight, targets_M, 0.7),
+    ):
+        ((found.logprobs + 0.3 * found.entropy) * slope_M).sum().backward()
+        results.append((found.logprobs, found.entropy, hidden.grad.clone(), weight.grad.clone()))
+        hidden.grad = weight.grad = None
+    torch.testing.assert_close(*results)
+    assert len(token_logprobs(hidden[:0], weight, targets_M[:0], 1.0).logprobs) == 0
+
+
 @pytest.mark.slow
 def test_compiled_chunks_are_those_of_eager_ones(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 10 * V)  # the last chunk is shorter

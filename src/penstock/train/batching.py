@@ -36,6 +36,7 @@ class MicroBatch:
         extra: what the data have for some losses, by name `[B, T]`.
         indices: of the B sequences in the data.
         places: of each sequence: its wanted places.
+        several: a place may have several targets, one after another.
         needs_gradient: false where the loss has none, whatever the policy: such sequences are only measured.
     """
 
@@ -53,6 +54,7 @@ class MicroBatch:
     extra: Mapping[str, Tensor]
     indices: tuple[int, ...]
     places: tuple[Tensor, ...]
+    several: bool
     needs_gradient: bool
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -152,6 +154,7 @@ def collate(data: Sequence[Datum], loss: LossSpec, indices: Sequence[int] = ()) 
         extra={name: padded(datum.extra[name] for datum in data) for name in data[0].extra},
         indices=tuple(indices),
         places=places,
+        several=any(datum.positions is not None for datum in data),
         needs_gradient=True,
     )
 

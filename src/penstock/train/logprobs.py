@@ -11,6 +11,7 @@ steps, while each step looks right.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -30,7 +31,13 @@ class TokenLogprobs(NamedTuple):
 
 
 def token_logprobs(
-    hidden_K_H: Tensor, weight_V_H: Tensor, targets_K: Tensor, temperature: float, *, fuse: bool = False
+    hidden_K_H: Tensor,
+    weight_V_H: Tensor,
+    targets_K: Tensor,
+    temperature: float,
+    *,
+    fuse: bool = False,
+    rows_K: Tensor | None = None,
 ) -> TokenLogprobs:
     """Return log softmax(hidden @ weight.T / temperature) at the targets, and the entropy of each distribution.
 
@@ -40,11 +47,14 @@ def token_logprobs(
         targets_K: int64, the token of each position.
         temperature: of sampling; the logits are divided by it.
         fuse: compile what is done to each chunk's logits, so that they pass through memory once.
+        rows_K: of each target its row of `hidden_K_H`, ascending, where several are predicted at one place; each row's
+            logits are then made once. None: one target a row.
     """
     device = hidden_K_H.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_V_H.dtype
-    found: Any = _TokenLogprobs.apply(hidden_K_H, weight_V_H, targets_K, temperature, dtype, fuse)
-    return TokenLogprobs(*found)
+    found: Any = _TokenLogprobs.apply(hidden_K_H, weight_V_H, targets_K, temperature, dtype, fuse, rows_K)
+    logprobs, entropy = found
+    return TokenLogprobs(logprobs, entropy if rows_K is None else entropy[rows_K])
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -57,50 +67,64 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         dtype: torch.dtype,
         fuse: bool,  # noqa: FBT001 - an autograd function takes no keywords
+        of_rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         rows = max(1, CHUNK_ELEMENTS // weight.shape[0])
         ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.rows, ctx.dtype, ctx.fuse = temperature, rows, dtype, fuse
+        ctx.temperature, ctx.dtype, ctx.fuse = temperature, dtype, fuse
+        ctx.chunks = _chunks(len(hidden), rows, of_rows)
         narrow = weight.to(dtype).t()
         measure = _fused(_measure) if fuse else _measure
-        parts = [
-            measure(part @ narrow, wanted, temperature)
-            for part, wanted in zip(hidden.to(dtype).split(rows), targets.split(rows), strict=True)
-        ]
+        wide = hidden.to(dtype)
+        parts = [measure(wide[span] @ narrow, targets[at], own, temperature) for span, at, own in ctx.chunks]
         logprobs, entropy, normalizers = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, targets, normalizers, entropy)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, normalizers, entropy = ctx.saved_tensors
         wide, narrow = hidden.to(ctx.dtype), weight.to(ctx.dtype)
         slope_of = _fused(_slope) if ctx.fuse else _slope
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         to_weight = torch.zeros_like(weight, dtype=normalizers.dtype) if ctx.needs_input_grad[1] else None
-        for start in range(0, len(hidden), ctx.rows):
-            span = slice(start, start + ctx.rows)
-            by_logprob, by_entropy = (None if gradient is None else gradient[span] for gradient in gradients)
-            known = (targets[span], normalizers[span], entropy[span])
-            slope = slope_of(wide[span] @ narrow.t(), *known, by_logprob, by_entropy, ctx.temperature)
+        by_logprob, by_entropy = gradients
+        for span, at, own in ctx.chunks:
+            known = (targets[at], own, normalizers[span], entropy[span])
+            given = (None if by_logprob is None else by_logprob[at], None if by_entropy is None else by_entropy[span])
+            slope = slope_of(wide[span] @ narrow.t(), *known, *given, ctx.temperature)
             if to_hidden is not None:
                 to_hidden[span] = slope @ narrow
             if to_weight is not None:
                 to_weight += slope.t() @ wide[span]
-        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), None, None, None, None
+        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), None, None, None, None, None
 
 
-def _measure(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row: logprob of the target, entropy, and the logarithm of the softmax's denominator."""
+def _chunks(count: int, rows: int, of_rows: Tensor | None) -> list[tuple[slice, slice, Tensor | None]]:
+    """Split rows; of each chunk its rows, their targets, and of each target its row in the chunk (None: its own)."""
+    starts = range(0, max(count, 1), rows)  # of no rows one empty chunk
+    spans = [slice(start, min(start + rows, count)) for start in starts]
+    if of_rows is None:
+        return [(span, span, None) for span in spans]
+    bounds: list[int] = torch.searchsorted(of_rows, of_rows.new_tensor([*starts, count])).tolist()
+    places = [slice(first, last) for first, last in itertools.pairwise(bounds)]
+    return [(span, at, of_rows[at] - span.start) for span, at in zip(spans, places, strict=True)]
+
+
+def _measure(logits: Tensor, targets: Tensor, own: Tensor | None, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprob of each target; of each row its entropy, and the logarithm of the softmax's denominator."""
     wide = _widened(logits, temperature)
     normalizer = wide.logsumexp(-1)
     entropy = normalizer - ((wide - normalizer.unsqueeze(-1)).exp() * wide).sum(-1)
-    return wide.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer, entropy, normalizer
+    if own is None:
+        return wide.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer, entropy, normalizer
+    return wide[own, targets] - normalizer[own], entropy, normalizer
 
 
 def _slope(
     logits: Tensor,
     targets: Tensor,
+    own: Tensor | None,
     normalizer: Tensor,
     entropy: Tensor,
     by_logprob: Tensor | None,
@@ -113,7 +137,10 @@ def _slope(
     """
     logs = _widened(logits, temperature) - normalizer.unsqueeze(-1)
     slope = torch.zeros_like(logs)
-    if by_logprob is not None:
+    if by_logprob is not None and own is not None:
+        total = torch.zeros_like(normalizer).index_add_(0, own, by_logprob)
+        slope = (-total.unsqueeze(-1) * logs.exp()).index_put_((own, targets), by_logprob, accumulate=True)
+    elif by_logprob is not None:
         at_target = torch.arange(logs.shape[-1], device=logs.device) == targets.unsqueeze(-1)
         slope = by_logprob.unsqueeze(-1) * (at_target.to(logs.dtype) - logs.exp())
     if by_entropy is not None:

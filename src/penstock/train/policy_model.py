@@ -81,8 +81,12 @@ class PolicyModel(nn.Module):
                 max_length_q=batch.longest,
             ).last_hidden_state
             weight = _effective_weight(self.model.get_output_embeddings())
-            hidden_K_H = hidden_1_L_H[0, batch.positions_K]
-            return token_logprobs(hidden_K_H, weight, batch.targets_K, temperature, fuse=self.fuse)
+            positions, rows = batch.positions_K, None
+            if batch.several:
+                positions, rows = torch.unique_consecutive(positions, return_inverse=True)
+            return token_logprobs(
+                hidden_1_L_H[0, positions], weight, batch.targets_K, temperature, fuse=self.fuse, rows_K=rows
+            )
 
 
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
