@@ -374,7 +374,7 @@ def test_a_core_that_hangs_before_its_first_token_costs_no_request(goes_on: bool
 
 
 def test_histories() -> None:
-    histories(150, 12, shrink=False)
+    histories(100, 12, shrink=False)
 
 
 @pytest.mark.slow
