@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -20,6 +21,7 @@ from penstock.engine.client import DataClient
 from penstock.engine.control import ControlClient
 from penstock.engine.vanilla.requests import VanillaReplies
 from penstock.errors import EngineDeadError, EngineError, PenstockError, StateError, UserError, error_from_json
+from penstock.fleet.adapters import FleetAdapters
 from penstock.fleet.calls import CallClient
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.fan_out import FanOut
@@ -29,6 +31,7 @@ from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.operations import Operations, check_version
 from penstock.fleet.roster import Roster
 from penstock.fleet.service import (
+    OF_ADAPTERS,
     OF_ENGINES,
     OPERATIONS,
     PREFIX,
@@ -207,8 +210,19 @@ def _report(result: Any) -> UpdateReport:
         return _REPORT.validate_python(result)
 
 
+def _forwarded(kind: type, name: str, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Return a method of `kind` that makes `call` with its arguments by their names."""
+    signature = inspect.signature(getattr(kind, name))
+
+    def forward(*args: Any, **options: Any) -> Awaitable[Any]:
+        arguments = signature.bind(None, *args, **options).arguments
+        return call(**{key: value for key, value in arguments.items() if key != "self"})
+
+    return forward
+
+
 class RemoteAdapters:
-    """`FleetAdapters` of a fleet that another process owns.
+    """`FleetAdapters` of a fleet that another process owns; its other methods of `OF_ADAPTERS` are calls to the owner.
 
     Args:
         call: makes a call to the owner.
@@ -237,25 +251,10 @@ class RemoteAdapters:
         with reading("adapters of a fleet", EngineError):
             return _ADAPTERS.validate_python(await self._call("adapter_statuses"))
 
-    async def unload(self, name: str) -> None:
-        """See `FleetAdapters.unload`."""
-        await self._call("adapter_unload", name=name)
-
-    async def pause(self, name: str) -> None:
-        """See `FleetAdapters.pause`."""
-        await self._call("adapter_pause", name=name)
-
-    async def resume(self, name: str) -> None:
-        """See `FleetAdapters.resume`."""
-        await self._call("adapter_resume", name=name)
-
-    async def wait(self, name: str, timeout_s: float) -> None:
-        """See `FleetAdapters.wait`."""
-        await self._call("adapter_wait", name=name, timeout_s=timeout_s)
-
-    async def pin(self, name: str, *, pinned: bool) -> None:
-        """See `FleetAdapters.pin`."""
-        await self._call("adapter_pin", name=name, pinned=pinned)
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        if name not in OF_ADAPTERS:
+            raise AttributeError(name)
+        return _forwarded(FleetAdapters, name, partial(self._call, f"adapter_{name}"))
 
 
 class RemoteControl:
@@ -278,13 +277,7 @@ class RemoteControl:
         kind = Operations if name in OPERATIONS else Elastic
         if kind is Elastic and name not in OF_ENGINES:
             raise AttributeError(name)
-        signature = inspect.signature(getattr(kind, name))
-
-        def call(*args: Any, **options: Any) -> Awaitable[Any]:
-            arguments = signature.bind(self, *args, **options).arguments
-            return self._call(name, **{key: value for key, value in arguments.items() if key != "self"})
-
-        return call
+        return _forwarded(kind, name, partial(self._call, name))
 
     async def collective_rpc(self, *args: Any) -> FanOut[list[Any]]:
         """See `Operations.collective_rpc`."""
