@@ -16,6 +16,7 @@ PLACES = {
     "adapters.served": "penstock.plugin.served_adapters:ServedAdapters",
     "adapters.unload": "penstock.plugin.adapters:unload_adapter",
     "attach": "penstock.fleet.attach:AttachedServers",
+    "attach.specs": "penstock.fleet.attach:specs_of",
     "connect": "penstock.fleet.connect:connect",
     "control_socket": "penstock.fleet.service:Endpoint",
     "control_socket.refuse_second": "penstock.fleet.service:refuse_second",

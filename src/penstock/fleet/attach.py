@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from penstock.engine.request import ClientState
 from penstock.engine.vanilla.control import VanillaControl, VersionHistory
 from penstock.engine.vanilla.requests import VanillaReplies
-from penstock.errors import EngineError, EngineHTTPError, PenstockError, UserError
+from penstock.errors import ConfigError, EngineError, EngineHTTPError, PenstockError, UserError
+from penstock.fleet.elastic import place_of
 from penstock.fleet.member import CONNECT_S, Lifecycle, Member, State, connect_engine
 from penstock.fleet.roster import Roster
 from penstock.http import HttpTransport
 from penstock.parsing import reading
-from penstock.settings import ServerSpec
+from penstock.settings import ServerSpec, validate
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -137,3 +138,24 @@ def _ranks(member: Member, spec: ServerSpec) -> int:
     if spec.dp is not None and known and spec.dp > info.dp:
         raise UserError(f"engine {member.name} at {spec.url} has {info.dp} data-parallel ranks, not dp={spec.dp}")
     return info.dp if spec.dp is None else spec.dp
+
+
+def _url(server: object) -> str:
+    if not isinstance(server, str):
+        raise ConfigError(f"a server is its URL or a ServerSpec, and not {server!r}; several are given one by one")
+    return server
+
+
+def specs_of(servers: Iterable[str | ServerSpec]) -> tuple[ServerSpec, ...]:
+    """Read what a caller gave: URLs, with `#dp=N` behind them where so many ranks are to be addressed, or specs.
+
+    Raises:
+        ConfigError: one is malformed.
+        UserError: one is named twice.
+    """
+    given: Iterable[object] = servers if isinstance(cast("object", servers), Iterable) else (servers,)
+    specs = tuple(s if isinstance(s, ServerSpec) else validate(ServerSpec, {"url": _url(s)}) for s in given)
+    places = [place_of(spec.url) for spec in specs]
+    if twice := next((spec.url for spec in specs if places.count(place_of(spec.url)) > 1), None):
+        raise UserError(f"the server {twice} is named twice; two engines have the url then")
+    return specs

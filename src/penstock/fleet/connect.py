@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, EngineHTTPError, PenstockError, UserError
-from penstock.fleet.attach import AttachedServers
+from penstock.fleet.attach import AttachedServers, specs_of
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.launch import PendingFleet, Terms, assemble, reachable
 from penstock.fleet.member import RANK, Lifecycle, Member
-from penstock.fleet.options import check_key, refuse_unknown, section, specs_of
+from penstock.fleet.options import check_key, refuse_unknown, section
 from penstock.fleet.remote import FleetClient, adopt
 from penstock.fleet.router_process import OpenRouter, check_router, open_router
 from penstock.fleet.service import ASK_THERE, beyond_reach, refuse_second, router_address, socket_of

@@ -15,10 +15,9 @@ from penstock.errors import DeadlineError, EngineDeadError, EngineStartError, Pe
 from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.member import SERVABLE, Lifecycle, Member, State, Substate
 from penstock.fleet.operations import Operations
-from penstock.fleet.options import place_of, seconds
 from penstock.fleet.roster import Roster
 from penstock.fleet.supervise import Join, Supervisor
-from penstock.parsing import whole_number
+from penstock.parsing import LARGEST, whole_number
 from penstock.settings import MOST_ENGINES, ServerSpec
 
 logger = logging.getLogger(__name__)
@@ -371,3 +370,15 @@ def _first_free(members: Iterable[Member]) -> int:
     """Return the least N so that no engine has the name `eN` or one with a greater number."""
     numbers = (re.fullmatch(r"e(\d+)", member.name) for member in members)  # a router may have given them
     return 1 + max((int(match[1]) for match in numbers if match is not None), default=-1)
+
+
+def seconds(given: Any) -> float | None:
+    """A `timeout_s` that a caller gave, checked before anything is done by it. Raises UserError where it is none."""
+    if given is not None and not (isinstance(given, (int, float)) and 0 <= given <= LARGEST):
+        raise UserError(f"timeout_s is a number of seconds, 0 or more, got {given!r}; leave it out for the default")
+    return given
+
+
+def place_of(url: str) -> str:
+    """The same for two addresses of one server, as far as they show it: as two engines it would be updated twice."""
+    return url.lower().replace("://localhost", "://127.0.0.1", 1)

@@ -14,7 +14,6 @@ from penstock.engine.request import Counters
 from penstock.errors import StateError
 from penstock.fleet.fan_out import FanOut
 from penstock.fleet.member import EngineStatus, State
-from penstock.fleet.options import specs_of
 from penstock.fleet.roster import Admin, Roster, each_while_engines_remain, while_engines_remain
 from penstock.fleet.update import recovered
 from penstock.rooms import plugged_in
@@ -390,7 +389,7 @@ class Fleet(Engine):
             EngineDeadError, EngineHTTPError: no program answers there, or one that is no engine.
         """
         self._check_open()
-        return await self._elastic.attach(specs_of(servers))
+        return await self._elastic.attach(plugged_in("attach.specs")(servers))
 
     async def drain(self, engine: str | int, *, timeout_s: float | None = None) -> bool:
         """Send an engine (by name or index) no new session; returns whether it has ended all it had in time.

@@ -22,7 +22,7 @@ from penstock.fleet.engines import LaunchedEngines, LocalEngines
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.member import Lifecycle, Member, State, updatable
 from penstock.fleet.operations import Operations
-from penstock.fleet.options import assign, check_key, made, refuse_unknown, section, specs_of, visible_gpus
+from penstock.fleet.options import assign, check_key, made, refuse_unknown, section, visible_gpus
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import OpenRouter, check_router, open_router, settle
 from penstock.fleet.stores import Stores
@@ -105,7 +105,8 @@ def launch(
     given = model if isinstance(model, EngineConfig) else None
     named = options if given is not None else {**options, "model": str(model)}
     engine, of_fleet = section(EngineConfig, given, named), section(FleetConfig, fleet, options)
-    specs_of(of_fleet.attach)
+    if of_fleet.attach:
+        plugged_in("attach.specs")(of_fleet.attach)
     count = of_fleet.engines + len(of_fleet.attach)
     if count == 0:
         raise ConfigError("engines is 0 and there is nothing to attach; launch one, or give the URLs of others")

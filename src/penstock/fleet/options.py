@@ -6,13 +6,12 @@ import difflib
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-from penstock.errors import ConfigError, UserError
-from penstock.parsing import LARGEST
-from penstock.settings import EngineConfig, Section, ServerSpec, validate
+from penstock.errors import ConfigError
+from penstock.settings import EngineConfig, Section, validate
 
 S = TypeVar("S", bound=Section)
 
@@ -54,39 +53,6 @@ def made(log_dir: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"fleet.log_dir {log_dir} cannot be made: {error.strerror}; choose another folder") from error
     return log_dir
-
-
-def seconds(given: Any) -> float | None:
-    """A `timeout_s` that a caller gave, checked before anything is done by it. Raises UserError where it is none."""
-    if given is not None and not (isinstance(given, (int, float)) and 0 <= given <= LARGEST):
-        raise UserError(f"timeout_s is a number of seconds, 0 or more, got {given!r}; leave it out for the default")
-    return given
-
-
-def _url(server: object) -> str:
-    if not isinstance(server, str):
-        raise ConfigError(f"a server is its URL or a ServerSpec, and not {server!r}; several are given one by one")
-    return server
-
-
-def place_of(url: str) -> str:
-    """The same for two addresses of one server, as far as they show it: as two engines it would be updated twice."""
-    return url.lower().replace("://localhost", "://127.0.0.1", 1)
-
-
-def specs_of(servers: Iterable[str | ServerSpec]) -> tuple[ServerSpec, ...]:
-    """Read what a caller gave: URLs, with `#dp=N` behind them where so many ranks are to be addressed, or specs.
-
-    Raises:
-        ConfigError: one is malformed.
-        UserError: one is named twice.
-    """
-    given: Iterable[object] = servers if isinstance(cast("object", servers), Iterable) else (servers,)
-    specs = tuple(s if isinstance(s, ServerSpec) else validate(ServerSpec, {"url": _url(s)}) for s in given)
-    places = [place_of(spec.url) for spec in specs]
-    if twice := next((spec.url for spec in specs if places.count(place_of(spec.url)) > 1), None):
-        raise UserError(f"the server {twice} is named twice; two engines have the url then")
-    return specs
 
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -24,12 +24,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from penstock.engine.control import EngineInfo
 from penstock.errors import EngineError, StateError, UserError
+from penstock.fleet.attach import specs_of
 from penstock.fleet.calls import Call, CallServer
-from penstock.fleet.elastic import Elastic
+from penstock.fleet.elastic import Elastic, seconds
 from penstock.fleet.lora_paths import LoraPaths
 from penstock.fleet.member import State
 from penstock.fleet.operations import Operations
-from penstock.fleet.options import seconds, specs_of
 from penstock.fleet.roster import Roster
 from penstock.settings import ServerSpec, validate
 from penstock.types import PauseMode
