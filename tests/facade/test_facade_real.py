@@ -136,15 +136,6 @@ def save_adapter(folder, nano_path, seed):
     (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(nano_path)}))
 
 
-def test_a_lora_adapter(service, nano_path, tmp_path):
-    save_adapter(tmp_path, nano_path, seed=3)
-    base = service.generate("12 34", GREEDY)
-    lora = service.generate("12 34", GREEDY, lora_request=LoRARequest("mine", 1, str(tmp_path)))
-    assert lora.outputs[0].logprobs[0] != base.outputs[0].logprobs[0]
-    again = service.generate("12 34", GREEDY)
-    assert again.outputs[0].token_ids == base.outputs[0].token_ids
-
-
 def test_an_adapter_that_was_saved_again_serves_its_new_weights_and_meets_no_kv_of_the_old(
     service, nano_path, tmp_path
 ):

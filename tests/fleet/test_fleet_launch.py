@@ -263,7 +263,7 @@ async def test_more_requests_than_a_shells_limit_of_open_files() -> None:
     assert (out, launcher.returncode) == (b"200\n", 0), err.decode()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])  # others: test_cli_serve.py
 async def test_when_the_launcher_ends_nothing_is_left(number: signal.Signals, tmp_path: Path) -> None:
     then = "update" if number is signal.SIGKILL else "wait"
     launcher = await asyncio.create_subprocess_exec(
