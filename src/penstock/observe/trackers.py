@@ -62,7 +62,7 @@ class Wandb:
     def __init__(self, config: RunConfig, folder: RunFolder) -> None:
         import wandb  # noqa: PLC0415 - optional  # pyright: ignore[reportMissingImports]
 
-        self._run: Any = wandb.init(
+        self._run: Any = wandb.init(  # pyright: ignore[reportUnknownMemberType]
             dir=str(folder.path), name=config.name, group=config.name, config=config.model_dump(mode="json")
         )
 

@@ -128,7 +128,8 @@ class RequestHooks:
 
     def _made_by(self, sample: SampleProgress) -> tuple[int, Notes | None]:
         kept, tuned = self.kept.notes(sample.state.request_id), self.versions.notes_of(sample.state, sample.core)
-        return self.versions.of_newest(sample.state), {**(kept or {}), **(tuned or {})} or None
+        notes: Notes = {**(kept or {}), **(tuned or {})}
+        return self.versions.of_newest(sample.state), notes or None
 
     async def _add_to_core(self, processor: Any, core: Any, add_request_async: Any, request: Any) -> None:
         in_flight = CURRENT.get()
