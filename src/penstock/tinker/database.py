@@ -176,7 +176,7 @@ def _migrate(engine: Engine) -> None:
     scripts = ScriptDirectory(str(Path(__file__).parent / "migrations"))
 
     def steps(revision: Any, _context: Any) -> Any:
-        return scripts._upgrade_revs("head", revision)  # noqa: SLF001 - alembic's own `upgrade` has nothing else
+        return scripts._upgrade_revs("head", revision)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] - as alembic does
 
     with engine.begin() as connection:
         if engine.dialect.name == "postgresql":

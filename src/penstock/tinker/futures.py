@@ -95,7 +95,7 @@ class GoneError(Exception):
 class _Running:
     tenant: str
     done: asyncio.Future[Outcome]
-    cancel: Callable[[], None] | None = None
+    cancel: Callable[[], object] | None = None
 
 
 @dataclass(slots=True)
@@ -177,7 +177,8 @@ class Futures:
                 "id": operation.id, "tenant": operation.tenant, "kind": operation.kind, "scope": operation.scope,
                 "executor": runs, "state": PENDING, "body": operation.body, "arrived": time.time(),
             }  # fmt: skip
-            return int(connection.execute(insert(futures).values(values)).inserted_primary_key[0])
+            added = insert(futures).values(values).returning(futures.c.number)
+            return int(connection.execute(added).scalar_one())
 
         number = await self._database.run(work)
         if number is None:
@@ -202,7 +203,7 @@ class Futures:
 
         await self._database.run(work)
 
-    def on_cancel(self, request_id: str, cancel: Callable[[], None]) -> None:
+    def on_cancel(self, request_id: str, cancel: Callable[[], object]) -> None:
         """Say how an operation that has begun is cancelled."""
         if (running := self._running.get(request_id)) is not None:
             running.cancel = cancel

@@ -66,11 +66,7 @@ class LearnerClient:
         """Return what the learner holds: by model id, `steps` and what it was last saved as."""
         _, _, data = await self._call("GET", "/models", ANSWER_S)
         with reading("models of the learner", EngineError):
-            given: Any = orjson.loads(data)
-            listed = given["models"] if isinstance(given, dict) and "models" in given else given
-            if isinstance(listed, dict):
-                return cast("dict[str, Mapping[str, Any]]", listed)
-            return {str(model["model_id"]): model for model in listed}
+            return dict(cast("Mapping[str, Mapping[str, Any]]", orjson.loads(data)))
 
     async def returned(self) -> str:
         """Wait until the learner answers; returns a value that another start of it changes.

@@ -240,7 +240,7 @@ class _Request:
     def _add_prompt(self, response: Any, positions: Sequence[Mapping[str, Any] | None]) -> None:
         logprobs, rows = array("f"), list[list[tuple[int, float]]]()
         for place, (token, entries) in enumerate(zip(self.prompt, positions, strict=True)):
-            known = entries if entries is not None and place >= self.prompt_from else {}
+            known: Mapping[str, Any] = entries if entries is not None and place >= self.prompt_from else {}
             logprobs.append(float(known[str(token)]["logprob"]) if known else math.nan)
             rows.append(_best([(int(t), e["logprob"], e["rank"]) for t, e in known.items()], self.prompt_top or 0))
         response.prompt_logprobs = logprobs.tobytes()

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import UserError
 
+__all__ = ["JSON_TYPE", "PROTO_TYPE", "pb"]
+
 PROTO_TYPE = "application/x-protobuf"
 JSON_TYPE = "application/json"
 _FILE = Path("proto", "tinker_public_pb2.py")
