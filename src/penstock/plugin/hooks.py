@@ -127,8 +127,9 @@ class RequestHooks:
         return in_flight.lighten(output)
 
     def _made_by(self, sample: SampleProgress) -> tuple[int, Notes | None]:
-        kept, tuned = self.kept.notes(sample.state.request_id), self.versions.notes_of(sample.state, sample.core)
-        notes: Notes = {**(kept or {}), **(tuned or {})}
+        notes = Notes()
+        for some in (self.kept.notes(sample.state.request_id), self.versions.notes_of(sample.state, sample.core)):
+            notes.update(some or Notes())
         return self.versions.of_newest(sample.state), notes or None
 
     async def _add_to_core(self, processor: Any, core: Any, add_request_async: Any, request: Any) -> None:

@@ -135,9 +135,8 @@ def collate(data: Sequence[Datum], loss: LossSpec, indices: Sequence[int] = ()) 
     if len({datum.reference is not None for datum in data}) > 1:
         raise UserError("some data have reference logprobs and others do not; give them to all or to none")
     if len({frozenset(datum.extra) for datum in data}) > 1:
-        raise UserError(
-            f"the data have different extra values; each needs {sorted(set().union(*(d.extra for d in data)))}"
-        )
+        wanted = sorted({name for datum in data for name in datum.extra})
+        raise UserError(f"the data have different extra values; each needs {wanted}")
     at = (range(len(d.input_ids)) if d.positions is None else d.positions for d in data)
     return MicroBatch(
         input_ids_1_L=torch.cat([torch.as_tensor(datum.input_ids, dtype=torch.long) for datum in data]).unsqueeze(0),

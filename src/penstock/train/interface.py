@@ -46,7 +46,8 @@ class Datum:
     extra: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
 
     def __post_init__(self) -> None:
-        fields = {name: getattr(self, name) for name in self.__slots__ if name != "extra"} | self.extra
+        fields: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__ if name != "extra"}
+        fields.update(self.extra)
         if self.positions is not None:
             del fields["input_ids"]
         lengths = {name: len(values) for name, values in fields.items() if values is not None}
