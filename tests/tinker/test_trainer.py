@@ -21,7 +21,7 @@ from penstock.config import LoraConfig, TrainConfig
 from penstock.errors import UserError
 from penstock.tinker.learner_process import spec_of
 from penstock.tinker.models import Models
-from penstock.tinker.trainer import Sizes, decode, encode
+from penstock.tinker.trainer import Sizes, decode, encode, joined
 from penstock.train.interface import AdamSpec
 from penstock.train.learner import LocalLearner
 from tinker import types
@@ -192,6 +192,24 @@ def test_several_targets_a_token_are_summed_as_plain_peft_sums_them(base: str, t
     torch.testing.assert_close(gradients(models), want, rtol=1e-3, atol=2e-4)
 
 
+def test_a_batch_in_parts_is_the_whole_batch(base: str, tmp_path: Path):
+    models, body = trained(base, tmp_path), request("cross_entropy", data_of(7, 9, weights=normal(1.0)))
+    batch = decode(body, SIZES)
+    parts = list(batch.parts(30))
+    lengths = [sum(len(datum.input_ids) for datum in part.data) for part in parts]
+    assert len(parts) > 1
+    assert max(lengths) <= 30
+    assert len(list(batch.parts(1))) == 9
+    found = deserialize_forward_backward_output(encode(batch, joined([models.run("m", part) for part in parts])))
+    in_parts = gradients(models)
+    models.step("m", AdamSpec(learning_rate=0.0))
+    whole = done(models, body)
+    torch.testing.assert_close(gradients(models), in_parts, rtol=1e-4, atol=1e-5)
+    assert found.metrics == pytest.approx(whole.metrics, rel=1e-5)
+    for one, other in zip(found.loss_fn_outputs, whole.loss_fn_outputs, strict=True):
+        np.testing.assert_allclose(one["logprobs"].to_numpy(), other["logprobs"].to_numpy(), atol=1e-5)
+
+
 def test_a_sparse_tensor_beside_a_dense_one_keeps_token_0(base: str, tmp_path: Path):
     models = trained(base, tmp_path)
     targets = types.TensorData([5], "int64", [2, 8], sparse_crow_indices=[0, 1, 1], sparse_col_indices=[2])
@@ -312,6 +330,18 @@ def test_a_model_comes_back_as_it_was_last_saved_even_if_that_was_deleted(base: 
     third = models_of(base, tmp_path)
     third.restore()
     assert third.status().keys() == {"other"}
+
+
+def test_a_model_that_cannot_be_read_holds_up_no_other(base: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    models = trained(base, tmp_path)
+    models.save("m", tmp_path / "a")
+    models.create("other", spec_of({"rank": 2}))
+    (next((tmp_path / "models" / "m" / "last" / "state").glob("*.distcp"))).write_bytes(b"damaged")
+    again = models_of(base, tmp_path)
+    again.restore()
+    assert again.status().keys() == {"other"}
+    assert "a model is lost, as its files cannot be read" in caplog.text
+    again.create("m", spec_of({"rank": 4}))
 
 
 def test_a_checkpoint_is_loaded_with_its_optimiser_or_without(base: str, tmp_path: Path):

@@ -226,6 +226,13 @@ async def test_adapters_on_two_ranks_are_those_of_one_process(group: RankGroup, 
     again.create_adapter("a", LoraSpec(rank=2))
     again.load("a", path, checkpoint.load(path)[1])
     same(dict(two.learner.weights("a")), dict(again.weights("a")))
+    two.learner.create_adapter("c", LoraSpec(rank=2))
+    two.learner.set_adapter("c", dict(two.learner.weights("a")))
+    for adapter in ("c", "a"):  # every rank has it: they compute together
+        two.learner.forward_backward(adapter, loss, data)
+    same(dict(two.learner.weights("a")), dict(two.learner.weights("c")))
+    with pytest.raises(UserError, match="has the shape None, and this model's"):
+        two.learner.set_adapter("c", {})
     two.learner.drop_adapter("a")
     with pytest.raises(UserError, match="no adapter 'a'"):
         two.learner.forward("a", loss, data)

@@ -20,6 +20,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -40,7 +41,7 @@ from penstock.settings import Section
 from penstock.tinker.children import run_child
 from penstock.tinker.models import ALPHA, Models
 from penstock.tinker.schema import JSON_TYPE, PROTO_TYPE
-from penstock.tinker.trainer import Sizes, decode, encode
+from penstock.tinker.trainer import Sizes, decode, encode, joined
 from penstock.train.interface import AdamSpec, Learner, LoraSpec
 from penstock.train.ranks import Ranks
 
@@ -49,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 MOST_KEPT, MOST_KEPT_BYTES = 4096, 1 << 30
 """Answers that are kept for requests that come again."""
+TURN = 4
+"""Micro-batches of one model before another has its turn."""
 ADAPTER_S = 120.0
 """Deadline of an adapter on every engine."""
 _LOST = 70
@@ -140,6 +143,7 @@ class Operations:
         answers: kept for requests that come again.
         sizes: bounds of the base model.
         thread: the learner's one.
+        turn_tokens: of a large batch so many are evaluated before other models have a turn.
     """
 
     models: Models
@@ -147,6 +151,7 @@ class Operations:
     answers: Answers
     sizes: Sizes
     thread: ThreadPoolExecutor
+    turn_tokens: int = 65_536
     _running: dict[str, asyncio.Task[Answer]] = field(default_factory=dict[str, asyncio.Task[Answer]])
     _turns: dict[str, asyncio.Lock] = field(default_factory=dict[str, asyncio.Lock])
 
@@ -214,11 +219,11 @@ class Operations:
         return Answer.of_json({"model_id": model, "type": "create_model"})
 
     async def _evaluate(self, model: str, body: bytes) -> Answer:
-        def work() -> bytes:
-            batch = decode(body, self.sizes)
-            return encode(batch, self.models.run(model, batch))
-
-        return Answer(200, PROTO_TYPE, await self._in_thread(work))
+        batch = await self._in_thread(lambda: decode(body, self.sizes))
+        # Between two parts other models have their turns.
+        parts = batch.parts(self.turn_tokens)
+        found = [await self._in_thread(partial(self.models.run, model, part)) for part in parts]
+        return Answer(200, PROTO_TYPE, await self._in_thread(lambda: encode(batch, joined(found))))
 
     async def _step(self, model: str, body: bytes) -> Answer:
         values = _values(body)
@@ -323,8 +328,9 @@ async def _serve(given: str) -> AsyncGenerator[str]:
         async def call(name: str, /, **arguments: Any) -> Any:
             return (await client.order(name, **arguments))[0]
 
-        sizes = Sizes(options.vocabulary, options.max_tokens)
-        app = build_app(Operations(models, RemoteAdapters(call), Answers(options.folder / "answers"), sizes, thread))
+        sizes, kept = Sizes(options.vocabulary, options.max_tokens), Answers(options.folder / "answers")
+        turn = TURN * options.train.micro_batch_tokens
+        app = build_app(Operations(models, RemoteAdapters(call), kept, sizes, thread, turn))
         watch = asyncio.create_task(_end_with(ranks), name="watch-ranks")
         stack.push_async_callback(cancelled, watch)
         await stack.enter_async_context(serving_app(app, listening_at(options.socket, "the learner"), "the learner"))

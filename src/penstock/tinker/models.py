@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -20,6 +21,8 @@ from penstock.process import shortage
 from penstock.tinker.trainer import Batch
 from penstock.train.interface import AdamSpec, Learner, LoraSpec, Outputs, StepFigures
 from penstock.weights.adapter_files import SETTINGS, TENSORS
+
+logger = logging.getLogger(__name__)
 
 FORMAT = "penstock-tinker-1"
 RECORD, STATE, LAST = "penstock.json", "state", "last"
@@ -67,21 +70,29 @@ class Models:
     def restore(self) -> None:
         """Bring every model back as it was last saved, or as it was created where it never was.
 
-        Raises:
-            CheckpointError: a file cannot be read.
+        One whose files cannot be read is left out, and said in the log: the others are not held up by it.
         """
         for old in self.folder.glob(f"{_OLD}*"):  # a kill came while its successor was written
             home = old.with_name(old.name.removeprefix(_OLD))
             shutil.rmtree(old) if home.exists() else old.rename(home)
         for record in sorted(self.folder.glob(f"[!.]*/{RECORD}")):
-            values = _read(record)
-            with reading(f"record {record}", CheckpointError):
-                name, spec, saved = str(values["model_id"]), LoraSpec(**values["spec"]), values["saved"]
-                steps = int(values["saved_steps"])
+            try:
+                self._restore(record)
+            except CheckpointError as error:
+                logger.warning("a model is lost, as its files cannot be read: %s", error)
+
+    def _restore(self, record: Path) -> None:
+        values, last = _read(record), record.parent / LAST
+        with reading(f"record {record}", CheckpointError):
+            name, spec, saved = str(values["model_id"]), LoraSpec(**values["spec"]), values["saved"]
+            steps = int(values["saved_steps"])
+        with ExitStack() as failed:
             self.learner.create_adapter(name, spec)
+            failed.callback(self.learner.drop_adapter, name)
             if saved is not None:
-                self._load(name, record.parent / LAST, optimizer=(record.parent / LAST / STATE).is_dir())
-            self.live[name] = Model(spec, steps, saved, steps)
+                self._load(name, last, optimizer=(last / STATE).is_dir())
+            failed.pop_all()
+        self.live[name] = Model(spec, steps, saved, steps)
 
     def create(self, name: str, spec: LoraSpec) -> None:
         """Add a model that answers as the base does.

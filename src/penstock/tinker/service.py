@@ -23,7 +23,7 @@ from penstock.process import shortage
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 from penstock.tinker.children import SupervisedChild
 
-API_START_S = 60.0
+API_START_S = 300.0
 SHARED_GPU = 0.4
 """Share of its memory that engines take of the only GPU, where nothing else was asked for."""
 MAX_LORAS, MAX_RANK = 8, 32

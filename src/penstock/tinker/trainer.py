@@ -8,7 +8,7 @@ A request is checked whole before anything is computed, so that it either fails 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, cast
@@ -84,6 +84,23 @@ class Batch:
     loss: LossSpec
     data: Sequence[Datum]
     cells: Sequence[tuple[tuple[int, ...], Array | None]]
+
+    def parts(self, tokens: int) -> Iterator[Batch]:
+        """Split it into batches of at most so many tokens, and of at least one datum, in order."""
+        first, filled = 0, 0
+        for index, datum in enumerate(self.data):
+            length = len(datum.input_ids)
+            if index > first and filled + length > tokens:
+                yield replace(self, data=self.data[first:index], cells=self.cells[first:index])
+                first, filled = index, 0
+            filled += length
+        yield replace(self, data=self.data[first:], cells=self.cells[first:])
+
+
+def joined(found: Sequence[Outputs]) -> Outputs:
+    """Return what a batch gave whose parts gave these; only sums of losses are kept."""
+    losses = {part: sum(outputs.losses.get(part, 0.0) for outputs in found) for part in found[0].losses}
+    return Outputs([row for outputs in found for row in outputs.logprobs], losses, {}, {})
 
 
 def decode(body: bytes, sizes: Sizes) -> Batch:
