@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zstandard
-from tinker_rig import KEY, OTHER_KEY, Rig, parts, rig, until
+from tinker_rig import KEY, OTHER_KEY, Rig, fleet_of, parts, rig, until
 
 from penstock.errors import ConfigError
 from penstock.tinker import futures
@@ -236,6 +237,19 @@ async def test_without_engines_a_sample_fails_with_the_reason(tmp_path: Path) ->
     async with parts(tmp_path) as found, found.process(fleet=None) as service:
         failed = await service.sample(await service.sampler(await service.session()))
         assert "no process on its database has named a fleet" in failed["error"]
+
+
+async def test_another_fleet_that_the_database_names_takes_over(tmp_path: Path) -> None:
+    async with AsyncExitStack() as first:
+        gone, _ = await first.enter_async_context(fleet_of())
+        async with rig(tmp_path, fleet=gone.url) as service:
+            sampler = await service.sampler(await service.session())
+            assert len((await service.sample(sampler, 1)).sequences) == 1
+            await first.aclose()
+            database = Database(service.options.database)
+            await Sessions(database).tell("fleet", {"proxy_url": service.fleet.url})
+            assert len((await service.sample(sampler, 2)).sequences) == 1
+            await database.close()
 
 
 async def test_an_abandoned_sample_is_cancelled(tmp_path: Path) -> None:

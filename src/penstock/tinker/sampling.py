@@ -18,6 +18,7 @@ from penstock.engine.partial import Partial, whole_of
 from penstock.engine.request import Continuation
 from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, UserError
 from penstock.fleet.fleet import Fleet
+from penstock.fleet.member import State
 from penstock.parsing import reading
 from penstock.tinker.futures import Operation, Outcome
 from penstock.tinker.requests import SampleBody
@@ -30,6 +31,8 @@ MOST_TOP = 20
 """vLLM's own bound on logprobs of a position."""
 LOADS = 8
 """An adapter that others keep evicting is loaded so often for one sample."""
+RECONNECTS = 2
+"""Of one sample, where the owner of the fleet did not answer in time, or is another one now."""
 LOAD_S = 120.0
 REQUEST_S = 6 * 3600.0
 NO_TOKEN, NO_LOGPROB = 0, -99999.0
@@ -60,6 +63,7 @@ class FleetLink:
     def __init__(self, url: Callable[[], Awaitable[str | None]]) -> None:
         self._url = url
         self._fleet: Fleet | None = None
+        self._left: list[Fleet] = []
         self._opening = asyncio.Lock()
         self._loading: dict[str, asyncio.Task[Any]] = {}
 
@@ -91,16 +95,19 @@ class FleetLink:
             task.add_done_callback(lambda _: self._loading.pop(name, None))
         await asyncio.shield(task)
 
-    async def forget(self, fleet: Fleet) -> None:
-        """Connect anew the next time: the owner may have gone, and another have come."""
+    async def lost(self, fleet: Fleet) -> bool:
+        """Return whether `fleet` is no use any more: its owner went, or hung. The next call connects anew."""
         if self._fleet is fleet:
+            if any(engine.state is not State.DEAD for engine in await fleet.engines(stats=False)):
+                return False
             self._fleet = None
-            await fleet.teardown()
+            self._left.append(fleet)  # others may still wait for answers over it
+        return True
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._fleet is not None:
-            await self._fleet.teardown()
+        for fleet in [*self._left, *([] if self._fleet is None else [self._fleet])]:
+            await fleet.teardown()
 
 
 class Sampling:
@@ -116,17 +123,19 @@ class Sampling:
             PenstockError: the engines failed, or the request asks for what they cannot do.
         """
         body = SampleBody.of(operation.body)
-        fleet = await self._link.fleet()
-        request = _Request.of(body, fleet.data.vocab_size)
-        try:
-            answers = await self._answers(fleet, request, source)
-        except EngineDeadError:
-            await self._link.forget(fleet)
-            raise
-        except EngineHTTPError as error:
-            theirs = error.status in {_BAD, _UNPROCESSABLE}
-            return Outcome(error=str(error), category="user" if theirs else "server")
-        return Outcome(request.response(answers).SerializeToString(), PROTO_TYPE)
+        for left in range(RECONNECTS, -1, -1):
+            fleet = await self._link.fleet()
+            request = _Request.of(body, fleet.data.vocab_size)
+            try:
+                answers = await self._answers(fleet, request, source)
+                return Outcome(request.response(answers).SerializeToString(), PROTO_TYPE)
+            except EngineDeadError:
+                if not left or not await self._link.lost(fleet):
+                    raise
+            except EngineHTTPError as error:
+                theirs = error.status in {_BAD, _UNPROCESSABLE}
+                return Outcome(error=str(error), category="user" if theirs else "server")
+        raise AssertionError("the last attempt returns or raises")
 
     async def _answers(self, fleet: Fleet, request: _Request, source: Source) -> list[_Answer]:
         group = secrets.token_hex(8) if request.samples > 1 else None

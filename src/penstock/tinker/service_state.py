@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock.aio import cancelled
 from penstock.errors import PenstockError, StateError
+from penstock.fleet.fleet import Fleet
 from penstock.tinker.checkpoints import Checkpoints, delete_folder
 from penstock.tinker.database import Database
 from penstock.tinker.futures import HOLD_S, SAMPLE, Futures, Operation, Outcome, settled
@@ -123,6 +124,7 @@ class ServiceState:
     async def describe_fleet(self) -> None:
         """Tell the other processes, for ever, which router, engines and adapters there are."""
         told: Any = None
+        fleet: Fleet | None = None
         while True:
             try:
                 fleet = await self.link.fleet()
@@ -134,6 +136,8 @@ class ServiceState:
                     told = value
             except PenstockError as error:  # the engines may be back the next time
                 logger.warning("the engines cannot be listed: %s", error)
+                if fleet is not None:
+                    await self.link.lost(fleet)
             await asyncio.sleep(DESCRIBE_S)
 
     async def sweep(self) -> None:
