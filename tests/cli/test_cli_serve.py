@@ -206,6 +206,7 @@ def test_plot_draws_a_run(tmp_path: Path) -> None:
     )
     done = penstock("plot", tmp_path)
     assert done.returncode == 0
-    files = [Path(line) for line in done.stdout.split()]
+    *files, trace = [Path(line) for line in done.stdout.split()]
+    assert trace == tmp_path / "trace.json"
     assert len(files) == 6
     assert all(file.parent == tmp_path / "plots" and file.stat().st_size > 1000 for file in files)
