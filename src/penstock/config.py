@@ -256,11 +256,12 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunCo
             raise ConfigError(f"{file} must hold a mapping of sections, not {type(loaded).__name__}")
         tree = cast("dict[str, Any]", loaded)
     for override in overrides:
-        _apply_override(tree, override)
+        apply_override(tree, override)
     return validate(RunConfig, tree)
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one `section.key=value` in a tree of sections; the value is YAML. ConfigError: it has another form."""
     key, eq, text = override.partition("=")
     if not eq or not key:
         raise ConfigError(f"override {override!r} is not of the form section.key=value")

@@ -31,7 +31,7 @@ def test_version() -> None:
 def test_help_names_every_command_and_is_what_no_command_shows() -> None:
     done = penstock("--help")
     assert done.returncode == 0
-    for command in ("serve", "gateway", "tinker", "status", "train", "plot", "sim", "fleet"):
+    for command in ("serve", "gateway", "tinker", "status", "train", "plot", "sim", "fleet", "scenario"):
         assert f" {command} " in done.stdout
     assert penstock().stdout == done.stdout
 
@@ -79,6 +79,9 @@ def test_help_loads_nothing_heavy() -> None:
         (["tinker", "./nowhere", "--cpu", "--port", "0"], "./nowhere does not exist"),
         (["tinker", ".", "train.stepz=3", "--port", "0"], "'train.stepz'; did you mean 'steps'?"),
         (["plot", "nowhere"], "nowhere holds no run"),
+        (["scenario", "run", "nothing"], "there is no scenario 'nothing'; known: colocated-tp1"),
+        (["scenario", "run", "megatron", "--cpu"], "needs a Megatron learner, which is not there yet"),
+        (["scenario", "run", "async", "--cpu"], "no model in examples/models/sorter-0.8m: run from a checkout"),
         (["status", "nowhere"], "'nowhere' is not an address"),
         (["serve"], "MODEL"),
         (["serve", "m", "--sim", "max_modellen=3"], "did you mean 'max_model_len'?"),
@@ -168,7 +171,7 @@ def test_debug_shows_where_an_error_comes_from(tmp_path: Path) -> None:
 
 
 def test_groups_of_commands_alone_show_their_help() -> None:
-    for group in ((), ("fleet",)):
+    for group in ((), ("fleet",), ("scenario",)):
         done = penstock(*group)
         assert (done.returncode, done.stderr) == (0, "")
         assert "Usage: penstock" in done.stdout

@@ -15,6 +15,7 @@ from penstock import PenstockError, __version__
 from penstock.cli.common import Interrupted
 from penstock.cli.fleet import fleet
 from penstock.cli.gateway import gateway
+from penstock.cli.scenario import scenario
 from penstock.cli.serve import serve
 from penstock.cli.sim import sim
 from penstock.cli.status import status
@@ -44,6 +45,7 @@ for command in (serve, gateway, tinker, status, train, plot, sim):
     app.command()(command)
 app.command("tinker-api")(tinker_api)
 app.add_typer(fleet)
+app.add_typer(scenario)
 
 
 def _print_version(wanted: bool) -> None:
@@ -65,6 +67,7 @@ def root(
 
 
 @fleet.callback()
+@scenario.callback()
 def show_help(context: typer.Context) -> None:
     """Show the help if no command was given."""
     if context.invoked_subcommand is None:

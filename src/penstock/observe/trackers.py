@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -60,7 +61,7 @@ class Wandb:
     """
 
     def __init__(self, config: RunConfig, folder: RunFolder) -> None:
-        import wandb  # noqa: PLC0415 - optional  # pyright: ignore[reportMissingImports]
+        wandb: Any = import_module("wandb")
 
         self._run: Any = wandb.init(  # pyright: ignore[reportUnknownMemberType]
             dir=str(folder.path), name=config.name, group=config.name, config=config.model_dump(mode="json")

@@ -124,7 +124,7 @@ def decode(body: bytes, sizes: Sizes) -> Batch:
         raise UserError("forward_backward has no data; give at least one Datum")
     read = [_datum(f"datum {index}", given, request.loss_fn, sizes) for index, given in enumerate(request.data)]
     names = {name for datum, _ in read for name in datum.extra}
-    if lacking := [i for i, (datum, _) in enumerate(read) if datum.extra.keys() != names]:
+    if lacking := [i for i, (datum, _) in enumerate(read) if set(datum.extra) != names]:
         raise UserError(f"datum {lacking[0]} lacks {', '.join(sorted(names - read[lacking[0]][0].extra.keys()))}")
     return Batch(request.forward_only, spec, [datum for datum, _ in read], [cells for _, cells in read])
 
@@ -187,7 +187,7 @@ def _datum(what: str, given: Any, loss_fn: str, sizes: Sizes) -> tuple[Datum, tu
                 f"{what}: {name} has shape {list(tensor.shape)}, model_input has {len(tokens)} tokens and "
                 f"{TARGETS} shape {list(shape)}; give each token its targets, and all tensors one shape"
             )
-    if len(shape) > 2 or shape[-1] == 0 or (len(shape) == 2 and shape[1] > sizes.vocabulary):  # noqa: PLR2004 - [T, K]
+    if len(shape) > 2 or 0 in shape or (len(shape) == 2 and shape[1] > sizes.vocabulary):  # noqa: PLR2004 - [T, K]
         raise UserError(f"{what}: {TARGETS} has shape {list(shape)}; give [{len(tokens)}] or [{len(tokens)}, K]")
     if len(shape) == 2 and loss_fn != "cross_entropy":  # noqa: PLR2004
         raise UserError(f"{what}: {TARGETS} has shape {list(shape)}; only cross_entropy takes several targets a token")

@@ -1,0 +1,194 @@
+"""Schedules beside each other: samples a second under heavy-tailed lengths, and wall time to a fixed accuracy.
+
+    python benchmarks/schedules.py --profile gpu --seeds 0 1 2 --results FILE     two GPUs: one engine, one learner
+    python benchmarks/schedules.py --profile gpu --schedules colocated --results FILE    one GPU, in turns
+    python benchmarks/schedules.py --profile gpu --to-accuracy 0.6 --seeds 0 --results FILE
+    python benchmarks/schedules.py --quick                                        simulated engines
+
+Every run starts from the same weights; the engines stay up between runs. `--results` keeps a line for each run, so that
+seeds can be added later; the rows are medians over all of its lines. Lengths are drawn from a Pareto distribution by
+the prompt, so each schedule makes the same ones: most are short, a few reach `--max-tokens`. With `--to-accuracy` the
+policy decides its lengths itself, and accuracy is measured every `--every` steps.
+
+Bars: `async` makes at least 1.6 times the samples a second of `sync`, and `one_step_off` at least as many as `sync`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import itertools
+import json
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import _common
+from _common import Row
+
+from penstock.config import RunConfig
+from penstock.fleet.fleet import Fleet
+from penstock.observe.run_folder import RunFolder
+from penstock.observe.summary import Reporter
+from penstock.rollout.environment import load_environment
+from penstock.rollout.single_turn import SingleTurnGenerator
+from penstock.rollout.tokenizer import load_tokenizer
+from penstock.train.grpo import Trainee
+from penstock.train.interface import Learner
+from penstock.train.learner import LocalLearner
+from penstock.train.scenarios.table import BASE, MODEL, SIM
+from penstock.train.schedules import check_schedule
+from penstock.train.trainer import train
+from penstock.types import Sample, SamplingParams, SessionId
+
+TAIL = 1.2
+"""Exponent of the Pareto distribution: the mean exists, the variance does not."""
+ASYNC_BAR, ONE_STEP_BAR = 1.6, 1.0
+
+
+class HeavyTailed(SingleTurnGenerator):
+    """Responses of lengths that the prompt alone decides."""
+
+    async def _sample(
+        self, prompt_ids: Sequence[int], n: int, params: SamplingParams, session: SessionId | None
+    ) -> list[Sample]:
+        if params.temperature:  # evaluations are left alone
+            length = heavy_tailed(repr(list(prompt_ids)), params.max_tokens)
+            params = replace(params, max_tokens=length, ignore_eos=True)
+        return await super()._sample(prompt_ids, n, params, session)
+
+
+def heavy_tailed(name: str, most: int) -> int:
+    """Length in tokens, from `most / 32` to `most`, of a Pareto distribution; a function of `name`."""
+    draw = (int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) + 1) / 2**64
+    return min(most, max(1, math.ceil(most / 32 * draw ** (-1 / TAIL))))
+
+
+def config_of(given: argparse.Namespace, schedule: str, seed: int, folder: Path) -> RunConfig:
+    """The configuration of one run."""
+    tree: dict[str, Any] = {section: dict(keys) for section, keys in BASE.items()}
+    tree |= {"name": f"{schedule}-{seed}", "seed": seed, "run_dir": folder}
+    tree["engine"] |= {"model": str(given.model), "profile": given.profile, "max_model_len": given.max_tokens + 64}
+    if schedule == "colocated":
+        tree["engine"] |= {"enable_sleep_mode": True, "gpu_memory_utilization": 0.4}
+    if given.profile == "sim":
+        tree["engine"]["extra_args"] = {**SIM, "tokens-per-second": given.sim_tokens_per_second}
+    tree["fleet"] |= {"engines": given.engines}
+    tree["rollout"] |= {"groups_per_batch": given.groups, "max_tokens": given.max_tokens}
+    tree["train"] |= {
+        "steps": given.steps, "schedule": schedule, "max_staleness": 2,
+        "checkpoint_every": given.steps, "dtype": "auto", "micro_batch_tokens": 16_384,
+    }  # fmt: skip
+    tree["eval"] = {"size": 16 if given.to_accuracy is None else 512, "every": given.every if given.to_accuracy else 0}
+    return RunConfig.model_validate(tree)
+
+
+async def one_run(config: RunConfig, fleet: Fleet, learner: Learner, target: float | None) -> dict[str, Any]:
+    """Train once on engines that are up; the learner starts from the model, under the engines' next version."""
+    if fleet.weight_version:
+        learner.versions[None] = fleet.weight_version + 1
+    environment = load_environment(config.environment, config.seed)
+    params = SamplingParams(max_tokens=config.rollout.max_tokens)
+    generator = SingleTurnGenerator if target is not None else HeavyTailed
+    folder = RunFolder.create(config.run_dir / config.name, config)
+
+    async def loads() -> Mapping[str, int]:
+        return {engine.name: engine.outstanding for engine in (await fleet.router_admin.engines()).engines}
+
+    summary = await train(
+        config,
+        fleet,
+        learner=Trainee(learner, config.train, 1.0, config.rollout.max_tokens),
+        generator=generator(fleet, load_tokenizer(str(config.engine.model)), environment, params, 4096),
+        environment=environment,
+        folder=folder,
+        reporter=Reporter(),
+        loads=loads,
+    )
+    rows = folder.metrics()
+    ends = dict(
+        zip((int(row["step"]) for row in rows), itertools.accumulate(r["seconds/step"] for r in rows), strict=True)
+    )
+    reached = [ends.get(step, 0.0) for step, value in summary.evaluations.items() if target and value >= target]
+    # The first step fills the pipeline, the last one has nothing to overlap with.
+    inner = rows[1:-1] or rows
+    return {
+        "schedule": config.train.schedule,
+        "seed": config.seed,
+        "samples_per_second": sum(r["samples"] for r in inner) / sum(r["seconds/step"] for r in inner),
+        "idle": dict(summary.idle),
+        "staleness_mean": statistics.fmean(row["staleness_mean"] for row in rows),
+        "target": target,
+        "seconds_to_target": min(reached, default=None),
+        "accuracy": summary.accuracy_after,
+    }
+
+
+async def measure(given: argparse.Namespace, folder: Path, results: Path) -> None:
+    """All schedules that share one layout, seed by seed; each run is written as it ends."""
+    first = config_of(given, given.schedules[0], given.seeds[0], folder)
+    check_schedule(first)
+    async with Fleet.launch(first.engine, fleet=first.fleet, router=first.router) as fleet:
+        for seed, schedule in itertools.product(given.seeds, given.schedules):
+            config = config_of(given, schedule, seed, folder)
+            learner = await asyncio.to_thread(
+                LocalLearner, str(given.model), config.train, seed=seed,
+                served_dtype=config.engine.dtype,
+            )  # fmt: skip
+            found = await one_run(config, fleet, learner, given.to_accuracy)
+            found |= {"profile": given.profile, "engines": given.engines}
+            _common.note(json.dumps(found))
+            with results.open("a") as out:
+                out.write(json.dumps(found) + "\n")
+
+
+def rows_of(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Compare the schedules of all runs; those to an accuracy by their time."""
+    rates: dict[str, list[float]] = {}
+    for run in runs:
+        if run["target"] is None:
+            rates.setdefault(run["schedule"], []).append(run["samples_per_second"])
+    middle = {schedule: statistics.median(found) for schedule, found in rates.items()}
+    bars = {"async": ASYNC_BAR, "one_step_off": ONE_STEP_BAR, "colocated": 0.0}
+    return [
+        _common.compare(f"{schedule}, samples/s by sync", middle[schedule], middle["sync"], bar=bar, want="at least")
+        for schedule, bar in bars.items()
+        if schedule in middle and "sync" in middle
+    ]
+
+
+def main() -> int:
+    """Measure, and print the document."""
+    options = _common.parser(__doc__ or "")
+    options.add_argument("--profile", choices=("sim", "cpu", "gpu"), default="sim")
+    options.add_argument("--schedules", nargs="+", default=["sync", "one_step_off", "async"])
+    options.add_argument("--seeds", nargs="+", type=int, default=[0])
+    options.add_argument("--model", type=Path, default=MODEL)
+    options.add_argument("--engines", type=int, default=1)
+    options.add_argument("--steps", type=int, default=20)
+    options.add_argument("--groups", type=int, default=32)
+    options.add_argument("--max-tokens", type=int, default=256)
+    options.add_argument("--sim-tokens-per-second", type=float, default=200.0, help="of each request")
+    options.add_argument("--to-accuracy", type=float)
+    options.add_argument("--every", type=int, default=5)
+    options.add_argument("--results", type=Path)
+    given = options.parse_args()
+    if given.quick:
+        given.steps, given.groups, given.max_tokens = 4, 4, 64
+    if "colocated" in given.schedules and len(given.schedules) > 1:
+        options.error("colocated has another layout than the others: measure it by itself, into the same --results")
+    with tempfile.TemporaryDirectory() as scratch:
+        results = given.results or Path(scratch) / "results.jsonl"
+        asyncio.run(measure(given, Path(scratch), results))
+        runs = [json.loads(line) for line in results.read_text().splitlines()]
+    return _common.report("schedules", rows_of(runs), runs=runs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

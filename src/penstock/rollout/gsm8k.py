@@ -1,0 +1,122 @@
+"""GSM8K by its hub name, or from a folder of the same shape: grade-school word problems with one number as answer."""
+
+# pyarrow and huggingface_hub ship partial types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from penstock.errors import ConfigError, UserError
+from penstock.parsing import parse_json
+from penstock.rollout.environment import Environment, Task
+
+HUB = "openai/gsm8k"
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+class GSM8K(Environment):
+    """The data set's own split: `train` is trained on, `test` is held out. 1.0 for a response that ends in the answer.
+
+    A response's answer is the number behind its last `####`, as in the data set; without one, its last number.
+
+    Args:
+        seed: of the order of the training tasks, which differs from pass to pass.
+        path: hub name, or a folder with `main/train-*.parquet` and `main/test-*.parquet` (as on the hub, needs pyarrow)
+            or with `train.jsonl` and `test.jsonl`.
+        instruction: put behind each question.
+
+    Raises:
+        ConfigError: no such data set, or one of another shape.
+    """
+
+    def __init__(
+        self, *, seed: int, path: str = HUB, instruction: str = "\nThink step by step; end with '#### ' and the answer."
+    ) -> None:
+        self.seed = seed
+        self._instruction = instruction
+        folder = Path(path).expanduser()
+        folder = folder if folder.is_dir() else _download(path)
+        self._train, self._test = (_rows(folder, split) for split in ("train", "test"))
+
+    def train_task(self, index: int) -> Task:
+        """Task `index` of the training stream: each pass over the data has an order of its own."""
+        passed, place = divmod(index, len(self._train))
+        # A multiplication by a number without a common factor is a permutation, and needs no list of the order.
+        size = len(self._train)
+        step = next(n for n in range(1 + (7919 * (self.seed + passed + 1)) % size, 2 * size + 2) if _coprime(n, size))
+        return self._task("train", (step * place + self.seed + passed) % size)
+
+    def heldout_tasks(self, n: int) -> list[Task]:
+        """The first `n` test problems. UserError: there are fewer."""
+        if n > len(self._test):
+            raise UserError(f"the data set has {len(self._test)} test problems and {n} were asked for (eval.size)")
+        return [self._task("test", row) for row in range(n)]
+
+    def reward(self, task: Task, response_text: str) -> float:
+        """1.0 where the response's answer is the task's."""
+        said = NUMBER.findall(response_text.rpartition("####")[2])
+        answer = said[0 if "####" in response_text else -1] if said else ""
+        return float(bool(answer) and _plain(answer) == task.metadata["answer"])
+
+    def _task(self, split: str, row: int) -> Task:
+        question, answer = (self._train if split == "train" else self._test)[row]
+        return Task(f"gsm8k/{split}/{row}", question + self._instruction, {"answer": answer})
+
+
+def _coprime(one: int, other: int) -> bool:
+    while other:
+        one, other = other, one % other
+    return one == 1
+
+
+def _plain(number: str) -> str:
+    """A number as text, such that equal ones are equal."""
+    plain = number.replace(",", "")
+    return plain.rstrip("0").rstrip(".") if "." in plain else plain
+
+
+def _rows(folder: Path, split: str) -> Sequence[tuple[str, str]]:
+    """Question and plain answer of each problem."""
+    lines = folder / f"{split}.jsonl"
+    if lines.is_file():
+        found: list[Any] = [
+            parse_json(line, f"{lines}, line {number}", ConfigError)
+            for number, line in enumerate(lines.read_text().splitlines(), start=1)
+        ]
+    else:
+        found = _parquet(sorted((folder / "main").glob(f"{split}-*.parquet")), folder, split)
+    try:
+        rows = [(str(row["question"]), NUMBER.findall(row["answer"].rpartition("####")[2])[0]) for row in found]
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ConfigError(
+            f"{folder} is no GSM8K: every row has a 'question' and an 'answer' that ends in '#### NUMBER' ({error!r})"
+        ) from error
+    if not rows:
+        raise ConfigError(f"{folder} has no problem in its split {split!r}")
+    return [(question, _plain(answer)) for question, answer in rows]
+
+
+def _parquet(files: Sequence[Path], folder: Path, split: str) -> list[Any]:
+    if not files:
+        raise ConfigError(f"{folder} has neither {split}.jsonl nor main/{split}-*.parquet")
+    try:
+        import pyarrow.parquet as pq  # noqa: PLC0415 - optional  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ConfigError("GSM8K from the hub is in parquet files: pip install pyarrow") from None
+    return [row for file in files for row in cast("Any", pq).read_table(file).to_pylist()]
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - optional
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=["main/*"], etag_timeout=10))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"no GSM8K at {name!r}: there is no such folder, and the Hugging Face hub gave {type(error).__name__}"
+        ) from error

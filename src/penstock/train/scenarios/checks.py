@@ -1,0 +1,104 @@
+"""Checklists of scenarios, and the result that is printed as one row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from penstock.config import RunConfig
+from penstock.observe.run_folder import RunFolder
+from penstock.observe.summary import Reporter, Summary, package_versions
+from penstock.types import UpdateReport
+
+GAIN = 0.10
+"""Held-out accuracy that the sorter gains, a fraction."""
+LOGPROB_BARS = {"cpu": 1e-4, "gpu": 2e-2}
+"""Largest |learner - engine logprob| at equal weights, nats, by the engines' profile. GPUs round fp32 products."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One point of a checklist: whether it holds, and the figure that says so."""
+
+    name: str
+    ok: bool
+    figure: str
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a scenario came to.
+
+    Attributes:
+        scenario: its name.
+        profile: of the engines.
+        checks: its checklist.
+        seconds: wall time, the engines' start included.
+    """
+
+    scenario: str
+    profile: str
+    checks: Sequence[Check]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether every check holds."""
+        return all(check.ok for check in self.checks)
+
+    def row(self) -> str:
+        """One line to read."""
+        points = ", ".join(f"{'' if check.ok else 'FAILED '}{check.name} {check.figure}" for check in self.checks)
+        return f"{self.scenario} ({self.profile}): {'ok' if self.ok else 'FAILED'} in {self.seconds:.0f} s: {points}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As in scenarios.jsonl, with the versions of packages."""
+        return {**asdict(self), "ok": self.ok, "versions": package_versions()}
+
+
+class UpdateRecorder(Reporter):
+    """Keeps the reports of updates."""
+
+    def __init__(self) -> None:
+        self.reports: list[UpdateReport] = []
+
+    def on_update(self, report: UpdateReport) -> None:
+        """See `Reporter`."""
+        self.reports.append(report)
+
+
+def training_checks(
+    config: RunConfig, summary: Summary, reports: Sequence[UpdateReport], *, engines: int, gains: bool
+) -> list[Check]:
+    """Check a whole run: engines, versions, checksums, staleness, logprobs, and what the policy learned."""
+    rows = RunFolder.open(config.run_dir / config.name).metrics()
+    made_it = [len(report.engines) for report in reports]
+    versions = [int(row["version"]) for row in rows]
+    first = 2 if config.train.lora is not None and not config.train.lora.merge else 1
+    oldest = max(row["staleness_max"] for row in rows)
+    checks = [
+        Check("engines", made_it == [engines] * config.train.steps, f"{min(made_it, default=0)} of {engines}"),
+        Check("versions", versions == list(range(first, first + config.train.steps)), f"{versions[0]}-{versions[-1]}"),
+        checksum_check(reports),
+        Check("staleness", oldest <= config.train.staleness, f"{oldest:.0f} of {config.train.staleness}"),
+    ]
+    if (bar := LOGPROB_BARS.get(config.engine.profile)) is not None:
+        gap = summary.logprob_difference
+        checks.append(Check("logprobs", gap is not None and gap <= bar, "none" if gap is None else f"{gap:.1e}"))
+    before, after = summary.accuracy_before or 0.0, summary.accuracy_after or 0.0
+    if gains and config.engine.profile in LOGPROB_BARS:
+        checks.append(Check("accuracy", after - before >= GAIN, f"{before:.1%} to {after:.1%}"))
+    return checks
+
+
+def checksum_check(reports: Sequence[UpdateReport]) -> Check:
+    """All engines of each update say the same of the weights in force."""
+    said = [{engine.checksum for engine in report.engines} for report in reports]
+    equal = sum(len(checksums) == 1 and all(checksums) for checksums in said)
+    return Check("checksums", equal == len(reports) > 0, f"{equal} of {len(reports)} equal")
+
+
+def length_check(lengths: Mapping[int, int], wanted: int) -> Check:
+    """Every answer has all of its tokens; `lengths` counts answers by their number of tokens."""
+    return Check("tokens", set(lengths) == {wanted}, " ".join(f"{n} of {length}" for length, n in lengths.items()))

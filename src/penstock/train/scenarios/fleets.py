@@ -1,0 +1,92 @@
+"""Scenarios without training: a pause that keeps requests, and the HTTP interface beside the token interface."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+
+from penstock.config import RunConfig
+from penstock.fleet.fleet import Fleet
+from penstock.rollout.environment import load_environment
+from penstock.rollout.tokenizer import load_tokenizer
+from penstock.train.interface import Datum
+from penstock.train.learner import LocalLearner
+from penstock.train.losses import LossSpec
+from penstock.train.scenarios.checks import LOGPROB_BARS, Check, length_check
+from penstock.types import PauseMode, SamplingParams
+
+PROMPTS = 16
+TOKENS = 96
+"""Of each answer: long enough that a pause finds all of them under way."""
+PAUSED_S = 1.0
+
+
+async def pause_keep(config: RunConfig) -> list[Check]:
+    """Pause requests in flight, keep them for a second, and let them go on."""
+    prompts = _prompts(config)
+    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    async with Fleet.launch(config.engine, fleet=config.fleet, router=config.router) as fleet:
+        asked = [asyncio.create_task(fleet.sample(prompt, 1, params)) for prompt in prompts]
+        while not await fleet.get_num_unfinished_requests():  # noqa: ASYNC110 - an engine says so when asked
+            await asyncio.sleep(0.01)
+        await fleet.pause_generation(PauseMode.KEEP, clear_cache=False)
+        before = sum(task.done() for task in asked)
+        await asyncio.sleep(PAUSED_S)
+        held = sum(task.done() for task in asked)
+        await fleet.resume_generation()
+        samples = [sample for samples in await asyncio.gather(*asked) for sample in samples]
+        engines = [status for status in await fleet.engines(stats=False) if status.state == "serving"]
+    checks = [
+        Check("engines", len(engines) == config.fleet.engines, f"{len(engines)} of {config.fleet.engines}"),
+        Check("paused", held == before < len(asked), f"{len(asked) - held} of {len(asked)} kept for {PAUSED_S:.0f} s"),
+        length_check(Counter(len(sample.token_ids) for sample in samples), TOKENS),
+        Check("versions", all(set(s.versions()) == {0} for s in samples), "0"),
+    ]
+    if (bar := LOGPROB_BARS.get(config.engine.profile)) is not None:
+        rows = [(prompt, s.token_ids, s.logprobs or ()) for prompt, s in zip(prompts, samples, strict=True)]
+        gap = await asyncio.to_thread(largest_gap, config, rows)
+        checks.append(Check("logprobs", gap <= bar, f"{gap:.1e}"))
+    return checks
+
+
+async def http_generator(config: RunConfig) -> list[Check]:
+    """Ask the same greedily by `/v1/completions` and by the token interface."""
+    prompts = _prompts(config)
+    params = SamplingParams(max_tokens=24, temperature=0.0)
+    async with Fleet.launch(config.engine, fleet=config.fleet, router=config.router) as fleet:
+        tokens = await asyncio.gather(*(fleet.sample(prompt, 1, params) for prompt in prompts))
+        name = config.engine.served_model_name or config.engine.model
+        bodies = [{"model": name, "prompt": list(p), "max_tokens": 24, "temperature": 0.0} for p in prompts]
+        answers = await asyncio.gather(*(fleet.completion(body) for body in bodies))
+    tokenizer = load_tokenizer(config.engine.tokenizer or config.engine.model)
+    texts = [tokenizer.decode(samples[0].token_ids) for samples in tokens]
+    same = sum(answer["choices"][0]["text"] == text for answer, text in zip(answers, texts, strict=True))
+    labelled = sum("weight_versions" in answer["choices"][0] for answer in answers)
+    return [
+        Check("answers", len(answers) == PROMPTS, str(len(answers))),
+        Check("texts", same == PROMPTS, f"{same} of {PROMPTS} equal"),
+        Check("versions", labelled == PROMPTS, f"on {labelled} of {PROMPTS}"),
+    ]
+
+
+def largest_gap(config: RunConfig, rows: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]]) -> float:
+    """Return the largest |learner - engine logprob|, nats, over `(prompt ids, response ids, logprobs)`."""
+    learner = LocalLearner(config.engine.model, config.train, seed=config.seed)
+    data: list[Datum] = []
+    for prompt, response, logprobs in rows:
+        ids, context = (*prompt, *response), (0.0,) * (len(prompt) - 1)
+        made = (1.0,) * len(response)
+        data.append(Datum(ids[:-1], ids[1:], (*context, *made), (*context, *logprobs), (*context, *made)))
+    found = learner.forward(None, LossSpec({}), data).logprobs
+    gaps = [
+        (ours[len(prompt) - 1 :] - ours.new_tensor(logprobs)).abs().max()
+        for ours, (prompt, _, logprobs) in zip(found, rows, strict=True)
+    ]
+    return float(max(gaps))
+
+
+def _prompts(config: RunConfig) -> list[tuple[int, ...]]:
+    environment = load_environment(config.environment, config.seed)
+    tokenizer = load_tokenizer(config.engine.tokenizer or config.engine.model)
+    return [tuple(tokenizer.encode(environment.train_task(i).prompt)) for i in range(PROMPTS)]

@@ -1,0 +1,92 @@
+"""Run one scenario and check it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+from penstock.config import RunConfig
+from penstock.engine.launch import EngineProcess
+from penstock.train.run import run
+from penstock.train.scenarios.checks import Check, Result, UpdateRecorder, training_checks
+from penstock.train.scenarios.fleets import http_generator, pause_keep
+from penstock.train.scenarios.table import Scenario
+
+RESULTS = "scenarios.jsonl"
+"""In the folder of runs: one row for each scenario that was run."""
+
+
+async def run_scenario(scenario: Scenario, config: RunConfig, *, data: Path | None = None) -> Result:
+    """Run it and check it; the result is added to `RESULTS` in `config.run_dir`.
+
+    Args:
+        scenario: see `SCENARIOS`.
+        config: of `Scenario.config`, with the caller's changes.
+        data: of `gsm8k`: a folder of GSM8K's shape; None: a generated stand-in.
+
+    Raises:
+        PenstockError: it could not be run to its end.
+    """
+    began = time.monotonic()
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    if scenario.name == "gsm8k":
+        options = {"path": str(data or stand_in(config.run_dir / "gsm8k-stand-in")), "instruction": ""}
+        config = config.model_copy(update={"environment": config.environment.model_copy(update={"options": options})})
+    checks = await KINDS[scenario.kind](scenario, config)
+    result = Result(scenario.name, config.engine.profile, checks, time.monotonic() - began)
+    with (config.run_dir / RESULTS).open("a") as out:
+        out.write(json.dumps(result.to_json()) + "\n")
+    return result
+
+
+async def _train(scenario: Scenario, config: RunConfig) -> list[Check]:
+    recorder = UpdateRecorder()
+    summary = await run(config, resume=False, fresh=True, reporter=recorder)
+    engines = config.fleet.engines + len(config.fleet.attach)
+    return training_checks(config, summary, recorder.reports, engines=engines, gains=scenario.gains)
+
+
+async def _remote_server(scenario: Scenario, config: RunConfig) -> list[Check]:
+    log_dir = config.run_dir / "remote-server-logs"
+    log_dir.mkdir(parents=True, exist_ok=True)
+    server = await EngineProcess.launch(config.engine, name="remote", log_dir=log_dir)
+    try:
+        tree = config.model_dump()
+        tree["fleet"]["attach"] = [{"url": server.url}]
+        checks = await _train(scenario, RunConfig.model_validate(tree))
+        ended = asyncio.create_task(server.wait())
+        await asyncio.sleep(0)
+        checks.append(Check("server", not ended.done(), "ended with the run" if ended.done() else "lives on"))
+    finally:
+        await server.stop(10.0)
+    return checks
+
+
+KINDS: Mapping[str, Callable[[Scenario, RunConfig], Awaitable[list[Check]]]] = {
+    "train": _train,
+    "remote_server": _remote_server,
+    "pause_keep": lambda _, config: pause_keep(config),
+    "http": lambda _, config: http_generator(config),
+}
+
+
+def stand_in(folder: Path) -> Path:
+    """Write a small data set of GSM8K's shape, made of sums in words; return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sums = random.Random(0).sample([(one, other) for one in range(2, 30) for other in range(2, 30)], 80)
+    for split, its in (("train", sums[:64]), ("test", sums[64:])):
+        lines = [
+            json.dumps(
+                {
+                    "question": f"Ann has {one} nuts and finds {other} more. How many nuts?",
+                    "answer": f"{one}+{other}={one + other}\n#### {one + other}",
+                }
+            )
+            for one, other in its
+        ]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder

@@ -1,0 +1,200 @@
+"""The table of scenarios: what each is, what it needs, and its keys over the base."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.config import RunConfig, apply_override
+from penstock.errors import UserError
+from penstock.settings import validate
+
+MODEL = Path("examples/models/sorter-0.8m")
+"""The policy that has half learned to sort; a checkout has it."""
+STEPS = 40
+"""Of a training scenario: the sorter gains 10 points in them."""
+
+BASE: Mapping[str, Mapping[str, Any]] = {
+    "engine": {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 256},
+    "fleet": {"engines": 2},
+    "environment": {
+        "name": "reasoning_gym",
+        "options": {
+            "dataset": "number_sorting", "compact": True, "min_numbers": 3, "max_numbers": 5, "min_value": 0,
+            "max_value": 99, "min_decimals": 0, "max_decimals": 0,
+        },
+    },
+    "rollout": {"groups_per_batch": 64, "group_size": 8, "max_tokens": 24},
+    "train": {
+        "steps": STEPS, "learning_rate": 2e-4, "max_staleness": 1, "micro_batch_tokens": 2048, "dtype": "float32",
+        "checkpoint_every": 20,
+    },
+    "eval": {"size": 512},
+}  # fmt: skip
+"""Of every scenario; the demo's job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One scenario.
+
+    Attributes:
+        name: on the command line.
+        what: one line.
+        keys: over `BASE`, by section.
+        gpus: that it needs; 0: vLLM's CPU build can run it.
+        kind: `train`, or the name of a check in `fleets.py`.
+        note: where its shape has fewer GPUs than the plan, and what stands in for what.
+        missing: part of Penstock that it needs and that is not there yet.
+        gains: the sorter's accuracy is expected to rise by `GAIN`.
+    """
+
+    name: str
+    what: str
+    keys: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, "Mapping[str, Any]"])
+    gpus: int = 0
+    kind: str = "train"
+    note: str = ""
+    missing: str = ""
+    gains: bool = True
+
+    def config(self, *, profile: str, run_dir: Path, model: Path = MODEL, overrides: Sequence[str] = ()) -> RunConfig:
+        """Return the whole configuration. UserError: there is no such model, or an override is wrong."""
+        if not model.is_dir():
+            raise UserError(f"no model in {model}: run from a checkout of Penstock, or give --model FOLDER")
+        tree: dict[str, Any] = {"name": self.name, "run_dir": run_dir}
+        for section in BASE:
+            tree[section] = deepcopy({**BASE[section], **self.keys.get(section, {})})  # overrides change it
+        tree["engine"] |= {"model": str(model), "profile": profile}
+        if profile != "gpu":
+            tree["train"]["threads"] = 1
+        if profile == "sim":
+            tree["engine"]["extra_args"] = dict(SIM)
+        for override in overrides:
+            apply_override(tree, override)
+        return validate(RunConfig, tree)
+
+
+SIM = {"vocab-size": 100, "eos-token-id": 2, "eos-share": 0.1, "tokens-per-second": 5000.0}
+"""Options of the simulated engine, which knows no model."""
+SLEEPING = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.5}
+LORA = {"enable_lora": True, "max_lora_rank": 16}
+
+SCENARIOS: Mapping[str, Scenario] = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario(
+            "colocated-tp1", "4 engines of TP1 and an FSDP2 learner of 4 ranks take turns on 4 GPUs",
+            {"train": {"schedule": "colocated", "ranks": 4}, "fleet": {"engines": 4}, "engine": SLEEPING}, gpus=4,
+        ),
+        Scenario("non-colocated", "learner and engines apart, in turns", {"train": {"schedule": "sync"}}),
+        Scenario(
+            "remote-server", "a vLLM server that another process started, attached by its address",
+            {"fleet": {"engines": 0}}, kind="remote_server",
+        ),
+        Scenario(
+            "one-step-off", "batch N + 1 is generated while the learner trains on batch N",
+            {"train": {"schedule": "one_step_off"}},
+        ),
+        Scenario("async", "weights change in flight, at most one version of staleness"),
+        Scenario(
+            "multi-turn", "two turns, tokens in and tokens out",
+            {
+                "environment": {"name": "penstock.train.scenarios.twice:SortTwice", "options": {}},
+                "rollout": {"groups_per_batch": 32, "max_tokens": 20, "max_turns": 2, "max_episode_tokens": 64},
+                "train": {"steps": 20},
+            },
+            gains=False, note="20 steps; the checklist asks for no gain",
+        ),
+        Scenario(
+            "http-generator", "OpenAI's completions over HTTP give the tokens of the token interface", kind="http"
+        ),
+        Scenario(
+            "colocated-tp2", "2 engines of TP2 and a learner of 4 ranks take turns on 4 GPUs",
+            {
+                "train": {"schedule": "colocated", "ranks": 4}, "fleet": {"engines": 2},
+                "engine": {**SLEEPING, "tensor_parallel_size": 2},
+            },
+            gpus=4,
+        ),
+        Scenario(
+            "megatron", "a Megatron learner of TP2 x PP2 beside engines", gpus=5, missing="a Megatron learner"
+        ),
+        Scenario(
+            "moe", "an engine of experts in parallel beside a mixture-of-experts learner", gpus=3,
+            missing="a learner of mixtures of experts",
+        ),
+        Scenario(
+            "lora", "an adapter is trained and served beside the base", {"train": {"lora": {"rank": 16},
+            "learning_rate": 2e-3}, "engine": LORA},
+        ),
+        Scenario(
+            "quantised", "int8 and fp8 engines under a bf16 learner", gpus=1, missing="updates of quantised engines"
+        ),
+        Scenario("pause-keep", "a pause keeps requests in flight, and they go on", kind="pause_keep"),
+        Scenario(
+            "native-sync", "vLLM's own weight transfer over NCCL", gpus=2, kind="native",
+            missing="a scenario over `update_named_weights`; tests/gpu/test_gpu_native.py has the calls",
+        ),
+        Scenario(
+            "cuda-ipc", "weights by CUDA IPC to an engine on the learner's GPU",
+            {
+                "fleet": {"engines": 1, "weight_transport": "cuda_ipc"},
+                "engine": {"gpu_memory_utilization": 0.4},
+            },
+            gpus=1,
+        ),
+        Scenario(
+            "gsm8k", "GSM8K's own files and reward",
+            {
+                "environment": {"name": "penstock.rollout.gsm8k:GSM8K", "options": {}},
+                "engine": {"max_model_len": 512},
+                "rollout": {"groups_per_batch": 4, "group_size": 2, "max_tokens": 64},
+                "train": {"steps": 2},
+                "eval": {"size": 8},
+            },
+            gains=False,
+            note="the sorter stands in for a model that can solve it, and a generated data set for GSM8K unless --data",
+        ),
+    )
+}  # fmt: skip
+"""By name, in the order of the plan."""
+
+
+def scenario_named(name: str) -> Scenario:
+    """Return a scenario. UserError: there is none of that name."""
+    if name not in SCENARIOS:
+        raise UserError(f"there is no scenario {name!r}; known: {', '.join(SCENARIOS)}")
+    return SCENARIOS[name]
+
+
+def check_machine(scenario: Scenario, profile: str) -> None:
+    """Refuse a scenario that this machine, or Penstock, cannot run.
+
+    Raises:
+        UserError: what is missing, in one line.
+    """
+    if scenario.missing:
+        raise UserError(
+            f"scenario {scenario.name} needs {scenario.missing}, which is not there yet (and {needs(scenario)})"
+        )
+    if scenario.gpus and profile != "gpu":
+        raise UserError(f"scenario {scenario.name} needs {needs(scenario)}: vLLM's CPU build cannot run it")
+    if profile != "gpu":
+        return
+    import torch  # noqa: PLC0415 - seconds
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus < max(scenario.gpus, 1):
+        advice = "" if scenario.gpus else "; give --cpu"
+        raise UserError(f"scenario {scenario.name} needs {needs(scenario)}, and this machine has {gpus}{advice}")
+
+
+def needs(scenario: Scenario) -> str:
+    """What a machine has to have."""
+    if not scenario.gpus:
+        return "a CPU, or an NVIDIA GPU"
+    return f"{scenario.gpus} NVIDIA GPU{'s' if scenario.gpus > 1 else ''}"

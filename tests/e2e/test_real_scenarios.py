@@ -1,0 +1,48 @@
+"""The scenarios that vLLM's CPU build can do, on real engines, and that all schedules learn alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.train.scenarios.run import run_scenario
+from penstock.train.scenarios.table import SCENARIOS
+
+pytestmark = pytest.mark.vllm
+
+MODEL = Path(__file__).parents[2] / "examples" / "models" / "sorter-0.8m"
+QUICK = ("pause-keep", "http-generator")
+"""Without training; they run in `make test` too."""
+TRAINED = [name for name, each in SCENARIOS.items() if not each.gpus and not each.missing and name not in QUICK]
+SCHEDULES = ("non-colocated", "one-step-off", "async")
+NOISE = 0.08
+"""Difference of held-out accuracies that is let pass: three standard errors of a difference at 512 tasks, 0.03 each."""
+
+
+@pytest.mark.parametrize("name", QUICK)
+async def test_a_quick_scenario_holds(name, tmp_path):
+    config = SCENARIOS[name].config(profile="cpu", run_dir=tmp_path, model=MODEL, overrides=["fleet.engines=1"])
+    result = await run_scenario(SCENARIOS[name], config)
+    assert result.ok, result.row()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in TRAINED if name not in SCHEDULES])
+async def test_a_scenario_holds(name, tmp_path):
+    result = await run_scenario(SCENARIOS[name], SCENARIOS[name].config(profile="cpu", run_dir=tmp_path, model=MODEL))
+    assert result.ok, result.row()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+async def test_every_schedule_gains_the_same_to_within_noise(tmp_path):
+    """Same task, same seed. Colocated needs GPUs; on simulated engines it equals synchronous apart row by row."""
+    after = {}
+    for name in SCHEDULES:
+        config = SCENARIOS[name].config(profile="cpu", run_dir=tmp_path, model=MODEL)
+        result = await run_scenario(SCENARIOS[name], config)
+        assert result.ok, result.row()
+        after[name] = json.loads((tmp_path / name / "summary.json").read_text())["accuracy_after"]
+    assert max(after.values()) - min(after.values()) <= NOISE, after

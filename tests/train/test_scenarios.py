@@ -1,0 +1,130 @@
+"""The scenarios: every configuration holds, what cannot run says so, each kind runs on simulated engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.config import EnvironmentConfig
+from penstock.errors import ConfigError, UserError
+from penstock.rollout.environment import load_environment
+from penstock.rollout.gsm8k import GSM8K
+from penstock.train.scenarios.run import RESULTS, run_scenario, stand_in
+from penstock.train.scenarios.table import SCENARIOS, check_machine, scenario_named
+from penstock.train.schedules import SCHEDULES, check_schedule
+
+MODEL = Path(__file__).parents[2] / "examples" / "models" / "sorter-0.8m"
+SHORT = ("train.steps=2", "rollout.groups_per_batch=2", "rollout.group_size=2", "eval.size=4")
+
+
+def test_there_are_the_sixteen_of_the_plan_and_every_schedule_is_among_them(tmp_path: Path) -> None:
+    assert len(SCENARIOS) == 16
+    configs = [each.config(profile="sim", run_dir=tmp_path, model=MODEL) for each in SCENARIOS.values()]
+    assert {config.train.schedule for config in configs} == set(SCHEDULES)
+    for config in configs:
+        check_schedule(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "profile", "gpus", "message"),
+    [
+        ("colocated-tp1", "cpu", 0, "needs 4 NVIDIA GPUs: vLLM's CPU build cannot run it"),
+        ("colocated-tp1", "gpu", 1, "needs 4 NVIDIA GPUs, and this machine has 1"),
+        ("async", "gpu", 0, "needs a CPU, or an NVIDIA GPU, and this machine has 0; give --cpu"),
+        ("megatron", "gpu", 8, r"needs a Megatron learner, which is not there yet \(and 5 NVIDIA GPUs\)"),
+        ("cuda-ipc", "gpu", 1, ""),
+        ("lora", "cpu", 0, ""),
+    ],
+)
+def test_what_a_machine_cannot_run_is_said_in_one_line(
+    name: str, profile: str, gpus: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    if message:
+        with pytest.raises(UserError, match=message) as caught:
+            check_machine(scenario_named(name), profile)
+        assert "\n" not in str(caught.value)
+    else:
+        check_machine(scenario_named(name), profile)
+
+
+def test_wrong_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no scenario 'asink'; known: colocated-tp1, non-colocated"):
+        scenario_named("asink")
+    with pytest.raises(UserError, match="no model in /nowhere"):
+        SCENARIOS["async"].config(profile="cpu", run_dir=tmp_path, model=Path("/nowhere"))
+
+
+@pytest.mark.parametrize("name", ["one-step-off", "multi-turn", "remote-server", "gsm8k"])
+async def test_a_training_scenario_runs_and_is_checked(name: str, tmp_path: Path) -> None:
+    chosen = SCENARIOS[name]
+    config = chosen.config(profile="sim", run_dir=tmp_path, model=MODEL, overrides=SHORT)
+    result = await run_scenario(chosen, config)
+    assert result.ok, result.row()
+    names = [check.name for check in result.checks]
+    assert names[:4] == ["engines", "versions", "checksums", "staleness"]
+    assert ("server" in names) == (name == "remote-server")
+    [row] = map(json.loads, (tmp_path / RESULTS).read_text().splitlines())
+    assert row["scenario"] == name
+    assert row["ok"] is True
+
+
+@pytest.mark.parametrize("name", ["pause-keep", "http-generator"])
+async def test_a_scenario_without_training_runs_and_is_checked(name: str, tmp_path: Path) -> None:
+    chosen = SCENARIOS[name]
+    overrides = ["engine.extra_args.tokens-per-second=100", "fleet.engines=1"]
+    config = chosen.config(profile="sim", run_dir=tmp_path, model=MODEL, overrides=overrides)
+    result = await run_scenario(chosen, config)
+    # The simulated engine's text is its own, not the tokenizer's.
+    assert all(check.ok for check in result.checks if check.name != "texts"), result.row()
+
+
+# --- GSM8K -----------------------------------------------------------------------------------------------------------
+
+
+def test_gsm8k_keeps_its_split_and_orders_each_pass_anew(tmp_path: Path) -> None:
+    environment = GSM8K(seed=3, path=str(stand_in(tmp_path)), instruction="")
+    passes = [[environment.train_task(64 * p + i).id for i in range(64)] for p in range(2)]
+    assert [len(set(ids)) for ids in passes] == [64, 64], "each problem once a pass"
+    assert passes[0] != passes[1]
+    heldout = environment.heldout_tasks(16)
+    assert not {task.prompt for task in heldout} & {environment.train_task(i).prompt for i in range(64)}
+    with pytest.raises(UserError, match="has 16 test problems and 17 were asked for"):
+        environment.heldout_tasks(17)
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("#### 1234", 1.0),
+        ("so 7 and then #### 1,234.", 1.0),
+        ("the answer is 1234.0", 1.0),
+        ("#### 12", 0.0),
+        ("1234 is wrong, #### 9", 0.0),
+        ("no number", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_gsm8k_scores_the_number_behind_the_mark_or_the_last_one(tmp_path: Path, response: str, reward: float) -> None:
+    for split in ("train", "test"):
+        row = {"question": "q?", "answer": "600*2=1200\n#### 1,234"}
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+    environment = load_environment(
+        EnvironmentConfig(name="penstock.rollout.gsm8k:GSM8K", options={"path": str(tmp_path)}), 0
+    )
+    assert environment.reward(environment.train_task(0), response) == reward
+
+
+def test_what_is_no_gsm8k_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"has neither train\.jsonl nor main/train-\*\.parquet"):
+        GSM8K(seed=0, path=str(tmp_path))
+    (tmp_path / "train.jsonl").write_text('{"question": "q", "answer": "no mark"}\n')
+    with pytest.raises(ConfigError, match="is no GSM8K: every row has"):
+        GSM8K(seed=0, path=str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match="no GSM8K at 'no/where'"):
+        GSM8K(seed=0, path="no/where")
