@@ -182,7 +182,7 @@ async def test_futures_outlive_the_process(tmp_path: Path) -> None:
             service.learner.hold = asyncio.Event()
             step, later = await service.step(model, 1), await service.step(model, 2)
             sample = await service.post("asample", service.sample_body(sampler))
-            url, headers = f"{service.url}api/v1/retrieve_future", {"X-API-Key": KEY}
+            url, headers = f"{service.url}/api/v1/retrieve_future", {"X-API-Key": KEY}
             poll = asyncio.create_task(found.http.post(url, json=step, headers=headers))
             await asyncio.sleep(0.5)
         assert (await poll).json()["type"] == "try_again", "the end of the process answers the polls that it holds"

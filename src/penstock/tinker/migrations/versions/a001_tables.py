@@ -13,6 +13,11 @@ BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 def upgrade() -> None:
     """Create them."""
+    _create_what_runs()
+    _create_what_is_kept()
+
+
+def _create_what_runs() -> None:
     op.create_table(
         "sessions",
         sa.Column("id", sa.String, primary_key=True),
@@ -57,6 +62,9 @@ def upgrade() -> None:
         sa.Column("retrieved", sa.Float),
         sa.Index("ix_futures_state", "state", "executor", "number"),
     )
+
+
+def _create_what_is_kept() -> None:
     op.create_table(
         "samplers",
         sa.Column("id", sa.String, primary_key=True),
