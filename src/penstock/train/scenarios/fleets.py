@@ -62,7 +62,7 @@ async def http_generator(config: RunConfig) -> list[Check]:
     tokenizer = load_tokenizer(config.engine.tokenizer or config.engine.model)
     texts = [tokenizer.decode(samples[0].token_ids) for samples in tokens]
     same = sum(answer["choices"][0]["text"] == text for answer, text in zip(answers, texts, strict=True))
-    labelled = sum("weight_versions" in answer["choices"][0] for answer in answers)
+    labelled = sum(bool(answer["choices"][0].get("weight_versions")) for answer in answers)
     return [
         Check("answers", len(answers) == PROMPTS, str(len(answers))),
         Check("texts", same == PROMPTS, f"{same} of {PROMPTS} equal"),
