@@ -133,11 +133,11 @@ async def test_every_request_has_an_answer_or_a_clear_error_and_the_counters_add
         assert +counted["errors"] == errors
         assert counted["cancelled"][""] == 0
 
-        again = counted["retries"]["refused"] + counted["retries"]["hung_up"]  # `stale` is the same engine once more
+        again = counted["retries"].total()
         unplaced = sum(errors.values()) - errors["engine_failed"]
         placed = sum(engine.requests for engine in state.engines)
         assert placed == requests + again - unplaced
-        assert outcomes["answered"] <= engines.finished <= engines.begun <= placed + counted["retries"]["stale"]
+        assert outcomes["answered"] <= engines.finished <= engines.begun <= placed
         assert engines.begun <= outcomes["answered"] + outcomes["broken"] + counted["retries"].total()
 
         assert engines.deaths > 0.9 * requests / EVERY

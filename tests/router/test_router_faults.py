@@ -224,18 +224,37 @@ async def test_a_session_follows_its_retry() -> None:
         assert (await (await r.client()).ask(headers="X-Session-ID: s\r\n")).body == other.name.encode()
 
 
-async def test_a_stale_connection_is_no_fault_of_its_engine() -> None:
+@pytest.mark.parametrize("warm", [False, True], ids=["fresh connections", "pooled connections"])
+async def test_a_request_ends_two_engines_at_most(*, warm: bool) -> None:
+    async def ends(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:
+        if seen.body == b"poison":
+            await backend.stop()
+        else:
+            await answer_name(backend, seen, reader, writer)
+
+    async with rig(*[ends] * 4, policy="round-robin") as r:
+        client = await r.client()
+        for _ in range(8 * warm):
+            assert (await client.ask()).status == 200
+        answer = await client.ask(body=b"poison")
+        assert (answer.status, answer.header("x-penstock-error")) == (502, "engines_failed")
+        poisoned = [sum(seen.body == b"poison" for seen in backend.seen) for backend in r.backends]
+        assert sorted(poisoned) == [0, 0, 1, 1]
+
+
+async def test_a_stale_connection_costs_no_request() -> None:
     async def once(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:
         await answer_name(backend, seen, reader, writer)
         await reader.readuntil(b"\r\n\r\n")  # the next request meets a connection that closes unanswered
         writer.close()
 
-    async with rig(once, answer_name, policy="sticky-least-loaded") as r:
-        r.backends[1].answer = once
+    async with rig(once, once, once, policy="sticky-least-loaded") as r:
         client = await r.client()
-        for _ in range(3):
-            answers = {(await client.ask(headers="X-Session-ID: s\r\n")).body for _ in range(2)}
-            assert len(answers) == 1  # on the same engine, on a fresh connection
+        answers = [(await client.ask(headers="X-Session-ID: s\r\n")).body for _ in range(6)]
+        assert answers[0] != answers[1], "it may be what ended the first engine"
+        await r.announce([r.backends[0].entry()])
+        answers = [(await client.ask(headers="X-Session-ID: s\r\n")).body for _ in range(6)]
+        assert answers == [b"e0"] * 6  # on a fresh connection of the only engine
 
 
 async def test_an_http_500_is_an_answer() -> None:

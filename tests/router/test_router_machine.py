@@ -57,10 +57,12 @@ class RouterMachine(RuleBasedStateMachine):
         self.world = World()
         world, find = self.world, Dispatcher.find
 
-        def judged(dispatcher: Dispatcher, request: RequestHead, tried: Sequence[Backend]) -> Backend | Lane:
-            found = find(dispatcher, request, tried)
+        def judged(
+            dispatcher: Dispatcher, request: RequestHead, tried: Sequence[Backend], spared: Backend | None
+        ) -> Backend | Lane:
+            found = find(dispatcher, request, tried, spared)
             if isinstance(found, Backend):
-                world.judge(request, tried, found)
+                world.judge(request, [engine for engine in tried if engine is not spared], found)
             return found
 
         self.patch = pytest.MonkeyPatch()

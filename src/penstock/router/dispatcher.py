@@ -109,12 +109,13 @@ class Dispatcher:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def find(self, request: RequestHead, tried: Sequence[Backend]) -> Backend | Lane:
+    def find(self, request: RequestHead, tried: Sequence[Backend], spared: Backend | None = None) -> Backend | Lane:
         """Return an engine, where the request counts from now on until it has `left`, or what it has to wait for.
 
         Args:
             request: its head.
             tried: engines that had it and broke it.
+            spared: one of them that gets it again if no other can.
 
         Raises:
             RefusalError: 502, only those that were tried could serve it.
@@ -132,7 +133,7 @@ class Dispatcher:
         name = self.placement.place(request, time.monotonic(), [b.name for b in tried] if tried else ())
         if name is None and tried:
             # What has come back under the name of an engine that died has not broken anything.
-            still = [backend.name for backend in tried if not backend.removed]
+            still = [backend.name for backend in tried if not backend.removed and backend is not spared]
             name = self.placement.place(request, time.monotonic(), still)
         if not isinstance(name, str):
             return self._lane(request, tried, name)

@@ -40,7 +40,7 @@ class Exchange(Waiter, ConnectionUser):
         self.backend: Backend | None = None
         """Where it is placed."""
         self.tried: list[Backend] = []
-        """Engines that took the request and closed the connection without an answer."""
+        """Engines that took the request, and then closed the connection without an answer or were dead."""
         self.gone = False
         """Nothing more is to be done: answered, broken, refused, or the client went away."""
         self.bytes_in = self.bytes_out = 0
@@ -64,8 +64,8 @@ class Exchange(Waiter, ConnectionUser):
         self._interim_bytes = 0
         self._submitted = False
         """Enough of its body has come, and the gate got it."""
-        self._stale = False
-        """It met a stale connection and had its second go at the same engine."""
+        self._spared: Backend | None = None
+        """One of `tried` that may only have closed an idle connection: it gets the request again if no other can."""
         self._head_sent = False
         """The client has the head of the engine's answer."""
         self._announced_close = self._by_close = False
@@ -125,7 +125,7 @@ class Exchange(Waiter, ConnectionUser):
     def try_place(self) -> Lane | None:
         """See `Waiter`."""
         try:
-            found = self._dispatcher.find(self.request, self.tried)
+            found = self._dispatcher.find(self.request, self.tried, self._spared)
         except RefusalError as refusal:
             self.refuse(refusal)
             return None
@@ -161,9 +161,9 @@ class Exchange(Waiter, ConnectionUser):
 
     # --- the way to the engine ---------------------------------------------------------------------------------------
 
-    def _connect(self, backend: Backend, *, fresh: bool = False) -> None:
-        """Send it on a connection of the pool; on a new one if `fresh`, or where none is idle."""
-        connection = None if fresh else backend.take()
+    def _connect(self, backend: Backend) -> None:
+        """Send it on a connection of the pool; on a new one where none is idle, or an engine has lost it before."""
+        connection = None if self.tried else backend.take()
         if connection is not None:
             self._send(connection)
         else:
@@ -291,13 +291,11 @@ class Exchange(Waiter, ConnectionUser):
 
     def _unanswered(self, connection: BackendConnection) -> None:
         """The engine closed the connection before the client had a byte of its answer."""
-        backend = connection.backend
-        if self._replay is None or self._stale or self.first_byte_at or not connection.reused or backend.removed:
-            self._lose(backend, "hung_up", "closed the connection unanswered")
-        else:  # most likely it had closed the idle connection before our bytes arrived
-            self._stale = True
-            self._dispatcher.metrics.retries["stale"] += 1
-            self._connect(backend, fresh=True)
+        # On a connection used before, it may have closed that one as idle before our bytes arrived, or died of them.
+        stale = connection.reused and not self.first_byte_at
+        if stale:
+            self._spared = connection.backend
+        self._lose(connection.backend, "stale" if stale else "hung_up", "closed the connection unanswered")
 
     def _died(self, cause: str) -> None:
         """The engine's answer says that its core is dead."""
@@ -313,7 +311,6 @@ class Exchange(Waiter, ConnectionUser):
         self._displace(backend)
         self.tried.append(backend)
         self.first_byte_at = 0.0
-        self._stale = False
         if again:
             self._dispatcher.retry(self, self.tried, reason)
         else:

@@ -96,8 +96,8 @@ class Metrics:
         self.rejected: Counter[str] = Counter()
         """What never became a request, by code: a bad head, a wrong key, an admin call that failed."""
         self.retries: Counter[str] = Counter()
-        """Second goes by reason. `stale`: an idle connection was closed when the request came, same engine; `refused`:
-        the engine took no connection; `hung_up`: it closed the connection without an answer."""
+        """Second goes by reason. `refused`: the engine took no connection; `hung_up`: it closed the connection without
+        an answer; `stale`: the same, on one that had been idle; `dead`: it answered that its core is dead."""
         self.bytes_in = 0
         self.bytes_out = 0
         """Payload towards engines, and answers towards clients, framing of bodies included."""
