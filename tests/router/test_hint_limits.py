@@ -7,9 +7,15 @@ import asyncio
 import pytest
 from router_rig import Backend, Seen, answer_name, eventually, reply, request, rig
 
+from penstock.config import RouterConfig
 from penstock.errors import UserError
 from penstock.router.candidates import MOST_TOKENS
+from penstock.router.dispatcher import Dispatcher
+from penstock.router.gate import Lane, Waiter
+from penstock.router.head import parse_request
+from penstock.router.http import RefusalError
 from penstock.router.membership import EngineEntry
+from penstock.router.metrics import Metrics
 from penstock.router.placement import Placement
 
 HUGE = "X-Prompt-Tokens: 999999999999999\r\nX-Expected-Tokens: 999999999999999\r\n"
@@ -64,7 +70,7 @@ async def test_a_claim_counts_as_what_one_sequence_can_have(entry: dict[str, int
         client = await r.client()
         await client.send(request(body=b"{}", headers=HUGE))
         await r.backends[0].arrived.wait()
-        assert (await r.admin.engines()).engines[0].outstanding_tokens == 2 * most
+        assert (await r.admin.engines()).engines[0].outstanding_tokens == most
         release.set()
         assert (await client.receive()).status == 200
         engine = (await r.admin.engines()).engines[0]
@@ -82,3 +88,54 @@ def test_the_longest_context_of_any_engine_bounds_a_claim() -> None:
     assert placement.most_tokens == MOST_TOKENS
     with pytest.raises(UserError, match="max_model_len must be at least 1, got 0"):
         EngineEntry("e0", "http://h:1", max_model_len=0)
+
+
+class Asking(Waiter):
+    """A request with headers of its own; counts how often it is tried."""
+
+    def __init__(self, dispatcher: Dispatcher, headers: str) -> None:
+        self.dispatcher, self.head = dispatcher, parse_request(request(headers=headers))
+        self.tries = 0
+
+    def try_place(self) -> Lane | None:
+        self.tries += 1
+        found = self.dispatcher.find(self.head, ())
+        return found if isinstance(found, Lane) else None
+
+    def kept_bytes(self) -> int:
+        return 0
+
+    def needs(self) -> str:
+        return ""
+
+    def refuse(self, refusal: RefusalError) -> None:
+        pytest.fail(str(refusal))
+
+
+async def test_ten_thousand_invented_names_wait_in_as_few_lanes_as_engines_differ() -> None:
+    dispatcher = Dispatcher(RouterConfig(engine_metrics_interval_s=0), Metrics())
+    old = EngineEntry("old", "http://h:1", weight_version=20_000)
+    new = EngineEntry("new", "http://h:2", weight_version=40_000, adapters=("code",))
+    dispatcher.set_engines(1, [old, new])
+    for name in ("old", "new"):
+        dispatcher.placement.report_kv(name, kv_usage=0.0, kv_capacity=100)
+        full = Asking(dispatcher, f"X-Session-ID: on {name}\r\nX-Prompt-Tokens: 90\r\n")
+        dispatcher.gate.submit(full)
+    waiting = [
+        Asking(
+            dispatcher, f"X-Session-ID: s{i}\r\nX-Weight-Version: {i}\r\nX-Adapter: {name}\r\nX-Prompt-Tokens: 50\r\n"
+        )
+        for i in range(10_000)
+        for name in (f"a{i}", "code")
+    ]
+    waiting += [Asking(dispatcher, f"X-Session-ID: v{i}\r\nX-Weight-Version: {i}\r\n") for i in range(20_001, 30_000)]
+    for one in waiting:
+        one.head.prompt_tokens = 50
+        dispatcher.gate.submit(one)
+    assert len(dispatcher.gate.crowded) == 3, "any weights with a name that none lists, any with code, newer weights"
+    before = sum(one.tries for one in waiting)
+    dispatcher.gate.room()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert sum(one.tries for one in waiting) - before == 3, "one for each lane"
+    await dispatcher.close()

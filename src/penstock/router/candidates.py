@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from typing import Any, cast
 
@@ -73,7 +74,11 @@ class Candidates:
         self._resident = 0
         """Resident tokens of all of them together."""
         self._least_version = 0
+        self._versions: list[int] = []
+        """Weight versions of `_open`, each once, the oldest first."""
         self._adapters_differ = False
+        self._adapters: set[str] = set()
+        """Names that an engine of `_open` lists."""
         self.most_tokens = MOST_TOKENS
         """Most tokens that one sequence can have on any engine of the set."""
 
@@ -112,8 +117,10 @@ class Candidates:
                 self._open.append(engine)
         self.most_tokens = max([engine.most_tokens for engine in self.engines.values()], default=MOST_TOKENS)
         self._views = [engine.view for engine in self._open]
-        self._least_version = min([engine.weight_version for engine in self._open], default=0)
-        self._adapters_differ = any(engine.adapters is not None for engine in self._open)
+        self._versions = sorted({engine.weight_version for engine in self._open})
+        self._least_version = self._versions[0] if self._versions else 0
+        listed = [engine.adapters for engine in self._open if engine.adapters is not None]
+        self._adapters_differ, self._adapters = bool(listed), set().union(*listed)
         self._engines = tuple(self._views)
         self._resident = sum([view.resident_tokens for view in self._views])
         self._changed = set(self.engines.values())  # and none that has left
@@ -159,6 +166,17 @@ class Candidates:
             able = [e.view for e in self._open if e.has(min_weight_version, adapter) and e.name not in tried]
             return Snapshot.of(able, placed) if able else None
         return new_tuple(Snapshot, (self._engines, placed, self._resident)) if self._engines else None
+
+    def needs(self, min_weight_version: int, adapter: str | None) -> tuple[int, str | None]:
+        """What a request asks for, as far as engines differ in it: those with equal needs can go to the same engines.
+
+        So there are no more of them than versions times adapters that engines have, whatever names clients invent.
+        """
+        place = bisect_left(self._versions, min_weight_version)
+        version = 0 if not place else self._versions[place] if place < len(self._versions) else -1
+        if adapter not in self._adapters:  # engines that list none may serve it
+            adapter = "" if adapter is not None and self._adapters_differ else None
+        return version, adapter
 
     def gated(self, min_weight_version: int, adapter: str | None, tried: Collection[str]) -> bool:
         """Whether an engine could serve a new request if its gate were open."""

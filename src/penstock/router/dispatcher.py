@@ -121,15 +121,15 @@ class Dispatcher:
             RefusalError: 502, only those that were tried could serve it.
         """
         most = self.placement.most_tokens
-        if request.prompt_tokens > most or request.expected_tokens > most:
+        if request.prompt_tokens + request.expected_tokens > most:
             # Headers are hints: a false one must not fill an engine for all others.
             request.prompt_tokens = min(request.prompt_tokens, most)
-            request.expected_tokens = min(request.expected_tokens, most)
+            request.expected_tokens = min(request.expected_tokens, most - request.prompt_tokens)
         gate = self.gate
         if gate.adapters and request.adapter in gate.adapters:
             return Lane(Kind.ADAPTER, request.adapter)
         if gate.crowded and self._joins_queue(request):
-            return Lane(Kind.ROOM, (request.min_weight_version, request.adapter))
+            return Lane(Kind.ROOM, self.placement.needs(request))
         name = self.placement.place(request, time.monotonic(), [b.name for b in tried] if tried else ())
         if name is None and tried:
             # What has come back under the name of an engine that died has not broken anything.
@@ -205,14 +205,14 @@ class Dispatcher:
     def _joins_queue(self, request: RequestHead) -> bool:
         """Whether it opens a session while others like it wait for room, and it is not its turn."""
         session_id = request.session_id
-        if session_id is None or not self.gate.waits_for_room((request.min_weight_version, request.adapter)):
+        if session_id is None or not self.gate.waits_for_room(self.placement.needs(request)):
             return False
         return self.placement.sessions.get(session_id) is None
 
     def _lane(self, request: RequestHead, tried: Sequence[Backend], answer: Defer | None) -> Lane:
         """What a request waits for that was not placed; RefusalError: it need not wait."""
         if answer is Defer.WAIT:
-            return Lane(Kind.ROOM, (request.min_weight_version, request.adapter))
+            return Lane(Kind.ROOM, self.placement.needs(request))
         if answer is Defer.GATED:
             session = None if request.session_id is None else self.placement.sessions.get(request.session_id)
             home = None if session is None else session.engine

@@ -36,7 +36,7 @@ class Lane(NamedTuple):
 
     kind: Kind
     key: str | tuple[int, str | None] = ""
-    """Name of the adapter or engine; for ROOM the weight version and the adapter that are asked for."""
+    """Name of the adapter or engine; for ROOM see `Candidates.needs`."""
 
 
 TURN = Lane(Kind.TURN)

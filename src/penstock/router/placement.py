@@ -140,6 +140,10 @@ class Placement:
         """Most tokens that a request's headers can claim: more than one sequence can have fits on no engine."""
         return self._candidates.most_tokens
 
+    def needs(self, request: Hints) -> tuple[int, str | None]:
+        """What tells a request that waits for room from others: see `Candidates.needs`."""
+        return self._candidates.needs(request.min_weight_version, request.adapter)
+
     def views(self) -> Mapping[str, EngineView]:
         """Every engine of the set, as policies see it."""
         self._candidates.refresh()
