@@ -20,7 +20,7 @@ from penstock.fleet.roster import Admin, Roster
 from penstock.fleet.supervise import RestartBudget, keep_running
 from penstock.process import ChildProcess, read_report
 from penstock.rooms import plugged_in
-from penstock.router.admin_client import RouterAdmin
+from penstock.router.admin_client import RouterAdmin, RouterState
 from penstock.settings import FleetConfig, RouterConfig, refuse_open_host
 
 logger = logging.getLogger(__name__)
@@ -110,11 +110,10 @@ async def _ready(child: ChildProcess, pipe: int) -> str:
     """Wait for the router's report on its pipe; returns its URL."""
     report: dict[str, Any] = {}
     try:
-        async with asyncio.timeout(START_S):
-            report = await read_report(pipe, START_S)
-            what = "" if report else f"ended with status {await child.wait()}"
+        report = await read_report(pipe, START_S)
+        what = "" if report else f"ended with status {await asyncio.wait_for(child.wait(), STOP_S)}"
     except (EngineStartError, TimeoutError) as error:
-        what = str(error) or f"was not ready within {START_S:g} s"
+        what = str(error) or f"closed its pipe without a report, and was still there {STOP_S:g} s later"
     if "url" in report:
         if report.get("log_error"):
             logger.warning("the router serves, but cannot write its log %s: %s", child.log, report["log_error"])
@@ -164,12 +163,20 @@ class RouterGuard:
     ) -> None:
         self._router = router
         self._policy: Mapping[str, Any] = {}
+        self._dead_answers: dict[str, int] = {}
         self._relaunch = relaunch
         self._watch: asyncio.Task[None] | None = None
+        self._probe_engines: Callable[[], Awaitable[None]] | None = None
 
-    def watch(self, roster: Roster, fleet: FleetConfig) -> None:
-        """Watch it from now on; a new router gets the roster's gate and engines. `max_restarts` is of engines only."""
+    def watch(
+        self, roster: Roster, fleet: FleetConfig, probe_engines: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Watch it from now on; a new router gets the roster's gate and engines. `max_restarts` is of engines only.
+
+        Where an answer told the router that an engine's core is dead, `probe_engines` is called.
+        """
         roster.router_returns = True
+        self._probe_engines = probe_engines
         self._watch = asyncio.create_task(self._guard(roster, fleet), name="guard-router")
 
     async def stop(self) -> None:
@@ -202,8 +209,10 @@ class RouterGuard:
                 await asyncio.sleep(fleet.health_interval_s)
             late = False
             try:
-                self._policy = (await roster.check_router(fleet.hang_timeout_s / HUNG_CHECKS)).policy
+                state = await roster.check_router(fleet.hang_timeout_s / HUNG_CHECKS)
+                self._policy = state.policy
                 answered, missed = clock(), 0
+                await self._check_deaths(state)
             except (DeadlineError, TimeoutError):
                 missed, late = missed + 1, True
             except PenstockError:
@@ -211,6 +220,12 @@ class RouterGuard:
                 answered, missed = clock(), 0
         logger.warning("the router has not answered for %g s: it is ended", fleet.hang_timeout_s)
         self._router.kill()  # a stopped process would take no other signal
+
+    async def _check_deaths(self, state: RouterState) -> None:
+        known, self._dead_answers = self._dead_answers, {load.name: load.dead_answers for load in state.engines}
+        grew = any(count > known.get(name, 0) for name, count in self._dead_answers.items())
+        if grew and self._probe_engines is not None:
+            await self._probe_engines()
 
     async def _restart(self, roster: Roster) -> bool:
         try:

@@ -29,7 +29,7 @@ class EngineLoad:
     eligible: bool
     """As announced by the fleet."""
     down: bool
-    """The breaker is open: a connection was refused or a health check failed, and no probe has succeeded since."""
+    """The breaker is open: a connection was refused or an answer said that its core is dead, see `Backend.down`."""
     outstanding: int
     """Requests sent and not answered in full."""
     requests: int

@@ -118,8 +118,10 @@ class Backend:
     """Live record of one engine, and its connections. What policies see of it is kept by the placement."""
 
     down = False
-    """The breaker is open: a connection was refused or a health check failed, and since then neither a probe succeeded
-    nor a membership was announced."""
+    """The breaker is open: a connection was refused, or an answer said that the core is dead. It closes when a probe
+    succeeds; in the first case also when the engine is announced again."""
+    dead = False
+    """An answer said that its core is dead, and no probe has succeeded since."""
     openings = 0
     """How often the breaker opened."""
     dead_answers = 0
@@ -148,17 +150,18 @@ class Backend:
         self._waiting: deque[Waiting] = deque()
 
     def announce(self, entry: EngineEntry) -> None:
-        """Take over what the fleet says of it now; an open breaker closes."""
+        """Take over what the fleet says of it now; an open breaker closes, unless its core is dead."""
         self.entry = entry
         rank = b"" if entry.dp_rank is None else b"%b: %d\r\n" % (RANK_HEADER, entry.dp_rank)
         key = b"" if entry.api_key is None else b"Authorization: Bearer %b\r\n" % entry.api_key.encode()
         self.fields = rank + key
-        self.down = False
+        self.down = self.dead
 
     def mark(self, *, down: bool) -> None:
         """Open or close the breaker."""
         self.openings += down and not self.down
         self.down = down
+        self.dead = self.dead and down
 
     # --- connections -------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from penstock.settings import RouterConfig
 _EXPIRE_S = 0.75
 """Between two looks for idle sessions: before the placement looks by itself, which cannot wake waiting requests."""
 _MOST_LOST = 2
-"""A request that has lost so many engines gets no other: it may be what ends them."""
+"""A request that so many engines broke on gets no other: it may be what ends them."""
 
 
 class Dispatcher:
@@ -71,11 +71,15 @@ class Dispatcher:
                 del before[entry.name]
                 stayed.add(entry.name)
                 known.announce(entry)
-                self._watch.stop(known)
+                if not known.down:
+                    self._watch.stop(known)
                 self.backends[entry.name] = known
             else:
                 self.backends[entry.name] = Backend(entry)
         self.placement.set_engines(self.membership.engines)
+        for backend in self.backends.values():
+            if backend.down:
+                self.placement.mark(backend.name, down=True)
         self.gate.keep_engines(stayed)
         for backend in before.values():
             self._watch.stop(backend)
@@ -150,7 +154,7 @@ class Dispatcher:
             self.gate.room()
 
     def retry(self, waiter: Waiter, tried: Sequence[Backend], reason: str) -> None:
-        """Place a request that an engine did not take, or broke on; 502 for one that has lost two engines."""
+        """Place again a request that an engine did not take, or broke on; 502 for one that two engines broke on."""
         if len(tried) >= _MOST_LOST:
             waiter.refuse(_engines_failed(tried))
             return
@@ -160,7 +164,7 @@ class Dispatcher:
     # --- breakers ----------------------------------------------------------------------------------------------------
 
     def backend_refused(self, backend: Backend) -> None:
-        """It refused a connection or broke: left out until a probe succeeds or it is announced."""
+        """It takes no requests: it is left out until its breaker closes, see `Backend.down`."""
         if backend.removed or backend.down:
             return
         backend.mark(down=True)
@@ -170,6 +174,7 @@ class Dispatcher:
 
     def backend_died(self, backend: Backend, cause: str) -> None:
         """An answer of it says that its core is dead."""
+        backend.dead = True
         backend.dead_answers += 1
         backend.failure = cause
         self.backend_refused(backend)
