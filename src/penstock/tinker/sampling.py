@@ -98,7 +98,8 @@ class FleetLink:
     async def lost(self, fleet: Fleet) -> bool:
         """Return whether `fleet` is no use any more: its owner went, or hung. The next call connects anew."""
         if self._fleet is fleet:
-            if any(engine.state is not State.DEAD for engine in await fleet.engines(stats=False)):
+            engines = await fleet.engines(stats=False)
+            if any(engine.state not in {State.DEAD, State.STOPPED} for engine in engines):
                 return False
             self._fleet = None
             self._left.append(fleet)  # others may still wait for answers over it
