@@ -251,15 +251,16 @@ async def parts(data: Path, *, sim: dict[str, Any] | None = None, **more: Any) -
         learner = FakeLearner(fleet)
         path = data / "learner.sock"
         await stack.enter_async_context(learner_at(path, learner))
-        options = Options(
-            data=data,
-            database=f"sqlite:///{data}/tinker.db",
-            tenants=Tenants([Tenant("alice", KEY), Tenant("robert", OTHER_KEY, max_queued=4)]),
-            learner=path,
-            fleet=fleet.url,
-            about=About(BASE, str(data), 512),
-            **{"hold_s": 5.0, **more},
-        )
+        usual: dict[str, Any] = {
+            "data": data,
+            "database": f"sqlite:///{data}/tinker.db",
+            "tenants": Tenants([Tenant("alice", KEY), Tenant("robert", OTHER_KEY, max_queued=4)]),
+            "learner": path,
+            "fleet": fleet.url,
+            "about": About(BASE, str(data), 512),
+            "hold_s": 5.0,
+        }
+        options = Options(**usual | more)
         http = await stack.enter_async_context(httpx.AsyncClient())
         yield Rig(data, learner, fleet, servers, options, http)
 
