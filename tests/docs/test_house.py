@@ -33,7 +33,7 @@ SIDE_ROOMS = tuple(
         "weights.group", "weights.transfer",
     )
 )  # fmt: skip
-SPINE_FILES, SPINE_LINES = 75, 17_820
+SPINE_FILES, SPINE_LINES = 75, 18_000
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
 
 

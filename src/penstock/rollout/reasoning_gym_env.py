@@ -20,6 +20,8 @@ TRIES = 64
 """Items looked at for one training task; with 60% of prompts in the split, all 64 fail once in 10^25 tasks."""
 
 SORTING = "number_sorting"
+_UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
+"""What scorers raise, which parse free text; one that trips over it has not accepted it."""
 
 
 class ReasoningGymEnvironment(Environment):
@@ -88,7 +90,7 @@ class ReasoningGymEnvironment(Environment):
             return float(answer == task.metadata["answer"])
         try:
             return float(self._scorer.score_answer(answer, task.metadata["entry"]))
-        except Exception:  # noqa: BLE001 - scorers parse free text; one that trips over it has not accepted it
+        except _UNREADABLE:
             return 0.0
 
     def _task(self, split: Split, index: int) -> Task:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 
 from penstock.errors import CheckpointError, StateError, UserError
@@ -202,7 +203,7 @@ class Models:
             return
         try:
             tensors = load_file(folder / TENSORS)
-        except Exception as error:  # safetensors raises errors of its own and OSError alike
+        except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read {folder / TENSORS}: {error}") from error
         self.learner.set_adapter(name, tensors)
 
