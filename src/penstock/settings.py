@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -26,6 +27,8 @@ from pydantic import (
 )
 
 from penstock.errors import ConfigError
+from penstock.router.access import check_data_path
+from penstock.router.http import RefusalError
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -186,6 +189,17 @@ def _names(given: object) -> str:
     return ",".join(str(name).strip() for name in cast("Sequence[object]", names) if str(name).strip())
 
 
+def _data_paths(names: str) -> str:
+    """Refuse a path that would reach one engine only, or that servers read in different ways."""
+    for name in filter(None, names.split(",")):
+        try:
+            check_data_path(name.encode())
+        except RefusalError as refusal:
+            if refusal.code != "unknown_path":
+                raise ValueError(f"cannot have {name!r}: {refusal}") from None
+    return names
+
+
 class RouterConfig(Section):
     """The data plane in front of a fleet."""
 
@@ -224,7 +238,9 @@ class RouterConfig(Section):
     header_timeout_s: Seconds = 20.0
     body_timeout_s: Seconds = 600.0
     """Deadline of a request's whole body; time in which the router does not read it does not count."""
-    data_paths: Annotated[str, BeforeValidator(_names), Field(pattern=r"^(/[0-9A-Za-z._~/-]+(,|$))*$")] = ""
+    data_paths: Annotated[
+        str, BeforeValidator(_names), Field(pattern=r"^(/[0-9A-Za-z._~/-]+(,|$))*$"), AfterValidator(_data_paths)
+    ] = ""
     """Further paths that go to engines, exactly as written, in a list or with commas."""
     allowed_hosts: Annotated[str, BeforeValidator(_names)] = ""
     """Further names of this router that `Host` may have in calls to `/router/*`, in a list or with commas."""

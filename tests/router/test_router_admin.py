@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 
 import aiohttp
@@ -15,7 +16,7 @@ from penstock.router.membership import EngineEntry, Membership
 from penstock.router.metrics import Family, Histogram, Sample, render
 from penstock.router.server import Router
 from penstock.router.workers import share_port
-from penstock.settings import refuse_open_host
+from penstock.settings import RouterConfig, refuse_open_host, validate
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])
@@ -346,6 +347,14 @@ async def test_only_data_paths_reach_an_engine(target: str, status: int) -> None
         client = await r.client()
         assert (await client.ask(target, body=b"{}")).status == status
         assert r.backends[0].seen == []
+
+
+@pytest.mark.parametrize(
+    "path", ["/pause", "/pause/", "//pause", "/../x", "/v1/../pause", "/penstock/info", "/metrics", "/v1/responses/r"]
+)
+def test_a_path_that_reaches_one_engine_only_is_no_data_path(path: str) -> None:
+    with pytest.raises(ConfigError, match=f"'data_paths': cannot have '{re.escape(path)}': "):
+        validate(RouterConfig, {"data_paths": f"/v1/x,{path}"})
 
 
 def figures(text: str) -> dict[str, float]:

@@ -23,7 +23,6 @@ _SWEEP_S = 0.25
 """How often deadlines are checked. One timer for all: a timer for each request costs more than the request's head."""
 _OWN_FILES = 64
 """Descriptors that a router needs besides those of its clients and of the connections to engines."""
-_MOST_TARGETS, _LONGEST_TARGET = 256, 512
 _OWN = {b"/", b"/router", b"/metrics"}
 """The router's own endpoints besides those under `/router/`: any engine's metrics would be one of many."""
 
@@ -57,8 +56,6 @@ class Router:
         self.admin = Admin(self.dispatcher, api_key, admin_key)
         self.clients = Clients(self.config, self.metrics, self._access(""), self._open_call, _most_clients())
         self._added_paths = frozenset(path.encode() for path in self.config.data_paths.split(",") if path)
-        self._for_engines: set[bytes] = set()
-        """Targets that were found to be passed on: nearly every request has one of a few."""
         self._server: asyncio.Server | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._url = ""
@@ -117,16 +114,11 @@ class Router:
             RefusalError: 400, 403 or 404 for a path that no engine is asked for (`penstock.router.access`), 403 for a
                 call to the router itself that comes from a web page.
         """
-        target = request.target
-        if target in self._for_engines:
-            return Exchange(client, request, self.dispatcher)
-        path = target.partition(b"?")[0]
+        path = request.target.partition(b"?")[0]
         if path in _OWN or path.startswith(b"/router/"):
             self.clients.access.check_page(request)
             return AdminCall(client, request, self.admin)
         check_data_path(path, self._added_paths)
-        if len(self._for_engines) < _MOST_TARGETS and len(target) <= _LONGEST_TARGET:
-            self._for_engines.add(target)
         return Exchange(client, request, self.dispatcher)
 
     def _access(self, host: str) -> Access:
