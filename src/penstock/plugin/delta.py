@@ -59,7 +59,7 @@ class DeltaBase:
             self._undo()
         else:
             unchecked = set(range(len(entries)))
-            self._image = self._loaded(manifest)
+            self._image = self._load(manifest)
         image = memoryview(self._image)
         self._undo, self._changed = lambda: None, set()
         if delta is not None:
@@ -71,12 +71,13 @@ class DeltaBase:
         )
         self._full = full
 
-    def _loaded(self, manifest: WeightManifest) -> mmap.mmap:
-        image, extent = self._image, max(manifest.extent, 1)
+    def _load(self, manifest: WeightManifest) -> mmap.mmap:
+        extent = max(manifest.extent, 1)
         with open_version(manifest) as file:
-            if image is None or len(image) != extent:
-                if self._fd >= 0:
-                    os.close(self._fd)
-                self._fd, image = shared_memory.sealed_memory("penstock-delta-base", extent)
-            file.read_into(memoryview(image), 0)
-        return image
+            if self._image is None or len(self._image) != extent:
+                before = self._fd  # still ours if there is no memory for another
+                self._fd, self._image = shared_memory.sealed_memory("penstock-delta-base", extent)
+                if before >= 0:
+                    os.close(before)
+            file.read_into(memoryview(self._image), 0)
+        return self._image
