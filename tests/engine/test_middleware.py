@@ -98,6 +98,30 @@ async def test_a_web_page_controls_nothing_with_a_key_or_without(
         assert await status("POST", path, key, host=b"127.0.0.1:8000") == 200
 
 
+async def test_a_server_that_listens_everywhere_is_not_named_none() -> None:
+    args = SimpleNamespace(host=None, api_key=None)
+    app = SimpleNamespace(state=SimpleNamespace(args=args, engine_client=App.state.engine_client))
+    refused = await answer("POST", "/pause", app=app, host=b"none")
+    assert refused[0]["status"] == 403
+    args.host = "Engine7"
+    assert (await answer("POST", "/pause", app=app, host=b"engine7"))[0]["status"] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "why"),
+    [
+        ("/penstock/weights/label", {"version": "x"}, "'version' in the body must be int, got 'x'"),
+        ("/penstock/weights/label", {"version": True}, "'version' in the body must be int, got True"),
+        ("/penstock/adapters/load", {"name": ["a"]}, "'name' in the body must be str, got ['a']"),
+        ("/penstock/adapters/unload", {"name": ["a"]}, "'name' in the body must be str, got ['a']"),
+    ],
+)
+async def test_a_field_of_another_type_is_named(path: str, body: dict[str, Any], why: str) -> None:
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=Cores(), openai_serving_models=None))
+    sent = await answer("POST", path, app=app, body=orjson.dumps(body))
+    assert (sent[0]["status"], orjson.loads(sent[1]["body"])) == (400, {"error": why})
+
+
 async def test_a_websocket_needs_the_key_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     assert (await answer("", "/v1/realtime", None, kind="websocket"))[0]["type"] == "websocket.close"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import orjson
 import pytest
 
 from penstock.engine.client import merged
 from penstock.engine.partial import Partial, Partials, StreamDeduplicator, whole_of
+from penstock.engine.request import ClientState, Continuation
 from penstock.errors import EngineError, RequestError
+from penstock.http import HttpTransport
 from penstock.types import Sample, SamplingParams, VersionSpan
-from penstock.wire import check_part, parts_of
+from penstock.wire import COMMENT, check_part, parts_of
 
 PARAMS = SamplingParams()
 NEWS = {"ids": [7, 8], "logprobs": "[[[7,-0.5,1,null]],[[8,-1.5,2,null],[9,-0.25,1,null]]]", "versions": [[0, 2]]}
@@ -40,6 +43,8 @@ def test_what_was_told_in_pieces_is_one_sample():
     ("last", "message"),
     [
         ({**LAST, "logprobs": None}, "3 tokens but 2 logprobs"),
+        ({**LAST, "logprobs": "{"}, "malformed logprobs of the engine: JSONDecodeError"),
+        ({**LAST, "logprobs": "[[]]"}, "malformed logprobs of the engine: IndexError"),
         ({**LAST, "versions": []}, r"versions \[\[0, 2\]\] do not cover the 3 reported tokens"),
         ({**LAST, "versions": [[3, 2]]}, "do not cover the 3 reported tokens"),
         ({**LAST, "finish": "error"}, "unknown finish reason 'error'"),
@@ -231,6 +236,16 @@ def test_what_is_reported_adds_up_to_what_is_resumed():
     partials.add([report(2, ids=[1], finish="abort", asked=True)])
     assert not partials.cut
     assert orjson.loads(partials.resume())[2]["finish"] == "abort"
+
+
+@pytest.mark.parametrize("text", [b"{", b"[1]", b'{"samples": [{"index": 0}]}', b'{"samples": [7]}'])
+async def test_a_report_that_is_none_is_named(text):
+    async def lines():
+        yield COMMENT + text
+
+    request = Continuation(ClientState(HttpTransport("http://h:1"), 1), "/v1/completions", {}, headers={}, timeout_s=60)
+    with pytest.raises(EngineError, match="malformed report of the engine"):
+        [event async for event in request.events_of(SimpleNamespace(lines=lines))]
 
 
 async def stream(*chunks, error=None):

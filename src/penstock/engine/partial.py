@@ -9,6 +9,7 @@ from typing import Any, cast
 import orjson
 
 from penstock.errors import EngineError
+from penstock.parsing import reading
 from penstock.types import Sample, SamplingParams, VersionSpan
 from penstock.wire import Notes, add_stretch, finish_of, spans_of
 
@@ -90,7 +91,8 @@ def sample_of(part: Partial, params: SamplingParams) -> Sample:
     length = len(part.ids)
     logprobs = None
     if params.logprobs:
-        logprobs = tuple(float(position[0][1]) for chunk in part.logprobs for position in orjson.loads(chunk))
+        with reading("logprobs of the engine", EngineError):
+            logprobs = tuple(float(position[0][1]) for chunk in part.logprobs for position in orjson.loads(chunk))
         if len(logprobs) != length:
             raise EngineError(f"the engine reported {length} tokens but {len(logprobs)} logprobs")
     spans = tuple(span_of(*span) for span in spans_of(part.versions))

@@ -27,6 +27,7 @@ from penstock import wire
 from penstock.engine.partial import Partials, StreamDeduplicator
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError
 from penstock.http import HttpTransport, Reply, UnreachableError
+from penstock.parsing import reading
 from penstock.types import SamplingParams
 
 DEAD_STATUS = frozenset({500, 502, 504})
@@ -197,8 +198,9 @@ class Continuation:
         """
         async for line in reply.lines():
             if line.startswith(wire.COMMENT):
-                report: dict[str, Any] = orjson.loads(line[len(wire.COMMENT) :])
-                self._reported += self.partials.add(report.get("samples", ()))
+                with reading("report of the engine", EngineError):
+                    report: dict[str, Any] = orjson.loads(line[len(wire.COMMENT) :])
+                    self._reported += self.partials.add(report.get("samples", ()))
             elif line.startswith(DONE):
                 return
             elif line.startswith(b"data: "):

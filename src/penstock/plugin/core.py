@@ -37,6 +37,7 @@ LOSS_S = 60.0
 """How long an update's loss of tokens is measured, at most, where somebody asks for it."""
 READS = frozenset({"compute_weight_checksums", "get_model_inspection", "update_max_model_len"})
 """vLLM's worker methods that are called from outside and leave the weights as they are; any other may not."""
+_ADAPTER_ORDER: dict[str, type] = {"name": str, "id": int, "version": int, "source": dict}
 _CALL = object()
 """The kind of an item in the core's input queue that is a function to call."""
 
@@ -151,9 +152,9 @@ class CoreControl:
             "/penstock/weights/commit": lambda body: self.in_core(self._update(body).commit),
             "/penstock/weights/loss": self._loss,
             "/penstock/adapters/load": self._load_adapter,
-            "/penstock/adapters/unload": lambda body: self.in_core(lambda: self.adapters.unload(field(body, "name"))),
-            "/penstock/adapters/pause": lambda body: self.in_core(lambda: self.adapters.pause(field(body, "name"))),
-            "/penstock/adapters/resume": lambda body: self.in_core(lambda: self.adapters.resume(field(body, "name"))),
+            "/penstock/adapters/unload": self._named(self.adapters.unload),
+            "/penstock/adapters/pause": self._named(self.adapters.pause),
+            "/penstock/adapters/resume": self._named(self.adapters.resume),
             "/penstock/pause": self._pause,
             "/penstock/resume": lambda _: self.in_core(self.pausing.resume),
             "/penstock/core": lambda _: self.in_core(self._state),
@@ -218,8 +219,17 @@ class CoreControl:
         # Found between two steps: to build a model without weights, transformers changes torch's default dtype.
         return self._spec or self.in_core(self._find_spec).result(SPEC_TIMEOUT_S)
 
+    def _named(self, change: Callable[[str], Any]) -> Route:
+        """A route that does something to the adapter that its body names."""
+
+        def route(body: Any) -> Future[Any]:
+            name = field(body, "name", str)
+            return self.in_core(lambda: change(name))
+
+        return route
+
     def _load_adapter(self, body: Any) -> Future[Any]:
-        order = {name: field(body, name) for name in ("name", "id", "version", "source")}
+        order = {name: field(body, name, kind) for name, kind in _ADAPTER_ORDER.items()}
         spec = self._known_spec()
 
         def work() -> Any:
@@ -271,11 +281,11 @@ class CoreControl:
     def _update(self, body: Any) -> CoreUpdate:
         if (kv := field(body, "kv")) not in get_args(KV):
             raise WeightsError(f"kv must be one of {', '.join(get_args(KV))}, got {kv!r}")
-        return CoreUpdate(self, int(field(body, "version")), kv)
+        return CoreUpdate(self, field(body, "version", int), kv)
 
     def _loss(self, body: Any) -> Future[Any]:
         """Answer what a version cost as soon as that is known, or what it cost so far after `timeout_s`."""
-        version, timeout_s = int(field(body, "version")), float(field(body, "timeout_s"))
+        version, timeout_s = field(body, "version", int), field(body, "timeout_s", int, float)
         answer: Future[Any] = Future()
 
         def answer_once(loss: TokenLoss | None) -> None:
@@ -408,11 +418,15 @@ def settle(done: Future[Any], work: Callable[[], Any]) -> None:
         done.set_result(result)
 
 
-def field(body: Any, name: str) -> Any:
-    """A field of a request's body. WeightsError: it has none of that name."""
+def field(body: Any, name: str, *kinds: type) -> Any:
+    """A field of a request's body. WeightsError: it has none of that name, or not one of these types."""
     if not isinstance(body, dict) or name not in body:
         raise WeightsError(f"the body must be a JSON object with {name!r}")
-    return body[name]
+    value = body[name]
+    if kinds and type(value) not in kinds:
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise WeightsError(f"{name!r} in the body must be {wanted}, got {repr(value)[:200]}")
+    return value
 
 
 def _raise_failure(ranks: Sequence[Mapping[str, Any]]) -> None:

@@ -157,7 +157,7 @@ class PenstockMiddleware:
 
     async def _label(self, engine: Any, data: bytes) -> dict[str, Any]:
         """Label tokens from here on with this version; the engine must be paused, its weights loaded."""
-        version = int(field(parse_json(data, "the body", WeightsError), "version"))
+        version = field(parse_json(data, "the body", WeightsError), "version", int)
         await self._hooks.versions.label(engine, version)
         await self._hooks.pausing.weights_are_in(engine)
         return {"version": version}
@@ -183,8 +183,8 @@ async def on_cores(engine: Any, path: str, data: bytes) -> list[Any]:
 def _refusal(scope: Scope) -> tuple[int, str] | None:
     """Status and reason if this caller may not call this; nothing was done."""
     if scope["path"] not in DATA_PATHS:
-        options = getattr(scope["app"].state, "args", None)
-        if (why := cross_site(scope["headers"], {str(getattr(options, "host", None)).lower()})) is not None:
+        host = getattr(getattr(scope["app"].state, "args", None), "host", None)
+        if (why := cross_site(scope["headers"], {host.lower()} if host else ())) is not None:
             return 403, why
     keys = _keys(scope)
     if not keys or scope["path"] in OPEN_PATHS or scope.get("method") == "OPTIONS":

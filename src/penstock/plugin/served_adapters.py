@@ -45,15 +45,15 @@ class ServedAdapters:
 
     async def load(self, state: Any, engine: Any, data: bytes) -> dict[str, Any]:
         """Put a version of an adapter in force on every core, then let requests ask for it."""
-        from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow, and not needed by models without
-
         body = parse_json(data, "the body", WeightsError)
-        name = field(body, "name")
+        name = field(body, "name", str)
         models = state.openai_serving_models
         if engine.vllm_config.lora_config is None:
             raise WeightsError("the engine takes no adapters; launch it with enable_lora=true")
         if models.is_base_model(name):
             raise WeightsError(f"{name!r} is the name of the base model; give the adapter another")
+        from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow, and not needed by models without
+
         self._hooks.install(engine)
         async with self._changing:
             known = models.lora_requests.get(name)
@@ -67,7 +67,7 @@ class ServedAdapters:
 
     async def unload(self, state: Any, engine: Any, data: bytes) -> dict[str, Any]:
         """Forget an adapter; harmless if there is none of that name. StateError: it has requests in flight."""
-        name = field(parse_json(data, "the body", WeightsError), "name")
+        name = field(parse_json(data, "the body", WeightsError), "name", str)
         models = state.openai_serving_models
         async with self._changing:
             if any(state.lora_name == name for state in engine.output_processor.request_states.values()):
