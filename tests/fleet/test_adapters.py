@@ -132,6 +132,14 @@ async def test_what_is_saved_again_is_a_new_version_under_its_name(tmp_path: Pat
     assert value_of(bench.engine["a"].lora["style"][1]) == 2.0, "what was loaded, and not what lies there now"
 
 
+async def test_files_that_are_not_to_be_seen_from_here_are_loaded_each_time() -> None:
+    bench = await bench_with()
+    for number in (1, 2):
+        report = await bench.operations.adapters.load("style", "/on/the/engines/host", 5.0)
+        assert report is not None, "they may have been saved again"
+        assert report.version == number
+
+
 async def test_the_one_used_least_recently_gives_way_and_never_one_in_flight_pinned_or_paused() -> None:
     bench = await bench_with(_most=4)
     adapters = bench.operations.adapters

@@ -238,6 +238,8 @@ class Requests:
     async def _load(self, lora: Any, *, again: bool = False) -> str:
         """Load a `vllm.lora.request.LoRARequest` where its files changed, or `again` where an engine has lost it.
 
+        Files that this process does not see are loaded once for each `lora_int_id`.
+
         Returns:
             The name that requests ask for.
 
@@ -250,7 +252,9 @@ class Requests:
         if not isinstance(name, str) or not isinstance(path, str):
             raise RequestError(f"lora_request must be vLLM's LoRARequest, got {type(lora).__name__}")
         async with self._loading:
-            now, known = (path, stamp_of(path)), self._adapters.get(name)
+            # Files that are not to be seen from here are loaded anew where vLLM would: under another id.
+            stamp = stamp_of(path) or getattr(lora, "lora_int_id", None)
+            now, known = (path, stamp), self._adapters.get(name)
             if known is not None and known[0] != path:
                 raise RequestError(f"adapter {name!r} is {known[0]}; give {path} another name")
             if again or known != now:

@@ -102,14 +102,15 @@ class FleetAdapters:
         """Load what is saved at a path, as a new version if it is not what was loaded last.
 
         Returns:
-            None if it was; engines that lost it have it again.
+            None if it was; engines that lost it have it again. Never None where this process does not see the files.
         """
 
         async def work() -> UpdateReport | None:
             self._check(name, None)
-            saved = f"{path}\n{stamp_of(path)}"
+            stamp = stamp_of(path)
+            saved = f"{path}\n{stamp}"
             known = self._known.get(name)
-            if known is not None and self._saved.get(name) == (saved, known.version):
+            if stamp and known is not None and self._saved.get(name) == (saved, known.version):
                 for member in self._roster.live():
                     await self._bring(member, name, known)
                 return None
