@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.fleet.supervise import RestartBudget
+from penstock.fleet.supervise import RestartBudget, keep_running
 
 
 class Hand:
@@ -62,3 +62,24 @@ def test_none_at_all(window_s: float) -> None:
     budget = RestartBudget(0, window_s, 1.0, Hand())
     assert not budget.left()
     assert budget.spend() is None
+
+
+async def test_a_start_longer_than_the_window_is_no_time_in_which_it_was_well() -> None:
+    clock, waits = Hand(), []
+    budget = RestartBudget(None, 100.0, 1.0, clock)
+
+    async def dies() -> None:
+        clock.now += 5.0
+
+    async def starts() -> bool:
+        clock.now += 150.0
+        return True
+
+    async def sleep(seconds: float) -> None:
+        clock.now += seconds
+        waits.append(seconds)
+        if len(waits) == 5:
+            budget.max_restarts = 0
+
+    await keep_running(dies, starts, budget, sleep)
+    assert waits == [1.0, 2.0, 4.0, 8.0, 16.0]

@@ -46,7 +46,7 @@ class RestartBudget:
     clock: Clock = time.monotonic
     _spent: deque[float] = field(default_factory=deque[float], init=False)
     _last: float = field(default=-math.inf, init=False)
-    """When the last restart was due."""
+    """When the last restart was due, or was over."""
     _in_a_row: int = field(default=0, init=False)
 
     def left(self) -> bool:
@@ -68,6 +68,10 @@ class RestartBudget:
         wait_s = backoff_s(self._in_a_row, self.first_s)
         self._last = now + wait_s
         return wait_s
+
+    def restarted(self) -> None:
+        """Note that the process has started: how long it is well counts from now, and a start may take long."""
+        self._last = self.clock()
 
 
 async def keep_running(
@@ -91,6 +95,7 @@ async def keep_running(
                 return
             await sleep(wait_s)
             if await restart():
+                budget.restarted()
                 break
 
 
