@@ -222,8 +222,8 @@ class RunFolder:
         if refused:
             listed = "; ".join(f"{key} was {ours.get(key)!r} and is now {theirs.get(key)!r}" for key in refused)
             raise ConfigError(
-                f"cannot resume {self.path} with another configuration: {listed}; only {MAY_CHANGE[0]} and "
-                f"{MAY_CHANGE[1]} may change, and {self.path / CONFIG} is the run's own"
+                f"cannot resume {self.path} with another configuration: {listed}; only {', '.join(MAY_CHANGE)} may "
+                f"change, and {self.path / CONFIG} is the run's own"
             )
 
     # --- rows of each step -------------------------------------------------------------------------------------------

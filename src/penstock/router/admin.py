@@ -293,7 +293,6 @@ _MAX_BODY = 4 << 20
 class AdminCall:
     """One request to the router itself."""
 
-    _done = _started = False
     _waiting: asyncio.Task[None] | None = None
 
     def __init__(self, client: ClientConnection, request: RequestHead, admin: Admin) -> None:
@@ -305,20 +304,16 @@ class AdminCall:
     def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:
         """See `Call`."""
         self._body += piece
-        self._done = done
         if len(self._body) > _MAX_BODY:
             raise RefusalError(413, "body_too_large", f"an admin body is at most {_MAX_BODY} bytes")
-        if done and self._started:
+        if done:
             self._execute()
 
     def begin(self, piece: bytes | memoryview, *, done: bool) -> None:
         """See `Call`."""
-        self.add_body(piece, done=done)
-        self._started = True
         if self._request.length < 0:
             raise RefusalError(411, "length_required", "send an admin body with Content-Length")
-        if self._done:
-            self._execute()
+        self.add_body(piece, done=done)
 
     def refuse(self, refusal: RefusalError) -> None:
         """See `Call`."""
