@@ -11,6 +11,7 @@ from typing import Any, get_args
 import aiohttp
 import pytest
 from router_rig import RawClient, request
+from starlette.routing import BaseRoute
 
 from penstock.errors import PenstockError
 from penstock.router.access import CONTROL_PATHS, DATA_PATHS, PRIVATE_PATHS, check_data_path
@@ -22,8 +23,8 @@ pytestmark = pytest.mark.vllm
 BY_PREFIX = {"/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel", "/adapters/{adapter_name}"}
 
 
-def app_routes(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Paths of the server's app with everything on that can be."""
+def app_routes(monkeypatch: pytest.MonkeyPatch) -> list[BaseRoute]:
+    """Routes of the server's app with everything on that can be."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.entrypoints.openai.api_server import build_app
     from vllm.tasks import SupportedTask
@@ -34,28 +35,28 @@ def app_routes(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     options = ["--enable-scale-out", "--enable-tokenizer-info-endpoint"]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(options)
     tasks = tuple(task for kind in get_args(SupportedTask) for task in get_args(kind) or (kind,))
-    return {route.path for route in build_app(args, tasks, None).routes}
+    return build_app(args, tasks, None).routes
 
 
-def module_routes() -> set[str]:
-    """Paths of every `api_router` module, also of those that this model's app leaves out."""
+def module_routes() -> list[BaseRoute]:
+    """Routes of every `api_router` module, also of those that this model's app leaves out."""
     import vllm.entrypoints
     from fastapi import APIRouter
 
-    found: set[str] = set()
+    found: list[BaseRoute] = []
     for module in pkgutil.walk_packages(vllm.entrypoints.__path__, "vllm.entrypoints."):
         if module.name.endswith("api_router"):
             values: Iterator[Any] = iter(vars(importlib.import_module(module.name)).values())
-            found |= {route.path for value in values if isinstance(value, APIRouter) for route in value.routes}
+            found += [route for value in values if isinstance(value, APIRouter) for route in value.routes]
     return found
 
 
 def test_every_route_of_vllm_is_a_data_path_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    routes = app_routes(monkeypatch) | module_routes()
+    routes = {route.path for route in (*app_routes(monkeypatch), *module_routes())}
     assert {"/v1/completions", "/pause", "/weight_checker", "/classify", "/fault_tolerance/apply"} <= routes
     known = {path.decode() for path in DATA_PATHS | CONTROL_PATHS | PRIVATE_PATHS} | BY_PREFIX
     unknown = routes - known
-    assert not unknown, f"add each to DATA_PATHS, CONTROL_PATHS or PRIVATE_PATHS of router/head.py: {sorted(unknown)}"
+    assert not unknown, f"add each to DATA_PATHS, CONTROL_PATHS or PRIVATE_PATHS of router/access.py: {sorted(unknown)}"
     for path in routes - {path.decode() for path in DATA_PATHS}:
         with pytest.raises(PenstockError):
             check_data_path(re.sub(r"\{\w+\}", "x", path).encode())
