@@ -6,7 +6,8 @@ Three kinds of client ask without pause: plain OpenAI requests and OpenAI stream
 `Fleet.generate`. Each fault waits until the one before is healed. Prints one JSON document: how many requests were
 asked and how many failed, by the kind of client and by the fault during which they failed. Exit status 1 where a
 request failed that must not: `Fleet.generate` ever; a plain request, or a stream before its first event, by the death
-of an engine. A router process that dies takes the connections of its clients with it: those are counted only.
+of an engine. An answer with fewer tokens than were asked for, or one that was aborted, is a failure too. A router
+process that dies takes the connections of its clients with it: those are counted only.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Chaos:
     def _body(self, draw: random.Random, turn: int, *, stream: bool) -> dict[str, Any]:
         prompt = [5 + turn % 20, 6, 7 + draw.randrange(8)]
         tokens = draw.randrange(*TOKENS)
-        return {"model": self.model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": stream}
+        body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": stream}
+        return {**body, "stream_options": {"include_usage": True}} if stream else body
 
     async def plain(self, number: int, http: aiohttp.ClientSession) -> None:
         """Requests that a client sends once."""
@@ -81,13 +83,14 @@ class Chaos:
         for turn in itertools.count():
             if self.over:
                 return
-            began_in = self.fault
+            began_in, body = self.fault, self._body(draw, turn, stream=False)
             self.asked["plain"] += 1
             try:
-                async with http.post("/v1/completions", json=self._body(draw, turn, stream=False)) as answer:
+                async with http.post("/v1/completions", json=body) as answer:
                     text = await answer.text()
-                    if answer.status != 200:
-                        self.fail("plain", began_in, f"{answer.status}: {text}")
+                    why = f"{answer.status}: {text}" if answer.status != 200 else short(body, [orjson.loads(text)])
+                    if why:
+                        self.fail("plain", began_in, why)
             except (aiohttp.ClientError, TimeoutError) as error:
                 self.fail("plain", began_in, repr(error))
                 await asyncio.sleep(0.2)  # what refuses connections does so at once
@@ -98,20 +101,23 @@ class Chaos:
         for turn in itertools.count():
             if self.over:
                 return
-            began_in, events = self.fault, 0
+            began_in, events, body = self.fault, list[Any](), self._body(draw, turn, stream=True)
             self.asked["stream"] += 1
             try:
-                async with http.post("/v1/completions", json=self._body(draw, turn, stream=True)) as answer:
+                async with http.post("/v1/completions", json=body) as answer:
                     last = b""
                     async for line in answer.content:
                         if not line.startswith(b"data: "):
                             continue
                         last = line[6:].strip()
-                        if last != b"[DONE]" and "error" in orjson.loads(last):
-                            raise aiohttp.ClientPayloadError(last.decode())
-                        events += 1
+                        if last != b"[DONE]":
+                            events.append(orjson.loads(last))
+                            if "error" in events[-1]:
+                                raise aiohttp.ClientPayloadError(last.decode())
                     if answer.status != 200 or last != b"[DONE]":
                         raise aiohttp.ClientPayloadError(f"status {answer.status}, last event {last[:200]!r}")
+                    if why := short(body, events):  # after an event nothing can take an abort back
+                        self.fail("stream begun" if "'abort'" in why else "stream short", began_in, why)
             except (aiohttp.ClientError, TimeoutError) as error:
                 self.fail("stream begun" if events else "stream", began_in, repr(error))
                 await asyncio.sleep(0.2)
@@ -197,6 +203,15 @@ class Chaos:
         return [key for key in self.failed if key.startswith("fleet") or key not in counted]
 
 
+def short(body: dict[str, Any], answers: list[Any]) -> str:
+    """What an answer, or the events of a stream, lack of what was asked for; empty: nothing."""
+    reasons = [c["finish_reason"] for a in answers for c in a["choices"] if c.get("finish_reason") is not None]
+    made = sum(a["usage"]["completion_tokens"] for a in answers if a.get("usage"))
+    if reasons == ["length"] and made == body["max_tokens"]:
+        return ""
+    return f"{body['max_tokens']} tokens were asked for, {made} came, ended by {reasons}"
+
+
 def router_processes() -> list[psutil.Process]:
     """The router's process and its workers, without those that have ended."""
     whole = [p for parent in children("router") for p in (parent, *parent.children(recursive=True))]
@@ -216,7 +231,7 @@ async def main() -> int:
     options.add_argument("--profile", default="cpu", choices=["cpu", "gpu", "sim"])
     options.add_argument("--only", default=",".join(VICTIMS), help="kinds of victim, comma-separated")
     options.add_argument("--engine", type=json.loads, default={}, help="further fields of EngineConfig, as JSON")
-    options.add_argument("--seconds", type=float, default=5000.0, help="no fault is begun after so long")
+    options.add_argument("--seconds", type=float, default=8700.0, help="no fault is begun after so long")
     for name, default in (("faults", 100), ("seed", 0), ("engines", 2), ("workers", 2), ("clients", 6)):
         options.add_argument(f"--{name}", type=int, default=default)
     args = options.parse_args()
