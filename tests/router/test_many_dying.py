@@ -134,9 +134,10 @@ async def test_every_request_has_an_answer_or_a_clear_error_and_the_counters_add
         assert counted["cancelled"][""] == 0
 
         again = counted["retries"].total()
-        unplaced = sum(errors.values()) - errors["engine_failed"]
+        # A second try that has nowhere to go counts as one; a request that has lost two engines gets none.
+        least = requests + again - (sum(errors.values()) - errors["engine_failed"])
         placed = sum(engine.requests for engine in state.engines)
-        assert placed == requests + again - unplaced
+        assert least <= placed <= least + errors["engines_failed"]
         assert outcomes["answered"] <= engines.finished <= engines.begun <= placed
         assert engines.begun <= outcomes["answered"] + outcomes["broken"] + counted["retries"].total()
 
