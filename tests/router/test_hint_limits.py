@@ -7,7 +7,6 @@ import asyncio
 import pytest
 from router_rig import Backend, Seen, answer_name, eventually, reply, request, rig
 
-from penstock.config import RouterConfig
 from penstock.errors import UserError
 from penstock.router.candidates import MOST_TOKENS
 from penstock.router.dispatcher import Dispatcher
@@ -17,6 +16,7 @@ from penstock.router.http import RefusalError
 from penstock.router.membership import EngineEntry
 from penstock.router.metrics import Metrics
 from penstock.router.placement import Placement
+from penstock.settings import RouterConfig
 
 HUGE = "X-Prompt-Tokens: 999999999999999\r\nX-Expected-Tokens: 999999999999999\r\n"
 METRICS = b'vllm:cache_config_info{block_size="10",num_gpu_blocks="100"} 1.0\nvllm:kv_cache_usage_perc 0.0\n'
