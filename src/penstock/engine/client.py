@@ -197,7 +197,7 @@ class DataClient:
         kept = self.kept()
         if not any(span.version in kept for span in sample.spans):
             return sample
-        return replace(sample, spans=tuple(replace(s, kv_kept=s.version in kept) for s in sample.spans))
+        return replace(sample, spans=tuple(replace(s, kv_kept=s.kv_kept or s.version in kept) for s in sample.spans))
 
     async def _text(self, sample: Sample, params: SamplingParams, stop: int | str | None, end: float) -> str:
         ids = sample.token_ids
