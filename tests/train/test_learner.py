@@ -24,6 +24,7 @@ from penstock.train import checkpoint
 from penstock.train.batching import collate, plan
 from penstock.train.checkpoint import LearnerState
 from penstock.train.grpo import Trainee, datum_of
+from penstock.train.interface import AdamSpec, Datum, LoraSpec
 from penstock.train.learner import LocalLearner, ServedDtype
 from penstock.train.losses import POLICY_LOSSES, Limits, LossSpec, LossTerms
 from penstock.weights.shared_memory import SharedMemoryStore
@@ -403,6 +404,18 @@ def test_the_random_state_is_part_of_the_state(micro_model: str):
     drawn = torch.rand(4)
     learner.learner.load_state(None, state)
     assert torch.equal(torch.rand(4), drawn)
+
+
+@pytest.mark.parametrize("adapter", [None, "a"])
+def test_a_state_comes_without_the_gradient_held_before_it(micro_model: str, adapter: str | None):
+    learner = LocalLearner(micro_model, TrainConfig(), seed=0)
+    if adapter is not None:
+        learner.create_adapter(adapter, LoraSpec(rank=2))
+    data = [Datum([1, 2], [2, 3], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0])]
+    state = learner.state(adapter)
+    learner.forward_backward(adapter, LossSpec({"cross_entropy": 1.0}), data)
+    learner.load_state(adapter, state)
+    assert learner.optim_step(adapter, AdamSpec(), scale=1.0).grad_norm == 0
 
 
 def test_a_state_is_a_copy(micro_model: str):

@@ -200,7 +200,7 @@ class Learner(ABC):
 
     @abstractmethod
     def load(self, adapter: str | None, folder: Path, values: Mapping[str, Any]) -> None:
-        """Take up what `save` wrote and returned, also as another number of ranks.
+        """Take up what `save` wrote and returned, also as another number of ranks; forget the gradient held.
 
         Raises:
             CheckpointError: it cannot be read, or is of another model; nothing was changed.

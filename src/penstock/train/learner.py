@@ -225,7 +225,7 @@ class LocalLearner(Learner):
         return LearnerState(tensors, values)
 
     def load_state(self, adapter: str | None, state: LearnerState) -> None:
-        """Take up what `state` gave.
+        """Take up what `state` gave, and forget the gradient held.
 
         Raises:
             CheckpointError: the state is that of another model; nothing was changed.
@@ -248,6 +248,7 @@ class LocalLearner(Learner):
             for name, parameter in parameters.items():
                 parameter.copy_(state.tensors[f"model/{name}"])
         optimizer = self._optimizer(adapter)
+        optimizer.zero_grad()  # a gradient belongs to the weights that were here before
         optimizer.state.clear()
         for key, value in state.tensors.items():
             if key.startswith("optimizer/"):
