@@ -177,6 +177,22 @@ def test_what_does_not_fit_is_refused(micro_model: str, untied: str):
         learner.load_state("a", learner.state("head"))
 
 
+def test_the_base_is_frozen_by_an_adapter_and_not_by_a_refused_one(micro_model: str):
+    learner, data = learner_of(micro_model), data_of(micro_model)
+    learner.forward_backward(None, SFT, data)
+    for spec in (LoraSpec(rank=0), LoraSpec(train_attn=False, train_mlp=False)):
+        with pytest.raises(UserError):
+            learner.create_adapter("a", spec)
+    assert learner.versions == {None: 0}
+    learner.forward_backward(None, SFT, data)
+    assert learner._parameters(None).keys() == dict(learner.policy.model.named_parameters()).keys()
+    assert any(p.grad is not None for p in learner._parameters(None).values())
+    learner.create_adapter("a", LoraSpec(rank=2))
+    assert all(p.grad is None for p in learner._parameters(None).values()), "nothing will step with it"
+    with pytest.raises(StateError, match="base's weights are frozen"):
+        learner.forward_backward(None, SFT, data)
+
+
 def test_a_gradient_that_is_no_number_changes_no_adapter(micro_model: str):
     learner, data = learner_of(micro_model), data_of(micro_model)
     learner.create_adapter("a", LoraSpec(rank=2))

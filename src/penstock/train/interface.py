@@ -149,7 +149,7 @@ class Learner(ABC):
         """Add an adapter that changes nothing yet; from then on the base's weights are frozen.
 
         Raises:
-            UserError: there is one of that name, or the spec does not fit the model.
+            UserError: there is one of that name, or the spec does not fit the model; nothing was changed.
         """
 
     @abstractmethod

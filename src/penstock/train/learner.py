@@ -130,10 +130,12 @@ class LocalLearner(Learner):
 
         if self.versions[None]:
             raise StateError("the base's weights have been trained; adapters need a learner of their own")
+        adapters = self._adapters or Adapters(self.policy.model)
+        adapters.create(name, spec)  # refuses before it changes the model
+        self._adapters = adapters
         self._optimizers.pop(None, None)
-        if self._adapters is None:
-            self._adapters = Adapters(self.policy.model)
-        self._adapters.create(name, spec)
+        for parameter in self._parameters(None).values():
+            parameter.grad = None
         self.versions[name] = 1
 
     def drop_adapter(self, name: str) -> None:
