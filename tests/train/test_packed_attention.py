@@ -1,11 +1,22 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from random_trajectories import trajectory
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Lfm2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
+    RecurrentGemmaConfig,
+)
 
 from penstock.errors import ConfigError
 from penstock.train.batching import collate
@@ -43,6 +54,23 @@ def test_a_packed_row_equals_each_sequence_alone(config: PretrainedConfig, lengt
         batch.input_ids_1_L, position_ids=batch.position_ids_1_L, cu_seq_lens_q=batch.bounds, max_length_q=batch.longest
     ).last_hidden_state
     torch.testing.assert_close(packed, torch.cat(alone, 1))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]), "layers of type conv"),
+        (Qwen3NextConfig(**SMALL), "layers of type linear_attention"),
+        (Llama4TextConfig(**SMALL), "layers of type chunked_attention"),
+        (RecurrentGemmaConfig(**SMALL), "layers of type recurrent"),
+        (LlamaConfig(**SMALL, attention_chunk_size=4), "sets attention_chunk_size"),
+    ],
+    ids=["convolution", "linear", "chunked", "recurrent", "chunk-size"],
+)
+def test_layers_that_mix_the_sequences_of_a_row_are_refused(config: PretrainedConfig, reason: str):
+    model = SimpleNamespace(config=config, _supports_attention_backend=True, set_attn_implementation=str)
+    with pytest.raises(ConfigError, match=reason):
+        use_packed_attention(model, "a model")
 
 
 def test_attention_that_does_more_is_refused():

@@ -1,7 +1,7 @@
 """Causal attention over sequences packed into one row, for any transformers model that lets its attention be chosen.
 
-All other layers work on each token alone, so that a packed row has no padding. `cu_seq_lens_q` (bounds of the sequences
-in the row, as FlashAttention names them) and `max_length_q` travel through the model's keyword arguments.
+All other layers must work on each token alone; then a packed row needs no padding. `cu_seq_lens_q` (bounds of the
+sequences in the row, as FlashAttention names them) and `max_length_q` travel through the model's keyword arguments.
 """
 
 # transformers and torch's varlen attention ship partial types.
@@ -25,8 +25,10 @@ from penstock.errors import ConfigError
 NAME = "penstock_packed"
 _VARLEN_OPTIONS = inspect.signature(varlen_attn).parameters
 """They differ between versions of torch: `is_causal` or a window, with `enable_gqa` or without."""
-_UNSUPPORTED = ("attn_logit_softcapping",)
-"""Config entries of models whose attention is more than softmax(QK) V."""
+_UNSUPPORTED = ("attn_logit_softcapping", "attention_chunk_size")
+"""Config entries of models whose attention is more than softmax(QK) V, or has chunks in the mask that ours replaces."""
+_PACKED_LAYERS = {"full_attention", "sliding_attention"}
+"""Types of layers that keep the sequences of a row apart. A convolution or a recurrence runs over the whole row."""
 
 
 def use_packed_attention(model: Any, name: str) -> None:
@@ -40,6 +42,12 @@ def use_packed_attention(model: Any, name: str) -> None:
         ConfigError: the model's attention cannot be replaced by ours.
     """
     config = model.config.get_text_config()
+    kinds: Any = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    if others := sorted(set(kinds) - _PACKED_LAYERS):
+        raise ConfigError(
+            f"model {name!r} has layers of type {', '.join(others)}, which would mix the sequences that the learner "
+            f"packs into a row; train a model of {' and '.join(sorted(_PACKED_LAYERS))} alone"
+        )
     for entry in _UNSUPPORTED:
         if getattr(config, entry, None):
             raise ConfigError(f"model {name!r} sets {entry}, which the learner's packed attention does not compute")
