@@ -52,7 +52,7 @@ class ShardedLearner(LocalLearner):
     def __init__(
         self, group: RankGroup, model_path: str, config: TrainConfig, *, seed: int, served_dtype: ServedDtype
     ) -> None:
-        self._ranks, self._group = group, group.commands
+        self._ranks, self._group = group, group.gloo
         super().__init__(model_path, config, seed=seed, served_dtype=served_dtype, device=group.device)
         self._units = _units(self.policy)
         self.specs: list[TensorSpec] = []

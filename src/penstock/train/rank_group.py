@@ -139,7 +139,7 @@ class RankGroup:
         rank: from 0.
         size: number of ranks.
         device: that this rank computes on.
-        commands: the ranks over gloo, whatever they compute on.
+        gloo: the ranks over gloo, whatever they compute on; `COLLECTIVE` bounds what they wait for in it.
 
     Raises:
         LearnerError: the others did not come in time.
@@ -165,38 +165,39 @@ class RankGroup:
                     world_size=place.size,
                     timeout=COLLECTIVE,
                 )
-                self.commands: Any = dist.new_group(backend="gloo", timeout=IDLE)
+                self.gloo: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE)
+                self._commands: Any = dist.new_group(backend="gloo", timeout=IDLE if place.rank else COLLECTIVE)
         except RuntimeError as error:
             raise LearnerError(f"rank {place.rank} of {place.size} could not join the others: {error}") from error
 
     def tell(self, message: Message) -> None:
         """Send a command to every other rank; on rank 0."""
         packed = message.pack()
-        dist.broadcast(torch.tensor([len(packed)]), 0, self.commands)
-        dist.broadcast(packed, 0, self.commands)
+        dist.broadcast(torch.tensor([len(packed)]), 0, self._commands)
+        dist.broadcast(packed, 0, self._commands)
 
     def hear(self) -> Message:
         """Wait for the next command; on the others."""
         size = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(size, 0, self.commands)
+        dist.broadcast(size, 0, self._commands)  # for as long as `IDLE`
         packed = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(packed, 0, self.commands)
+        dist.broadcast(packed, 0, self._commands)
         return Message.unpack(packed)
 
     def answer(self, message: Message) -> None:
         """Send what came of a command to rank 0; on the others."""
         packed = message.pack()
-        dist.send(torch.tensor([len(packed)]), 0, self.commands)
-        dist.send(packed, 0, self.commands)
+        dist.send(torch.tensor([len(packed)]), 0, self.gloo)
+        dist.send(packed, 0, self.gloo)
 
     def answers(self) -> Sequence[Message]:
         """What every other rank answers, in their order; on rank 0."""
         found: list[Message] = []
         for rank in range(1, self.size):
             size = torch.zeros(1, dtype=torch.int64)
-            dist.recv(size, rank, self.commands)
+            dist.recv(size, rank, self.gloo)
             packed = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(packed, rank, self.commands)
+            dist.recv(packed, rank, self.gloo)
             found.append(Message.unpack(packed))
         return found
 

@@ -99,7 +99,8 @@ class Ranks:
         """Return what `work` returns, and end it if a rank ends meanwhile.
 
         Raises:
-            LearnerError: a rank ended; names it, its exit status, and what it said last.
+            LearnerError: a rank ended; names it, its exit status, and what it said last. Or the ranks lost each other
+                and none ended, as where one stands still; names those that run.
         """
         working = asyncio.create_task(work)
         ends = {asyncio.create_task(child.wait()): child for child in self._children}
@@ -112,6 +113,9 @@ class Ranks:
                 if ended:
                     await asyncio.to_thread(self._release)
                     raise _lost(*ended[0])
+                if working in done:
+                    running = ", ".join(f"{child.name} (pid {child.pid})" for child in self._children)
+                    raise LearnerError(f"{working.exception()}; still running: {running}") from working.exception()
             return await working
         finally:
             for task in (working, *ends):
