@@ -45,6 +45,17 @@ def test_a_correction_bounds_what_a_stale_token_can_do(correction: str, made: fl
     assert output.denominator == (0 if dropped else 1), "what is dropped thins nothing out"
 
 
+@pytest.mark.parametrize("correction", sorted(CORRECTIONS))
+def test_no_token_that_a_correction_keeps_outweighs_the_cap(correction: str) -> None:
+    """Its sequence's other token moved as far the other way, so that the means show nothing."""
+    logprobs = torch.tensor([[-1.0, -7.0]], requires_grad=True)
+    terms = LossTerms(logprobs, torch.tensor([[-7.0, -1.0]]), torch.tensor([[-1.0]]), torch.ones(1, 2))
+    POLICY_LOSSES["dapo"](terms, Limits(correction=correction)).loss.backward()
+    assert logprobs.grad is not None
+    most = 404.0 if correction == "none" else Limits().importance_cap
+    assert abs(float(logprobs.grad[0, 0])) <= most + 1e-5
+
+
 def test_every_correction_is_held_here() -> None:
     held = {"tis", "mis", "icepop", "dppo", "sequence_mask", "none"}
     assert set(CORRECTIONS) == held

@@ -30,7 +30,7 @@ class Limits:
         low: the clip range of the ratio is [1 - low, 1 + high].
         high: see `low`.
         correction: key of `CORRECTIONS`.
-        importance_cap: `tis` truncates importance weights there.
+        importance_cap: every correction but `none` truncates importance weights there.
         ratio_band: least and largest ratio that `mis` and `icepop` keep.
         probability_gap: |pi - mu| from which `dppo` drops tokens that move on in that direction.
         sequence_gap: mean of log mu - log pi from which `sequence_mask` drops sequences of negative advantage, nats.
@@ -133,7 +133,10 @@ Loss = Callable[[LossTerms, Limits], LossOutput]
 
 @dataclass(frozen=True, slots=True)
 class Corrected:
-    """What a correction leaves: tokens trained on (bool `[B, T]`), and the most that an importance weight may be."""
+    """What a correction leaves: tokens trained on (bool `[B, T]`), and the most that an importance weight may be.
+
+    Every correction but `none` caps weights as `tis` does: what it keeps may still have tokens of any ratio.
+    """
 
     keep_B_T: Tensor
     cap: float = float("inf")
@@ -152,12 +155,12 @@ def tis(terms: LossTerms, limits: Limits) -> Corrected:
 def mis(terms: LossTerms, limits: Limits) -> Corrected:
     """Masked importance sampling: drop sequences whose geometric mean of r is outside `ratio_band`."""
     mean_B_1 = (terms.log_ratio().sum(-1) / terms.lengths()).exp().unsqueeze(-1)
-    return Corrected(terms.mask() & _inside(mean_B_1, limits))
+    return Corrected(terms.mask() & _inside(mean_B_1, limits), limits.importance_cap)
 
 
 def icepop(terms: LossTerms, limits: Limits) -> Corrected:
     """IcePop (Ling Team 2025, "Small leak can sink a great ship"): drop tokens whose r is outside `ratio_band`."""
-    return Corrected(terms.mask() & _inside(terms.log_ratio().exp(), limits))
+    return Corrected(terms.mask() & _inside(terms.log_ratio().exp(), limits), limits.importance_cap)
 
 
 def dppo(terms: LossTerms, limits: Limits) -> Corrected:
@@ -168,7 +171,7 @@ def dppo(terms: LossTerms, limits: Limits) -> Corrected:
     logprobs_B_T = terms.logprobs_B_T.detach().masked_fill(~terms.mask(), 0.0)
     gap_B_T = logprobs_B_T.exp() - terms.behaviour_B_T.masked_fill(~terms.mask(), 0.0).exp()
     farther_B_T = gap_B_T * terms.advantages_B_T.sign() > limits.probability_gap
-    return Corrected(terms.mask() & ~farther_B_T)
+    return Corrected(terms.mask() & ~farther_B_T, limits.importance_cap)
 
 
 def sequence_mask(terms: LossTerms, limits: Limits) -> Corrected:
@@ -177,7 +180,9 @@ def sequence_mask(terms: LossTerms, limits: Limits) -> Corrected:
     Tokens of negative advantage are dropped where the sequence's mean of log mu - log pi is above `sequence_gap`.
     """
     gap_B_1 = -terms.log_ratio().sum(-1, keepdim=True) / terms.lengths().unsqueeze(-1)
-    return Corrected(terms.mask() & ~((terms.advantages_B_T < 0) & (gap_B_1 > limits.sequence_gap)))
+    return Corrected(
+        terms.mask() & ~((terms.advantages_B_T < 0) & (gap_B_1 > limits.sequence_gap)), limits.importance_cap
+    )
 
 
 def no_correction(terms: LossTerms, limits: Limits) -> Corrected:
