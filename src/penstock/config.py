@@ -120,7 +120,7 @@ class TrainConfig(Section):
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Of the policy's entropy, taken from the loss."""
     importance_cap: Annotated[float, Field(gt=0)] = 2.0
-    """`tis`: truncation of the trainer/engine importance weight."""
+    """Truncation of the trainer/engine importance weight, under every correction but `none`, and in the KL part."""
     ratio_band: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(ge=1)]] = (0.5, 5.0)
     """`mis` and `icepop`: least and largest importance weight kept."""
     probability_gap: Annotated[float, Field(gt=0, lt=1)] = 0.2

@@ -65,7 +65,8 @@ def test_the_gradient_is_that_of_the_parts_each_divided_by_its_own(micro_model: 
     policy = LOSSES[loss](terms, Limits(correction=correction, max_tokens=16))
     tokens = weights.sum()
     ratio = (reference - logprobs)[weights > 0]
-    kl = (ratio.exp() - 1 - ratio).sum() / tokens
+    moved_by = (logprobs.detach() - behaviour)[weights > 0].exp().clamp(max=2.0)
+    kl = (moved_by * (ratio.exp() - 1 - ratio)).sum() / tokens
     bonus = (entropy * weights).sum() / tokens
     total = policy.loss / policy.denominator + 0.3 * kl - 0.05 * bonus
     total.backward()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.config import TrainConfig
-from penstock.train.losses import CORRECTIONS, Limits, LossOutput, LossTerms
+from penstock.train.losses import CORRECTIONS, Limits, LossOutput, LossTerms, kl
 from penstock.train.losses import POLICY_LOSSES as LOSSES
 
 LIMITS = Limits(low=0.2, high=0.28, importance_cap=2.0, max_tokens=9)
@@ -219,6 +220,24 @@ def test_the_gradient_is_linear_in_the_advantage_and_blind_outside_the_mask(name
     assert (gradient_B_T[~terms.mask()] == 0).all()
     # What is good is never made less likely, and the reverse.
     assert (gradient_B_T * terms.advantages_B_T <= 0).all()
+
+
+def test_the_divergence_from_a_reference_is_that_of_the_policy_in_training():
+    """E_mu[r k3] = KL(pi || reference), summed over a small vocabulary; the cap is far."""
+    mu_V, pi_V, reference_V = (
+        torch.tensor(p, dtype=torch.float64) for p in ([0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.3, 0.4, 0.3])
+    )
+    ones = torch.ones(3, 1)
+    terms = LossTerms(
+        pi_V.log()[:, None].requires_grad_(), mu_V.log()[:, None], ones, ones, reference_B_T=reference_V.log()[:, None]
+    )
+    want = (pi_V * (pi_V / reference_V).log()).sum().item()
+    output = kl(replace(terms, weights_B_T=mu_V[:, None]), Limits(importance_cap=9.0))
+    assert output.loss.item() == pytest.approx(want)
+    capped = kl(terms, Limits(importance_cap=2.0))
+    capped.loss.backward()
+    ratio_V = (pi_V / mu_V).clamp(max=2.0)
+    torch.testing.assert_close(terms.logprobs_B_T.grad[:, 0], ratio_V * (1 - reference_V / pi_V))
 
 
 # --- corrections -----------------------------------------------------------------------------------------------------

@@ -280,16 +280,19 @@ def cross_entropy(terms: LossTerms, limits: Limits) -> LossOutput:
 def kl(terms: LossTerms, limits: Limits) -> LossOutput:
     """k3 estimate of KL(pi || reference) on the tokens made, by the sum of weights (DeepSeekMath, eq. 4).
 
+    The tokens are mu's, so each is weighted by sg(min(r, importance_cap)), as DeepSeek-V3.2 does (arXiv:2512.02556)
+    without the cap: else the estimate is of no divergence of pi off-policy.
+
     Raises:
         UserError: the data have no reference logprobs.
     """
-    del limits
     if terms.reference_B_T is None:
         raise UserError("the loss part 'kl' needs data with reference logprobs")
     log_ratio_B_T = (terms.reference_B_T - terms.logprobs_B_T).masked_fill(~terms.mask(), 0.0)
     log_ratio_B_T = log_ratio_B_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     k3_B_T = log_ratio_B_T.exp() - 1 - log_ratio_B_T
-    return LossOutput((k3_B_T * terms.weights_B_T).sum(), terms.weights_B_T.sum(), {})
+    ratio_B_T = terms.log_ratio().detach().exp().clamp(max=limits.importance_cap)
+    return LossOutput((ratio_B_T * k3_B_T * terms.weights_B_T).sum(), terms.weights_B_T.sum(), {})
 
 
 def entropy(terms: LossTerms, limits: Limits) -> LossOutput:
