@@ -224,7 +224,8 @@ def end_table(summary: Summary) -> Table:
     table.add_row(
         "update bubble", f"median {milliseconds(summary.bubble_median)}, max {milliseconds(summary.bubble_max)}"
     )
-    table.add_row("tokens lost", f"{summary.tokens_lost:,.0f} to {summary.updates} updates")
+    lost = "not measured" if summary.tokens_lost is None else f"{summary.tokens_lost:,.0f} to {summary.updates} updates"
+    table.add_row("tokens lost", lost)
     table.add_row(
         "wasted tokens", Text(f"{summary.wasted_tokens:,}", style="green" if not summary.wasted_tokens else "red")
     )

@@ -37,7 +37,7 @@ class Summary:
         bubble_median: median update bubble in seconds (see `UpdateReport.bubble`).
         bubble_max: the longest.
         tokens_lost: tokens that the updates cost (see `UpdateReport.tokens_lost`). The last one counts as none, since
-            nothing is trained on after it.
+            nothing is trained on after it. None: not measured, as of a run of adapter updates.
         wasted_tokens: tokens generated and then thrown away. Steps lost to a kill and done again count; what was in
             flight at the kill cannot be known.
         unconsumed_tokens: tokens generated and never trained on because the run ended.
@@ -62,7 +62,7 @@ class Summary:
     updates_in_flight: int
     bubble_median: float
     bubble_max: float
-    tokens_lost: float
+    tokens_lost: float | None
     wasted_tokens: int
     unconsumed_tokens: int
     staleness: Mapping[int, int]
@@ -107,6 +107,7 @@ class Summary:
         differences = [row["logprob_difference"] for row in rows if "logprob_difference" in row]
         tokens = int(sum(row["generated_tokens"] for row in rows))
         step_seconds = sum(row["seconds/step"] for row in rows)
+        lost = [row["update/tokens_lost"] for row in rows if "update/tokens_lost" in row]
         return cls(
             name=name,
             seed=seed,
@@ -119,7 +120,7 @@ class Summary:
             updates_in_flight=sum(row["update/preempted"] + row.get("update/kept", 0) > 0 for row in rows),
             bubble_median=statistics.median(bubbles) if bubbles else 0.0,
             bubble_max=max(bubbles, default=0.0),
-            tokens_lost=sum(row.get("update/tokens_lost", 0.0) for row in rows),
+            tokens_lost=sum(lost) if lost else None,
             wasted_tokens=wasted_tokens,
             unconsumed_tokens=unconsumed_tokens,
             staleness=_staleness(rows),

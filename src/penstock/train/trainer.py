@@ -202,6 +202,8 @@ class _Run:
 
     async def _tokens_lost(self, report: UpdateReport) -> dict[str, float]:
         """Return what the update before this one cost, which has ended its measurement, and begin to ask for this."""
+        if self.learner.served_adapter is not None:  # engines measure updates of their own weights alone
+            return {}
         before, self.recovering = self.recovering, asyncio.create_task(self.client.recovered(report))
         if before is None:
             return {}
