@@ -27,8 +27,7 @@ from pydantic import (
 )
 
 from penstock.errors import ConfigError
-from penstock.router.access import check_data_path
-from penstock.router.http import RefusalError
+from penstock.guard import kind_of_path
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -189,14 +188,18 @@ def _names(given: object) -> str:
     return ",".join(str(name).strip() for name in cast("Sequence[object]", names) if str(name).strip())
 
 
+_KINDS = {
+    "ambiguous": "not canonical (no escapes, empty or dot segments, special characters)",
+    "control": "a control call, which goes to every engine by the fleet's own client",
+    "private": "a call that tells of one engine only",
+}
+
+
 def _data_paths(names: str) -> str:
     """Refuse a path that would reach one engine only, or that servers read in different ways."""
     for name in filter(None, names.split(",")):
-        try:
-            check_data_path(name.encode())
-        except RefusalError as refusal:
-            if refusal.code != "unknown_path":
-                raise ValueError(f"cannot have {name!r}: {refusal}") from None
+        if (kind := kind_of_path(name.encode())) != "other":
+            raise ValueError(f"cannot have {name!r}: it is {_KINDS[kind]}")
     return names
 
 
@@ -282,7 +285,7 @@ class ServerSpec(Section):
             return known
         url, mark, ranks = str(known["url"]).partition("#")
         if not re.fullmatch(r"http://[^/\s]+/*", url):
-            raise ValueError("a server's address is http://HOST:PORT")
+            raise ValueError(f"a server's address is http://HOST:PORT, got {url!r}")
         if mark and not (ranks.startswith("dp=") and ranks[3:].isdigit()):
             raise ValueError("behind # only dp=N can stand, the number of data-parallel ranks")
         return {**known, "url": url.rstrip("/"), **({"dp": int(ranks[3:])} if mark else {})}

@@ -21,6 +21,7 @@ async def test_it_serves_tenants_of_a_file_and_ends_by_a_signal(tmp_path: Path) 
     save_chat_tokenizer(tmp_path / "model")
     tenants = tmp_path / "tenants.yaml"
     tenants.write_text("team: {key: secret, max_turns: 1}\n")
+    tenants.chmod(0o600)
     async with SimServer(SimConfig(vocab_size=98, eos_token_id=2)) as engine, asyncio.timeout(DEADLINE_S):
         process = await asyncio.create_subprocess_exec(
             PENSTOCK, "gateway", engine.url, "--tokenizer", tmp_path / "model", "--port", "0", "--tenants", tenants,

@@ -6,8 +6,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from penstock.guard import DATA_PATHS, OPEN_PATHS
-from penstock.router.access import CONTROL_PATHS
+from penstock.guard import CONTROL_PATHS, DATA_PATHS, OPEN_PATHS
 
 pytestmark = pytest.mark.vllm
 

@@ -28,7 +28,8 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from penstock.router.access import CONTROL_PATHS, DATA_PATHS
+from penstock.guard import CONTROL_PATHS
+from penstock.router.access import DATA_PATHS
 from penstock.router.head import CHUNKED, UNTIL_CLOSE, RequestHead, parse_request, parse_response
 from penstock.router.http import ChunkedReader, FramingError, RefusalError
 

@@ -14,7 +14,8 @@ from router_rig import RawClient, request
 from starlette.routing import BaseRoute
 
 from penstock.errors import PenstockError
-from penstock.router.access import CONTROL_PATHS, DATA_PATHS, PRIVATE_PATHS, check_data_path
+from penstock.guard import CONTROL_PATHS, PRIVATE_PATHS
+from penstock.router.access import DATA_PATHS, check_data_path
 from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
 from penstock.settings import RouterConfig

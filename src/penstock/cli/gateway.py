@@ -74,6 +74,8 @@ def _tenants(file: Path | None) -> list[Tenant]:
     import yaml  # noqa: PLC0415
 
     try:
+        if file.stat().st_mode & 0o077:
+            raise ConfigError(f"--tenants {file} can be read by other users of this machine; chmod 600 it")
         given: object = yaml.safe_load(file.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read the tenants in {file}: {' '.join(str(error).split())}") from error

@@ -5,11 +5,10 @@ vLLM 0.26 to 0.32. A test reads every route of the vLLM in use and fails for one
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable
 
 from penstock.guard import DATA_PATHS as ENGINE_PATHS
-from penstock.guard import cross_site, has_key
+from penstock.guard import cross_site, has_key, kind_of_path
 from penstock.router.head import RequestHead
 from penstock.router.http import RefusalError, shown
 
@@ -59,29 +58,6 @@ class Access:
 
 DATA_PATHS = frozenset(path.encode() for path in ENGINE_PATHS) - {b"/metrics", b"/v1/realtime"}
 """Any engine gives the same answer to these, and keeps nothing of them that a later call needs."""
-CONTROL_PATHS = frozenset(
-    b"/pause /resume /abort_requests /inference/v1/abort_requests /reset_prefix_cache /reset_mm_cache "
-    b"/reset_encoder_cache /sleep /wake_up /release_kv_cache_memory /collective_rpc /init_weight_transfer_engine "
-    b"/shutdown_weight_transfer_engine /start_weight_update /start_draft_weight_update /update_weights "
-    b"/finish_weight_update /update_weight_version /weight_checker /start_profile /stop_profile /scale_elastic_ep "
-    b"/is_scaling_elastic_ep /fault_tolerance/apply /v1/load_lora_adapter /v1/unload_lora_adapter /adapters".split()
-)
-"""These change the state of the one engine that gets them and leave the others as they are."""
-PRIVATE_PATHS = frozenset(
-    b"/server_info /weight_info /is_paused /is_sleeping /get_world_size /load /kv_event_sources "
-    b"/fault_tolerance/status /metrics /invocations /v1/realtime /docs /docs/oauth2-redirect /redoc "
-    b"/openapi.json".split()
-)
-"""These tell of the one engine that answers, keep a state there or need another protocol; so do stored responses."""
-_CONTROL_PREFIXES = (b"/penstock/", b"/sim/", b"/adapters/")
-_PRIVATE_PREFIXES = (b"/v1/responses/",)
-_CANONICAL = re.compile(rb"/(?:[0-9A-Za-z._~-]+/)*(?:[0-9A-Za-z._~-]+)?")
-_DOTS = re.compile(rb"/\.\.?(?:/|$)")
-
-
-def is_canonical(path: bytes) -> bool:
-    """Whether every server reads the same path: no escapes, no empty or dot segments, no special characters."""
-    return _CANONICAL.fullmatch(path) is not None and _DOTS.search(path) is None
 
 
 def check_data_path(path: bytes, added: Collection[bytes] = ()) -> None:
@@ -93,15 +69,15 @@ def check_data_path(path: bytes, added: Collection[bytes] = ()) -> None:
     """
     if path in added or path in DATA_PATHS:
         return
-    if not is_canonical(path):
+    kind = kind_of_path(path)
+    if kind == "ambiguous":
         what = "without escapes, empty or dot segments and special characters"
         raise RefusalError(400, "bad_path", f"path {shown(path)} is not canonical; send it {what}")
-    bare = path.rstrip(b"/")
     name = shown(path)[1:-1]
-    if bare in CONTROL_PATHS or path.startswith(_CONTROL_PREFIXES):
+    if kind == "control":
         what = f"{name} would reach one engine only"
         raise RefusalError(403, "control_call", f"{what}; control goes to every engine by the fleet's own client")
-    if bare in PRIVATE_PATHS or path.startswith(_PRIVATE_PREFIXES):
+    if kind == "private":
         raise RefusalError(403, "control_call", f"{name} would tell of one engine only; ask that engine itself")
     hint = "GET / lists the data calls that are; router.data_paths adds to them"
     raise RefusalError(404, "unknown_path", f"{name} is not served here: {hint}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -98,6 +99,8 @@ class _Calls:
 
     def __init__(self, state: ServiceState) -> None:
         self._state = state
+        self._arriving: Counter[str] = Counter()
+        """Operations of each tenant that the database has not answered yet."""
 
     def guarded(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         """Let tenants pass, and answer errors as the SDK reads them."""
@@ -294,9 +297,13 @@ class _Calls:
         return Response(status_code=204)
 
     async def _accepted(self, operation: Operation, tenant: Tenant, *, also: Any = None, **more: Any) -> Response:
-        if self._state.futures.queued(tenant.name) >= tenant.max_queued:
+        if self._state.futures.queued(tenant.name) + self._arriving[tenant.name] >= tenant.max_queued:
             raise RefusedError(f"{tenant.max_queued} operations of yours are not finished yet; wait for them", 429)
-        await self._state.futures.accept(operation, self._state.executor_of(operation.kind), also)
+        self._arriving[tenant.name] += 1
+        try:
+            await self._state.futures.accept(operation, self._state.executor_of(operation.kind), also)
+        finally:
+            self._arriving[tenant.name] -= 1
         return _future(operation, **more)
 
     async def _failed(self, operation: Operation, reason: str) -> Response:
@@ -367,6 +374,6 @@ def _page(http: Request, limit: int) -> tuple[int, int]:
         limit, offset = int(http.query_params.get("limit", limit)), int(http.query_params.get("offset", 0))
     except ValueError:
         raise UserError(f"limit and offset are whole numbers, got {dict(http.query_params)}") from None
-    if not 0 < limit <= MOST_PAGE or offset < 0:
-        raise UserError(f"limit is from 1 to {MOST_PAGE} and offset not negative, got {limit} and {offset}")
+    if not 0 < limit <= MOST_PAGE or not 0 <= offset < 1 << 63:
+        raise UserError(f"limit is from 1 to {MOST_PAGE} and offset from 0 to 2^63 - 1, got {limit} and {offset}")
     return limit, offset

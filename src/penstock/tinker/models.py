@@ -225,6 +225,8 @@ class Models:
 
     def _write_weights(self, name: str, folder: Path, values: Mapping[str, Any] | None = None) -> None:
         tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in self.learner.weights(name)}
+        if broken := [key for key, tensor in tensors.items() if not tensor.isfinite().all()]:
+            raise UserError(f"{len(broken)} tensors of the adapter, {broken[0]} the first, hold NaN or infinity")
         save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
         config = {**self.learner.adapter_config(name), "base_model_name_or_path": self.base_model}
         (folder / SETTINGS).write_text(json.dumps(config, default=str))

@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.errors import UserError
 
+MOST_ID = 999_999_999
+"""Of the ids that paths hold."""
 LEAST_TTL_S, MOST_TTL_S = 3600, 10 * 366 * 24 * 3600
 
 
@@ -70,7 +72,7 @@ class CreateModel(Body):
     """`create_model`."""
 
     session_id: str
-    model_seq_id: int = Field(ge=0)
+    model_seq_id: int = Field(ge=0, le=MOST_ID)
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraConfig | None = None
@@ -106,7 +108,7 @@ class LoadWeights(Body):
     model_id: str | None = None
     seq_id: int | None = None
     session_id: str | None = None
-    model_seq_id: int | None = Field(default=None, ge=0)
+    model_seq_id: int | None = Field(default=None, ge=0, le=MOST_ID)
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
     path: str

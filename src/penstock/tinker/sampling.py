@@ -117,7 +117,7 @@ class Sampling:
     def __init__(self, link: FleetLink) -> None:
         self._link = link
 
-    async def run(self, operation: Operation, source: Source) -> Outcome:
+    async def run(self, operation: Operation, source: Source, context: int | None = None) -> Outcome:
         """Return the SDK's `SampleResponse`; a request that no engine takes is an outcome too.
 
         Raises:
@@ -127,6 +127,7 @@ class Sampling:
         for left in range(RECONNECTS, -1, -1):
             fleet = await self._link.fleet()
             request = _Request.of(body, fleet.data.vocab_size)
+            request.check_fits(context)
             try:
                 answers = await self._answers(fleet, request, source)
                 return Outcome(request.response(answers).SerializeToString(), PROTO_TYPE)
@@ -185,6 +186,15 @@ class _Request:
     """The same of the prompt; None: no logprobs of the prompt."""
     prompt_from: int
     """First position of the prompt that is scored."""
+
+    def check_fits(self, context: int | None) -> None:
+        """Refuse what an engine would cut at its context without a word. UserError: it is too long."""
+        asked = len(self.prompt) + self.params.max_tokens
+        if context is not None and asked > context:
+            raise UserError(
+                f"prompt and max_tokens are {len(self.prompt)} + {self.params.max_tokens} tokens, and the model's "
+                f"context has {context}; ask for at most {max(context - len(self.prompt), 0)}"
+            )
 
     @classmethod
     def of(cls, given: SampleBody, vocab_size: int | None) -> _Request:

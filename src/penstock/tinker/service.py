@@ -18,6 +18,7 @@ from penstock.errors import ConfigError, StateError, UserError
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.options import visible_gpus
 from penstock.fleet.service import LONGEST
+from penstock.guard import new_key
 from penstock.parsing import parse_json, reading
 from penstock.process import shortage
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
@@ -94,7 +95,8 @@ async def serving(config: ServiceConfig) -> AsyncGenerator[Service]:
         engine, (about, vocabulary) = adapted(config), model_card(config)
         logs = data / "logs"
         fleet_config = config.fleet.model_copy(update={"log_dir": config.fleet.log_dir or logs})
-        async with Fleet.launch(engine, fleet=fleet_config, router=config.router) as fleet:
+        # Tenants' adapters are behind the router: only the service's processes ask it, by the key that the owner gives.
+        async with Fleet.launch(engine, fleet=fleet_config, router=config.router, api_key=new_key()) as fleet:
             learner = _learner(config, engine, data, fleet.url, about, vocabulary)
             api = _api(config, data, fleet.url, about)
             try:

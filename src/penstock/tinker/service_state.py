@@ -117,7 +117,7 @@ class ServiceState:
     async def _sample(self, operation: Operation) -> None:
         async def work() -> Outcome:
             source = await self.sessions.source(operation.tenant, operation.scope)
-            return await self._sampling.run(operation, source)
+            return await self._sampling.run(operation, source, (await self.about()).max_context_length)
 
         await self.futures.finish(operation, await settled(work()))
 

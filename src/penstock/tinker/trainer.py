@@ -8,6 +8,7 @@ A request is checked whole before anything is computed, so that it either fails 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -123,6 +124,8 @@ def decode(body: bytes, sizes: Sizes) -> Batch:
     if not request.data:
         raise UserError("forward_backward has no data; give at least one Datum")
     read = [_datum(f"datum {index}", given, request.loss_fn, sizes) for index, given in enumerate(request.data)]
+    if (laid_out := sum(math.prod(shape) for _, (shape, _) in read)) > MOST_LAID_OUT:
+        raise UserError(f"the answer would have {laid_out} values, and {MOST_LAID_OUT} are the most; send fewer data")
     names = {name for datum, _ in read for name in datum.extra}
     if lacking := [i for i, (datum, _) in enumerate(read) if set(datum.extra) != names]:
         raise UserError(f"datum {lacking[0]} lacks {', '.join(sorted(names - read[lacking[0]][0].extra.keys()))}")
@@ -142,6 +145,10 @@ def encode(batch: Batch, outputs: Outputs) -> bytes:
         tensor.offsets = np.cumsum([0, *map(len, flat)], dtype=np.int64).tobytes()
         tensor.trailing_shape.extend(trailing)
     return answer.SerializeToString()
+
+
+MOST_LAID_OUT = 1 << 24
+"""Values of all answers to one request: a sparse tensor's shape says more than its bytes."""
 
 
 def _laid_out(shape: tuple[int, ...], at: Array | None, found: Tensor) -> Array:
@@ -187,7 +194,7 @@ def _datum(what: str, given: Any, loss_fn: str, sizes: Sizes) -> tuple[Datum, tu
                 f"{what}: {name} has shape {list(tensor.shape)}, model_input has {len(tokens)} tokens and "
                 f"{TARGETS} shape {list(shape)}; give each token its targets, and all tensors one shape"
             )
-    if len(shape) > 2 or 0 in shape or (len(shape) == 2 and shape[1] > sizes.vocabulary):  # noqa: PLR2004 - [T, K]
+    if len(shape) > 2 or min(shape, default=1) < 1 or (len(shape) == 2 and shape[1] > sizes.vocabulary):  # noqa: PLR2004 - [T, K]
         raise UserError(f"{what}: {TARGETS} has shape {list(shape)}; give [{len(tokens)}] or [{len(tokens)}, K]")
     if len(shape) == 2 and loss_fn != "cross_entropy":  # noqa: PLR2004
         raise UserError(f"{what}: {TARGETS} has shape {list(shape)}; only cross_entropy takes several targets a token")

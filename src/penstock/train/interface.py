@@ -6,6 +6,7 @@ One learner holds one base model, and trains either its weights or any number of
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,7 +58,11 @@ class Datum:
 
 @dataclass(frozen=True, slots=True)
 class AdamSpec:
-    """One step of AdamW. `grad_clip_norm` 0: no clipping."""
+    """One step of AdamW. `grad_clip_norm` 0: no clipping.
+
+    Raises:
+        UserError: a value is negative, no finite number, or a beta of 1 or more.
+    """
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -65,6 +70,12 @@ class AdamSpec:
     eps: float = 1e-8
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value, below = getattr(self, name), 1.0 if name.startswith("beta") else math.inf
+            if not 0 <= value < below or (name == "eps" and not value):
+                raise UserError(f"AdamW's {name} must be at least 0 and below {below} (eps above 0), got {value}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -402,3 +402,9 @@ def test_what_is_saved_is_peft_s(base: str, tmp_path: Path):
         models.load("m", tmp_path / "a", optimizer=False)
     with pytest.raises(UserError, match="rank 9 is more than the engines of this service take; use at most 8"):
         models.create("big", spec_of({"rank": 9}))
+
+
+@pytest.mark.parametrize("values", [{"learning_rate": float("nan")}, {"beta1": 1.0}, {"eps": 0.0}])
+def test_settings_that_would_ruin_an_adapter_are_refused(values: dict[str, float]) -> None:
+    with pytest.raises(UserError, match="AdamW's"):
+        AdamSpec(**values)
