@@ -36,7 +36,7 @@ def synchronous(model: Path, steps: int = 6) -> RunConfig:
 
 def what_counts(folder: RunFolder) -> list[dict[str, float]]:
     """The rows of a run without what depends on the time of day."""
-    timed = ("seconds/", "update/", "tokens_per_second", "learner/seconds", "learner/tokens_per_second")
+    timed = ("seconds/", "update/", "tokens_per_second", "learner/seconds", "learner/tokens_per_second", "idle/")
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in folder.metrics()]
 
 
