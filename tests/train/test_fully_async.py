@@ -29,6 +29,8 @@ from penstock.types import Sample, SamplingParams, Trajectory, UpdateReport
 class CountingLearner:
     """Learns nothing, and remembers what it was given at which version."""
 
+    served_adapter: str | None = None
+
     def __init__(self) -> None:
         self.version = 0
         self.batches: list[tuple[int, list[Trajectory]]] = []
