@@ -14,11 +14,13 @@ from penstock.train.interface import Datum
 from penstock.train.learner import LocalLearner
 from penstock.train.losses import LossSpec
 from penstock.train.scenarios.checks import LOGPROB_BARS, Check, length_check
-from penstock.types import PauseMode, SamplingParams
+from penstock.types import PauseMode, Sample, SamplingParams
 
 PROMPTS = 16
 TOKENS = 96
-"""Of each answer: long enough that a pause finds all of them under way."""
+"""Of each answer: long enough that a pause mostly finds all of them under way."""
+ATTEMPTS = 10
+"""To pause while answers are under way: on a busy machine an engine can end them before it is asked."""
 PAUSED_S = 1.0
 
 
@@ -27,10 +29,7 @@ async def pause_keep(config: RunConfig) -> list[Check]:
     prompts = _prompts(config)
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     async with Fleet.launch(config.engine, fleet=config.fleet, router=config.router) as fleet:
-        asked = [asyncio.create_task(fleet.sample(prompt, 1, params)) for prompt in prompts]
-        while not await fleet.get_num_unfinished_requests():  # noqa: ASYNC110 - an engine says so when asked
-            await asyncio.sleep(0.01)
-        await fleet.pause_generation(PauseMode.KEEP, clear_cache=False)
+        asked = await _pause_under_way(fleet, prompts, params)
         before = sum(task.done() for task in asked)
         await asyncio.sleep(PAUSED_S)
         held = sum(task.done() for task in asked)
@@ -48,6 +47,23 @@ async def pause_keep(config: RunConfig) -> list[Check]:
         gap = await asyncio.to_thread(largest_gap, config, rows)
         checks.append(Check("logprobs", gap <= bar, f"{gap:.1e}"))
     return checks
+
+
+async def _pause_under_way(
+    fleet: Fleet, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> list[asyncio.Task[list[Sample]]]:
+    """Ask for all prompts and pause as soon as an engine has one; again where all were done by then."""
+    asked: list[asyncio.Task[list[Sample]]] = []
+    for _ in range(ATTEMPTS):
+        asked = [asyncio.create_task(fleet.sample(prompt, 1, params)) for prompt in prompts]
+        while not await fleet.get_num_unfinished_requests() and (await asyncio.wait(asked, timeout=0.01))[1]:
+            pass
+        await fleet.pause_generation(PauseMode.KEEP, clear_cache=False)
+        await asyncio.sleep(PAUSED_S)  # for answers that were ended before and are on their way
+        if not all(task.done() for task in asked):
+            break
+        await fleet.resume_generation()
+    return asked
 
 
 async def http_generator(config: RunConfig) -> list[Check]:
