@@ -61,10 +61,13 @@ def _explain(section: type[Section], error: Mapping[str, Any]) -> str:
     if error["type"] == "missing":
         return f"config key {key!r} is required"
     named = f"config key {key!r}: " if key else ""
-    given = error["input"]
+    given: object = error["input"]
     # A check across keys names the ones it means; its input is a whole section, perhaps with keys that are secret.
-    got = "" if error["type"] == "value_error" and isinstance(given, (Mapping, Section)) else f", got {given!r}"
-    return f"{named}{str(error['msg']).removeprefix('Value error, ')}{got}"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    whole = error["type"] == "value_error" and isinstance(given, (Mapping, Section))
+    shown = repr(cast("object", given))
+    got = "" if whole or shown in message else f", got {shown}"
+    return f"{named}{message}{got}"
 
 
 def _fields_at(section: type[Section], path: Sequence[str]) -> list[str]:

@@ -349,7 +349,7 @@ def test_the_last_engine_that_is_coming_back_is_not_taken_out() -> None:
             first, second = await asyncio.gather(fleet.remove("e0"), fleet.remove("e1"), return_exceptions=True)
             assert first is None
             assert isinstance(second, UserError)
-            assert "without engine e1 0 would be left" in str(second)
+            assert "without engine e1 the fleet would have 0 engines" in str(second)
             assert (await asyncio.wait_for(asked, 60)).stop_reasons == ["length"]
             await fleet.teardown()
 

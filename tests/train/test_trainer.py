@@ -227,7 +227,9 @@ async def test_a_run_cut_off_before_its_first_checkpoint_starts_over(model: Path
     folder = RunFolder.create(tmp_path, config)
     folder.append_metrics({"step": 1, "generated_tokens": 50})
     folder.append_evaluation(0, 0.25)
-    summary = await run_on_sim(config, folder, resume=True)
+    reporter = Recorder()
+    summary = await run_on_sim(config, folder, reporter=reporter, resume=True)
+    assert reporter.events[:2] == [("phase", "resume"), ("phase", "restart")]
     assert [row["step"] for row in folder.metrics()] == [1, 2]
     assert summary.evaluations[0] == 0.25
     assert summary.wasted_tokens == 50

@@ -35,6 +35,14 @@ def require_extra(extra: str, *modules: str) -> None:
         raise UserError(f"not installed: {', '.join(missing)}; {_HOW[extra]}")
 
 
+def callable_url(url: str) -> tuple[str, bool]:
+    """The address to call a server of this machine at, and whether it listens on all addresses."""
+    for anywhere, here in (("://0.0.0.0:", "://127.0.0.1:"), ("://[::]:", "://[::1]:")):
+        if anywhere in url:
+            return url.replace(anywhere, here), True
+    return url, False
+
+
 def check_port(host: str, port: int) -> None:
     """Raise UserError where a server could not listen on `host` and `port`; 0 is any free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

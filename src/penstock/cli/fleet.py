@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from penstock.cli.common import Interrupted, run_until_signal, waiting
+from penstock.cli.common import Interrupted, callable_url, run_until_signal, waiting
 from penstock.errors import UserError
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def _print(state: FleetState) -> None:
 
     held = f"owned by process {state.pid}{', detached' if state.detached else ''}"
     table = Table(
-        title=f"{state.url}: weight version {state.version}, {held}",
+        title=f"{callable_url(state.url)[0]}: weight version {state.version}, {held}",
         title_justify="left",
         box=None,
         padding=(0, 2, 0, 0),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.common import check_engine, check_port, run_until_signal, waiting
+from penstock.cli.common import callable_url, check_engine, check_port, run_until_signal, waiting
 from penstock.errors import UserError
 
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ def _config(
 ) -> RunConfig:
     """The flags and the `key=value` options as one validated tree; a key without a section is the engine's."""
     from penstock.config import load_config  # noqa: PLC0415
+    from penstock.settings import EngineConfig  # noqa: PLC0415
 
     if len(profiles) > 1:
         raise UserError(f"--{profiles[0]} and --{profiles[1]} exclude each other; give one of them")
@@ -118,8 +119,11 @@ def _config(
     if profiles:
         flags["engine.profile"] = profiles[0]
     for option in options:
-        if (section := option.partition(".")[0]) in OF_TRAIN:
+        section, dot, _ = option.partition("=")[0].partition(".")
+        if section in OF_TRAIN:
             raise UserError(f"{option!r}: a server has no {section}; `penstock train` takes that section's keys")
+        if dot and f"{section}." not in SECTIONS and section not in EngineConfig.model_fields:
+            raise UserError(f"{option!r}: there is no section {section!r}; known: engine, fleet, router")
     given = [option if option.startswith(SECTIONS) else f"engine.{option}" for option in options]
     return load_config(None, [*(f"{key}={json.dumps(value)}" for key, value in flags.items()), *given])
 
@@ -158,14 +162,6 @@ async def _serve(config: RunConfig, api_key: str | None, *, detach: bool) -> Non
         with suppress(asyncio.CancelledError):
             await fleet.endpoint.stopping.wait()
         console.print("stopping")
-
-
-def callable_url(url: str) -> tuple[str, bool]:
-    """The address to call a server of this machine at, and whether it listens on all addresses."""
-    for anywhere, here in (("://0.0.0.0:", "://127.0.0.1:"), ("://[::]:", "://[::1]:")):
-        if anywhere in url:
-            return url.replace(anywhere, here), True
-    return url, False
 
 
 class ConsoleHandler(logging.Handler):

@@ -10,12 +10,12 @@ import threading
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
-from penstock.errors import ConfigError, EngineStartError, PenstockError, error_from_json
+from penstock.errors import ConfigError, EngineStartError, PenstockError, UserError, error_from_json
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.launch import Terms
 from penstock.fleet.options import made
 from penstock.fleet.remote import FleetClient, adopt
-from penstock.fleet.service import folder
+from penstock.fleet.service import folder, names_this_machine
 from penstock.process import read_report
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig, Section
 
@@ -73,6 +73,11 @@ async def start_detached(
     Raises:
         PenstockError: what kept it from starting, as `Fleet.launch` raises it.
     """
+    if router.url is None and not names_this_machine(router.host):
+        raise UserError(
+            "a detached fleet is found by its control socket, which needs router.host 127.0.0.1, localhost or "
+            f"0.0.0.0, got {router.host!r}; take one of them, or leave detach off"
+        )
     log = _log_file(fleet)
     plan = Plan(
         engine=engine,

@@ -322,8 +322,8 @@ class Elastic:
             left = [m for m in others if m.state in {State.SERVING, State.PAUSED} or (restarting and m.is_restarting)]
             if len(left) < least:
                 raise UserError(
-                    f"without engine {member.name} {len(left)} would be left, and min_engines is {least}; add one "
-                    "first, or replace it"
+                    f"without engine {member.name} the fleet would have {len(left)} engine{'s' * (len(left) != 1)}, "
+                    f"fewer than fleet.min_engines={least}; add one first, or replace it"
                 )
             if restarting:  # no request may wait for it any more; `_dismiss` ends it
                 member.restarts = False

@@ -61,7 +61,10 @@ async def _own(plan: Plan, api_key: str | None) -> None:
         parallel_starts=plan.parallel_starts,
     ) as fleet:
         if fleet.endpoint is None or socket_of(fleet.url) is None:
-            raise UserError(f"a detached fleet needs a router address of this machine, and {fleet.url} names another")
+            raise UserError(
+                "a detached fleet is found by its control socket, which needs a router on 127.0.0.1, and "
+                f"{fleet.url} may be another machine's; leave detach off"
+            )
         fleet.endpoint.log = plan.log
         _report({"url": fleet.url})
         os.dup2(2, 1)

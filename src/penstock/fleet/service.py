@@ -95,7 +95,7 @@ def router_address(url: str) -> str:
 def socket_of(url: str) -> Path | None:
     """Return the control socket of a fleet behind the router at `url`; None if that may be another machine."""
     parts = urlsplit(router_address(url))
-    return folder() / f"fleet-{parts.port}.sock" if _is_here(parts.hostname) and parts.port else None
+    return folder() / f"fleet-{parts.port}.sock" if names_this_machine(parts.hostname) and parts.port else None
 
 
 def beyond_reach(router_url: str, engine_url: str) -> bool:
@@ -103,10 +103,10 @@ def beyond_reach(router_url: str, engine_url: str) -> bool:
 
     Its address means something else here: the process at that port of this machine would get the caller's key.
     """
-    return _is_here(urlsplit(engine_url).hostname) and not _is_here(urlsplit(router_url).hostname)
+    return names_this_machine(urlsplit(engine_url).hostname) and not names_this_machine(urlsplit(router_url).hostname)
 
 
-def _is_here(host: str | None) -> bool:
+def names_this_machine(host: str | None) -> bool:
     """Whether an address can only be this machine's; a name but localhost may be any machine's."""
     host = (host or "").rstrip(".")
     try:

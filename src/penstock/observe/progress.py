@@ -33,7 +33,8 @@ EVALUATIONS = 4
 
 PHASES: Mapping[str, str] = {
     "launch": "starting engines",
-    "resume": "resuming from the last checkpoint",
+    "resume": "resuming",
+    "restart": "there is no checkpoint yet: starting again from step 0",
     "evaluate": "evaluating on the held-out set",
     "train": "training",
     "checkpoint": "writing a checkpoint",
@@ -83,7 +84,7 @@ class RunDisplay(Reporter):
     def on_phase(self, name: str) -> None:
         """Show what goes on."""
         self._phase = PHASES.get(name, name)
-        if name in {"launch", "resume", "evaluate"}:
+        if name in {"launch", "resume", "restart", "evaluate"}:
             self._line(self._phase)
 
     def on_step(self, metrics: Mapping[str, float]) -> None:

@@ -75,6 +75,8 @@ async def train(
     if resume:
         reporter.on_phase("resume")
     progress = take_up(config, folder, learner) if resume else begin(folder)
+    if resume and progress.step == 0:
+        reporter.on_phase("restart")
     run = _Run(config, client, learner, generator, environment, folder, reporter, progress, loads)
     for step, accuracy in folder.evaluations().items():
         run.report_evaluation(step, accuracy)
