@@ -36,9 +36,10 @@ from transformers import AutoModelForCausalLM
 
 from penstock import wire
 from penstock.aio import all_or_first_error
-from penstock.engine.client import COMPLETIONS, GENERATE, DataClient
+from penstock.engine.client import GENERATE, DataClient
 from penstock.engine.control import ControlClient
 from penstock.engine.launch import EngineProcess
+from penstock.engine.openai import COMPLETIONS
 from penstock.engine.vanilla.requests import report_of
 from penstock.errors import EngineDeadError, PenstockError
 from penstock.fleet.fleet import Fleet

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.client import join, split
+from penstock.engine.openai import join, split
 from penstock.errors import RequestError
 
 

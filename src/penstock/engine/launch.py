@@ -17,11 +17,11 @@ from typing import Any, Literal, Self, cast
 
 import orjson
 
-from penstock.engine.layouts import OURS, check_extra_args, check_layout, read_shape
 from penstock.errors import ConfigError, EngineStartError, PenstockError
 from penstock.http import HttpTransport
 from penstock.plugin import BACKEND
 from penstock.process import ChildProcess, full_disk, remove_leftovers
+from penstock.rooms import plugged_in
 from penstock.settings import EngineConfig
 
 CPU_KV_CACHE_BYTES = 64 * 2**20
@@ -50,14 +50,13 @@ def server_command(
     """Make the command of one engine server, which sees `gpus`, as in CUDA_VISIBLE_DEVICES (none: all).
 
     Raises:
-        ConfigError: the model path does not exist, or vLLM cannot run this layout of it (`layouts.check_layout`).
+        ConfigError: the model path does not exist, or vLLM cannot run this layout of it (`layouts.py`).
     """
     profile = resolve_profile(config)
     if profile == "sim":
-        check_extra_args(config, OURS)
         return _sim_command(config, port=port, api_key=api_key, host=host)
     _check_model(config.model)
-    check_layout(config, profile, read_shape(config.model))
+    plugged_in("layouts.check")(config, profile)
     options = _options(config, port, host)
     # Every user of the machine can read a command line, so the key is in the environment. The variables are set even
     # without a key: an engine must not ask for a key of our environment, nor know the key of clients.
@@ -157,12 +156,12 @@ def _cpu_env(config: EngineConfig) -> dict[str, str]:
 
 
 def _sim_command(config: EngineConfig, *, port: int, api_key: str | None, host: str) -> ServerCommand:
-    shape = read_shape(config.model)
+    vocabulary: int | None = plugged_in("layouts.simulated")(config)
     options: dict[str, Option] = {
         "host": host,
         "port": port,
         # A trainer that has the model looks up the embeddings of the simulated tokens.
-        "vocab-size": shape.vocabulary if shape is not None else None,
+        "vocab-size": vocabulary,
         "max-model-len": config.max_model_len,
         "max-num-seqs": config.max_num_seqs,
         "served-model-name": config.served_model_name or config.model,

@@ -116,6 +116,18 @@ def check_extra_args(config: EngineConfig, refused: Mapping[str, str]) -> None:
             raise ConfigError(f"extra_args: {option!r} cannot be passed by: {refused[option]}")
 
 
+def simulated_vocabulary(config: EngineConfig) -> int | None:
+    """Return the vocabulary of the model that a simulated engine stands for, where its checkpoint is there."""
+    check_extra_args(config, OURS)
+    shape = read_shape(config.model)
+    return None if shape is None else shape.vocabulary
+
+
+def check(config: EngineConfig, device: Literal["cpu", "gpu"]) -> None:
+    """Refuse an engine that cannot run on a device; see `check_layout`."""
+    check_layout(config, device, read_shape(config.model))
+
+
 def check_layout(config: EngineConfig, device: Literal["cpu", "gpu"], shape: ModelShape | None) -> None:
     """Refuse what cannot run.
 

@@ -1,10 +1,10 @@
-"""What a request's samples have so far, as engines report it; and what is new of a stream that was resumed."""
+"""What a request's samples have so far, as engines report it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import orjson
 
@@ -153,77 +153,3 @@ class Partials:
             return None
         size = 1 + max(self._samples)
         return orjson.dumps([self.get(i).as_json() for i in range(size)]).decode()
-
-
-class StreamDeduplicator:
-    """Passes on what is new of a stream that was resumed: each engine sends it from the start.
-
-    It counts how much of each part of each choice it passed on, in characters and list entries. A resuming engine has
-    the state of the engine before it, so its text begins with the text that was passed on. Its chunks are cut
-    elsewhere, and random ids (the answer's, those of tool calls) differ: the first ids stay.
-    """
-
-    def __init__(self) -> None:
-        self.passed_on = False
-        """The caller has seen something."""
-        self._over = False
-        """The event without choices, usage, was passed on: nothing after it is new."""
-        self._head: dict[str, Any] = {}
-        self._passed: dict[tuple[Any, ...], int] = {}
-        self._seen: dict[tuple[Any, ...], int] = {}
-
-    def begin_again(self) -> None:
-        """Expect the stream from its start."""
-        self._seen.clear()
-
-    def of(self, chunk: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the part of an event that its reader has not seen; None where there is none."""
-        if not self._head:
-            self._head = {key: chunk[key] for key in ("id", "created", "model") if key in chunk}
-        choices: list[dict[str, Any]] = chunk.get("choices") or []
-        parts = [self._choice(choice) for choice in choices]
-        new = [part for part in parts if part is not None]
-        if not (new if choices else not self._over):
-            return None
-        self._over = not choices
-        self.passed_on = True
-        return {**chunk, **self._head, "choices": new}
-
-    def _choice(self, choice: dict[str, Any]) -> dict[str, Any] | None:
-        before = sum(self._passed.values())
-        first = not any(key[0] == choice["index"] for key in self._passed)
-        index = choice["index"]
-        part = {key: self._part((index, key), value) for key, value in choice.items() if key != "index"}
-        return {"index": index, **part} if first or sum(self._passed.values()) > before else None
-
-    def _part(self, key: tuple[Any, ...], value: Any) -> Any:
-        """Return the part of `value` beyond what was passed on under `key`."""
-        name = key[-1]
-        if name == "tool_calls" and isinstance(value, list):
-            calls = cast("list[dict[str, Any]]", value)
-            return [
-                {"index": call.get("index", 0)}
-                | {k: self._part((*key, call.get("index", 0), k), v) for k, v in call.items() if k != "index"}
-                for call in calls
-            ]
-        if isinstance(value, Mapping):
-            fields = cast("Mapping[str, Any]", value)
-            return {k: self._part((*key, k), v) for k, v in fields.items()}
-        if name in _ONCE and value is not None:
-            return value if self._advance(key, 1) == 0 else None
-        if isinstance(value, (str, list)):
-            whole = cast("str | list[Any]", value)
-            return whole[self._advance(key, len(whole)) :]
-        return value
-
-    def _advance(self, key: tuple[Any, ...], length: int) -> int:
-        """Count `length` more under `key`; return how many of them were passed on before."""
-        start = 0 if key[-1] in _ONCE else self._seen.get(key, 0)
-        passed = self._passed.get(key, 0)
-        self._seen[key] = start + length
-        self._passed[key] = max(passed, start + length)
-        return min(max(0, passed - start), length)
-
-
-_ONCE = frozenset({"role", "id", "type", "name", "finish_reason", "stop_reason"})
-"""Fields that come once for a choice or a tool call, and are not text in parts."""

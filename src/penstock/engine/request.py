@@ -24,15 +24,13 @@ from typing import Any, Self, cast
 import orjson
 
 from penstock import wire
-from penstock.engine.partial import Partials, StreamDeduplicator
+from penstock.engine.partial import Partials
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError
 from penstock.http import HttpTransport, Reply, UnreachableError
-from penstock.parsing import reading
 from penstock.types import SamplingParams
 
 DEAD_STATUS = frozenset({500, 502, 504})
 """What vLLM answers when its engine core has died under a request, and proxies when vLLM itself has."""
-DONE = b"data: [DONE]"
 RETRY_S = (0.0, 0.25, 0.5, 1.0)
 """Seconds before the request is sent again after its first, second, ... death without a new token. A dying vLLM answers
 500 for up to a second, and it takes a fleet as long to notice. After so many and one more the request is given up: what
@@ -89,8 +87,8 @@ class UnreportedReplies:
         request.client.http.decode(await reply.read())  # what is not JSON, such as a proxy's page, is shown
         raise EngineError(NO_REPORTS, engine=request.client.http.name)
 
-    def events(self, request: Continuation, reply: Reply) -> AsyncGenerator[dict[str, Any]]:  # noqa: ARG002
-        """Yield the events of a stream."""
+    def events(self, request: Any, reply: Reply) -> AsyncGenerator[dict[str, Any]]:  # noqa: ARG002
+        """Yield the events of a stream (`openai.Stream`)."""
         raise EngineError(NO_REPORTS, engine=request.client.http.name)
 
 
@@ -137,15 +135,14 @@ class Continuation:
         self.sent_at = 0.0
         self._timeout_s = timeout_s
         self._end = asyncio.get_running_loop().time() + timeout_s
-        self._new = StreamDeduplicator()
         self._deaths = self._deaths_in_all = self._idle_aborts = 0
-        self._reported = 0
+        self.reported = 0
         """Tokens that were reported since it was last sent."""
 
     @property
     def passed_on(self) -> bool:
-        """The caller has seen a part of its stream."""
-        return self._new.passed_on
+        """The caller has seen a part of its stream; see `openai.Stream`."""
+        return False
 
     def part(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Self:
         """Make another request of the same client and endpoint, with the time that this one has left."""
@@ -160,55 +157,14 @@ class Continuation:
         headers = {**self.headers, wire.PROGRESS_HEADER: str(self.client.chunk_tokens)}
         while True:
             try:
-                async with self._sent(headers) as reply:
+                async with self.sent(headers) as reply:
                     answer = await self._read(reply)
             except EngineError as error:
-                await self._after_death(error)
+                await self.after_death(error)
                 continue
             if not self.partials.cut:
                 return answer
-            await self._after_abort()
-
-    async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the events of an OpenAI body with `stream`, each part once; raises as `answer` does.
-
-        Each choice's last event has its `weight_versions`, in the form of vLLM's token endpoint.
-        """
-        headers = {**self.headers, wire.PROGRESS_HEADER: wire.STREAM_PROGRESS}
-        while True:
-            try:
-                async with self._sent(headers) as reply:
-                    async for event in self._events(reply):
-                        if not self._ends_cut(event) and (new := self._new.of(event)) is not None:
-                            yield new
-            except EngineError as error:
-                await self._after_death(error)
-            else:
-                if not self.partials.cut:
-                    return
-                await self._after_abort()
-            self._new.begin_again()
-
-    async def events_of(self, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
-        """Yield a stream's events as the engine sends them; what comments report goes to `partials`.
-
-        Raises:
-            EngineDeadError: the stream broke off.
-            EngineHTTPError: one of its events is an error.
-        """
-        async for line in reply.lines():
-            if line.startswith(wire.COMMENT):
-                with reading("report of the engine", EngineError):
-                    report: dict[str, Any] = orjson.loads(line[len(wire.COMMENT) :])
-                    self._reported += self.partials.add(report.get("samples", ()))
-            elif line.startswith(DONE):
-                return
-            elif line.startswith(b"data: "):
-                event: dict[str, Any] = self.client.http.decode(line[6:])
-                if "error" in event:  # [DONE] follows: without this it would look like an end
-                    raise self.client.http.http_error(int(event["error"].get("code") or 500), line[6:])
-                yield event
-        raise EngineDeadError("its stream broke off", engine=self.client.http.name)
+            await self.after_abort()
 
     def _left_s(self) -> float:
         left = self._end - asyncio.get_running_loop().time()
@@ -216,9 +172,10 @@ class Continuation:
             raise DeadlineError(f"no answer within {self._timeout_s:g} s", seconds=self._timeout_s)
         return left
 
-    def _sent(self, headers: Mapping[str, str]) -> Any:
+    def sent(self, headers: Mapping[str, str]) -> Any:
+        """Send the request with what its samples have; a context manager that gives the reply."""
         left = self._left_s()
-        self._reported = 0
+        self.reported = 0
         self.sent_at = asyncio.get_running_loop().time()
         return self.client.http.stream("POST", self.path, self._data(), timeout_s=left, headers=headers)
 
@@ -241,40 +198,21 @@ class Continuation:
             return await self.client.unreported.answer(self, reply)
         async for line in reply.lines():
             report: dict[str, Any] = self.client.http.decode(line)
-            self._reported += self.partials.add(report["samples"])
+            self.reported += self.partials.add(report["samples"])
             if "answer" in report:
                 if report["status"] >= 300:  # noqa: PLR2004 - HTTP's own boundary
                     raise self.client.http.http_error(report["status"], orjson.dumps(report["answer"]))
                 return Answer(report["answer"], report["versions"])
         raise EngineDeadError("its answer broke off", engine=self.client.http.name)
 
-    async def _events(self, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
-        """Yield a stream's events, with the versions of each choice that ends in them."""
-        if wire.PROGRESS_HEADER not in reply.headers:
-            async for event in self.client.unreported.events(self, reply):
-                yield event
-            return
-        async for event in self.events_of(reply):
-            for choice in event.get("choices") or ():
-                if choice.get("finish_reason") is not None:
-                    choice["weight_versions"] = wire.as_weight_versions(self.partials.get(choice["index"]).versions)
-            yield event
-
-    def _ends_cut(self, event: Mapping[str, Any]) -> bool:
-        """Return whether it ends what goes on: its text may begin a stop string, so it comes again."""
-        choices: list[dict[str, Any]] = event.get("choices") or []
-        if not choices:
-            return self.partials.cut  # usage
-        return all(self.partials.get(choice["index"]).cut for choice in choices)
-
-    async def _after_death(self, error: EngineError) -> None:
+    async def after_death(self, error: EngineError) -> None:
         """Return when the request may be sent again; raise where that cannot help."""
         http = isinstance(error, EngineHTTPError)
         if isinstance(error, UnreachableError) or not (http or isinstance(error, EngineDeadError)):
             raise error
         if isinstance(error, EngineHTTPError) and error.status not in DEAD_STATUS:
             raise error
-        self._deaths = 0 if self._reported else self._deaths
+        self._deaths = 0 if self.reported else self._deaths
         self._deaths_in_all += 1
         if self._deaths == len(RETRY_S) or self._deaths_in_all == MAX_DEATHS:
             if http:
@@ -290,10 +228,10 @@ class Continuation:
             await self.client.http.suspect()
         await asyncio.sleep(delay)
 
-    async def _after_abort(self) -> None:
+    async def after_abort(self) -> None:
         """Send it again at once: the engine or the router's gate holds it until generation is resumed."""
         self.client.counters.continued += 1
-        self._idle_aborts = 0 if self._reported else self._idle_aborts + 1
+        self._idle_aborts = 0 if self.reported else self._idle_aborts + 1
         self._requeue()
         if self._idle_aborts > 1:
             await asyncio.sleep(IDLE_ABORT_S)

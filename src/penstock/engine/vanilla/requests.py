@@ -16,6 +16,7 @@ import orjson
 from penstock import wire
 from penstock.aio import all_or_first_error
 from penstock.engine.capabilities import Capabilities, require
+from penstock.engine.openai import Stream
 from penstock.engine.request import Answer, Continuation, UnreportedReplies
 from penstock.engine.vanilla.control import VersionHistory
 from penstock.errors import EngineError
@@ -79,7 +80,7 @@ class VanillaReplies(UnreportedReplies):
             await all_or_first_error(_finish(request, i) for i in cut)
         return Answer(body, [[[0, 0, len(request.partials.get(i).ids)]] for i in range(len(choices))])
 
-    async def events(self, request: Continuation, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
+    async def events(self, request: Stream, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
         """Yield the events of a stream, without versions.
 
         Raises:
@@ -98,7 +99,7 @@ class VanillaReplies(UnreportedReplies):
             yield event
 
 
-def _refuse_if_begun(request: Continuation) -> None:
+def _refuse_if_begun(request: Stream) -> None:
     if request.passed_on:
         raise EngineError(
             "a stream was cut that cannot be resumed: there are engines without Penstock's plugin; ask for it "

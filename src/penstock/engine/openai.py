@@ -1,0 +1,363 @@
+"""OpenAI's calls of a `DataClient`: completions of several prompts, chats, and streams that survive their engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from functools import cached_property
+from typing import Any, cast
+
+import orjson
+
+from penstock import wire
+from penstock.aio import all_or_first_error
+from penstock.engine.client import LEAST_HASHED, DataClient
+from penstock.engine.request import Continuation
+from penstock.errors import EngineDeadError, EngineError, RequestError
+from penstock.http import Reply
+from penstock.parsing import reading
+from penstock.types import SessionId
+from penstock.wire import prefix_hashes
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+FORMS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
+DONE = b"data: [DONE]"
+Chunk = dict[str, Any]
+
+
+class OpenAICalls:
+    """Makes OpenAI's calls with what a client has: its connections, its deadline and its state."""
+
+    def __init__(self, client: DataClient) -> None:
+        self._client = client
+
+    async def completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
+        """OpenAI `/v1/completions`; each prompt of the body is a request of its own (R7).
+
+        Each choice has its `weight_versions`, `[{"version", "start", "end"}, ...]`, as vLLM's token endpoint has them.
+        They are None for vLLM without our plugin, if the weights changed meanwhile or there are several choices.
+
+        Raises:
+            RequestError: the prompt has none of the four forms, or `stream` is set.
+            EngineHTTPError: of the first prompt that failed; the others are cancelled.
+        """
+        _refuse_stream(body, "completion_stream")
+        answers = (self._whole(COMPLETIONS, part, session_id) for part in split(body))
+        return join(await all_or_first_error(answers))
+
+    async def chat_completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
+        """OpenAI `/v1/chat/completions`; each choice has its `weight_versions`, see `completion`."""
+        _refuse_stream(body, "chat_completion_stream")
+        return await self._whole(CHAT, body, session_id)
+
+    async def completion_stream(
+        self, body: Mapping[str, Any], session_id: SessionId | None = None
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """Yield the chunks of OpenAI `/v1/completions`, of all prompts of the body; raises as `completion`.
+
+        The last chunk of each choice has its `weight_versions`.
+        """
+        n: Any = body.get("n")
+        streams = [self._stream(COMPLETIONS, part, session_id) for part in split(body)]
+        async for chunk in merged(streams, choices_each=n if isinstance(n, int) else 1):
+            yield chunk
+
+    async def chat_completion_stream(
+        self, body: Mapping[str, Any], session_id: SessionId | None = None
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """Yield the chunks of OpenAI `/v1/chat/completions`; see `completion_stream`."""
+        async for chunk in self._stream(CHAT, body, session_id):
+            yield chunk
+
+    def _headers(self, path: str, body: Mapping[str, Any], session_id: SessionId | None) -> dict[str, str]:
+        """Return the session, and what a router can place a completion of token ids by."""
+        headers = {} if session_id is None else {wire.SESSION_HEADER: str(session_id)}
+        ids: Any = body.get("prompt")
+        if path != COMPLETIONS or not self._client.routed or isinstance(ids, str) or not ids:
+            return headers
+        headers[wire.PROMPT_TOKENS_HEADER] = str(len(ids))
+        if len(ids) >= LEAST_HASHED and (hashes := prefix_hashes(ids)) is not None:
+            headers[wire.PREFIX_HASHES_HEADER] = hashes
+        limit, n = body.get("max_tokens"), body.get("n")
+        if isinstance(limit, int):
+            headers[wire.EXPECTED_TOKENS_HEADER] = str(limit * (n if isinstance(n, int) else 1))
+        return headers
+
+    async def _whole(self, path: str, body: Mapping[str, Any], session_id: SessionId | None) -> dict[str, Any]:
+        answer = await self._request(path, body, session_id).answer()
+        choices: list[dict[str, Any]] = answer.body["choices"]
+        for choice, spans in zip(choices, wire.padded(answer.spans or (), len(choices)), strict=True):
+            versions = wire.as_weight_versions([(v, end - start, *notes) for v, start, end, *notes in spans])
+            choice["weight_versions"] = versions if answer.spans is not None else None
+        return answer.body
+
+    def _stream(
+        self, path: str, body: Mapping[str, Any], session_id: SessionId | None
+    ) -> AsyncGenerator[dict[str, Any]]:
+        return self._request(path, {**body, "stream": True}, session_id).chunks()
+
+    def _request(self, path: str, body: Mapping[str, Any], session_id: SessionId | None) -> Stream:
+        headers, client = self._headers(path, body, session_id), self._client
+        return Stream(client.state, path, body, headers=headers, timeout_s=client.request_timeout_s)
+
+
+def _refuse_stream(body: Mapping[str, Any], instead: str) -> None:
+    if body.get("stream"):
+        raise RequestError(f"stream=true gives no single answer; iterate over {instead}")
+
+
+# --- A completion of several prompts, as one request for each --------------------------------------------------------
+
+
+def split(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return one body for each prompt, in order. `n` stays: the samples of one prompt share its prefill.
+
+    Raises:
+        RequestError: the prompt has none of the four forms.
+    """
+    prompt: Any = body.get("prompt")
+    if prompt is None or isinstance(prompt, str):
+        return [dict(body)]  # without a prompt: the engine's own error is the clearest
+    if not isinstance(prompt, Sequence):
+        raise RequestError(f"prompt must be {FORMS}, got {type(prompt).__name__}")
+    items = cast("Sequence[Any]", prompt)
+    if not items:
+        raise RequestError(f"prompt is an empty list; give {FORMS}")
+    if all(_is_id(item) for item in items):
+        return [dict(body)]
+    if all(isinstance(item, str) for item in items) or all(_is_ids(item) for item in items):
+        return [{**body, "prompt": item} for item in items]
+    for i, item in enumerate(items):
+        if not isinstance(item, str) and not _is_ids(item):
+            raise RequestError(f"prompt[{i}] is {item!r}; prompt must be {FORMS}")
+    raise RequestError(f"prompt mixes strings and token ids; it must be {FORMS}")
+
+
+def _is_id(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
+
+
+def _is_ids(item: Any) -> bool:
+    if isinstance(item, str) or not isinstance(item, Sequence):
+        return False
+    ids = cast("Sequence[Any]", item)
+    return len(ids) > 0 and all(_is_id(i) for i in ids)
+
+
+def join(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the answers to `split` bodies: choices in order, indexed again, usage summed, the rest the first's."""
+    if len(answers) == 1:
+        return dict(answers[0])
+    choices: list[dict[str, Any]] = []
+    for answer in answers:
+        part: list[dict[str, Any]] = sorted(answer["choices"], key=lambda choice: choice["index"])
+        first = len(choices)
+        choices.extend({**choice, "index": first + i} for i, choice in enumerate(part))
+    usages = [answer["usage"] for answer in answers if answer.get("usage")]
+    return {**answers[0], "choices": choices, **({"usage": add_usage(usages)} if usages else {})}
+
+
+def add_usage(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sum the usage of several answers."""
+    total: dict[str, Any] = {}
+    for key in dict.fromkeys(key for usage in usages for key in usage):
+        values = [usage[key] for usage in usages if usage.get(key) is not None]
+        if values and isinstance(values[0], Mapping):
+            total[key] = add_usage(values)
+        else:
+            total[key] = sum(values) if values else None
+    return total
+
+
+async def merged(streams: Sequence[AsyncGenerator[Chunk]], *, choices_each: int) -> AsyncGenerator[Chunk]:
+    """Yield chunks as they come; choices of stream `i` count from `i * choices_each`; summed usage comes last.
+
+    The first failure of a stream ends the others and is raised. One stream passes through as it is.
+    """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for chunk in only:
+                yield chunk
+        return
+    head: Chunk = {}
+    usages: list[Chunk] = []
+    async with aclosing(_interleaved(streams)) as items:
+        async for i, chunk in items:
+            head = head or {key: chunk[key] for key in ("id", "created", "model") if key in chunk}
+            choices: list[Chunk] = chunk["choices"]
+            if choices:
+                moved = [{**choice, "index": i * choices_each + choice["index"]} for choice in choices]
+                yield {**chunk, **head, "choices": moved}
+            else:
+                usages.append(chunk)
+    if usages:
+        yield {**usages[0], **head, "usage": add_usage([chunk["usage"] for chunk in usages])}
+
+
+async def _interleaved(streams: Sequence[AsyncGenerator[Chunk]]) -> AsyncGenerator[tuple[int, Chunk]]:
+    next_chunks = {asyncio.ensure_future(anext(stream, None)): i for i, stream in enumerate(streams)}
+    try:
+        while next_chunks:
+            done, _ = await asyncio.wait(next_chunks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                chunk, i = await task, next_chunks.pop(task)
+                if chunk is not None:
+                    next_chunks[asyncio.ensure_future(anext(streams[i], None))] = i
+                    yield i, chunk
+    finally:
+        for task in next_chunks:
+            task.cancel()
+        await asyncio.gather(*next_chunks, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+
+
+# --- A stream --------------------------------------------------------------------------------------------------------
+
+
+class Stream(Continuation):
+    """One request whose answer may come as a stream."""
+
+    @cached_property
+    def _new(self) -> StreamDeduplicator:
+        return StreamDeduplicator()
+
+    @property
+    def passed_on(self) -> bool:
+        """The caller has seen a part of its stream."""
+        return self._new.passed_on
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
+        """Yield the events of an OpenAI body with `stream`, each part once; raises as `answer` does.
+
+        Each choice's last event has its `weight_versions`, in the form of vLLM's token endpoint.
+        """
+        headers = {**self.headers, wire.PROGRESS_HEADER: wire.STREAM_PROGRESS}
+        while True:
+            try:
+                async with self.sent(headers) as reply:
+                    async for event in self._events(reply):
+                        if not self._ends_cut(event) and (new := self._new.of(event)) is not None:
+                            yield new
+            except EngineError as error:
+                await self.after_death(error)
+            else:
+                if not self.partials.cut:
+                    return
+                await self.after_abort()
+            self._new.begin_again()
+
+    async def events_of(self, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
+        """Yield a stream's events as the engine sends them; what comments report goes to `partials`.
+
+        Raises:
+            EngineDeadError: the stream broke off.
+            EngineHTTPError: one of its events is an error.
+        """
+        async for line in reply.lines():
+            if line.startswith(wire.COMMENT):
+                with reading("report of the engine", EngineError):
+                    report: dict[str, Any] = orjson.loads(line[len(wire.COMMENT) :])
+                    self.reported += self.partials.add(report.get("samples", ()))
+            elif line.startswith(DONE):
+                return
+            elif line.startswith(b"data: "):
+                event: dict[str, Any] = self.client.http.decode(line[6:])
+                if "error" in event:  # [DONE] follows: without this it would look like an end
+                    raise self.client.http.http_error(int(event["error"].get("code") or 500), line[6:])
+                yield event
+        raise EngineDeadError("its stream broke off", engine=self.client.http.name)
+
+    async def _events(self, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
+        """Yield a stream's events, with the versions of each choice that ends in them."""
+        if wire.PROGRESS_HEADER not in reply.headers:
+            async for event in self.client.unreported.events(self, reply):
+                yield event
+            return
+        async for event in self.events_of(reply):
+            for choice in event.get("choices") or ():
+                if choice.get("finish_reason") is not None:
+                    choice["weight_versions"] = wire.as_weight_versions(self.partials.get(choice["index"]).versions)
+            yield event
+
+    def _ends_cut(self, event: Mapping[str, Any]) -> bool:
+        """Return whether it ends what goes on: its text may begin a stop string, so it comes again."""
+        choices: list[dict[str, Any]] = event.get("choices") or []
+        if not choices:
+            return self.partials.cut  # usage
+        return all(self.partials.get(choice["index"]).cut for choice in choices)
+
+
+class StreamDeduplicator:
+    """Passes on what is new of a stream that was resumed: each engine sends it from the start.
+
+    It counts how much of each part of each choice it passed on, in characters and list entries. A resuming engine has
+    the state of the engine before it, so its text begins with the text that was passed on. Its chunks are cut
+    elsewhere, and random ids (the answer's, those of tool calls) differ: the first ids stay.
+    """
+
+    def __init__(self) -> None:
+        self.passed_on = False
+        """The caller has seen something."""
+        self._over = False
+        """The event without choices, usage, was passed on: nothing after it is new."""
+        self._head: dict[str, Any] = {}
+        self._passed: dict[tuple[Any, ...], int] = {}
+        self._seen: dict[tuple[Any, ...], int] = {}
+
+    def begin_again(self) -> None:
+        """Expect the stream from its start."""
+        self._seen.clear()
+
+    def of(self, chunk: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the part of an event that its reader has not seen; None where there is none."""
+        if not self._head:
+            self._head = {key: chunk[key] for key in ("id", "created", "model") if key in chunk}
+        choices: list[dict[str, Any]] = chunk.get("choices") or []
+        parts = [self._choice(choice) for choice in choices]
+        new = [part for part in parts if part is not None]
+        if not (new if choices else not self._over):
+            return None
+        self._over = not choices
+        self.passed_on = True
+        return {**chunk, **self._head, "choices": new}
+
+    def _choice(self, choice: dict[str, Any]) -> dict[str, Any] | None:
+        before = sum(self._passed.values())
+        first = not any(key[0] == choice["index"] for key in self._passed)
+        index = choice["index"]
+        part = {key: self._part((index, key), value) for key, value in choice.items() if key != "index"}
+        return {"index": index, **part} if first or sum(self._passed.values()) > before else None
+
+    def _part(self, key: tuple[Any, ...], value: Any) -> Any:
+        """Return the part of `value` beyond what was passed on under `key`."""
+        name = key[-1]
+        if name == "tool_calls" and isinstance(value, list):
+            calls = cast("list[dict[str, Any]]", value)
+            return [
+                {"index": call.get("index", 0)}
+                | {k: self._part((*key, call.get("index", 0), k), v) for k, v in call.items() if k != "index"}
+                for call in calls
+            ]
+        if isinstance(value, Mapping):
+            fields = cast("Mapping[str, Any]", value)
+            return {k: self._part((*key, k), v) for k, v in fields.items()}
+        if name in _ONCE and value is not None:
+            return value if self._advance(key, 1) == 0 else None
+        if isinstance(value, (str, list)):
+            whole = cast("str | list[Any]", value)
+            return whole[self._advance(key, len(whole)) :]
+        return value
+
+    def _advance(self, key: tuple[Any, ...], length: int) -> int:
+        """Count `length` more under `key`; return how many of them were passed on before."""
+        start = 0 if key[-1] in _ONCE else self._seen.get(key, 0)
+        passed = self._passed.get(key, 0)
+        self._seen[key] = start + length
+        self._passed[key] = max(passed, start + length)
+        return min(max(0, passed - start), length)
+
+
+_ONCE = frozenset({"role", "id", "type", "name", "finish_reason", "stop_reason"})
+"""Fields that come once for a choice or a tool call, and are not text in parts."""
