@@ -36,8 +36,8 @@ import requests
 import torch
 from _line_process import LineProcess
 
+from penstock.fleet.engines import VISIBLE, visible_gpus
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.options import VISIBLE, visible_gpus
 from penstock.types import KV
 
 CLIENTS = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.engine.partial import Partials, whole_of
+from penstock.engine.request import Partials, whole_of
 from penstock.engine.vanilla.requests import report_of
 from penstock.types import Sample, SamplingParams
 

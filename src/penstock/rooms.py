@@ -23,6 +23,7 @@ PLACES = {
     "delivery.broadcast": "penstock.fleet.delivery:Delivery",
     "detach": "penstock.fleet.detach:launch_detached",
     "elastic": "penstock.fleet.elastic:Elastic",
+    "figures": "penstock.router.figures:text",
     "generator.agent": "penstock.gateway.training:AgentRollouts",
     "group.join": "penstock.plugin.broadcast:join_group",
     "kept_kv.core": "penstock.plugin.kept_kv:KeptKV",

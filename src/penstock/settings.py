@@ -368,3 +368,33 @@ class FleetConfig(Section):
         if given != default and info.data.get("launcher") == "local":
             raise ValueError("has an effect with the launcher 'ray' only")
         return given
+
+
+def section(kind: type[S], given: S | None, options: Mapping[str, Any]) -> S:
+    """A section from what was given whole, with the options that are fields of it put over it.
+
+    Raises:
+        ConfigError: a value of the wrong type or out of range, or a required one missing.
+    """
+    if not isinstance(given, kind | None):
+        raise ConfigError(f"give a {kind.__name__}, not {given!r}; or its fields as options of their own")
+    base = given.model_dump() if given is not None else {}
+    return validate(kind, base | {name: value for name, value in options.items() if name in kind.model_fields})
+
+
+def refuse_unknown(options: Mapping[str, Any], *kinds: type[Section]) -> None:
+    """Raise ConfigError for the first option that is a field of no section, with the nearest one that is."""
+    known = sorted({name for kind in kinds for name in kind.model_fields})
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise ConfigError(f"unknown option {name!r}; {hint}")
+
+
+def check_key(api_key: object) -> None:
+    """Raise ConfigError for an API key that no request can carry, without saying what it is."""
+    if api_key is not None and not isinstance(api_key, str):
+        raise ConfigError(f"api_key must be a string, not of type {type(api_key).__name__}")
+    if api_key and any(ord(letter) < ord(" ") or letter == "\x7f" for letter in api_key):
+        raise ConfigError("api_key has a line break or another control character in it; strip what was read of a file")

@@ -28,12 +28,12 @@ SIDE_ROOMS = tuple(
         "fleet.calls", "fleet.connect", "fleet.delivery", "fleet.detach", "fleet.elastic", "fleet.native",
         "fleet.owner", "fleet.ray", "fleet.remote", "fleet.service", "fleet.vllm_router", "gateway", "observe",
         "plugin.adapters", "plugin.broadcast", "plugin.delta", "plugin.disk", "plugin.ipc", "plugin.kept_kv",
-        "plugin.native", "plugin.served_adapters", "rollout", "router.merge", "router.other_policies",
+        "plugin.native", "plugin.served_adapters", "rollout", "router.figures", "router.merge", "router.other_policies",
         "router.workers", "sim", "token_meter", "train", "weights.broadcast", "weights.collective",
         "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group", "weights.transfer",
     )
 )  # fmt: skip
-SPINE_FILES, SPINE_LINES = 74, 17_450
+SPINE_FILES, SPINE_LINES = 67, 17_300
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
 
 

@@ -27,7 +27,7 @@ HOOKS = {
 that joins, whether an adapter's requests are held, whether a request has KV of older weights, and the meter of lost
 tokens."""
 
-ENGINES_SIDE = ("plugin/", "weights/", "fleet/probe")
+ENGINES_SIDE = ("plugin/", "weights/")
 """What simulated engines, which have none of it, do not run."""
 
 NOTE = """

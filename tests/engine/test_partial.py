@@ -9,8 +9,7 @@ import orjson
 import pytest
 
 from penstock.engine.openai import Stream, StreamDeduplicator, merged
-from penstock.engine.partial import Partial, Partials, whole_of
-from penstock.engine.request import ClientState
+from penstock.engine.request import ClientState, Partial, Partials, whole_of
 from penstock.errors import EngineError, RequestError
 from penstock.http import HttpTransport
 from penstock.types import Sample, SamplingParams, VersionSpan

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.engine.control import CoreState
 from penstock.fleet.fan_out import Occupation
-from penstock.fleet.probe import YOUNG, CoreSilentError, probe
+from penstock.fleet.supervise import YOUNG, CoreSilentError, probe
 from penstock.sim import VirtualClock, run_virtual
 
 HANG_S = 6.0

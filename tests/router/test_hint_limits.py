@@ -8,12 +8,12 @@ import pytest
 from router_rig import Backend, Seen, answer_name, eventually, reply, request, rig
 
 from penstock.errors import UserError
-from penstock.router.candidates import MOST_TOKENS
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.gate import Lane, Waiter
 from penstock.router.head import parse_request
 from penstock.router.http import RefusalError
 from penstock.router.membership import EngineEntry
+from penstock.router.memory import MOST_TOKENS
 from penstock.router.metrics import Metrics
 from penstock.router.placement import Placement
 from penstock.settings import RouterConfig

@@ -12,8 +12,9 @@ from router_rig import answer_name, eventually, request, rig
 
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineHTTPError, StateError, UserError
 from penstock.router.admin_client import RouterAdmin
+from penstock.router.figures import Family, Sample, buckets, render
 from penstock.router.membership import EngineEntry, Membership
-from penstock.router.metrics import Family, Histogram, Sample, render
+from penstock.router.metrics import Histogram
 from penstock.router.server import Router
 from penstock.router.workers import share_port
 from penstock.settings import RouterConfig, refuse_open_host, validate
@@ -407,7 +408,7 @@ def test_a_histogram_counts_each_value_once_up_to_and_with_its_bound() -> None:
     histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 2.0, 99.0):
         histogram.observe(value)
-    assert [(s.labels.get("le"), s.value) for s in histogram.samples()] == [
+    assert [(s.labels.get("le"), s.value) for s in buckets(histogram)] == [
         ("1", 2), ("2", 4), ("+Inf", 5), (None, 104.0), (None, 5),
     ]  # fmt: skip
 

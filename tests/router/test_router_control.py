@@ -12,8 +12,8 @@ from router_rig import Backend, RawClient, Rig, Seen, answer_name, eventually, r
 
 from penstock.errors import UserError
 from penstock.router.admin_client import EngineLoad
+from penstock.router.backend import KVStats, parse_kv_stats
 from penstock.router.membership import EngineEntry
-from penstock.router.watch import KVStats, parse_kv_stats
 from penstock.sim import SimConfig, SimServer
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
@@ -273,7 +273,7 @@ async def test_the_owner_alone_decides_whether_an_engine_is_well() -> None:
 
 
 async def test_an_engine_whose_metrics_fail_is_not_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.router.watch._DEADLINE_S", 0.1)
+    monkeypatch.setattr("penstock.router.backend._DEADLINE_S", 0.1)
     taken = asyncio.Event()
 
     async def hang(reader: Reader, writer: Writer) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 
 from penstock import wire
 from penstock.aio import all_or_first_error
-from penstock.engine.partial import whole_of
-from penstock.engine.request import DEAD_STATUS, RETRY_S, ClientState, Continuation, Counters
+from penstock.engine.request import DEAD_STATUS, RETRY_S, ClientState, Continuation, Counters, whole_of
 from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, RequestError
 from penstock.http import MOST_DATA, HttpTransport, UnreachableError
 from penstock.rooms import plugged_in

@@ -14,9 +14,8 @@ from penstock.aio import in_thread
 from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import IN_FLIGHT, AdapterLoad, ControlClient
 from penstock.errors import DeadlineError, EngineHTTPError, StateError, UserError
-from penstock.fleet.fan_out import fan_out
+from penstock.fleet.fan_out import OperationQueue, fan_out
 from penstock.fleet.member import Member
-from penstock.fleet.operation_queue import OperationQueue
 from penstock.fleet.roster import Roster
 from penstock.fleet.stores import Stores
 from penstock.types import AdapterStatus, UpdateReport

@@ -15,14 +15,13 @@ from penstock.fleet.attach import AttachedServers, specs_of
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.launch import PendingFleet, Terms, assemble, reachable
 from penstock.fleet.member import RANK, Lifecycle, Member
-from penstock.fleet.options import check_key, refuse_unknown, section
 from penstock.fleet.remote import FleetClient, adopt
 from penstock.fleet.router_process import OpenRouter, check_router, open_router
 from penstock.fleet.service import ASK_THERE, beyond_reach, refuse_second, router_address, socket_of
 from penstock.guard import new_key
 from penstock.http import UnreachableError
 from penstock.router.admin_client import RouterAdmin, RouterState
-from penstock.settings import FleetConfig, RouterConfig, ServerSpec
+from penstock.settings import FleetConfig, RouterConfig, ServerSpec, check_key, refuse_unknown, section
 
 UNAUTHORIZED, NOT_FOUND = 401, 404
 INSTEAD = f"call Fleet.connect {ASK_THERE}, or use an OpenAI client"

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from penstock.errors import ConfigError, EngineStartError, PenstockError, UserError, error_from_json
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.launch import Terms
-from penstock.fleet.options import made
+from penstock.fleet.launch import Terms, made
 from penstock.fleet.remote import FleetClient, adopt
 from penstock.fleet.service import folder, names_this_machine
 from penstock.process import read_report

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import os
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -11,9 +14,8 @@ from typing import Protocol
 
 from penstock.aio import all_or_first_error
 from penstock.engine.launch import EngineProcess, resolve_profile
-from penstock.errors import EngineStartError, PenstockError, StateError
+from penstock.errors import ConfigError, EngineStartError, PenstockError, StateError
 from penstock.fleet.member import SERVABLE, EngineHandle, Lifecycle, Member, State, connect_engine
-from penstock.fleet.options import place, visible_gpus
 from penstock.process import shortage
 from penstock.settings import EngineConfig
 
@@ -172,3 +174,68 @@ class LaunchedEngines:
     def any_died(self) -> bool:
         """Whether an engine ever failed: its log is worth keeping."""
         return any(change.new is State.DEAD for life in self._lives for change in life.history)
+
+
+# --- GPUs of engines on this machine --------------------------------------------------------------------------------
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs that a process started from here may use, by their names in `CUDA_VISIBLE_DEVICES`.
+
+    Empty where they cannot be listed (WSL has no device files): engines then find theirs by themselves.
+    """
+    given = os.environ.get(VISIBLE)
+    if given is not None:
+        return tuple(name.strip() for name in given.split(",") if name.strip())
+    return tuple(str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*")))))
+
+
+def assign(config: EngineConfig, engines: int, gpus: Sequence[str]) -> list[tuple[str, ...]]:
+    """GPUs of each engine, from the last backwards, so that the first ones are left to a trainer.
+
+    Each has its own where there are enough; else they share, as far as `gpu_memory_utilization` leaves room.
+
+    Raises:
+        ConfigError: one engine needs more GPUs than there are, or sharing would need more memory than they have.
+    """
+    if not gpus:
+        return [()] * engines
+    ranks = config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size
+    needed = engines * ranks
+    sharing = math.ceil(needed / len(gpus))
+    if ranks > len(gpus) or sharing * config.gpu_memory_utilization > 1:
+        share = f", or gpu_memory_utilization of at most {1 / sharing:.2g} to share them" if ranks <= len(gpus) else ""
+        raise ConfigError(
+            f"{needed} GPUs are needed (engines: {engines}, GPUs of each: {ranks}) and there are {len(gpus)} "
+            f"({','.join(gpus)}): ask for fewer{share}"
+        )
+    first = len(gpus) - needed
+    places = [range(first + engine * ranks, first + (engine + 1) * ranks) for engine in range(engines)]
+    return [tuple(gpus[place % len(gpus)] for place in of_engine) for of_engine in places]
+
+
+def place(config: EngineConfig, gpus: Sequence[str], taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """GPUs of one engine more: those with the fewest engines on them, the last ones first.
+
+    Args:
+        config: of each engine.
+        gpus: that there are.
+        taken: those of each engine that is there.
+
+    Raises:
+        ConfigError: there is no room, as far as `gpu_memory_utilization` lets engines share.
+    """
+    if not gpus:
+        return ()
+    ranks = config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size
+    used = Counter(name for names in taken for name in names)
+    room = [name for name in reversed(gpus) if (used[name] + 1) * config.gpu_memory_utilization <= 1]
+    chosen = sorted(room, key=lambda name: used[name])[:ranks]
+    if len(chosen) < ranks:
+        raise ConfigError(
+            f"one engine more needs {ranks} GPUs and {len(room)} have room ({','.join(gpus)} with {sum(used.values())} "
+            "taken): remove or replace an engine, or lower gpu_memory_utilization"
+        )
+    return tuple(name for name in gpus if name in chosen)

@@ -18,18 +18,17 @@ from penstock.engine.capabilities import smallest_vocabulary
 from penstock.engine.client import DataClient
 from penstock.engine.launch import resolve_profile, server_command
 from penstock.errors import ConfigError, EngineError, StateError, UserError
-from penstock.fleet.engines import LaunchedEngines, LocalEngines
+from penstock.fleet.engines import LaunchedEngines, LocalEngines, assign, visible_gpus
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.member import Lifecycle, Member, State, updatable
 from penstock.fleet.operations import Operations
-from penstock.fleet.options import assign, check_key, made, refuse_unknown, section, visible_gpus
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import OpenRouter, check_router, open_router, settle
 from penstock.fleet.stores import Stores
 from penstock.fleet.supervise import Supervisor
 from penstock.guard import new_key
 from penstock.rooms import plugged_in
-from penstock.settings import EngineConfig, FleetConfig, RouterConfig
+from penstock.settings import EngineConfig, FleetConfig, RouterConfig, check_key, refuse_unknown, section
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +174,15 @@ async def _launched(
         return await reachable(
             await assemble(router, [*members, *others], owned, terms, engines=engines, attached=attached)
         )
+
+
+def made(log_dir: Path) -> Path:
+    """`fleet.log_dir`, which need not be there yet. Raises ConfigError where it cannot be made."""
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"fleet.log_dir {log_dir} cannot be made: {error.strerror}; choose another folder") from error
+    return log_dir
 
 
 class _LogFolder:

@@ -13,9 +13,8 @@ from penstock.aio import cancelled, in_thread
 from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import CoreState
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError, UserError
-from penstock.fleet.fan_out import Call, FanOut, fan_out
+from penstock.fleet.fan_out import Call, FanOut, OperationQueue, fan_out
 from penstock.fleet.member import SERVABLE, Member, State, Substate, why
-from penstock.fleet.operation_queue import OperationQueue
 from penstock.fleet.roster import Roster
 from penstock.fleet.stores import Stores
 from penstock.fleet.sync import MEMORY_TAGS, bring_in, put_right, resume, wrong_weights

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from penstock.errors import ConfigError, WeightsError
+from penstock.fleet.engines import visible_gpus
 from penstock.fleet.member import Member
-from penstock.fleet.options import visible_gpus
 from penstock.rooms import plugged_in
 from penstock.settings import FleetConfig, Transport
 from penstock.weights.manifest import TensorProvider, WeightManifest

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.errors import ConfigError, PenstockError, StateError, UserError
+from penstock.rooms import plugged_in
 from penstock.router.access import DATA_PATHS
 from penstock.router.backend import Backend
 from penstock.router.client_connection import ClientConnection
@@ -19,7 +20,6 @@ from penstock.router.dispatcher import Dispatcher
 from penstock.router.head import RequestHead
 from penstock.router.http import Hints, RefusalError, response
 from penstock.router.membership import EngineEntry
-from penstock.router.metrics import PREFIX, Family, Sample, render
 from penstock.router.policies import EngineView
 
 
@@ -78,48 +78,6 @@ def _engine(
         "kv_capacity": view.kv_capacity,
         "requests": backend.requests,
     }
-
-
-def families(dispatcher: Dispatcher) -> list[Family]:
-    """Every figure for Prometheus."""
-    gate, statistics = dispatcher.gate, dispatcher.placement.statistics
-    engines = state(dispatcher)["engines"]
-
-    def gauge(name: str, what: str, value: float) -> Family:
-        return Family(PREFIX + name, "gauge", what, [Sample({}, value)])
-
-    def of_engines(name: str, what: str, key: str) -> Family:
-        kind = "counter" if name.endswith("_total") else "gauge"
-        samples = [Sample({"engine": engine["name"]}, float(engine[key])) for engine in engines]
-        return Family(f"{PREFIX}engine_{name}", kind, what, samples)
-
-    def counts(name: str, what: str, label: str, values: Mapping[str, int]) -> Family:
-        return Family(f"{PREFIX}{name}_total", "counter", what, [Sample({label: k}, n) for k, n in values.items()])
-
-    turns = {kind: getattr(statistics, kind) for kind in ("opened", "stayed", "moved", "rehomed", "single")}
-    held = [Sample({"for": kind}, count) for kind, count in gate.held_by().items()]
-    return [
-        *dispatcher.metrics.families(),
-        Family(f"{PREFIX}held", "gauge", "Requests waiting now, by what they wait for.", held),
-        gauge("held_bytes", "Most bytes that are kept of requests that wait or are still coming in.", gate.held_bytes),
-        gauge("gate_closed", "1 while the gate for all is closed.", gate.closed),
-        gauge("sessions", "Sessions known.", len(dispatcher.placement.sessions)),
-        counts("placements", "Requests placed, by the policy that chose the engine.", "rule", statistics.rules),
-        counts("turns", "Requests placed, by what became of their session.", "session", turns),
-        of_engines("outstanding", "Requests sent and not answered in full.", "outstanding"),
-        of_engines("outstanding_tokens", "Prompt and expected tokens of those.", "outstanding_tokens"),
-        of_engines("resident_tokens", "Context that lives there.", "resident_tokens"),
-        of_engines("sessions", "Sessions that live there.", "sessions"),
-        of_engines("kv_cache_usage", "Share of its KV cache in use; -1: not known.", "kv_usage"),
-        of_engines("kv_cache_capacity_tokens", "Tokens that its KV cache holds; 0: not known.", "kv_capacity"),
-        of_engines("requests_total", "Requests sent.", "requests"),
-        of_engines("eligible", "1 if the fleet announces it as eligible.", "eligible"),
-        of_engines("draining", "1 while it is to leave.", "draining"),
-        of_engines("gate_closed", "1 while its own gate is closed.", "gate_closed"),
-        of_engines("down", "1 while the breaker is open.", "down"),
-        of_engines("breaker_openings_total", "How often the breaker opened.", "breaker_openings"),
-        of_engines("dead_answers_total", "Answers that said that its core is dead.", "dead_answers"),
-    ]
 
 
 Answer = tuple[bytes, str]
@@ -229,7 +187,7 @@ class Admin:
             case ("POST", "/router/sessions/finish"):
                 answer = {"finished": dispatcher.finish_session(finished_session(body))}
             case ("GET", "/router/metrics" | "/metrics"):
-                return render(families(dispatcher)).encode(), PROMETHEUS
+                return plugged_in("figures")(dispatcher).encode(), PROMETHEUS
             case _:
                 raise _no_such_call(method, path)
         return orjson.dumps(answer), JSON

@@ -8,7 +8,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from penstock.router.backend import Backend
+from penstock.router.backend import Backend, BackendWatch, KVStats
 from penstock.router.gate import ANY_ENGINE, NOWHERE, Gate, Kind, Lane, Waiter
 from penstock.router.head import RequestHead
 from penstock.router.http import RefusalError
@@ -16,7 +16,6 @@ from penstock.router.membership import EngineEntry, Membership
 from penstock.router.metrics import Metrics
 from penstock.router.placement import Placement, PlacementOptions
 from penstock.router.policies import Defer
-from penstock.router.watch import BackendWatch, KVStats
 from penstock.settings import RouterConfig
 
 _EXPIRE_S = 0.75

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.router.metrics import PREFIX
+from penstock.router.figures import PREFIX
 
 _SUMMED = ("held", "held_bytes", "sessions", "requests", "moved_sessions")
 _SUMMED_BY_KEY = ("held_by", "placements")

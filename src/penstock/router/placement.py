@@ -11,10 +11,19 @@ from dataclasses import dataclass, field, fields
 from typing import Self
 
 from penstock.errors import StateError
-from penstock.router.candidates import Candidate, Candidates, new_tuple
 from penstock.router.http import Hints
 from penstock.router.membership import EngineEntry
-from penstock.router.memory import Groups, LoadTable, Prefixes, Session, SessionStats, SessionTable
+from penstock.router.memory import (
+    Candidate,
+    Candidates,
+    Groups,
+    LoadTable,
+    Prefixes,
+    Session,
+    SessionStats,
+    SessionTable,
+    new_tuple,
+)
 from penstock.router.policies import Defer, EngineView, PolicyOptions, ReadsPrefixes, RequestView, make_policy
 from penstock.settings import RouterConfig
 from penstock.wire import parse_prefix_hashes

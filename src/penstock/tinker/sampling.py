@@ -14,8 +14,7 @@ import orjson
 
 from penstock import wire
 from penstock.aio import all_or_first_error
-from penstock.engine.partial import Partial, whole_of
-from penstock.engine.request import Continuation
+from penstock.engine.request import Continuation, Partial, whole_of
 from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, UserError
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.member import State

@@ -15,8 +15,8 @@ from typing import Any
 from penstock.config import LoraConfig, TrainConfig
 from penstock.engine.launch import resolve_profile
 from penstock.errors import ConfigError, StateError, UserError
+from penstock.fleet.engines import visible_gpus
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.options import visible_gpus
 from penstock.fleet.service import LONGEST
 from penstock.guard import new_key
 from penstock.parsing import parse_json, reading
