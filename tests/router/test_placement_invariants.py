@@ -191,7 +191,7 @@ Fleet.TestCase.settings = settings(max_examples=150, stateful_step_count=40, dea
 TestFleet = Fleet.TestCase
 
 
-@pytest.mark.parametrize("policy", ["bounded-sticky", "sticky-least-loaded"])
+@pytest.mark.parametrize("policy", ["bounded-sticky", "sticky-least-loaded", "consistent-hash"])
 @pytest.mark.parametrize("seed", range(20))
 def test_few_sessions_move_when_an_engine_joins_and_only_its_own_when_one_leaves(policy: str, seed: int) -> None:
     rng = random.Random(seed)

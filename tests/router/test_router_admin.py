@@ -8,7 +8,7 @@ import socket
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from router_rig import answer_name, eventually, request, rig
+from router_rig import answer_name, request, rig
 
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineHTTPError, StateError, UserError
 from penstock.router.admin_client import RouterAdmin
@@ -185,23 +185,6 @@ async def test_sessions_of_an_ineligible_engine_move_and_stay_moved() -> None:
         assert {(await client.ask(headers=f"X-Session-ID: {s}\r\n")).body for s in range(20)} == {b"e1"}
 
 
-async def test_load_goes_to_the_idlest() -> None:
-    go = asyncio.Event()
-
-    async def slow(backend: object, seen: object, reader: object, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
-        await go.wait()
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
-
-    async with rig(slow, slow, slow) as r:
-        clients = [await r.client() for _ in range(12)]
-        for i, client in enumerate(clients):
-            await client.send(request(headers=f"X-Session-ID: {i}\r\n" if i % 2 else ""))
-            await eventually(lambda so_many=i + 1: sum(len(b.seen) for b in r.backends) == so_many)
-        assert [e.outstanding for e in (await r.admin.engines()).engines] == [4, 4, 4]
-        go.set()
-        await r.settled()
-
-
 BAD_CALLS = [
     ("PUT", "/router/engines", b"{", 400, "Invalid JSON"),
     ("PUT", "/router/engines", b"[]", 400, "does not fit"),
@@ -298,39 +281,6 @@ async def test_a_wrong_key_with_a_large_body_still_gets_its_answer() -> None:
         session.post(r.url + "/v1/x", data=b"x" * 20_000_000) as response,
     ):
         assert response.status == 401
-
-
-@pytest.mark.parametrize(
-    "target",
-    [
-        "/pause?mode=abort",
-        "/resume",
-        "/collective_rpc",
-        "/pause/",
-        "/weight_checker",
-        "/inference/v1/abort_requests",
-        "/server_info",
-        "/weight_info",
-        "/penstock/info",
-        "/is_paused",
-        "/v1/responses/r1/cancel",
-        "/adapters/a",
-        "/update_weights",
-        "/v1/load_lora_adapter",
-        "/penstock/weights/apply",
-        "/sim/fault",
-    ],
-)
-async def test_control_that_would_reach_one_engine_of_many_is_refused(target: str) -> None:
-    async with rig(answer_name, answer_name) as r:
-        client = await r.client()
-        answer = await client.ask(target, body=b"{}")
-        assert (answer.status, answer.header("x-penstock-error")) == (403, "control_call")
-        # what a server cuts off before it looks for the path
-        assert (await (await r.client()).ask("/pause#x", body=b"{}")).status == 400
-        for passed in ("/v1/completions", "/v1/x?then=/pause"):
-            assert (await client.ask(passed)).status == 200
-        assert len(r.backends[0].seen) + len(r.backends[1].seen) == 2
 
 
 @pytest.mark.parametrize(

@@ -57,19 +57,6 @@ def make_gate(*, max_held: int = 10_000, max_held_bytes: int = 1 << 30, max_hold
     return Gate(max_held=max_held, max_held_bytes=max_held_bytes, max_hold_s=max_hold_s)
 
 
-async def test_waiting_requests_go_in_order_and_newcomers_behind_them() -> None:
-    gate, log = make_gate(max_held=10_000, max_hold_s=10), []
-    gate.set(closed=True)
-    for i in range(200):
-        gate.submit(Item(i, log))
-    gate.set(closed=False)
-    assert 0 < len(log) < 200  # a slice at once, the rest in later turns of the loop
-    gate.submit(Item(200, log))
-    await eventually(lambda: not len(gate))
-    gate.submit(Item(201, log))
-    assert log == list(range(202))
-
-
 async def test_closing_again_stops_the_release_and_keeps_the_order() -> None:
     gate, log = make_gate(max_held=10_000, max_hold_s=10), []
     gate.set(closed=True)
@@ -151,17 +138,6 @@ async def test_patience_goes_on_where_it_was_when_an_engine_did_not_take_the_req
     gate.submit(item)
     gate.expire(now[0] + 0.15)
     assert item.refusal == "held_too_long"
-
-
-async def test_a_pause_longer_than_the_hold_fails_no_request() -> None:
-    async with rig(answer_name, max_hold_s=0.3) as r:
-        await r.admin.gate(closed=True)
-        client = await r.client()
-        await client.send(request())
-        await r.until_held(1)
-        await asyncio.sleep(0.8)  # more than the hold and a sweep
-        await r.admin.gate(closed=False)
-        assert (await client.receive()).status == 200
 
 
 @both_loops
@@ -271,14 +247,6 @@ async def test_a_request_waits_for_its_weight_version() -> None:
         assert (await other.ask(headers="X-Weight-Version: 3\r\n")).status == 200
         await r.announce([old.entry(weight_version=5), new.entry(weight_version=4)])
         assert (await client.receive()).body == b"e0"
-
-
-async def test_the_queue_full_answer() -> None:
-    async with rig(max_held=1, max_hold_s=1) as r:
-        first, second = await r.client(), await r.client()
-        await first.send(request())
-        await r.until_held(1)
-        assert (await second.ask()).header("x-penstock-error") == "queue_full"
 
 
 @both_loops

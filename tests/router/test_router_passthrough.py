@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from router_rig import Backend, Seen, answer_name, read_chunks, reply, request, rig, value
+from test_backpressure import resident
 
 from penstock.router.exchange import REPLAY_LIMIT
 
@@ -60,15 +59,6 @@ async def test_bodies_pass_whatever_their_framing_and_size(*, process: bool) -> 
         state = await r.settled()
         assert state.requests == 10
         assert r.backends[0].connections <= 2  # kept alive; one may be opened while another is being given back
-
-
-@both_loops
-async def test_a_prompt_of_32k_ids(*, process: bool) -> None:
-    async with rig(echo, process=process) as r, aiohttp.ClientSession() as session:
-        prompt = {"model": "m", "prompt": list(range(100_000, 132_768)), "return_token_ids": True, "priority": 3}
-        async with session.post(r.url + "/v1/completions", json=prompt) as response:
-            assert await response.json(content_type=None) == prompt
-        assert r.backends[0].seen[0].body == json.dumps(prompt).encode()
 
 
 @both_loops
@@ -258,11 +248,6 @@ async def test_idle_connections_to_engines_are_closed_before_the_engine_does(mon
             await r.backends[0].disconnected.wait()
         await client.ask()
         assert r.backends[0].connections == 2
-
-
-def resident(pid: int) -> int:
-    """Resident memory in bytes."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
 async def test_a_slow_engine_does_not_fill_the_router() -> None:

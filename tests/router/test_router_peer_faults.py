@@ -31,6 +31,8 @@ async def test_a_control_call_is_not_answered_by_one_of_many() -> None:
             "/reset_encoder_cache", "/start_profile", "/stop_profile", "/penstock/weights/apply",
             "/fault_tolerance/apply", "/release_kv_cache_memory", "/shutdown_weight_transfer_engine",
             "/start_draft_weight_update", "/update_weight_version",
+            "/pause?mode=abort", "/pause/", "/weight_checker", "/inference/v1/abort_requests", "/server_info",
+            "/adapters/a", "/weight_info", "/penstock/info", "/is_paused", "/v1/responses/r1/cancel", "/sim/fault",
         ):  # fmt: skip
             answer = await client.ask(call, b"{}")
             assert (answer.status, answer.header("x-penstock-error")) == (403, "control_call"), call

@@ -12,6 +12,7 @@ from typing import Literal
 
 import pytest
 from router_rig import eventually
+from worker_rig import running
 
 from penstock.errors import EngineStartError
 from penstock.process import ChildProcess
@@ -66,13 +67,6 @@ async def test_wrong_options_are_one_line_and_exit_2() -> None:
         assert (status, out) == (2, "")
         assert message in err
         assert "Traceback" not in err
-
-
-def running(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
 
 
 async def test_it_ends_with_its_launcher(tmp_path: Path) -> None:

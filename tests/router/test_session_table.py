@@ -8,55 +8,9 @@ from hypothesis import strategies as st
 from penstock.router.memory import Groups, LoadTable, SessionTable
 
 
-def table(*homes: tuple[str, str], capacity: int = 100) -> SessionTable:
-    sessions = SessionTable(capacity)
-    for session_id, engine in homes:
-        sessions.record(session_id, engine, 10, 0.0)
-    return sessions
-
-
 def home(sessions: SessionTable, session_id: str) -> str | None:
     record = sessions.get(session_id)
     return None if record is None else record.engine
-
-
-def test_it_forgets_the_least_recently_used() -> None:
-    sessions = table(("a", "e0"), ("b", "e1"), ("c", "e1"), capacity=3)
-    sessions.record("a", "e0", 10, 1.0)
-    sessions.touch("b", 2.0)
-    sessions.record("d", "e1", 10, 3.0)
-    assert [home(sessions, s) for s in "abcd"] == ["e0", "e1", None, "e1"]
-    assert len(sessions) == 3
-    assert (sessions.counts("e0"), sessions.counts("e1")) == ((1, 10), (2, 20))
-
-
-def test_idle_sessions_keep_their_home_and_count_no_more() -> None:
-    sessions = table(("a", "e0"), ("b", "e0"))
-    sessions.touch("b", 5.0)
-    assert sessions.expire(idle_before=1.0, gone_before=-1.0) == 1
-    assert sessions.counts("e0") == (2, 10)
-    assert home(sessions, "a") == "e0"
-    sessions.record("a", "e0", 30, 6.0)
-    assert sessions.counts("e0") == (2, 40)
-
-
-def test_sessions_are_gone_after_their_time() -> None:
-    sessions = table(("a", "e0"), ("b", "e0"))
-    sessions.touch("b", 5.0)
-    sessions.expire(idle_before=1.0, gone_before=1.0)
-    assert (home(sessions, "a"), home(sessions, "b"), len(sessions)) == (None, "e0", 1)
-    assert sessions.counts("e0") == (1, 10)
-
-
-def test_a_lost_engine_leaves_its_sessions_known() -> None:
-    sessions = table(("a", "e0"), ("b", "e1"))
-    sessions.forget_engine("e0")
-    record = sessions.get("a")
-    assert record is not None
-    assert (record.engine, record.tokens) == (None, 0)
-    assert (sessions.counts("e0"), sessions.counts("e1")) == ((0, 0), (1, 10))
-    sessions.record("a", "e1", 20, 1.0)
-    assert sessions.counts("e1") == (2, 30)
 
 
 class Model:

@@ -86,15 +86,6 @@ async def test_stale_kv_shows():
 
 
 @virtual
-async def test_checksums_are_equal_for_equal_weights_only():
-    one, two = SimEngine(), SimEngine()
-    first = {(await update(e, 1))["checksum"] for e in (one, two)}
-    second = {(await update(e, 2))["checksum"] for e in (one, two)}
-    assert len(first) == len(second) == 1
-    assert first != second
-
-
-@virtual
 async def test_native_start_while_requests_run_kills():
     engine = SimEngine()
     engine.weights.initialised = True
