@@ -279,6 +279,18 @@ def test_what_a_correction_keeps(correction: str, kept: list[list[int]]):
 
 
 @pytest.mark.parametrize("name", LOSSES)
+def test_the_mask_of_dppo_replaces_the_clip(name: str):
+    """An unlikely token is kept at any ratio, as its probability has hardly moved (arXiv:2602.04879)."""
+    behaviour_B_T = torch.tensor([[0.01], [0.01]], dtype=torch.float64).log()
+    logprobs_B_T = torch.tensor([[0.015], [0.005]], dtype=torch.float64).log().requires_grad_()
+    terms = LossTerms(logprobs_B_T, behaviour_B_T, torch.tensor([[1.0], [-1.0]]), torch.ones(2, 1))
+    output = LOSSES[name](terms, Limits(correction="dppo"))
+    output.loss.backward()
+    assert output.metrics["clip_fraction"] == output.metrics["masked_fraction"] == 0
+    assert logprobs_B_T.grad[:, 0].tolist() == pytest.approx([-1.5, 0.5])
+
+
+@pytest.mark.parametrize("name", LOSSES)
 def test_a_batch_of_which_nothing_is_kept_has_no_gradient(name: str):
     terms = sequences([[0.1, 0.1]], [-1.0])
     output = LOSSES[name](terms, Limits(correction="mis"))

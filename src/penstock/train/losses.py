@@ -136,10 +136,12 @@ class Corrected:
     """What a correction leaves: tokens trained on (bool `[B, T]`), and the most that an importance weight may be.
 
     Every correction but `none` caps weights as `tis` does: what it keeps may still have tokens of any ratio.
+    `replaces_clip`: the mask stands in place of the loss's clip of the ratio.
     """
 
     keep_B_T: Tensor
     cap: float = float("inf")
+    replaces_clip: bool = False
 
 
 def tis(terms: LossTerms, limits: Limits) -> Corrected:
@@ -166,12 +168,13 @@ def icepop(terms: LossTerms, limits: Limits) -> Corrected:
 def dppo(terms: LossTerms, limits: Limits) -> Corrected:
     """DPPO (arXiv:2602.04879), total variation: drop tokens that have moved far, and that A would move farther.
 
-    That is |pi - mu| > `probability_gap` with pi > mu and A > 0, or pi < mu and A < 0.
+    That is |pi - mu| > `probability_gap` with pi > mu and A > 0, or pi < mu and A < 0. The mask replaces the clip of
+    the ratio, which drops unlikely tokens that have hardly moved.
     """
     logprobs_B_T = terms.logprobs_B_T.detach().masked_fill(~terms.mask(), 0.0)
     gap_B_T = logprobs_B_T.exp() - terms.behaviour_B_T.masked_fill(~terms.mask(), 0.0).exp()
     farther_B_T = gap_B_T * terms.advantages_B_T.sign() > limits.probability_gap
-    return Corrected(terms.mask() & ~farther_B_T, limits.importance_cap)
+    return Corrected(terms.mask() & ~farther_B_T, limits.importance_cap, replaces_clip=True)
 
 
 def sequence_mask(terms: LossTerms, limits: Limits) -> Corrected:
@@ -261,7 +264,7 @@ def cispo(terms: LossTerms, limits: Limits) -> LossOutput:
     one is the correction's cap where that is less.
     """
     corrected = CORRECTIONS[limits.correction](terms, limits)
-    bound = min(1 + limits.high, corrected.cap)
+    bound = corrected.cap if corrected.replaces_clip else min(1 + limits.high, corrected.cap)
     ratio_B_T = terms.log_ratio().detach().exp()
     weight_B_T = ratio_B_T.clamp(max=bound)
     loss_B_T = -weight_B_T * terms.advantages_B_T * terms.logprobs_B_T.masked_fill(~terms.mask(), 0.0)
@@ -407,7 +410,8 @@ def _clipped(log_ratio_B_T: Tensor, terms: LossTerms, limits: Limits) -> _Surrog
     corrected = CORRECTIONS[limits.correction](terms, limits)
     ratio_B_T = log_ratio_B_T.exp()
     free_B_T = ratio_B_T * terms.advantages_B_T
-    bound_B_T = ratio_B_T.clamp(1 - limits.low, 1 + limits.high) * terms.advantages_B_T
+    low, high = (0.0, None) if corrected.replaces_clip else (1 - limits.low, 1 + limits.high)
+    bound_B_T = ratio_B_T.clamp(low, high) * terms.advantages_B_T
     clipped = free_B_T > bound_B_T
     # A detached factor scales value and gradient alike: min(r, cap) is the weight of grad log pi.
     cut_B_T = (corrected.cap / ratio_B_T.detach()).clamp(max=1.0)
