@@ -384,6 +384,8 @@ class UpdateReport:
     engines: tuple[EngineUpdate, ...]
     failures: Mapping[str, str] = field(default_factory=dict[str, str])
     """Engines that left the fleet during the update, with the reason."""
+    adapter: str | None = None
+    """The LoRA adapter that `version` is of; None: the engines' own weights."""
 
     @property
     def bubble(self) -> float:
@@ -394,7 +396,8 @@ class UpdateReport:
     def tokens_lost(self) -> float | None:
         """Tokens that the update cost: each engine's steady rate minus tokens made, until its rate was back.
 
-        None until `Engine.recovered` has returned the report with it, and where no engine measured it.
+        None until `Engine.recovered` has returned the report with it, and where no engine measured it. Updates of an
+        adapter are not measured.
         """
         losses = [engine.loss.tokens for engine in self.engines if engine.loss is not None]
         return sum(losses) if losses else None

@@ -81,6 +81,20 @@ async def test_a_sample_spans_a_swap_and_names_both_versions() -> None:
             await fleet.sample([1], 1, PARAMS, adapter="unknown")
 
 
+async def test_what_an_adapters_update_cost_is_not_that_of_the_bases_version_of_its_number() -> None:
+    async with engines(2) as servers, connected(servers) as fleet:
+        running = asyncio.create_task(fleet.sample([1, 2], 6, PARAMS))
+        await begun(servers, 6)
+        measured = await fleet.recovered(await fleet.update_weights(GOOD))
+        assert measured.tokens_lost is not None
+        tensors = [(NAME, torch.ones(2, 4))]
+        for adapter in ("x", "y"):
+            report = await fleet.update_adapter(adapter, tensors, config=CONFIG)
+            assert (report.adapter, report.version) == (adapter, measured.version)
+            assert (await fleet.recovered(report)).tokens_lost is None
+        await running
+
+
 async def test_a_new_owner_goes_on_counting_an_adapters_versions() -> None:
     """Otherwise one label stood for two sets of weights."""
     async with engines(1) as servers:

@@ -239,7 +239,7 @@ class FleetAdapters:
             before.close()
         seconds = {"publish": published_s, "total": published_s + time.perf_counter() - began}
         failures = {engine: str(error) for engine, error in outcome.failures.items()}
-        return UpdateReport(number, files.nbytes, seconds, tuple(outcome.results.values()), failures)
+        return UpdateReport(number, files.nbytes, seconds, tuple(outcome.results.values()), failures, adapter=name)
 
     async def _unload(self, name: str) -> None:
         known = self._of(name)
