@@ -16,7 +16,7 @@ from penstock.errors import ConfigError
 from penstock.train.grpo import Trainee, datum_of
 from penstock.train.learner import LocalLearner
 from penstock.train.losses import LossSpec
-from penstock.train.step_metrics import logprob_alarm
+from penstock.train.step_metrics import LogprobAlarm
 from penstock.types import Trajectory
 
 SMALL = {
@@ -76,8 +76,9 @@ def test_there_is_no_gap_right_after_a_resume_and_an_alarm_where_there_is_one(tm
     resumed.learner.load_state(None, first.learner.state(None))
     figures = resumed.step([told_by_an_engine(resumed.learner)])  # type: ignore[arg-type]
     assert figures["logprob_diff_max_equal"] < 1e-4
-    assert logprob_alarm(figures, config.logprob_alarm) is None
+    alarm = LogprobAlarm(config.logprob_alarm)
+    assert alarm.warning(figures) is None
     wrong = resumed.step([told_by_an_engine(resumed.learner, error=-0.3)])  # type: ignore[arg-type]
-    warning = logprob_alarm(wrong, config.logprob_alarm)
+    warning = alarm.warning(wrong)
     assert warning is not None
     assert "trainer and engine disagree by 0.3 nats a token at equal weights" in warning

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.config import TrainConfig, load_config
 from penstock.errors import ConfigError, StateError
-from penstock.train.step_metrics import logprob_alarm, token_ages
+from penstock.train.step_metrics import LogprobAlarm, token_ages
 from penstock.types import Trajectory
 
 
@@ -26,9 +26,18 @@ def test_a_token_without_a_version_is_refused_however_stale_tokens_may_be() -> N
 
 
 def test_an_alarm_is_raised_where_trainer_and_engine_disagree_at_equal_weights() -> None:
-    assert logprob_alarm({"logprob_diff_staleness/0": 0.02, "logprob_diff_staleness/1": 3.0}, 0.1) is None
-    assert logprob_alarm({"logprob_diff_staleness/1": 3.0}, 0.1) is None
-    assert "disagree by 0.5 nats" in (logprob_alarm({"logprob_diff_staleness/0": 0.5}, 0.1) or "")
+    alarm = LogprobAlarm(0.1)
+    assert alarm.warning({"logprob_diff_staleness/0": 0.02, "logprob_diff_staleness/1": 3.0}) is None
+    for _ in range(2):
+        assert "disagree by 0.5 nats" in (alarm.warning({"logprob_diff_staleness/0": 0.5}) or "")
+
+
+def test_a_run_that_cannot_compare_trainer_and_engine_says_so_once() -> None:
+    alarm = LogprobAlarm(0.1)
+    older = {"logprob_diff_staleness/1": 3.0, "logprob_diff_equal_tokens": 0.0}
+    assert "train.logprob_alarm measures nothing" in (alarm.warning(older) or "")
+    assert alarm.warning(older) is None
+    assert "disagree by 0.5 nats" in (alarm.warning({"logprob_diff_staleness/0": 0.5}) or "")
 
 
 def test_an_asynchronous_run_without_a_correction_does_not_start() -> None:

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from penstock.errors import StateError
 from penstock.observe.summary import STALENESS_PREFIX
@@ -81,20 +82,36 @@ def learner_metrics(learned: Mapping[str, float]) -> dict[str, float]:
     return metrics
 
 
-def logprob_alarm(learned: Mapping[str, float], limit: float) -> str | None:
-    """Say so where trainer and engine disagree about tokens of equal weights: then one of them computes another model.
+@dataclass(slots=True)
+class LogprobAlarm:
+    """Warns if trainer and engine disagree about tokens of equal weights: then one of them computes another model.
 
-    Args:
-        learned: what the learner returned of a step.
+    Attributes:
         limit: mean |trainer logprob - engine logprob| that is let pass, in nats.
     """
-    gap = learned.get("logprob_diff_staleness/0", 0.0)
-    if gap <= limit:
-        return None
-    return (
-        f"trainer and engine disagree by {gap:.3g} nats a token at equal weights (train.logprob_alarm: {limit:g}); "
-        "compare their dtypes and quantisation, the temperature, and the model's config on both sides"
-    )
+
+    limit: float
+    _told_unmeasured: bool = False
+
+    def warning(self, learned: Mapping[str, float]) -> str | None:
+        """Return what is wrong, given what the learner returned of a step; that nothing was measured, once."""
+        gap = learned.get("logprob_diff_staleness/0")
+        if gap is None:
+            told, self._told_unmeasured = self._told_unmeasured, True
+            if told:
+                return None
+            return (
+                "trainer and engine cannot be compared: none of the step's tokens is of the trainer's own weights and "
+                "their KV alone, so train.logprob_alarm measures nothing. Later steps like this one do not warn; a "
+                "run with train.schedule: sync measures every step"
+            )
+        if gap <= self.limit:
+            return None
+        return (
+            f"trainer and engine disagree by {gap:.3g} nats a token at equal weights (train.logprob_alarm: "
+            f"{self.limit:g}); compare their dtypes and quantisation, the temperature, and the model's config on both "
+            "sides"
+        )
 
 
 def update_metrics(report: UpdateReport) -> dict[str, float]:

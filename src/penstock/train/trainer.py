@@ -27,10 +27,10 @@ from penstock.train.rollouts import Rollouts, greedy_accuracy
 from penstock.train.schedules import SCHEDULES
 from penstock.train.staleness import StalenessWindow
 from penstock.train.step_metrics import (
+    LogprobAlarm,
     Stopwatch,
     batch_metrics,
     learner_metrics,
-    logprob_alarm,
     policy_tokens,
     update_metrics,
 )
@@ -102,6 +102,7 @@ class _Run:
     watch: Stopwatch = field(init=False)
     tracer: Tracer = field(init=False)
     window: StalenessWindow = field(init=False)
+    alarm: LogprobAlarm = field(init=False)
     recovering: asyncio.Task[UpdateReport] | None = None
     """Waits for what the last update cost."""
     generated_before: int = field(init=False)
@@ -111,6 +112,7 @@ class _Run:
         self.watch = Stopwatch(self.progress.seconds)
         self.tracer = Tracer(self.watch.now, self.loads)
         self.watch.on_span = self.tracer.of_learner
+        self.alarm = LogprobAlarm(self.config.train.logprob_alarm)
         self.window = StalenessWindow.after(
             self.progress.step,
             groups_per_batch=self.config.rollout.groups_per_batch,
@@ -194,7 +196,7 @@ class _Run:
 
     async def _step(self, parts: Parts) -> None:
         learned, report = await SCHEDULES[self.config.train.schedule](parts)
-        if (warning := logprob_alarm(learned.figures, self.config.train.logprob_alarm)) is not None:
+        if (warning := self.alarm.warning(learned.figures)) is not None:
             log.warning("step %d: %s", self.progress.step + 1, warning)
         lost = await self._tokens_lost(report)
         figures = {**batch_metrics(learned.batch, learned.ages), **learner_metrics(learned.figures), **lost}
@@ -204,8 +206,6 @@ class _Run:
 
     async def _tokens_lost(self, report: UpdateReport) -> dict[str, float]:
         """Return what the update before this one cost, which has ended its measurement, and begin to ask for this."""
-        if self.learner.served_adapter is not None:  # engines measure updates of their own weights alone
-            return {}
         before, self.recovering = self.recovering, asyncio.create_task(self.client.recovered(report))
         if before is None:
             return {}
