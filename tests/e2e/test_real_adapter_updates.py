@@ -59,7 +59,7 @@ class Tuned:
 async def tuned(nano_path: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Tuned]:
     config = EngineConfig(
         model=str(nano_path), profile="cpu", max_model_len=512, enable_lora=True, max_loras=2,
-        extra_args={"block-size": 32},
+        extra_args={"block-size": 32, "num-gpu-blocks-override": 96},  # so that blocks are soon used again
     )  # fmt: skip
     process = await EngineProcess.launch(config, name="tuned", log_dir=tmp_path_factory.mktemp("log"))
     engine = await HTTPEngine.connect(process.url, name="tuned", stream_chunk_tokens=8)
@@ -204,3 +204,19 @@ async def test_an_update_of_the_base_leaves_adapters_and_one_in_use_is_not_unloa
     await engine.unload_adapter("u")
     with pytest.raises(EngineHTTPError, match="does not exist"):
         await engine.sample([2, 3], 1, SHORT, adapter="u")
+
+
+async def test_an_adapter_that_overflows_leaves_nothing_for_others(tuned: Tuned) -> None:
+    prompts = [[5 + (i * 7 + k) % 60 for i in range(20 + k)] for k in range(12)]
+    before = [(await tuned.engine.sample(prompt, 1, SHORT))[0] for prompt in prompts]
+    huge = {name: tensor * 1e30 for name, tensor in adapter_tensors(1).items()}
+    await tuned.engine.update_adapter("huge", huge.items(), config=ADAPTER_CONFIG)
+    long = SamplingParams(max_tokens=60, ignore_eos=True, detokenize=False)
+    overflowed = await asyncio.gather(
+        *(tuned.engine.sample([9 + k] * 30, 2, long, adapter="huge") for k in range(24)), return_exceptions=True
+    )
+    assert not [answer for answer in overflowed if isinstance(answer, BaseException)]
+    after = [(await tuned.engine.sample([*prompt], 1, SHORT))[0] for prompt in prompts]
+    for prompt, was, found in zip(prompts, before, after, strict=True):
+        assert found.token_ids == was.token_ids
+        tuned.check(prompt, found)

@@ -32,6 +32,11 @@ def install() -> None:
         if not hasattr(op := getattr(torch_ops, name), "__wrapped__"):
             for module in (torch_ops, lora_ops):  # what is imported from the one, and what calls the other
                 setattr(module, name, spare_base_tokens(op))
+    from vllm.platforms import current_platform  # noqa: PLC0415 - only inside vLLM
+    from vllm.v1.kv_cache_interface import KVCacheConfig  # noqa: PLC0415
+
+    if current_platform.is_cpu():
+        KVCacheConfig.needs_kv_cache_zeroing = ZEROED
 
 
 def attempt(work: Callable[[], Any], what: str) -> tuple[Any, Exception | None]:
@@ -162,3 +167,14 @@ def spare_base_tokens(op: Callable[..., None]) -> Callable[..., None]:
         op(inputs.where((indices != -1).unsqueeze(1), 0), weights, output, indices, *args, **kwargs)
 
     return call
+
+
+# --- KV of a request that overflowed ---------------------------------------------------------------------------------
+
+ZEROED = property(lambda _: True)
+"""`KVCacheConfig.needs_kv_cache_zeroing`: vLLM's own switch, which zeroes each block before a request gets it.
+
+An adapter with large weights leaves NaN and infinity in KV blocks. The CPU kernel multiplies the unused places of a
+block by 0, and 0 times NaN is NaN: the next request in such a block gets wrong tokens, whosever it is. vLLM turns the
+switch on for Mamba layers alone (0.26 to 0.33); needed until the kernel passes over unused places.
+"""
