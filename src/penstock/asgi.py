@@ -1,4 +1,4 @@
-"""Serve an ASGI application within a running event loop. Needs uvicorn."""
+"""Serve an ASGI application within a running event loop. Needs uvicorn and starlette."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.requests import ClientDisconnect, Request
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock.aio import cancelled
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 
 STOP_S = 5
 """Time for answers under way when the server ends."""
@@ -24,6 +25,8 @@ HEAD_S = 15.0
 """Deadline of a request's head, from the connection or its first byte."""
 IDLE_S = 75
 """Time for which a connection is kept for its next request."""
+BODY_S = 120.0
+"""Deadline of a request's body."""
 MOST_CONNECTIONS = 16_384
 _BACKLOG = 2048
 _OWN_FILES = 64
@@ -172,6 +175,28 @@ async def serving_app(
             await asyncio.wait_for(asyncio.shield(task), 2 * STOP_S)
         await cancelled(task)
         listener.close()
+
+
+async def read_body(http: Request, most: int, refused: Callable[[int, str], PenstockError]) -> bytes:
+    """Return the whole body of a request.
+
+    Args:
+        http: the request.
+        most: bytes that it may have.
+        refused: makes the error of an HTTP status and a message: 413, 408 after `BODY_S` seconds, or 499.
+    """
+    data = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in http.stream():
+                data += piece
+                if len(data) > most:
+                    raise refused(413, f"the body is over {most >> 20} MiB")
+    except TimeoutError as error:
+        raise refused(408, f"no whole body within {BODY_S:g} s") from error
+    except ClientDisconnect as error:
+        raise refused(499, "the client has left") from error
+    return bytes(data)
 
 
 def _most_connections() -> int:

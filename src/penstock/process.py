@@ -16,14 +16,14 @@ import resource
 import shutil
 import signal
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
 import orjson
 
-from penstock.errors import EngineStartError
+from penstock.errors import EngineStartError, error_from_json
 
 SCRATCH_ENV = "PENSTOCK_SCRATCH"
 """Environment variable that names a folder which belongs to a process group, and goes away with it."""
@@ -355,3 +355,27 @@ async def read_report(fd: int, deadline_s: float) -> dict[str, Any]:
     if not isinstance(report, dict) or (report and not report.keys() & {"url", "error"}):
         raise EngineStartError(f"ended inside the report of its start, {line[:200]!r}")
     return report  # pyright: ignore[reportUnknownVariableType] - a JSON object
+
+
+async def read_start(fd: int, deadline_s: float, name: str, says: Callable[[], str]) -> str:
+    """Return where a child serves, of the report that it writes as in `read_report`.
+
+    Args:
+        fd: read end of the pipe; closed.
+        deadline_s: for the report.
+        name: of the child, in messages.
+        says: returns what the child has written to its log.
+
+    Raises:
+        PenstockError: what it reported.
+        EngineStartError: it ended, or was not ready in time.
+    """
+    try:
+        report = await read_report(fd, deadline_s)
+    except EngineStartError as error:
+        raise EngineStartError(f"{name} {error}; {says()}") from error
+    if "error" in report:
+        raise error_from_json(report["error"])
+    if not report:
+        raise EngineStartError(f"{name} ended as it started; {says()}")
+    return str(report["url"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -65,28 +65,19 @@ def _tenants(file: Path | None) -> list[Tenant]:
     """Read the tenants of a file, or the one of the environment."""
     from penstock.gateway.service import Limits, Tenant  # noqa: PLC0415
     from penstock.parsing import reading  # noqa: PLC0415
+    from penstock.settings import read_keys  # noqa: PLC0415
 
     if file is None:
         key = os.environ.get("PENSTOCK_GATEWAY_KEY")
         if not key:
             raise UserError("the gateway needs a key: set PENSTOCK_GATEWAY_KEY, or give --tenants FILE")
         return [Tenant("default", key)]
-    import yaml  # noqa: PLC0415
-
-    try:
-        if file.stat().st_mode & 0o077:
-            raise ConfigError(f"--tenants {file} can be read by other users of this machine; chmod 600 it")
-        given: object = yaml.safe_load(file.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read the tenants in {file}: {' '.join(str(error).split())}") from error
-    if not isinstance(given, dict):
-        raise ConfigError(f"{file} must map tenants' names to their keys and limits")
     with reading(f"tenants in {file}", ConfigError):
-        entries = cast("dict[str, dict[str, Any]]", given)
+        entries = read_keys(file, "--tenants")
         for name, entry in entries.items():
             if not isinstance(entry["key"], str) or not entry["key"]:
                 raise ConfigError(f"the key of tenant {name!r} in {file} must be a text, got {entry['key']!r}")
-        return [Tenant(str(name), entry["key"], Limits.of(entry)) for name, entry in entries.items()]
+        return [Tenant(name, entry["key"], Limits.of(entry)) for name, entry in entries.items()]
 
 
 async def _serve(

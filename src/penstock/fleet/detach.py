@@ -10,12 +10,12 @@ import threading
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
-from penstock.errors import ConfigError, EngineStartError, PenstockError, UserError, error_from_json
+from penstock.errors import ConfigError, PenstockError, UserError
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.launch import Terms, made
 from penstock.fleet.remote import FleetClient, adopt
 from penstock.fleet.service import folder, names_this_machine
-from penstock.process import read_report
+from penstock.process import read_start
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig, Section
 
 API_KEY_ENV = "PENSTOCK_API_KEY"
@@ -93,16 +93,10 @@ async def start_detached(
     process, report_fd = _spawn(plan, env)
     async with AsyncExitStack() as undo:
         undo.callback(process.terminate)
-        try:
-            report = await read_report(report_fd, deadline_s(engine, fleet))
-        except EngineStartError as error:
-            raise EngineStartError(f"the process of the detached fleet {error}; {_says(log)}") from error
-        if "error" in report:
-            raise error_from_json(report["error"])
-        if not report:
-            raise EngineStartError(f"the process of the detached fleet ended; {_says(log)}")
+        name = "the process of the detached fleet"
+        url = await read_start(report_fd, deadline_s(engine, fleet), name, lambda: _says(log))
         undo.pop_all()
-    return str(report["url"])
+    return url
 
 
 def deadline_s(engine: EngineConfig, fleet: FleetConfig) -> float:

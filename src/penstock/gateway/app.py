@@ -11,10 +11,11 @@ from typing import Any, cast
 import orjson
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from penstock.asgi import read_body
 from penstock.errors import UserError
 from penstock.gateway.anthropic import AnthropicDialect
 from penstock.gateway.chat import ChatDialect
@@ -29,8 +30,6 @@ from penstock.parsing import parse_json, reading
 MOST_BODY = 64 << 20
 LONG_BODY = 1 << 14
 """Bytes of a body from which a thread reads it."""
-BODY_S = 60.0
-"""Deadline of a request's whole body."""
 KEEPALIVE_S = 10.0
 """A stream begins after so long without an answer; an error before that has its own status."""
 NOTE_HEADER = "X-Penstock-Note"
@@ -241,18 +240,8 @@ async def _disconnected(http: Request) -> None:
 
 
 async def _body(http: Request) -> bytes:
-    data = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for piece in http.stream():
-                data += piece
-                if len(data) > MOST_BODY:
-                    raise GatewayError(f"the body is over {MOST_BODY >> 20} MiB", status=413, code="too_large")
-    except TimeoutError as error:
-        raise GatewayError(f"no whole body within {BODY_S:g} s", status=408, code="timeout") from error
-    except ClientDisconnect as error:
-        raise GatewayError("the client has left", status=499, code="client_left") from error
-    return bytes(data)
+    codes = {413: "too_large", 408: "timeout", 499: "client_left"}
+    return await read_body(http, MOST_BODY, lambda status, why: GatewayError(why, status=status, code=codes[status]))
 
 
 def _as_object(body: bytes) -> dict[str, Any]:

@@ -7,11 +7,11 @@ import asyncio
 import zstandard
 from starlette.requests import Request
 
+from penstock import asgi
 from penstock.errors import UserError
 
 MOST_BODY = 256 << 20
 """Bytes, also unpacked; the SDK's own chunks have 5 MB."""
-BODY_S = 120.0
 
 
 class RefusedError(UserError):
@@ -24,21 +24,13 @@ class RefusedError(UserError):
 
 async def read_body(http: Request) -> bytes:
     """Return the whole body. RefusedError: it is too large, does not come, or cannot be unpacked."""
-    data = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for piece in http.stream():
-                data += piece
-                if len(data) > MOST_BODY:
-                    raise RefusedError(f"the body is over {MOST_BODY >> 20} MiB", 413)
-    except TimeoutError as error:
-        raise RefusedError(f"no whole body within {BODY_S:g} s", 408) from error
+    data = await asgi.read_body(http, MOST_BODY, lambda status, why: RefusedError(why, status))
     encoding = http.headers.get("content-encoding", "identity")
     if encoding == "identity":
-        return bytes(data)
+        return data
     if encoding != "zstd":
         raise RefusedError(f"Content-Encoding {encoding[:40]!r} is not known; send zstd or none", 415)
-    return await asyncio.to_thread(_unpacked, bytes(data))
+    return await asyncio.to_thread(_unpacked, data)
 
 
 def _unpacked(data: bytes) -> bytes:

@@ -17,9 +17,9 @@ import orjson
 
 from penstock.aio import cancelled
 from penstock.engine.launch import telling_lines
-from penstock.errors import EngineStartError, PenstockError, error_from_json, error_to_json
+from penstock.errors import EngineStartError, PenstockError, error_to_json
 from penstock.fleet.supervise import RestartBudget, keep_running
-from penstock.process import ChildProcess, raise_file_limit, read_report, shortage, watch_lifeline
+from penstock.process import ChildProcess, raise_file_limit, read_start, shortage, watch_lifeline
 
 logger = logging.getLogger(__name__)
 
@@ -141,16 +141,8 @@ class SupervisedChild:
             failed.pop_all()  # whoever reads the pipe closes it
             failed.push_async_callback(child.wait)
             failed.callback(child.kill)
-            try:
-                report = await read_report(read_fd, self.start_s)
-            except EngineStartError as error:
-                raise EngineStartError(f"the {self.name} {error}; {self._says(child)}") from error
-            if "error" in report:
-                raise error_from_json(report["error"])
-            if not report:
-                raise EngineStartError(f"the {self.name} ended with status {await child.wait()}; {self._says(child)}")
+            self.url = await read_start(read_fd, self.start_s, f"the {self.name}", lambda: self._says(child))
             failed.pop_all()
-        self.url = str(report["url"])
         return child
 
     def _says(self, child: ChildProcess) -> str:

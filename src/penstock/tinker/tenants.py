@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from penstock import settings
 from penstock.errors import ConfigError
 
 MOST_QUEUED = 8192
@@ -59,17 +60,7 @@ def read_keys(file: Path | None) -> Tenants:
     """
     if file is None:
         return Tenants([Tenant("default")])
-    import yaml  # noqa: PLC0415
-
-    try:
-        if file.stat().st_mode & 0o077:
-            raise ConfigError(f"--keys {file} can be read by other users of this machine; chmod 600 it")
-        given: object = yaml.safe_load(file.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--keys {file} cannot be read: {error}") from error
-    if not isinstance(given, dict) or not given:
-        raise ConfigError(f"--keys {file} holds no tenants; it has lines such as `alice: {{key: tml-...}}`")
-    tenants = [_tenant(str(name), values) for name, values in cast("dict[object, object]", given).items()]
+    tenants = [_tenant(name, values) for name, values in settings.read_keys(file, "--keys").items()]
     if len({tenant.key for tenant in tenants}) < len(tenants):
         raise ConfigError(f"--keys {file} gives one key to two tenants")
     return Tenants(tenants)
