@@ -20,6 +20,7 @@ from penstock.gateway.server import serving
 from penstock.rollout.environment import Environment, Task
 from penstock.rollout.generator import GeneratorInput
 from penstock.rollout.tokenizer import Tokenizer
+from penstock.train.rollouts import greedy_accuracy
 from penstock.types import SamplingParams
 
 PROGRAM = str(Path(__file__).with_name("agent_program.py"))
@@ -110,6 +111,29 @@ async def test_an_agent_that_asks_nothing_is_an_error_with_its_output(served: tu
     made = generator(served, [sys.executable, "-c", "raise SystemExit('no such tool')"], log_dir=tmp_path)
     with pytest.raises(PenstockError, match=r"asked for no turn: it ended with status 1; .*no such tool"):
         await made.generate(GeneratorInput([Lengths().train_task(0)]))
+
+
+async def test_an_episode_without_a_turn_gives_no_row_until_many_in_a_row_have_none(
+    served: tuple[Rig, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, _ = served
+
+    async def agent(episode: Episode) -> float:
+        if episode.task.metadata["n"] % 2:
+            raise OSError("no sandbox")
+        headers = {"Authorization": f"Bearer {episode.api_key}"}
+        await rig.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, **headers)
+        return 1.0
+
+    monkeypatch.setattr("penstock.gateway.agent.MOST_SILENT", 4)
+    made = generator(served, agent)
+    tasks = [Lengths().train_task(i) for i in range(2)]
+    assert [t.group_id for t in (await made.generate(GeneratorInput(tasks))).trajectories] == ["t0"]
+    assert await greedy_accuracy(made, tasks, 9) == 0.5
+    output = await made.generate(GeneratorInput(tasks[1:], num_samples=2))
+    assert (output.trajectories, output.metrics) == ((), {})
+    with pytest.raises(PenstockError, match=r"task 't1' asked for no turn.*no sandbox"):
+        await made.generate(GeneratorInput(tasks[1:], num_samples=2))
 
 
 async def test_a_callable_gives_its_reward_and_an_evaluation_one_row(served: tuple[Rig, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from typing import Any
 
@@ -26,9 +27,9 @@ async def test_a_conversation_that_is_slow_to_encode_holds_up_nobody(
     rig = Rig(tokenizer)
     answered, encode = threading.Event(), tokenizer.encode_exact
 
-    def slow(text: str) -> list[int]:
+    def slow(text: str, most: int | None = None) -> list[int]:
         assert "slow" not in text or answered.wait(30)
-        return encode(text)
+        return encode(text, most)
 
     monkeypatch.setattr(tokenizer, "encode_exact", slow)
     given = {"messages": [{"role": "user", "content": "slow"}], "max_tokens": 9}
@@ -108,6 +109,47 @@ async def test_a_session_that_is_finished_while_a_body_comes_is_a_404(tokenizer:
     assert begun.is_set()
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
     assert "finished" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("policy", ["extend", "faithful"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages/count_tokens"])
+async def test_a_prompt_far_over_the_context_is_refused_before_all_of_it_is_encoded(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, policy: str, path: str
+) -> None:
+    """Encoding three bodies of 4 MiB took 3.8 GB and ten seconds, and then they were refused by their length."""
+    rig = Rig(tokenizer, max_model_len=1000, policy=policy)
+    first = await rig.post(CHAT, BODY)
+    encoded: list[int] = []
+    encode = tokenizer._encoded  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(tokenizer, "_encoded", lambda text: encoded.append(len(text)) or encode(text))
+    long = {"role": "user", "content": "a" * (4 << 20)}
+    for messages in ([long], [*BODY["messages"], first["choices"][0]["message"], long]):
+        answer = await rig.http.post(path, json={"messages": messages, "max_tokens": 5})
+        assert answer.status_code == 400
+        assert "than 1000 tokens" in answer.json()["error"]["message"]
+        assert answer.json()["error"].get("code") == "context_length_exceeded"
+    assert max(encoded) <= 8000
+
+
+@pytest.mark.parametrize("depth", [900, 100_000])
+async def test_what_is_nested_too_deeply_is_a_400(tokenizer: Tokenizer, depth: int) -> None:
+    rig = Rig(tokenizer)
+    nested = json.dumps(0).join(('{"a":' * depth, "}" * depth))
+    function = f'{{"type": "function", "function": {{"name": "f", "parameters": {nested}}}}}'
+    body = f'{{"messages": [{{"role": "user", "content": "a"}}], "tools": [{function}]}}'
+    assert (await rig.http.post(CHAT, content=body)).status_code == 400
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": nested}}
+    messages = [*BODY["messages"], {"role": "assistant", "content": None, "tool_calls": [call]}, *BODY["messages"]]
+    answer = await rig.http.post(CHAT, json={"messages": messages})
+    assert answer.status_code in {200, 400}
+    assert depth < 1000 or answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("stop", [{"a": 1}, 5, [1], True])
+async def test_stops_are_texts(tokenizer: Tokenizer, stop: Any) -> None:
+    answer = await Rig(tokenizer).http.post(CHAT, json={**BODY, "stop": stop})
+    assert answer.status_code == 400
+    assert "stop is a text or a list of texts" in answer.text
 
 
 async def test_asking_for_models_or_a_count_opens_no_session(tokenizer: Tokenizer) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_clients import WIRES, Chat
 
-from gateway_rig import CALL, KEY, OTHER_KEY, THOUGHT, Rig, auth
+from gateway_rig import CALL, KEY, OTHER_KEY, THOUGHT, Engine, Rig, auth
 from penstock.errors import ConfigError
 from penstock.gateway import app
 from penstock.gateway.service import Gateway, GatewayOptions, Limits, Tenant
@@ -130,7 +130,7 @@ def test_a_template_that_cannot_be_extended_makes_the_gateway_faithful(tmp_path:
     from chat_model import TEMPLATE, chat_tokenizer
 
     counting = chat_tokenizer(tmp_path, TEMPLATE.replace("{{ m.role }}", "{{ m.role }}{{ messages | length }}"))
-    gateway = Gateway(object(), ChatTemplate(counting), GatewayOptions("m", 99), [Tenant("a", "k")])  # pyright: ignore[reportArgumentType]
+    gateway = Gateway(Engine(counting), ChatTemplate(counting), GatewayOptions("m", 99), [Tenant("a", "k")])
     assert gateway.policy == "faithful"
     assert gateway.template_faults
 
@@ -287,6 +287,10 @@ async def test_bodies_and_sessions_are_bounded(tokenizer: Tokenizer, monkeypatch
     answer = await rig.http.post(CHAT, content=b" " * 2000)
     assert answer.status_code == 413
     assert (await rig.http.post("/sessions", json={"session": "second"})).status_code == 503
+    other = auth(OTHER_KEY)  # one tenant's sessions leave no other without
+    assert (await rig.http.post("/sessions", json={"session": "second"}, headers=other)).status_code == 200
+    assert (await rig.http.post("/sessions/default/finish")).status_code == 200
+    assert (await rig.http.post("/sessions", json={"session": "second"})).status_code == 200
 
 
 def test_tenants_have_names_and_keys_of_their_own(tokenizer: Tokenizer) -> None:

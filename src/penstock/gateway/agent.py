@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 import tempfile
 from collections import deque
@@ -22,7 +23,10 @@ from penstock.rollout.single_turn import Places, finite_reward
 from penstock.rollout.tokenizer import Tokenizer
 from penstock.types import Trajectory
 
+log = logging.getLogger(__name__)
 STOP_S = 5.0
+MOST_SILENT = 64
+"""Episodes in a row without a turn; more are no accident of some tasks."""
 _WRAPPER = (
     "import subprocess, sys; from penstock.process import watch_lifeline; watch_lifeline(); "
     "sys.exit(subprocess.call(sys.argv[1:]))"
@@ -119,6 +123,9 @@ class AgentGenerator(Generator):
         self._limits = limits
         self._most_logs = most_logs
         self._logs: deque[Path] = deque()
+        self._silent = 0
+        self._why_silent = ""
+        self._has_turns = False
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -128,8 +135,11 @@ class AgentGenerator(Generator):
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         """Play `num_samples` episodes of every task.
 
+        An episode without a turn gives no row.
+
         Raises:
-            PenstockError: an agent asked for no turn; the end of its output is in the message.
+            PenstockError: no agent has asked for a turn yet, or many in a row have not; the end of the last one's
+                output is in the message.
         """
         episodes = (
             self._episode(input_batch, index)
@@ -137,6 +147,8 @@ class AgentGenerator(Generator):
             for _ in range(input_batch.num_samples)
         )
         found = await all_or_first_error(episodes)
+        if self._silent and (self._silent >= MOST_SILENT or not self._has_turns):
+            raise PenstockError(self._why_silent)
         return GeneratorOutput.of([trajectory for trajectories in found for trajectory in trajectories])
 
     async def _episode(self, batch: GeneratorInput, index: int) -> list[Trajectory]:
@@ -154,7 +166,11 @@ class AgentGenerator(Generator):
             session = self._gateway.find(self._tenant, name)
             rows = await self._gateway.close_session(self._tenant, name)
         if not rows:
-            raise PenstockError(f"the agent of task {task.id!r} asked for no turn{why or ''}")
+            self._silent += 1
+            self._why_silent = f"the agent of task {task.id!r} asked for no turn{why or ''}"
+            log.warning("%s", self._why_silent)
+            return []
+        self._silent, self._has_turns = 0, True
         if session.reward is None:
             session.reward = self._reward(task, session, reward, failed=why is not None)
         return [row.trajectory(group) for row in _chosen(rows, last_alone=given is not None)]

@@ -21,7 +21,7 @@ from penstock.gateway.anthropic import AnthropicDialect
 from penstock.gateway.chat import ChatDialect
 from penstock.gateway.dialect import KEEPALIVE, Dialect, dumps
 from penstock.gateway.graph import Row, Session
-from penstock.gateway.messages import Answer, ChatRequest, GatewayError, bare
+from penstock.gateway.messages import Answer, ChatRequest, GatewayError, bare, tools_key
 from penstock.gateway.responses import ResponsesDialect
 from penstock.gateway.service import Gateway, Limits, PendingTurn, Tenant
 from penstock.guard import cross_site
@@ -118,7 +118,9 @@ class _Calls:
 
         def read() -> ChatRequest:
             with reading("request", GatewayError):
-                return wire.read(_as_object(body))
+                request = wire.read(_as_object(body))
+                tools_key(request.tools)  # raises for parameters that are nested too deeply to be rendered
+                return request
 
         return await self._gateway.in_thread(read) if len(body) > LONG_BODY else read()
 

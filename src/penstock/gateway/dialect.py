@@ -59,7 +59,10 @@ def sampling_of(body: Mapping[str, Any], *, stop: str) -> dict[str, Any]:
     found = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
     stops = body.get(stop)
     if stops:
-        found["stop"] = [stops] if isinstance(stops, str) else list(stops)
+        texts = cast("list[Any]", [stops] if isinstance(stops, str) else stops)
+        if type(texts) is not list or not all(isinstance(text, str) for text in texts):
+            raise GatewayError(f"{stop} is a text or a list of texts, got {str(stops)[:80]}")
+        found["stop"] = texts
     return found
 
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from penstock.errors import ConfigError, EngineHTTPError, PenstockError, RequestError, UserError
@@ -24,6 +25,7 @@ from penstock.parsing import whole_number
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.multi_turn import Sampler
 from penstock.rollout.output_parser import OutputParser
+from penstock.rollout.tokenizer import PromptTooLongError
 from penstock.types import Sample, SamplingParams
 
 Policy = Literal["extend", "faithful"]
@@ -33,6 +35,7 @@ MOST_REPLAYED = 8
 """Answers of a session kept for a client that sends its request again although it has read the answer."""
 MOST_THREADS = 4
 """Threads that read, render and encode requests; each long body occupies one."""
+TOO_LONG = "context_length_exceeded"
 _SERVER_ERROR = 500
 T = TypeVar("T")
 
@@ -94,7 +97,7 @@ class GatewayOptions:
         policy: `extend` keeps sampled tokens; `faithful` renders each prompt as the template would.
         sampling: parameters that replace the harness's own, such as `temperature`.
         max_tokens: most tokens of a turn; None: as many as fit.
-        max_sessions: most sessions kept, of all tenants.
+        max_sessions: most sessions kept of each tenant.
     """
 
     model: str
@@ -142,6 +145,7 @@ class Gateway:
         template: of the model. If it cannot be extended, the policy is `faithful`.
         options: see there.
         tenants: at least one.
+        adapter: name of the LoRA adapter that every turn asks for.
 
     Raises:
         ConfigError: two tenants with one name or key, or an empty one.
@@ -151,7 +155,13 @@ class Gateway:
     """
 
     def __init__(
-        self, client: Sampler, template: ChatTemplate, options: GatewayOptions, tenants: Sequence[Tenant]
+        self,
+        client: Sampler,
+        template: ChatTemplate,
+        options: GatewayOptions,
+        tenants: Sequence[Tenant],
+        *,
+        adapter: str | None = None,
     ) -> None:
         if not tenants or not all(t.name and t.key for t in tenants):
             raise ConfigError("give at least one tenant, each with a name and a key")
@@ -161,11 +171,13 @@ class Gateway:
         self.template = template
         self.template_faults = template.faults()
         self.policy: Policy = "faithful" if self.template_faults else options.policy
-        self._client = client
+        sample: Any = client.sample
+        self._sample = sample if adapter is None else partial(sample, adapter=adapter)
         self._parser = OutputParser(template.tokenizer)
         self._tenants = {_digest(t.key): t for t in tenants}
         self._kept: dict[tuple[str, str], _Kept] = {}
         self._by_key: dict[bytes, _Kept] = {}
+        self._counts = Counter[str]()
         workers = min(MOST_THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="penstock-gateway")
 
@@ -241,6 +253,7 @@ class Gateway:
             raise GatewayError(f"a turn of session {name} is under way; wait for it", status=409, code="busy")
         del self._kept[tenant.name, name]
         del self._by_key[_digest(kept.key)]
+        self._counts[tenant.name] -= 1
         return kept.session.rows()
 
     async def close_session(self, tenant: Tenant, name: str) -> list[Row]:
@@ -257,11 +270,12 @@ class Gateway:
             return kept
         if not (name.isascii() and name.isprintable()) or len(name) > MOST_NAME or "/" in name:
             raise UserError(f"a session's name has at most {MOST_NAME} printable ASCII characters and no slash")
-        if len(self._kept) >= self.options.max_sessions:
-            why = f"{len(self._kept)} sessions are kept; finish some"
+        if self._counts[tenant.name] >= self.options.max_sessions:
+            why = f"{self._counts[tenant.name]} sessions are kept; finish some"
             raise GatewayError(why, status=503, code="too_many_sessions")
         kept = _Kept(Session(name, tenant.name), limits or tenant.limits, new_key(), sampling or {})
         self._kept[tenant.name, name] = self._by_key[_digest(kept.key)] = kept
+        self._counts[tenant.name] += 1
         return kept
 
     def _find(self, tenant: Tenant, name: str) -> _Kept:
@@ -304,20 +318,30 @@ class Gateway:
         """Return the turn that a request extends, the ids to add after it, and where its conversation was found.
 
         It changes nothing and is slow for long conversations, so it runs in a thread.
+
+        Raises:
+            GatewayError: the prompt is much longer than the context, or continues an answer that is not known.
         """
+        try:
+            return self._prompt_of(session, request)
+        except PromptTooLongError as error:
+            raise GatewayError(str(error), code=TOO_LONG) from error
+
+    def _prompt_of(self, session: Session, request: ChatRequest) -> tuple[Node | None, list[int], Place]:
         given = merged(self._with_previous(session, request))
         place = session.find(given, request.tools)
+        most = self.options.max_model_len
         if self.policy == "faithful":
             return (*self._rendered(place, request.tools), place)
         tools = [tool.for_template() for tool in request.tools]
         messages = [message.for_template() for message in place.messages]
         if (parent := place.parent) is not None:
             last = parent.sample.token_ids[-1:] or (-1,)
-            suffix = self.template.suffix(messages[place.seen :], tools, last_id=last[0])
+            suffix = self.template.suffix(messages[place.seen :], tools, last_id=last[0], most=most)
             if suffix is not None:
                 return parent, suffix, place
             place = replace(place, cause="template")
-        return None, self.template.render(messages, tools), place
+        return None, self.template.render(messages, tools, most=most), place
 
     async def _turn(self, kept: _Kept, request: ChatRequest) -> Answer:
         session = kept.session
@@ -326,7 +350,7 @@ class Gateway:
         params = self._params(kept, request, len(context))
         kept.reserved += params.max_tokens
         try:
-            (sample,) = await self._client.sample(context, 1, params, f"{session.tenant}/{session.id}")
+            (sample,) = await self._sample(context, 1, params, f"{session.tenant}/{session.id}")
         except EngineHTTPError as error:
             code = "engine" if error.status >= _SERVER_ERROR else "invalid_request"
             raise GatewayError(str(error), status=error.status, code=code) from error
@@ -366,7 +390,8 @@ class Gateway:
     def _rendered(self, place: Place, tools: Sequence[Tool]) -> tuple[Node | None, list[int]]:
         """Render the conversation as a whole, and find the latest turn whose tokens it begins with."""
         messages = [message.for_template() for message in place.messages]
-        ids = self.template.render(messages, [tool.for_template() for tool in tools])
+        most = self.options.max_model_len
+        ids = self.template.render(messages, [tool.for_template() for tool in tools], most=most)
         for node in reversed(place.parent.path() if place.parent else []):
             if node.length < len(ids) and ids[: node.length] == node.context():
                 return node, ids[node.length :]
@@ -377,7 +402,7 @@ class Gateway:
         if room < 1:
             raise GatewayError(
                 f"the prompt has {prompt_tokens} tokens, and the context length is {self.options.max_model_len}",
-                code="context_length_exceeded",
+                code=TOO_LONG,
             )
         limits = [room] if self.options.max_tokens is None else [room, self.options.max_tokens]
         if request.max_tokens is not None:

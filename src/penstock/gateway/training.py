@@ -7,9 +7,7 @@ import inspect
 import shutil
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from penstock.config import RunConfig
 from penstock.errors import ConfigError
@@ -23,7 +21,6 @@ from penstock.rollout.environment import Environment, user_code
 from penstock.rollout.generator import Generator
 from penstock.rollout.multi_turn import Sampler
 from penstock.rollout.tokenizer import Tokenizer
-from penstock.types import Sample, SamplingParams, SessionId
 
 _WHOLE = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": None}
 """In place of what a harness asks for: logprobs over a part of the vocabulary cannot be trained on, and with a seed all
@@ -75,8 +72,7 @@ class AgentRollouts:
         """
         raise_file_limit()
         tenant = Tenant("training", new_key())
-        sampler = client if adapter is None else _Adapted(client, adapter)
-        gateway = Gateway(sampler, self._template, self._options, [tenant])
+        gateway = Gateway(client, self._template, self._options, [tenant], adapter=adapter)
         async with serving(gateway) as base_url:
             yield AgentGenerator(
                 gateway,
@@ -90,25 +86,6 @@ class AgentRollouts:
                 most_logs=self._given.keep_output,
                 limits=Limits(max_turns=self._rollout.max_turns, max_tokens=self._rollout.max_episode_tokens),
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Adapted:
-    """A client whose every sample is the adapter's."""
-
-    client: Any
-    adapter: str
-
-    async def sample(
-        self,
-        prompt_token_ids: Sequence[int],
-        num_samples: int,
-        sampling_params: SamplingParams,
-        session_id: SessionId | None = None,
-    ) -> list[Sample]:
-        return await self.client.sample(
-            prompt_token_ids, num_samples, sampling_params, session_id, adapter=self.adapter
-        )
 
 
 def _callable(name: str) -> Agent:

@@ -44,17 +44,28 @@ class ChatTemplate:
         ids = (self.tokenizer.eos_token_id, *self._closing_ids[:1])
         return tuple(dict.fromkeys(token for token in ids if token is not None))
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
-        """Return the ids of a whole conversation and of the opening of the assistant's next message."""
-        return self.tokenizer.encode_exact(self.tokenizer.chat(messages, tools, options=self._options))
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), *, most: int | None = None
+    ) -> list[int]:
+        """Return the ids of a whole conversation and of the opening of the assistant's next message.
 
-    def suffix(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, last_id: int) -> list[int] | None:
+        Args:
+            messages: of the conversation.
+            tools: that it shows.
+            most: see `Tokenizer.encode_exact`.
+        """
+        return self.tokenizer.encode_exact(self.tokenizer.chat(messages, tools, options=self._options), most)
+
+    def suffix(
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), *, last_id: int, most: int | None = None
+    ) -> list[int] | None:
         """Return the ids that new messages add after a sample, up to the opening of the next one.
 
         Args:
             messages: that followed the sample.
             tools: of the conversation.
             last_id: of the sample. If it is no end of a message (the sample was cut off), the suffix has one.
+            most: see `Tokenizer.encode_exact`.
 
         Returns:
             None: the template gives no such suffix, so the conversation has to be rendered as a whole.
@@ -62,7 +73,7 @@ class ChatTemplate:
         text = self._suffix_text(messages, tools)
         if text is None:
             return None
-        ids = self.tokenizer.encode_exact(self._closing + text)
+        ids = self.tokenizer.encode_exact(self._closing + text, most)
         return ids[1:] if self._closing_ids[:1] == [last_id] else ids
 
     def faults(self, histories: int = 8, seed: int = 0) -> list[str]:

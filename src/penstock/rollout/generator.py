@@ -62,8 +62,9 @@ class GeneratorOutput:
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> Self:
-        """Join trajectories, in order, and compute the metrics. There must be at least one."""
-        n = len(trajectories)
+        """Join trajectories, in order, and compute the metrics; without a trajectory there are none."""
+        if not (n := len(trajectories)):
+            return cls(())
         metrics = {
             "reward_mean": sum(t.reward for t in trajectories) / n,
             "response_tokens_mean": sum(len(t.response_ids) for t in trajectories) / n,

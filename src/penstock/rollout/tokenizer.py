@@ -11,6 +11,15 @@ from typing import Any
 
 from penstock.errors import ConfigError, RequestError
 
+_CHARACTERS = 8
+"""Characters for each useful token from which a text is looked at in parts; English has four."""
+_SLACK = 64
+"""Tokens by which a cut in the middle of a word may lengthen a beginning."""
+
+
+class PromptTooLongError(RequestError):
+    """A prompt has more tokens than the engines' context."""
+
 
 class Tokenizer:
     """A Hugging Face tokenizer folder: the little of it that rollouts need. Build it with `load_tokenizer`."""
@@ -38,8 +47,27 @@ class Tokenizer:
         """Whether `chat` can be called."""
         return bool(self._tokenizer.chat_template)
 
-    def encode_exact(self, text: str) -> list[int]:
-        """Token ids of the text alone, nothing added; text of special tokens becomes their ids."""
+    def encode_exact(self, text: str, most: int | None = None) -> list[int]:
+        """Token ids of the text alone, nothing added; text of special tokens becomes their ids.
+
+        Args:
+            text: to encode.
+            most: tokens that are of use. A much longer text is refused by its beginning, since encoding takes about
+                300 bytes of memory a character.
+
+        Raises:
+            PromptTooLongError: the text has more than `most` tokens; a few times as many may pass.
+        """
+        size = _CHARACTERS * most if most is not None else len(text)
+        while most is not None and size < len(text):  # a beginning has no more tokens than the whole, but for its end
+            if len(self._encoded(text[:size])) > most + _SLACK:
+                raise PromptTooLongError(
+                    f"the prompt has {len(text)} characters, and its first {size} are more than {most} tokens"
+                )
+            size *= 2
+        return self._encoded(text)
+
+    def _encoded(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def token_id(self, token: str) -> int | None:
@@ -73,7 +101,7 @@ class Tokenizer:
             return self._tokenizer.apply_chat_template(
                 list(messages), tools=given, tokenize=False, add_generation_prompt=opening, **(options or {})
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}") from error
 
 

@@ -131,11 +131,13 @@ async def greedy_accuracy(generator: Generator, tasks: Sequence[Task], max_token
         StateError: responses were aborted time and again; an aborted one says nothing of the policy.
     """
     greedy = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    solved, left = 0, list(tasks)
+    solved, left = set[str](), {str(i): task for i, task in enumerate(tasks)}
     for _ in range(TRIES):
-        made = (await generator.generate(GeneratorInput(left, sampling_params=greedy))).trajectories
-        solved += sum(t.reward >= 1 for t in made if t.stop_reason != "abort")
-        left = [task for task, t in zip(left, made, strict=True) if t.stop_reason == "abort"]
+        batch = GeneratorInput(list(left.values()), group_ids=list(left), sampling_params=greedy)
+        made = (await generator.generate(batch)).trajectories  # an agent's episode may have several, or none
+        aborted = {t.group_id for t in made if t.stop_reason == "abort"}
+        solved |= {t.group_id for t in made if t.reward >= 1} - aborted
+        left = {group: task for group, task in left.items() if group in aborted}
         if not left:
-            return solved / len(tasks)
+            return len(solved) / len(tasks)
     raise StateError(f"{len(left)} of {len(tasks)} evaluation samples were aborted {TRIES} times; {_PAUSE_INSTEAD}")
