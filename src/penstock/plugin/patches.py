@@ -36,7 +36,7 @@ def install() -> None:
     from vllm.v1.kv_cache_interface import KVCacheConfig  # noqa: PLC0415
 
     if current_platform.is_cpu():
-        KVCacheConfig.needs_kv_cache_zeroing = ZEROED
+        KVCacheConfig.needs_kv_cache_zeroing = ZEROED  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def attempt(work: Callable[[], Any], what: str) -> tuple[Any, Exception | None]:
