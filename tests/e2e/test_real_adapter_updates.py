@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from http_engine import HTTPEngine
 from nano_models import ADAPTER_CONFIG, adapter_tensors, changed, logprobs_of, merged
 from penstock.engine.launch import EngineProcess
-from penstock.errors import DeadlineError, EngineHTTPError, StateError, WeightsError
+from penstock.errors import EngineHTTPError, WeightsError
 from penstock.settings import EngineConfig
 from penstock.types import Sample, SamplingParams
 
@@ -136,15 +136,9 @@ async def test_a_pause_of_one_adapter_holds_its_requests_alone(tuned: Tuned) -> 
     await asyncio.sleep(0.3)
     gone.cancel()
     await asyncio.wait((gone,))
-    with pytest.raises(DeadlineError):
-        await engine.wait_until_resumed("p", timeout_s=0.01)
-    with pytest.raises(StateError):
-        await engine.pause_generation(adapter="p")
     after = await tuned.update("p", 13)
     assert not fresh.done()
-    waiting = asyncio.create_task(engine.wait_until_resumed("p", timeout_s=60.0))
     await engine.resume_generation(adapter="p")
-    await waiting
     for sample in await task:
         assert [(s.adapter, s.adapter_version) for s in sample.spans] == [("p", before["p"]), ("p", after)]
         assert len(sample.token_ids) == 300
@@ -192,7 +186,7 @@ async def test_an_update_of_the_base_leaves_adapters_and_one_in_use_is_not_unloa
     version = await tuned.update("u", 41)
     task = asyncio.create_task(engine.sample([2, 3], 1, LONG, adapter="u"))
     await some_tokens(tuned, task)
-    with pytest.raises(StateError, match="'u' has requests in flight"):
+    with pytest.raises(EngineHTTPError, match="'u' has requests in flight"):
         await engine.unload_adapter("u")
     other = changed(tuned.base, 4)
     await engine.update_weights(other.named_parameters())

@@ -330,11 +330,6 @@ async def test_by_either_way_deltas_are_checked_against_what_is_in_force(live, w
     await control.close()
 
 
-async def test_an_older_version_number_is_refused(live):
-    with pytest.raises(WeightsError, match="not newer"):
-        await live.engine.update_weights(live.history.latest.named_parameters(), version=0)
-
-
 async def test_apply_without_prepare_is_refused(live):
     with pytest.raises(EngineHTTPError, match="not prepared") as error:
         await live.engine.control.apply_weights(9_999)

@@ -9,7 +9,6 @@ import torch
 from fleet_fakes import Bench
 from sim_fleets import SIM, check_serves
 
-from http_engine import HTTPEngine
 from penstock import Fleet
 from penstock.engine.capabilities import PENSTOCK, Capabilities
 from penstock.errors import EngineHTTPError, MissingCapabilityError, UserError
@@ -121,21 +120,6 @@ async def test_kv_that_a_native_update_keeps_is_labelled() -> None:
         await bench.operations.resume()
     assert bench.roster.kv_kept_versions == {2}
     bench.check_belief()
-
-
-async def test_one_engine_labels_it_too() -> None:
-    async with SimServer(SimConfig(plain=True, tokens_per_second=500, max_model_len=512)) as server:
-        engine = await HTTPEngine.connect(server.url)
-        await engine.init_weight_update_communicator(JOIN)
-        labels = list[tuple[int, bool]]()
-        for version, clear_cache in ((1, True), (2, False)):
-            await engine.pause_generation(clear_cache=clear_cache)
-            await engine.update_named_weights(NAMES, version=version)
-            await engine.resume_generation()
-            (sample,) = await engine.sample([5], 1, {"max_tokens": 9, "detokenize": False})
-            labels += [(span.version, span.kv_kept) for span in sample.spans]
-        assert labels == [(1, False), (2, True)]
-        await engine.teardown()
 
 
 async def test_a_server_that_rejoins_a_paused_fleet_keeps_no_prefix_for_a_native_update() -> None:
