@@ -166,26 +166,6 @@ async def test_a_wrong_key_is_said() -> None:
         assert caught.value.status == 401
 
 
-FAULTS = [(FaultKind.CORE_DEATH, Phase.LOAD), (FaultKind.HANG, Phase.PAUSE), (FaultKind.EXIT, Phase.RESUME)]
-"""One of each; `test_update_matrix.py` has every kind in every phase, on engines that the fleet launched."""
-
-
-@pytest.mark.parametrize(("kind", "phase"), FAULTS)
-async def test_a_fault_in_an_update_takes_one_engine_out_and_not_the_fleet(kind: FaultKind, phase: Phase) -> None:
-    async with engines(3) as servers, connected(servers) as fleet:
-        servers[1].engine.faults.add(Fault(kind, phase))
-        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-        impatient(fleet._roster.members[1])
-        report = await asyncio.wait_for(fleet.update_weights(GOOD), 60.0)
-        assert [update.engine for update in report.engines] == ["e0", "e2"]
-        assert list(report.failures) == ["e1"]
-        assert await states(fleet) == [State.SERVING, State.DEAD, State.SERVING]
-        await servers[1].stop()  # as a launcher would; its requests go on elsewhere
-        check(PROMPTS, await asyncio.wait_for(running, 60.0), PARAMS)
-        await check_serves(fleet, engines=2)
-
-
 async def test_an_engine_whose_weights_nobody_knows_makes_no_more_tokens_though_nobody_can_end_it() -> None:
     async with engines(3) as servers, connected(servers) as fleet:
         servers[1].engine.faults.add(Fault(FaultKind.WRONG_CHECKSUM, Phase.LOAD))

@@ -342,14 +342,6 @@ async def test_what_is_no_time_is_refused_before_an_engine_is_told_anything(wron
         assert len(launcher.processes) == 2, "none was started in the place of another"
 
 
-async def test_a_number_of_engines_that_is_none_starts_none() -> None:
-    async with launched(1) as (fleet, launcher):
-        for wrong in ("2", 1.5):
-            with pytest.raises(UserError, match="the number of engines to add is a whole number"):
-                await fleet.add_engines(wrong)  # pyright: ignore[reportArgumentType]
-        assert len(launcher.processes) == 1
-
-
 async def test_a_server_of_others_is_not_replaced_for_its_gpus_are_not_ours() -> None:
     async with SimServer(SimConfig(max_model_len=512)) as other, launched(1, gpus=1) as (fleet, launcher):
         await fleet.attach(other.url)

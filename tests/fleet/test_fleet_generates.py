@@ -9,7 +9,6 @@ import pytest
 import torch
 from sim_fleets import CONTEXT, check, in_flight, made, samples_of
 
-from http_engine import HTTPEngine
 from penstock import Fleet, GenerateBatch, SamplingParams
 from penstock.errors import EngineHTTPError, RequestError, UserError
 from penstock.sim.tokens import verify
@@ -40,26 +39,21 @@ async def test_chats_and_strings_are_tokenised_by_the_engine(fleet: Fleet) -> No
     assert out.responses[1] == as_ids.responses[0] != ""
 
 
-@pytest.mark.parametrize("whole", ["fleet", "engine"])
-async def test_a_mapping_is_the_batch_and_not_a_prompt_for_each_key(fleet: Fleet, whole: str) -> None:
+async def test_a_mapping_is_the_batch_and_not_a_prompt_for_each_key(fleet: Fleet) -> None:
     """The call of the systems that Penstock stands in for."""
-    (first, *_) = await fleet.engines()
-    client = fleet if whole == "fleet" else await HTTPEngine.connect(first.url, api_key=fleet.key_of(first.name))
     params = {"max_tokens": 6, "temperature": 0.0}
     ids = [[1, 2, 3], [4, 5]]
     batch = {"prompts": None, "prompt_token_ids": ids, "sampling_params": params, "session_ids": ["a", 1]}
-    out = await client.generate(batch)
-    assert out.response_ids == (await client.generate(prompt_token_ids=ids, sampling_params=params)).response_ids
-    out = await client.generate({"prompts": ["ab"], "sampling_params": params})
-    assert out.response_ids == (await client.generate(["ab"], params)).response_ids
+    out = await fleet.generate(batch)
+    assert out.response_ids == (await fleet.generate(prompt_token_ids=ids, sampling_params=params)).response_ids
+    out = await fleet.generate({"prompts": ["ab"], "sampling_params": params})
+    assert out.response_ids == (await fleet.generate(["ab"], params)).response_ids
     with pytest.raises(RequestError, match=r"unknown key of a batch 'prompt_tokens'; did you mean 'prompt_token_ids'"):
-        await client.generate({"prompt_tokens": ids})
+        await fleet.generate({"prompt_tokens": ids})
     with pytest.raises(RequestError, match="exactly one of prompts and prompt_token_ids"):
-        await client.generate({"prompts": ["ab"], "prompt_token_ids": ids})
+        await fleet.generate({"prompts": ["ab"], "prompt_token_ids": ids})
     with pytest.raises(RequestError, match=r"a whole batch was given, and sampling_params, session_ids beside it"):
-        await client.generate(batch, params, session_ids=["a", "b"])
-    if client is not fleet:
-        await client.teardown()
+        await fleet.generate(batch, params, session_ids=["a", "b"])
 
 
 @pytest.mark.parametrize("session", [17, "conversation-a"])

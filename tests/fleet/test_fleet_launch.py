@@ -325,8 +325,3 @@ async def test_engines_and_router_obey_their_fleet_alone(tmp_path: Path, workers
         assert key not in str([process.cmdline() for process in family])
         assert key not in f"{fleet._roster.members}{fleet._roster.members[0].entries()}{await fleet.engines()}"
     assert [file.name for file in tmp_path.rglob("*") if file.is_file() and key in file.read_text()] == []
-
-
-async def test_two_fleets_have_two_keys() -> None:
-    async with Fleet.launch("sim-model", **SIM) as one, Fleet.launch("sim-model", **SIM) as other:
-        assert one.key_of("e0") != other.key_of("e0")

@@ -99,16 +99,6 @@ async def test_sessions_keep_their_engine_when_a_router_process_is_killed_under_
         await admin.close()
 
 
-async def test_the_access_log_of_all_router_processes_is_in_the_routers_log(tmp_path: Path) -> None:
-    router = RouterConfig(workers=2, access_log=True)
-    async with Fleet.launch("sim-model", router=router, log_dir=tmp_path, **SIM) as fleet:
-        await fleet.generate(prompt_token_ids=PROMPTS, sampling_params={"max_tokens": 3})
-    text = (tmp_path / "router.log").read_text()
-    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    asked = [line["outcome"] for line in lines if line["target"] == "/inference/v1/generate"]
-    assert asked == ["ok"] * len(PROMPTS)
-
-
 async def test_a_router_process_that_hangs_has_the_router_started_again() -> None:
     options = {**SIM, "health_interval_s": 0.1, "hang_timeout_s": 1.5}
     async with Fleet.launch("sim-model", router=RouterConfig(workers=2), **options) as fleet:
