@@ -27,13 +27,14 @@ SIDE_ROOMS = tuple(
         "cli", "engine.layouts", "engine.openai", "engine.vanilla", "facade", "fleet.adapters", "fleet.attach",
         "fleet.calls", "fleet.connect", "fleet.delivery", "fleet.detach", "fleet.elastic", "fleet.native",
         "fleet.owner", "fleet.ray", "fleet.remote", "fleet.service", "fleet.vllm_router", "gateway", "observe",
-        "plugin.adapters", "plugin.broadcast", "plugin.delta", "plugin.disk", "plugin.ipc", "plugin.kept_kv",
-        "plugin.native", "plugin.served_adapters", "rollout", "router.figures", "router.merge", "router.other_policies",
-        "router.workers", "sim", "token_meter", "train", "weights.broadcast", "weights.collective",
-        "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group", "weights.transfer",
+        "plugin.adapters", "plugin.broadcast", "plugin.cores", "plugin.delta", "plugin.disk",
+        "plugin.input_patches", "plugin.ipc", "plugin.kept_kv", "plugin.native", "plugin.served_adapters",
+        "rollout", "router.figures", "router.merge", "router.other_policies", "router.workers", "sim",
+        "token_meter", "train", "weights.broadcast", "weights.collective", "weights.cuda_ipc", "weights.delta",
+        "weights.disk", "weights.group", "weights.transfer",
     )
 )  # fmt: skip
-SPINE_FILES, SPINE_LINES = 67, 17_300
+SPINE_FILES, SPINE_LINES = 67, 17_200
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
 
 

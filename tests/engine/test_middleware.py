@@ -222,7 +222,7 @@ async def test_info_says_what_the_engine_is_and_warms_it_up_once(monkeypatch) ->
 
 async def test_every_core_has_loaded_before_one_goes_on() -> None:
     cores = Cores()
-    said = await PenstockMiddleware(behind)._apply(cores, ROUND)
+    said = await PenstockMiddleware(behind)._cores._apply(cores, ROUND)
     assert cores.done == ["load 0", "load 1", "commit 0", "commit 1"]
     assert (said["version"], said["preempted"], said["checksum"]) == (4, 6, "c-c")
     assert (said["seconds"]["pause"], said["seconds"]["load"]) == (0.1, 1.2)
@@ -254,7 +254,7 @@ async def test_replicas_of_other_weights_do_not_go_on() -> None:
     cores = Cores()
     cores.replies["load"] = [200, {"checksum": "d", "seconds": {"load": 0.1}, "preempted": 0, "kept": 0}]
     with pytest.raises(WeightsError, match="replica 1 has on rank 0 weights of checksum d, replica 0 of c"):
-        await PenstockMiddleware(behind)._apply(cores, ROUND)
+        await PenstockMiddleware(behind)._cores._apply(cores, ROUND)
     assert cores.done == ["load 0", "load 1"]
 
 
@@ -262,7 +262,7 @@ async def test_a_sleep_waits_for_a_round_that_loads() -> None:
     cores, middleware = Cores(), PenstockMiddleware(behind)
     cores.loading, cores.may_load = asyncio.Event(), asyncio.Event()
     middleware._hooks.pausing.install(cores)
-    update = asyncio.create_task(middleware._apply(cores, ROUND))
+    update = asyncio.create_task(middleware._cores._apply(cores, ROUND))
     await cores.loading.wait()
     sleep = asyncio.create_task(cores.sleep_async(1, "keep"))
     for _ in range(10):

@@ -2,7 +2,7 @@
 
 An update made of calls on the API server waits five times behind the tokens of every stream: 2.3 to 3.1 s with 256
 streams, where the weights need 0.13 s. Here it is one piece of the core's own work. Calls come to the core's own port
-(`core_http.py`). The API server forwards those that come to it, and leads several cores (`middleware.py`).
+(`core_http.py`). The API server forwards those that come to it, and leads several cores (`cores.py`).
 
 vLLM (0.26 to 0.33) has no extension point for this: `install` adds utility methods and a kind of item to the core's
 input queue.

@@ -19,7 +19,7 @@ from typing import Any
 
 import orjson
 
-from penstock.errors import PenstockError, StateError, TransferError, WeightsError
+from penstock.errors import EngineError, PenstockError, StateError, TransferError, WeightsError
 from penstock.guard import Strangers, cross_site, has_key
 
 MAX_BODY = 64 * 2**20
@@ -50,6 +50,14 @@ def respond(route: Route, data: bytes) -> tuple[int, Any]:
     except (PenstockError, TimeoutError) as refused:
         return refusal(refused)
     return (200, asked.result()) if error is None else refusal(error)
+
+
+class RefusedError(EngineError):
+    """A core's answer that is no success."""
+
+    def __init__(self, reply: tuple[int, Any]) -> None:
+        super().__init__(str(reply))
+        self.reply = reply
 
 
 def refusal(error: BaseException) -> tuple[int, dict[str, Any]]:

@@ -1,7 +1,6 @@
-"""Our routes on vLLM's API server, as an ASGI middleware (`--middleware`): info, and control for every core.
+"""Our routes on vLLM's API server, as an ASGI middleware (`--middleware`): who may call it, and what the engine is.
 
-The cores do the work (`core.py`). Their clients call the port of an engine's one core; here are the calls for several
-cores, which pause, load and resume together, and for a core whose port is closed or out of reach.
+The core does the work (`core.py`), and clients call its port; what they call here instead is in `cores.py`.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -9,27 +8,20 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 from collections.abc import Awaitable, Callable
 from importlib import metadata
 from typing import Any
 
 import orjson
 
-from penstock.errors import EngineError, PenstockError, WeightsError
+from penstock.errors import PenstockError, WeightsError
 from penstock.guard import DATA_PATHS, OPEN_PATHS, cross_site, has_key
-from penstock.parsing import parse_json
-from penstock.plugin.core import field
-from penstock.plugin.core_http import MAX_BODY, refusal
+from penstock.plugin.core_http import MAX_BODY, RefusedError, refusal
 from penstock.plugin.hooks import RequestHooks
-from penstock.plugin.patches import call_every_core
-from penstock.plugin.spec import check_replicas
 from penstock.rooms import plugged_as, plugged_in
-from penstock.wire import ADAPTERS
 
 WEBSOCKET_REFUSED, WEBSOCKET_REASON = 1008, 120
 """Close code of a policy (RFC 6455, 7.4.1), and bytes of a reason that fit."""
-_WEIGHTS = "/penstock/weights/"
 _OK = 200
 
 Scope = dict[str, Any]
@@ -48,6 +40,7 @@ class PenstockMiddleware:
     def __init__(self, app: Any) -> None:
         self.app = app
         self._hooks = RequestHooks()
+        self._cores = plugged_in("control.cores")(self._hooks)
         self._adapters = plugged_in("adapters.served")(self._hooks)
         self._warm = False
 
@@ -65,16 +58,8 @@ class PenstockMiddleware:
             return
         route = {
             ("GET", "/penstock/info"): functools.partial(self._info, _keys(scope)),
-            ("POST", _WEIGHTS + "group"): functools.partial(self._forward, "group"),
-            ("POST", _WEIGHTS + "prepare"): functools.partial(self._forward, "prepare"),
-            ("POST", _WEIGHTS + "apply"): self._apply,
-            ("POST", _WEIGHTS + "loss"): self._loss,
-            ("POST", _WEIGHTS + "label"): self._label,
-            ("GET", ADAPTERS): functools.partial(self._adapters.served, scope["app"].state),
-            ("POST", ADAPTERS + "/load"): functools.partial(self._adapters.load, scope["app"].state),
-            ("POST", ADAPTERS + "/unload"): functools.partial(self._adapters.unload, scope["app"].state),
-            ("POST", ADAPTERS + "/pause"): functools.partial(self._adapters.forward, "pause"),
-            ("POST", ADAPTERS + "/resume"): functools.partial(self._adapters.forward, "resume"),
+            **self._cores.routes,
+            **self._adapters.routes(scope["app"].state),
         }.get((scope["method"], scope["path"]))
         if route is None:
             await _answer(send, 404, {"error": f"no such route: {scope['method']} {scope['path']}"})
@@ -121,63 +106,6 @@ class PenstockMiddleware:
         if not keys or engine.vllm_config.parallel_config.data_parallel_size > 1:
             return None
         return await engine.engine_core.call_utility_async("penstock_control_port", keys)
-
-    async def _forward(self, step: str, engine: Any, data: bytes) -> Any:
-        """Let every core do a step of an update while the engine generates."""
-        self._hooks.install(engine)
-        return (await on_cores(engine, _WEIGHTS + step, data))[0]
-
-    async def _apply(self, engine: Any, data: bytes) -> dict[str, Any]:
-        """Update every core: all have loaded before one goes on."""
-        began = time.perf_counter()
-        async with self._hooks.pausing.changing:
-            cores = await on_cores(engine, _WEIGHTS + "load", data)
-            checksum = "-".join(core["checksum"] for core in cores)
-            if not engine.vllm_config.model_config.is_moe:
-                check_replicas(checksum.split("-"), len(cores))
-            loaded = time.perf_counter()
-            await self._hooks.versions.settle(engine)
-            await on_cores(engine, _WEIGHTS + "commit", data)
-        slowest = max((core["seconds"] for core in cores), key=lambda seconds: seconds["load"])
-        end = time.perf_counter()
-        return {
-            "version": cores[0]["version"],
-            "seconds": {**slowest, "resume": end - loaded, "bubble": end - began},
-            **{name: sum(core[name] for core in cores) for name in ("preempted", "kept")},
-            "checksum": checksum,
-        }
-
-    async def _loss(self, engine: Any, data: bytes) -> dict[str, Any] | None:
-        """What an update cost all cores: their tokens, until the last is back."""
-        losses = [loss for loss in await on_cores(engine, _WEIGHTS + "loss", data) if loss is not None]
-        if not losses:
-            return None
-        added = {name: sum(loss[name] for loss in losses) for name in ("tokens", "rate")}
-        return {**added, "seconds": max(one["seconds"] for one in losses), "back": all(one["back"] for one in losses)}
-
-    async def _label(self, engine: Any, data: bytes) -> dict[str, Any]:
-        """Label tokens from here on with this version; the engine must be paused, its weights loaded."""
-        version = field(parse_json(data, "the body", WeightsError), "version", int)
-        await self._hooks.versions.label(engine, version)
-        await self._hooks.pausing.weights_are_in(engine)
-        return {"version": version}
-
-
-class RefusedError(EngineError):
-    """A core's answer that is no success."""
-
-    def __init__(self, reply: tuple[int, Any]) -> None:
-        super().__init__(str(reply))
-        self.reply = reply
-
-
-async def on_cores(engine: Any, path: str, data: bytes) -> list[Any]:
-    """Call a route of every core, and return their answers. RefusedError: the worst of those that fail."""
-    replies = await call_every_core(engine, "penstock_control", path, data)
-    status, answer = max(replies, key=lambda reply: reply[0])
-    if status != _OK:
-        raise RefusedError((status, answer))
-    return [answer for _, answer in replies]
 
 
 def _refusal(scope: Scope) -> tuple[int, str] | None:

@@ -25,7 +25,6 @@ from urllib.parse import parse_qs
 
 from penstock.errors import EngineError, StateError
 from penstock.plugin import compat
-from penstock.plugin.patches import collect_all_dp_replies
 from penstock.rooms import plugged_in
 
 ROUTES = frozenset({"/pause", "/resume", "/sleep", "/wake_up", "/finish_weight_update", "/collective_rpc"})
@@ -233,7 +232,7 @@ def _small(scheduler: Any) -> int:
 
 
 def clear_kv(core: Any) -> None:
-    """Empty the caches of a paused core that depend on its weights (see `patches.keep_image_cache`).
+    """Empty the caches of a paused core that depend on its weights (see `input_patches.keep_image_cache`).
 
     Raises:
         EngineError: vLLM could not; the core must not go on.
@@ -264,7 +263,7 @@ class PauseControl:
         if self._core is not None:
             return
         self._core = core = engine.engine_core
-        collect_all_dp_replies(engine)
+        plugged_in("replies.cores")(engine)
         engine.pause_generation = self._pause
         engine.resume_generation = functools.partial(core.call_utility_async, "penstock_resume")
         core.sleep_async = self._sleep

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -14,8 +15,8 @@ from penstock.errors import StateError, WeightsError
 from penstock.parsing import parse_json
 from penstock.plugin.adapters import PLACE
 from penstock.plugin.core import field
+from penstock.plugin.cores import on_cores
 from penstock.plugin.hooks import RequestHooks
-from penstock.plugin.middleware import on_cores
 from penstock.wire import ADAPTERS
 
 
@@ -29,6 +30,16 @@ class ServedAdapters:
     def __init__(self, hooks: RequestHooks) -> None:
         self._hooks = hooks
         self._changing = asyncio.Lock()
+
+    def routes(self, state: Any) -> dict[tuple[str, str], Any]:
+        """Calls by method and path, with the state of vLLM's app; each is called with its AsyncLLM and the body."""
+        return {
+            ("GET", ADAPTERS): functools.partial(self.served, state),
+            ("POST", ADAPTERS + "/load"): functools.partial(self.load, state),
+            ("POST", ADAPTERS + "/unload"): functools.partial(self.unload, state),
+            ("POST", ADAPTERS + "/pause"): functools.partial(self.forward, "pause"),
+            ("POST", ADAPTERS + "/resume"): functools.partial(self.forward, "resume"),
+        }
 
     async def served(self, state: Any, engine: Any, _data: bytes) -> dict[str, Any]:
         """Name every adapter that requests can ask for: its version, its requests, and since when it had none."""

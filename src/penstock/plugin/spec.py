@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from penstock.errors import WeightsError
 from penstock.weights.checkpoint_names import checkpoint_tensors
 from penstock.weights.checksum import device_sums
-from penstock.weights.manifest import SUMS, TensorEntry, WeightManifest, kind_of
+from penstock.weights.manifest import SUMS, TensorEntry, WeightManifest
 from penstock.weights.pack import all_finite, dtype_name, view
 
 TIED_HEAD = "lm_head.weight"
@@ -150,25 +150,3 @@ def weights_checksum(model: torch.nn.Module) -> str:
                 digest.update(name.encode())
                 digest.update(packed(probe, weight, None).float().numpy().tobytes())
     return f"{kind.hexdigest()}:{digest.hexdigest()}"
-
-
-def check_replicas(checksums: Sequence[str], replicas: int) -> None:
-    """Compare a dense model's data-parallel replicas rank by rank; a mixture of experts is spread over them.
-
-    Args:
-        checksums: of every rank, shape `[replicas * ranks of one]`, replica by replica.
-        replicas: how many.
-
-    Raises:
-        WeightsError: a replica has other weights than one before it; the engine must not serve.
-    """
-    ranks = len(checksums) // replicas
-    first: dict[tuple[int, str], tuple[int, str]] = {}
-    for place, checksum in enumerate(checksums):
-        replica, rank = divmod(place, ranks)
-        other, known = first.setdefault((rank, kind_of(checksum)), (replica, checksum))
-        if checksum != known:
-            raise WeightsError(
-                f"data-parallel replica {replica} has on rank {rank} weights of checksum {checksum}, replica {other} "
-                f"of {known}: they would answer differently"
-            )
