@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from router_rig import Backend, Seen, reply, rig
 
+from penstock import http
 from penstock.http import HttpTransport
+from penstock.router import backend
 from penstock.router.admin_client import RouterAdmin
 from penstock.sim.server import KEEP_ALIVE_S
 
@@ -15,7 +18,12 @@ async def json_object(backend: Backend, seen: Seen, reader: asyncio.StreamReader
     writer.write(reply(b"{}"))
 
 
-async def test_every_client_takes_a_fresh_connection_before_an_engine_closes_an_idle_one() -> None:
+async def test_every_client_takes_a_fresh_connection_before_an_engine_closes_an_idle_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert max(http.IDLE_CONNECTION_S, backend.IDLE_S) <= KEEP_ALIVE_S - 0.5
+    monkeypatch.setattr(http, "IDLE_CONNECTION_S", 1.0)
+    monkeypatch.setattr(backend, "IDLE_S", 1.0)
     async with rig(json_object, json_object, json_object) as r:
         behind_router, transport_server, admin_server = r.backends
         await r.announce([behind_router.entry()])
@@ -30,7 +38,8 @@ async def test_every_client_takes_a_fresh_connection_before_an_engine_closes_an_
             return [backend.connections for backend in r.backends]
 
         assert await ask_all() == await ask_all() == [1, 1, 1], "they are kept at all"
-        await asyncio.sleep(KEEP_ALIVE_S - 0.5)
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(backend.disconnected.wait() for backend in r.backends))
         assert await ask_all() == [2, 2, 2]
         await transport.close()
         await admin.close()
