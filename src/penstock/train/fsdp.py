@@ -24,9 +24,9 @@ from penstock.config import TrainConfig
 from penstock.train.batching import MicroBatch, collate, micro_batches
 from penstock.train.fit import check_fits
 from penstock.train.interface import AdamSpec, Datum, Outputs, StepFigures
-from penstock.train.learner import LocalLearner, ServedDtype
+from penstock.train.learner import LocalLearner, ServedDtype, stored_dtypes
 from penstock.train.losses import LossSpec
-from penstock.train.policy_model import PolicyModel, compute_dtype
+from penstock.train.policy_model import PolicyModel, compute_dtype, weights_dtype
 from penstock.train.rank_group import RankGroup
 from penstock.types import TensorSpec
 from penstock.weights.checkpoint_names import checkpoint_names_of, distinct_tensors
@@ -112,7 +112,11 @@ class ShardedLearner(LocalLearner):
         dtype = compute_dtype(self.config, self.device)
         devices = self._ranks.size if self.device.type == "cuda" else 1  # CPUs have one memory
         check_fits(model_path, self.config, self.device, frozen_bytes=dtype.itemsize, ranks=devices)
-        policy = PolicyModel(model_path, self.config, torch.device("cpu"))  # whole on no GPU
+        held = weights_dtype(self.config, self.device)
+        stored = set(stored_dtypes(model_path).values())
+        # A file of one dtype is mapped and not copied, so a rank has no more than its shards in memory of its own.
+        read = stored.pop() if len(stored) == 1 and held == torch.float32 else held
+        policy = PolicyModel(model_path, self.config, torch.device("cpu"), read)  # whole on no GPU
         policy.autocast = False  # what is gathered is cast instead
         half = dtype != torch.float32
         precision = MixedPrecisionPolicy(dtype, torch.float32) if half else MixedPrecisionPolicy()
@@ -121,6 +125,8 @@ class ShardedLearner(LocalLearner):
             sharded: Any = fully_shard(part, mesh=mesh, mp_policy=precision)
             sharded.set_gradient_divide_factor(1.0)  # sums, not means over ranks
             sharded.set_force_sum_reduction_for_comms(enable=True)  # gloo has no other
+            if held == torch.float32:
+                part.float()  # of the shards alone
         return policy
 
     def _run(self, loss: LossSpec, data: Sequence[Datum]) -> Outputs:

@@ -73,7 +73,7 @@ class LocalLearner(Learner):
         self._use_threads()
         torch.manual_seed(seed)
         self.policy = self._load_policy(model_path)
-        self._stored_dtypes = _stored_dtypes(model_path) if served_dtype == "auto" else {}
+        self._stored_dtypes = stored_dtypes(model_path) if served_dtype == "auto" else {}
         self._served_dtype = _config_dtype(model_path) if served_dtype == "auto" else getattr(torch, served_dtype)
         self._casts: dict[str, Tensor] = {}
         self._optimizers: dict[str | None, torch.optim.AdamW] = {}
@@ -352,8 +352,8 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _stored_dtypes(model_path: str) -> dict[str, torch.dtype]:
-    """Of each tensor in the headers of a checkpoint's folder; nothing where there are none to look into."""
+def stored_dtypes(model_path: str) -> dict[str, torch.dtype]:
+    """Return the dtype of each tensor in a checkpoint's folder; nothing for a hub name, or files of another format."""
     folder = Path(model_path)
     dtypes: dict[str, torch.dtype] = {}
     for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():

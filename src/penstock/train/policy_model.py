@@ -42,9 +42,10 @@ class PolicyModel(nn.Module):
     """A causal language model of transformers, without `[tokens, vocabulary]` logits.
 
     Args:
-        model_path: folder or hub name of a causal language model; loaded in fp32, or in `dtype` where `lora` is given.
+        model_path: folder or hub name of a causal language model.
         config: its `dtype`, `recompute`, `offload_activations`, `compile` and `lora`.
         device: where the weights lie.
+        dtype: of the weights; default: `weights_dtype`.
 
     Attributes:
         model: the transformers model.
@@ -54,14 +55,14 @@ class PolicyModel(nn.Module):
         ConfigError: the model cannot be loaded, or transforms its logits in a way that is not supported.
     """
 
-    def __init__(self, model_path: str, config: TrainConfig, device: torch.device) -> None:
+    def __init__(
+        self, model_path: str, config: TrainConfig, device: torch.device, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
-        dtype = compute_dtype(config, device)
-        # A base that adapters change is not trained itself and needs no master weights.
-        self.model = _load_model(model_path, torch.float32 if config.lora is None else dtype).to(device)
+        self.model = _load_model(model_path, dtype or weights_dtype(config, device)).to(device)
         self.device_type = device.type
         self.fuse = config.compile
-        self.autocast = dtype == torch.bfloat16
+        self.autocast = compute_dtype(config, device) == torch.bfloat16
         for layer in self.layers:
             _prepare(layer, config, pin_memory=device.type == "cuda")
 
@@ -93,6 +94,11 @@ def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     """Return what matrices are multiplied in: `train.dtype`, by default bf16 on CUDA and fp32 elsewhere."""
     default = torch.bfloat16 if device.type == "cuda" else torch.float32
     return default if config.dtype == "auto" else getattr(torch, config.dtype)
+
+
+def weights_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
+    """Return what weights are held in: fp32 if they are trained, what is computed in if adapters change them."""
+    return torch.float32 if config.lora is None else compute_dtype(config, device)
 
 
 def _prepare(layer: nn.Module, config: TrainConfig, *, pin_memory: bool) -> None:
