@@ -191,7 +191,7 @@ async def read_body(http: Request, most: int, refused: Callable[[int, str], Pens
             async for piece in http.stream():
                 data += piece
                 if len(data) > most:
-                    raise refused(413, f"the body is over {most >> 20} MiB")
+                    raise refused(413, f"the body is over {most / (1 << 20):g} MiB")
     except TimeoutError as error:
         raise refused(408, f"no whole body within {BODY_S:g} s") from error
     except ClientDisconnect as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -10,16 +11,18 @@ from typing import Any
 
 import pytest
 import zstandard
+from sqlalchemy import func, select
 from tinker_rig import KEY, OTHER_KEY, Rig, fleet_of, parts, rig, until
 
 from penstock.errors import ConfigError
 from penstock.tinker import futures
-from penstock.tinker.database import Database
-from penstock.tinker.futures import Futures
+from penstock.tinker.database import Database, usage
+from penstock.tinker.database import futures as table
+from penstock.tinker.futures import Futures, Operation, Outcome
 from penstock.tinker.schema import pb
 from penstock.tinker.server import serving
 from penstock.tinker.sessions import Sessions
-from penstock.tinker.tenants import read_keys
+from penstock.tinker.tenants import Tenant, Tenants, read_keys
 
 pytestmark = pytest.mark.usefixtures("shared_fleet")
 
@@ -103,6 +106,45 @@ async def test_a_tenant_waits_at_its_quota_and_others_do_not(tmp_path: Path) -> 
         await service.post("optim_step", body | {"seq_id": 5}, key=OTHER_KEY)
 
 
+async def test_a_quota_counts_over_all_processes_and_in_bytes(tmp_path: Path) -> None:
+    tenants = Tenants([Tenant("alice", KEY, max_bytes=4000), Tenant("robert", OTHER_KEY, max_queued=4)])
+    async with rig(tmp_path, tenants=tenants) as service, service.second() as second:
+        model, big = await service.model(OTHER_KEY), await service.model(KEY)
+        service.learner.hold = asyncio.Event()
+        body = {"model_id": model, "adam_params": {"learning_rate": 1.0}}
+        for seq in range(1, 5):
+            await (service, second)[seq % 2].post("optim_step", body | {"seq_id": seq}, key=OTHER_KEY)
+        for process in (service, second):
+            await process.post("optim_step", body | {"seq_id": 5}, key=OTHER_KEY, status=429)
+            assert await process.post("optim_step", body | {"seq_id": 4}, key=OTHER_KEY), "it is there already"
+        large = {"model_id": big, "more": "x" * 2000}
+        first = await service.post("optim_step", large | {"seq_id": 1})
+        refused = await second.post("optim_step", large | {"seq_id": 2}, status=429)
+        assert "you may have 4000" in refused["error"]
+        service.learner.hold.set()
+        assert "adam_params" in (await service.result(first))["error"]
+        await second.post("optim_step", large | {"seq_id": 2})
+
+
+async def test_sessions_and_models_of_a_tenant_are_bounded(tmp_path: Path) -> None:
+    tenants = Tenants([Tenant("alice", KEY, max_sessions=2, max_models=2)])
+    async with rig(tmp_path, tenants=tenants) as service:
+        one, two = [await service.session() for _ in range(2)]
+        assert "2 open sessions" in (await service.post("create_session", {}, status=400))["error"]
+        await service.post(f"sessions/{one}/finish", {}, status=204)
+        await service.session()
+        bodies = [
+            {"session_id": two, "model_seq_id": i, "base_model": "sorter", "lora_config": {"rank": 4}} for i in range(3)
+        ]
+        futures = await asyncio.gather(*(service.post("create_model", body) for body in bodies))
+        made = [await service.result(future) for future in futures]
+        assert sorted("model_id" in found for found in made) == [False, True, True], made
+        assert "you have 2 models" in next(found["error"] for found in made if "error" in found)
+        await service.post(f"sessions/{two}/finish", {}, status=204)
+        await until(lambda: not service.learner.models)
+        assert await service.model()
+
+
 async def test_what_cannot_run_is_a_failed_future_that_says_why(tmp_path: Path) -> None:
     async with rig(tmp_path) as service:
         model = await service.model()
@@ -172,6 +214,9 @@ async def test_bodies_may_be_packed_and_are_bounded(tmp_path: Path, monkeypatch:
         assert await send(bytes(1 << 20)) == 413
         assert await send(b"no zstd") == 400
         assert await send(message, **{"Content-Encoding": "br"}) == 415
+        body = service.sample_body(await service.sampler(model.partition(":")[0]))
+        body["prompt"]["chunks"][0]["tokens"] = [5] * 40_000  # of a context of 512
+        assert "MiB" in (await service.post("asample", body, status=413))["error"]
 
 
 async def test_futures_outlive_the_process(tmp_path: Path) -> None:
@@ -278,6 +323,46 @@ async def test_results_are_dropped_after_they_were_fetched(tmp_path: Path, monke
         await service.post("retrieve_future", step, status=410)
         assert await service.step(model, 1) == step
         assert service.learner.models[model] == 1, "a request that comes late does not run again"
+
+
+async def test_dropped_results_leave_the_file_and_the_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig(tmp_path) as service:
+        file, database = tmp_path / "tinker.db", Database(service.options.database)
+        kept = Futures(database, "other", lambda _: None)
+        monkeypatch.setattr(futures, "KEEP_S", -1.0)
+        monkeypatch.setattr(futures, "FORGET_S", -1.0)
+        sizes: list[int] = []
+        for round_ in range(3):
+            for i in range(20):
+                operation = Operation(f"{round_}:{i}", "alice", "sample", "a:sample:0", bytes(1 << 16))
+                await kept.accept(operation)
+                await kept.finish(operation, Outcome(bytes(1 << 16)))
+            await kept.prune()
+            assert await database.run(lambda c: c.execute(select(usage.c.queued, usage.c.bytes)).one()) == (0, 0)
+            assert await database.run(lambda c: c.execute(select(func.count()).select_from(table)).scalar()) == 0
+            await checkpointed(database)
+            sizes.append(file.stat().st_size)
+        assert max(sizes) < 1 << 18, sizes
+        await database.close()
+
+
+async def checkpointed(database: Database) -> None:
+    """Move what is in the write-ahead log to the file."""
+    with sqlite3.connect(Path(str(database._engine.url.database))) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+async def test_results_of_an_ended_session_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig(tmp_path) as service:
+        model, other = await service.model(), await service.model()
+        steps = [await service.step(each, 1) for each in (model, other)]
+        for each in (model, other):
+            await service.result(await service.step(each, 2))
+        await service.post(f"sessions/{model.partition(':')[0]}/finish", {}, status=204)
+        monkeypatch.setattr(futures, "KEEP_RETRIEVED_S", 0.0)
+        await prune(service)
+        await service.post("retrieve_future", steps[0], status=410)
+        assert "metrics" in await service.result(steps[1])
 
 
 async def prune(service: Rig) -> None:

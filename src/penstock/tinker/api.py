@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import uuid
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
 from google.protobuf.message import DecodeError
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from penstock.errors import PenstockError, StateError, UserError
 from penstock.guard import cross_site
 from penstock.tinker import requests as body
-from penstock.tinker.bodies import RefusedError, read_body
+from penstock.tinker.bodies import RefusedError, most_of_sample, read_body
 from penstock.tinker.checkpoints import MissingError, TinkerPath, as_json
 from penstock.tinker.futures import SAMPLE, GoneError, Operation
+from penstock.tinker.quotas import QuotaError
 from penstock.tinker.sampling import MOST_SAMPLES
 from penstock.tinker.schema import JSON_TYPE, pb
 from penstock.tinker.service_state import ServiceState
@@ -34,7 +34,8 @@ Handler = Callable[[Request, Tenant], Awaitable[Response]]
 
 
 STATUS: Mapping[type[PenstockError], int] = {
-    UnknownError: 404, MissingError: 404, FinishedError: 410, UserError: 400, StateError: 503, PenstockError: 503,
+    UnknownError: 404, MissingError: 404, FinishedError: 410, QuotaError: 429, UserError: 400, StateError: 503,
+    PenstockError: 503,
 }  # fmt: skip
 
 
@@ -99,8 +100,6 @@ class _Calls:
 
     def __init__(self, state: ServiceState) -> None:
         self._state = state
-        self._arriving: Counter[str] = Counter()
-        """Operations of each tenant that the database has not answered yet."""
 
     def guarded(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         """Let tenants pass, and answer errors as the SDK reads them."""
@@ -112,8 +111,6 @@ class _Calls:
                 return error_answer(str(error), error.status)
             except GoneError:
                 return error_answer("there is no such future, or its result was dropped", 410)
-            except ClientDisconnect:
-                return error_answer("the client has left", 499)
             except PenstockError as error:
                 status = next(status for kind, status in STATUS.items() if isinstance(error, kind))
                 return error_answer(str(error), status)
@@ -160,7 +157,7 @@ class _Calls:
     # --- sessions ----------------------------------------------------------------------------------------------------
 
     async def create_session(self, http: Request, tenant: Tenant) -> Response:
-        session = await self._state.sessions.create(tenant.name, body.CreateSession.of(await read_body(http)))
+        session = await self._state.sessions.create(tenant, body.CreateSession.of(await read_body(http)))
         return JSONResponse({"type": "create_session", "session_id": session})
 
     async def heartbeat(self, http: Request, tenant: Tenant) -> Response:
@@ -271,7 +268,7 @@ class _Calls:
         return JSONResponse({"sampler_id": row.id, "base_model": row.base_model, "model_path": row.path})
 
     async def asample(self, http: Request, tenant: Tenant) -> Response:
-        data = await read_body(http)
+        data = await read_body(http, most_of_sample((await self._state.about()).max_context_length))
         given = body.SampleAddress.of(data)
         if given.sampling_session_id is None or given.seq_id is None:
             raise UserError("asample needs sampling_session_id and seq_id; create a sampling session first")
@@ -297,13 +294,7 @@ class _Calls:
         return Response(status_code=204)
 
     async def _accepted(self, operation: Operation, tenant: Tenant, *, also: Any = None, **more: Any) -> Response:
-        if self._state.futures.queued(tenant.name) + self._arriving[tenant.name] >= tenant.max_queued:
-            raise RefusedError(f"{tenant.max_queued} operations of yours are not finished yet; wait for them", 429)
-        self._arriving[tenant.name] += 1
-        try:
-            await self._state.futures.accept(operation, self._state.executor_of(operation.kind), also)
-        finally:
-            self._arriving[tenant.name] -= 1
+        await self._state.futures.accept(operation, self._state.executor_of(operation.kind), also, tenant)
         return _future(operation, **more)
 
     async def _failed(self, operation: Operation, reason: str) -> Response:

@@ -14,6 +14,10 @@ MOST_BODY = 256 << 20
 """Bytes, also unpacked; the SDK's own chunks have 5 MB."""
 
 
+TOKEN_BYTES, SAMPLE_BYTES = 16, 1 << 16
+"""Of a token's id in JSON, and of all else in a request to sample."""
+
+
 class RefusedError(UserError):
     """A request that is answered with a status of its own."""
 
@@ -22,24 +26,30 @@ class RefusedError(UserError):
         self.status = status
 
 
-async def read_body(http: Request) -> bytes:
+def most_of_sample(context: int | None) -> int:
+    """Return the bytes that a request to sample may have: its JSON is read where all other requests wait for it."""
+    return MOST_BODY if context is None else SAMPLE_BYTES + context * TOKEN_BYTES
+
+
+async def read_body(http: Request, most: int | None = None) -> bytes:
     """Return the whole body. RefusedError: it is too large, does not come, or cannot be unpacked."""
-    data = await asgi.read_body(http, MOST_BODY, lambda status, why: RefusedError(why, status))
+    most = MOST_BODY if most is None else most
+    data = await asgi.read_body(http, most, lambda status, why: RefusedError(why, status))
     encoding = http.headers.get("content-encoding", "identity")
     if encoding == "identity":
         return data
     if encoding != "zstd":
         raise RefusedError(f"Content-Encoding {encoding[:40]!r} is not known; send zstd or none", 415)
-    return await asyncio.to_thread(_unpacked, data)
+    return await asyncio.to_thread(_unpacked, data, most)
 
 
-def _unpacked(data: bytes) -> bytes:
+def _unpacked(data: bytes, most: int) -> bytes:
     unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 27)
     try:
-        with unpacker.stream_reader(data) as reader:
-            unpacked = reader.read(MOST_BODY + 1)
+        with unpacker.stream_reader(data, read_across_frames=True) as reader:
+            unpacked = reader.read(most + 1)
     except zstandard.ZstdError as error:
         raise RefusedError(f"the body is no zstd: {error}", 400) from error
-    if len(unpacked) > MOST_BODY:
-        raise RefusedError(f"the unpacked body is over {MOST_BODY >> 20} MiB", 413)
+    if len(unpacked) > most:
+        raise RefusedError(f"the unpacked body is over {most / (1 << 20):g} MiB", 413)
     return unpacked

@@ -6,8 +6,10 @@ SQLite by default, PostgreSQL by URL. Several processes may use one database.
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -45,6 +47,10 @@ MOST_TOGETHER = 256
 """Pieces of work in one transaction."""
 BUSY_S = 30
 """How long a process waits for another's transaction."""
+JOURNAL = f"journal_size_limit={64 << 20}"
+"""Bytes that the write-ahead log keeps on disk once its pages are in the file."""
+MOST_PAGES = 20_000
+"""Of 4 KiB, given back at once: other processes wait for it."""
 _LOCK = 0x7_1E6
 """PostgreSQL's advisory lock of migrations; any constant that others do not use."""
 
@@ -96,8 +102,17 @@ futures = Table(
     Column("arrived", Float, nullable=False),
     Column("finished", Float),
     Column("retrieved", Float),
+    Column("size", BIG, nullable=False, server_default="0"),
     Index("ix_futures_state", "state", "executor", "number"),
 )
+usage = Table(
+    "usage",
+    metadata,
+    Column("tenant", String, primary_key=True),
+    Column("queued", BIG, nullable=False),
+    Column("bytes", BIG, nullable=False),
+)
+"""Of each tenant: operations that are not finished, and the bytes of requests and results."""
 samplers = Table(
     "samplers",
     metadata,
@@ -161,7 +176,8 @@ def open_engine(url: str) -> Engine:
 def _prepare_sqlite(engine: Engine) -> None:
     def connected(connection: Any, _record: Any) -> None:
         connection.isolation_level = None  # so that the driver begins no transaction of its own
-        for pragma in ("journal_mode=WAL", "synchronous=NORMAL"):
+        # The first one has to come before the file has tables.
+        for pragma in ("auto_vacuum=INCREMENTAL", "journal_mode=WAL", "synchronous=NORMAL", JOURNAL):
             connection.execute(f"PRAGMA {pragma}")
 
     def begun(connection: Connection) -> None:
@@ -213,6 +229,22 @@ class Database:
     def post(self, work: Work[Any]) -> None:
         """Have `work` done, without waiting for it."""
         self._queued(work).add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def shrink(self) -> None:
+        """Give the pages of dropped rows back to the disk. SQLite does not by itself, and not within our transactions.
+
+        StateError: the database refused.
+        """
+        if self._engine.dialect.name == "sqlite":
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._vacuum)
+
+    def _vacuum(self) -> None:
+        try:
+            with closing(self._engine.raw_connection()) as connection:
+                # A script runs to its end; a statement without rows is stepped once, which is a page.
+                cast("Any", connection).executescript(f"PRAGMA incremental_vacuum({MOST_PAGES})")
+        except sqlite3.Error as error:
+            raise StateError(f"the service's database cannot be made smaller: {error}") from error
 
     async def close(self) -> None:
         """Do what is left, and close the connections."""

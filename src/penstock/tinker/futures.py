@@ -10,12 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, delete, insert, or_, select, update
 
 from penstock.aio import cancelled
 from penstock.errors import PenstockError, StateError, UserError
-from penstock.tinker.database import Database, futures, processes
+from penstock.tinker.database import Database, futures, models, processes, samplers, sessions
+from penstock.tinker.quotas import QuotaError, charge, discharge, over_quota
 from penstock.tinker.schema import JSON_TYPE
+from penstock.tinker.tenants import Tenant
 
 HOLD_S = 30.0
 """A poll is answered after so long; the SDK gives up at 45 s, and polls again at once after an answer."""
@@ -28,8 +30,8 @@ KEEP_RETRIEVED_S = 600.0
 """A retrieved result is kept so long, for a client whose connection broke while it came."""
 KEEP_S = 24 * 3600.0
 """A result that its client has never fetched."""
-FORGET_S = 7 * KEEP_S
-"""Until then a repeated request finds its future, and does not run again."""
+FORGET_S = 3600.0
+"""Until then a repeated request finds its future, and does not run again; clients repeat within minutes."""
 MOST_READ = 100
 """Operations that are read together; each may have megabytes."""
 SAMPLE = "sample"
@@ -125,7 +127,6 @@ class Futures:
         self._hold_s = hold_s
         self._running: dict[str, _Running] = {}
         self._foreign: dict[str, _Foreign] = {}
-        self._queued: dict[str, int] = {}
         self._others = self._released = False
         self._wake = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
@@ -150,39 +151,52 @@ class Futures:
         for foreign in self._foreign.values():
             foreign.changed.set()
 
-    def queued(self, tenant: str) -> int:
-        """Return how many operations of a tenant this process has not finished."""
-        return self._queued.get(tenant, 0)
-
-    async def accept(self, operation: Operation, executor: str | None = None, also: Also | None = None) -> bool:
+    async def accept(
+        self,
+        operation: Operation,
+        executor: str | None = None,
+        also: Also | None = None,
+        tenant: Tenant | None = None,
+    ) -> bool:
         """Put an operation at the end of the order; it begins here if this process is its executor.
 
         Args:
             operation: its `number` is not used.
             executor: name of the process that runs it; default: this one.
             also: what the database is to hold besides, in the same transaction.
+            tenant: whose limits hold; None: the service's own operations have none.
 
         Returns:
             False if it was accepted before, so that it runs once.
-        """
-        runs = executor or self.executor
 
-        def work(connection: Connection) -> int | None:
+        Raises:
+            QuotaError: the tenant has to wait.
+        """
+        runs, size = executor or self.executor, len(operation.body)
+
+        def work(connection: Connection) -> int | str | None:
             known = connection.execute(select(futures.c.number).where(futures.c.id == operation.id)).first()
             if known is not None:
                 return None
+            # A refusal is no error here: that would undo the others of the transaction.
+            if tenant is not None and (refusal := over_quota(connection, tenant, size)) is not None:
+                return refusal
             if also is not None:
                 also(connection)
             values = {
                 "id": operation.id, "tenant": operation.tenant, "kind": operation.kind, "scope": operation.scope,
                 "executor": runs, "state": PENDING, "body": operation.body, "arrived": time.time(),
+                "size": size,
             }  # fmt: skip
+            charge(connection, operation.tenant, 1, size)
             added = insert(futures).values(values).returning(futures.c.number)
             return int(connection.execute(added).scalar_one())
 
         number = await self._database.run(work)
         if number is None:
             return False
+        if isinstance(number, str):
+            raise QuotaError(number)
         if runs == self.executor:
             self._begin([_numbered(operation, number)])
         return True
@@ -212,14 +226,19 @@ class Futures:
         """Keep an outcome, together with what `also` changes, and answer the polls that wait for it."""
 
         def work(connection: Connection) -> None:
-            failed = outcome.error is not None
-            values: dict[str, Any] = {
-                "state": FAILED if failed else DONE, "body": None, "result": None if failed else outcome.data,
-                "content_type": outcome.content_type, "error": outcome.error, "category": outcome.category,
-                "finished": time.time(),
-            }  # fmt: skip
             mine = (futures.c.id == operation.id) & (futures.c.state == PENDING)
-            if connection.execute(update(futures).where(mine).values(values)).rowcount and also is not None:
+            pending = connection.execute(select(futures.c.size).where(mine)).first()
+            if pending is None:
+                return
+            result = None if outcome.error is not None else outcome.data
+            values: dict[str, Any] = {
+                "state": DONE if outcome.error is None else FAILED, "body": None, "result": result,
+                "content_type": outcome.content_type, "error": outcome.error, "category": outcome.category,
+                "finished": time.time(), "size": len(result or b""),
+            }  # fmt: skip
+            connection.execute(update(futures).where(mine).values(values))
+            charge(connection, operation.tenant, -1, values["size"] - pending.size)
+            if also is not None:
                 also(connection)
 
         try:
@@ -228,10 +247,8 @@ class Futures:
             logger.error("the outcome of %s cannot be kept: %s", operation.id, error)  # noqa: TRY400 - for people
         finally:
             running = self._running.pop(operation.id, None)
-            if running is not None:
-                self._count(operation.tenant, -1)
-                if not running.done.done():
-                    running.done.set_result(outcome)
+            if running is not None and not running.done.done():
+                running.done.set_result(outcome)
 
     async def retrieve(self, tenant: str, request_id: str) -> Outcome | None:
         """Wait for an outcome; None if there is none after `hold_s` seconds.
@@ -284,31 +301,29 @@ class Futures:
             running.cancel()
 
     async def prune(self) -> None:
-        """Drop results that were fetched, or that are too old to be."""
-        now = time.time()
+        """Drop results that were fetched, are of an ended session, or are too old to be fetched."""
+        now, f = time.time(), futures.c
+        scopes = [
+            select(table.c.id).join(sessions, sessions.c.id == table.c.session).where(sessions.c.finished.is_not(None))
+            for table in (models, samplers)
+        ]
+        ended = or_(*map(f.scope.in_, scopes)) & (f.finished < now - KEEP_RETRIEVED_S)
+        fetched, old = f.retrieved < now - KEEP_RETRIEVED_S, f.finished < now - KEEP_S
+        dropped = f.state.in_((DONE, FAILED)) & (fetched | old | ended)
 
         def work(connection: Connection) -> None:
-            fetched = futures.c.retrieved < now - KEEP_RETRIEVED_S
-            old = futures.c.finished < now - KEEP_S
-            drop = update(futures).where(futures.c.state.in_((DONE, FAILED)) & (fetched | old))
-            connection.execute(drop.values(state=GONE, result=None))
-            connection.execute(delete(futures).where((futures.c.state == GONE) & (futures.c.finished < now - FORGET_S)))
+            discharge(connection, dropped & (f.size > 0))
+            connection.execute(update(futures).where(dropped).values(state=GONE, result=None, size=0))
+            connection.execute(delete(futures).where((f.state == GONE) & (f.finished < now - FORGET_S)))
 
         await self._database.run(work)
-
-    def _count(self, tenant: str, change: int) -> None:
-        count = self._queued.get(tenant, 0) + change
-        if count > 0:
-            self._queued[tenant] = count
-        else:
-            self._queued.pop(tenant, None)
+        await self._database.shrink()
 
     def _begin(self, operations: Sequence[Operation]) -> None:
         for operation in operations:
             if operation.id in self._running:
                 continue
             self._running[operation.id] = _Running(operation.tenant, asyncio.get_running_loop().create_future())
-            self._count(operation.tenant, 1)
             self._start(operation)
 
     def _note_retrieved(self, request_id: str) -> None:

@@ -76,7 +76,7 @@ class ServiceState:
         self.sessions = Sessions(database)
         self.checkpoints = Checkpoints(database, options.data)
         self.link = FleetLink(self._proxy_url)
-        self.training = Training(database, LearnerClient(options.learner), self.checkpoints)
+        self.training = Training(database, LearnerClient(options.learner), self.checkpoints, self.tenants)
         self.futures = Futures(database, options.name, self._start, hold_s=options.hold_s)
         self.training.futures = self.futures
         self._sampling = Sampling(self.link)

@@ -16,6 +16,7 @@ from penstock.tinker.database import Database, checkpoints, facts, models, sampl
 from penstock.tinker.futures import Also
 from penstock.tinker.requests import CreateSession
 from penstock.tinker.sampling import Source
+from penstock.tinker.tenants import Tenant
 
 SILENT_S = 3600.0
 """A session without a heartbeat for so long has ended; its models leave the learner."""
@@ -46,12 +47,24 @@ class Sessions:
 
     # --- sessions ----------------------------------------------------------------------------------------------------
 
-    async def create(self, tenant: str, given: CreateSession) -> str:
-        """Open a session; returns its id."""
+    async def create(self, tenant: Tenant, given: CreateSession) -> str:
+        """Open a session; returns its id. UserError: the tenant has too many."""
         now, session = time.time(), str(uuid.uuid4())
         about = given.model_dump()
-        row = {"id": session, "tenant": tenant, "created": now, "seen": now, "about": about}
-        await self._database.run(lambda c: c.execute(insert(sessions).values(row)))
+        row = {"id": session, "tenant": tenant.name, "created": now, "seen": now, "about": about}
+        is_open = (sessions.c.tenant == tenant.name) & sessions.c.finished.is_(None)
+
+        def work(connection: Connection) -> bool:
+            count = connection.execute(select(func.count()).select_from(sessions).where(is_open)).scalar_one()
+            if count < tenant.max_sessions:
+                connection.execute(insert(sessions).values(row))
+            return count < tenant.max_sessions
+
+        if not await self._database.run(work):
+            raise UserError(
+                f"you have {tenant.max_sessions} open sessions, as many as you may; close clients that you are done "
+                f"with. One that died without closing ends after {SILENT_S:g} s"
+            )
         return session
 
     async def beat(self, tenant: str, session: str) -> None:

@@ -1,4 +1,4 @@
-"""Tenants: their keys, and how much of them may be queued."""
+"""Tenants: their keys, and how much each may have."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any, cast
 
 from penstock import settings
 from penstock.errors import ConfigError
+from penstock.parsing import whole_number
 
-MOST_QUEUED = 8192
-"""Operations of one tenant that are not finished."""
+MOST_QUEUED, MOST_BYTES = 8192, 4 << 30
+MOST_SESSIONS, MOST_MODELS = 1024, 64
+LIMITS = ("max_queued", "max_bytes", "max_sessions", "max_models")
 PREFIX = "tml-"
 """The SDK refuses keys that begin otherwise."""
 
@@ -24,12 +26,18 @@ class Tenant:
     Attributes:
         name: in the database and in listings.
         key: None: whoever sends any key.
-        max_queued: one operation more is answered with 429, and the SDK waits.
+        max_queued: operations that are not finished; one more is answered with 429, and the SDK waits.
+        max_bytes: of operations that are not finished and of kept results; 429 too.
+        max_sessions: that are open.
+        max_models: that the learner holds at once.
     """
 
     name: str
     key: str | None = None
     max_queued: int = MOST_QUEUED
+    max_bytes: int = MOST_BYTES
+    max_sessions: int = MOST_SESSIONS
+    max_models: int = MOST_MODELS
 
 
 class Tenants:
@@ -43,6 +51,10 @@ class Tenants:
         """Any key will do."""
         return any(tenant.key is None for tenant in self._tenants)
 
+    def named(self, name: str) -> Tenant:
+        """Return the tenant of a name, one with the usual limits if the keys no longer have it."""
+        return next((tenant for tenant in self._tenants if tenant.name == name), Tenant(name))
+
     def of(self, key: str | None) -> Tenant | None:
         """Return the tenant of a key, compared in constant time; None if there is none."""
         given, found = (key or "").encode(), None
@@ -53,7 +65,7 @@ class Tenants:
 
 
 def read_keys(file: Path | None) -> Tenants:
-    """Read the tenants of a YAML file, `NAME: {key, max_queued}`; without a file one tenant has every key.
+    """Read the tenants of a YAML file, `NAME: {key, max_queued, ...}`; without a file one tenant has every key.
 
     Raises:
         ConfigError: it cannot be read, others can read it, or a key is missing, too plain or used twice.
@@ -67,12 +79,14 @@ def read_keys(file: Path | None) -> Tenants:
 
 
 def _tenant(name: str, given: object) -> Tenant:
-    values: dict[str, Any] = cast("dict[str, Any]", given) if isinstance(given, dict) else {"key": given}
-    if unknown := values.keys() - {"key", "max_queued"}:
-        raise ConfigError(f"tenant {name} has the unknown {', '.join(map(str, unknown))}; known: key, max_queued")
-    key, most = values.get("key"), values.get("max_queued", MOST_QUEUED)
+    values: dict[str, Any] = dict(cast("dict[str, Any]", given)) if isinstance(given, dict) else {"key": given}
+    if unknown := values.keys() - {"key", *LIMITS}:
+        raise ConfigError(
+            f"tenant {name} has the unknown {', '.join(map(str, unknown))}; known: {', '.join(('key', *LIMITS))}"
+        )
+    key = values.pop("key", None)
     if not isinstance(key, str) or not key.startswith(PREFIX) or len(key) < 12:  # noqa: PLR2004
         raise ConfigError(f"tenant {name} needs a key that begins with {PREFIX} and has at least 12 characters")
-    if type(most) is not int or most < 1:
-        raise ConfigError(f"tenant {name}: max_queued is a whole number from 1, got {most!r}")
-    return Tenant(name, key, most)
+    for limit, most in values.items():
+        whole_number(most, f"{limit} of tenant {name}", least=1, error=ConfigError)
+    return Tenant(name, key, **values)

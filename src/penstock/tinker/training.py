@@ -21,6 +21,7 @@ from penstock.tinker.futures import Also, Futures, Operation, Outcome, settled
 from penstock.tinker.learner_client import LearnerClient
 from penstock.tinker.requests import CreateModel, LoadWeights, SaveForSampler, SaveWeights
 from penstock.tinker.schema import pb
+from penstock.tinker.tenants import Tenants
 
 INCARNATION = "learner"
 """Name of the fact that says which start of the learner this service last saw."""
@@ -67,8 +68,12 @@ class Training:
     restored.
     """
 
-    def __init__(self, database: Database, learner: LearnerClient, checkpoints: Checkpoints) -> None:
+    def __init__(self, database: Database, learner: LearnerClient, checkpoints: Checkpoints, tenants: Tenants) -> None:
         self.futures: Futures
+        self._tenants = tenants
+        self._creating: dict[str, set[str]] = {}
+        """Models of each tenant that the learner is creating; this process alone asks it."""
+        self._counting = asyncio.Lock()
         self._database = database
         self._learner = learner
         self._checkpoints = checkpoints
@@ -96,6 +101,7 @@ class Training:
             run = _Run()
             outcome = await settled(self._outcome(operation, run))
             await self.futures.finish(operation, outcome, run.also)
+            self._creating.get(operation.tenant, set()).discard(model)
             if run.after is not None:
                 await run.after()
         self._lanes.pop(model, None)
@@ -107,6 +113,8 @@ class Training:
         if (lost := await self._lost(row, operation)) is not None:
             return Outcome(error=lost)
         prepared = await self._prepared(operation, row)
+        if not row.live and operation.kind != "drop_model":
+            await self._count_model(operation.tenant, operation.scope)
         try:
             outcome = await self._learner.post(prepared.kind, operation.scope, operation.id, prepared.body)
         except EngineDeadError as error:
@@ -117,6 +125,22 @@ class Training:
         if prepared.kind.startswith("save_"):
             await self._saved(operation, prepared, run)
         return outcome if prepared.result is None else Outcome(orjson.dumps(prepared.result))
+
+    async def _count_model(self, tenant: str, model: str) -> None:
+        """Count a model that is about to be created. UserError: its tenant has as many as it may."""
+        most, creating = self._tenants.named(tenant).max_models, self._creating.setdefault(tenant, set())
+        async with self._counting:
+            others = frozenset(creating)
+            mine = (models.c.tenant == tenant) & models.c.live & models.c.id.not_in(others)
+            live = await self._database.run(
+                lambda c: int(c.execute(select(func.count()).select_from(models).where(mine)).scalar_one())
+            )
+            if live + len(others) >= most:
+                raise UserError(
+                    f"you have {most} models in training, as many as you may; close the clients of those that you are "
+                    "done with"
+                )
+            creating.add(model)
 
     # --- what each operation needs -----------------------------------------------------------------------------------
 
