@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -165,3 +165,33 @@ async def test_a_learner_that_dies_comes_back_from_the_last_save(service: Servic
         trained(client, 1)
 
     await call(after)
+
+
+@pytest.mark.slow
+async def test_a_process_that_hangs_is_killed_and_what_was_lost_fails(service: Service):
+    def begun() -> Any:
+        client = client_of(service).create_lora_training_client(BASE, rank=4, seed=6).result()
+        client.save_state("kept").result()
+        trained(client, 1)
+        return client
+
+    client = await call(begun)
+    for child in (service.learner, service.api):
+        child.patience_s = 6.0  # from the next wait on
+    stopped = [service.learner.pid, service.api.pid]
+    try:
+        os.kill(stopped[0], signal.SIGSTOP)
+        stepped = await call(lambda: client.optim_step(ADAM))
+        with pytest.raises(tinker.RequestFailedError, match=r"learner .*(lost|last save)"):
+            await call(stepped.result)
+        await call(lambda: trained(client, 1))
+        os.kill(stopped[1], signal.SIGSTOP)
+        await call(lambda: trained(client, 1))
+    finally:
+        for pid in stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+    assert stopped[0] != service.learner.pid
+    assert stopped[1] != service.api.pid
+    for child in (service.learner, service.api):
+        child.patience_s = 60.0

@@ -10,9 +10,11 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import orjson
 
 from penstock.aio import cancelled
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 _FAILED = 1
 STOP_S = 10.0
 """Between SIGTERM and SIGKILL."""
+PROBES = 6
 BACKOFF_S, STEADY_S = 0.2, 60.0
 """Wait before the first restart, and time after which a child counts as well again."""
 
@@ -75,6 +78,8 @@ class SupervisedChild:
         log: stdout and stderr are appended to it.
         start_s: deadline of a start.
         env: added to our environment.
+        health: path that answers a GET while it is well.
+        patience_s: one that does not answer `PROBES` times within so long hangs; it is killed and started again.
     """
 
     name: str
@@ -83,8 +88,10 @@ class SupervisedChild:
     log: Path
     start_s: float
     env: Mapping[str, str] = field(default_factory=dict[str, str])
+    health: str = "/health"
+    patience_s: float = 60.0
     url: str = ""
-    """Where it serves."""
+    """Where it serves: an HTTP URL, or the path of a Unix socket."""
     _child: ChildProcess | None = None
     _guard: asyncio.Task[None] | None = None
 
@@ -115,8 +122,33 @@ class SupervisedChild:
 
     async def _ended(self) -> None:
         assert self._child is not None, "start it first"  # noqa: S101
-        status = await self._child.wait()
+        watch = asyncio.create_task(self._kill_if_hung(self._child), name=f"probe-{self.name}")
+        try:
+            status = await self._child.wait()
+        finally:
+            await cancelled(watch)
         logger.warning("the %s ended with status %d; it is started again (log: %s)", self.name, status, self.log)
+
+    async def _kill_if_hung(self, child: ChildProcess) -> None:
+        missed = 0
+        while missed < PROBES:
+            await asyncio.sleep(self.patience_s / PROBES)  # a process that hangs sends no event
+            missed = 0 if await self._answers(self.patience_s / PROBES) else missed + 1
+        logger.warning("the %s did not answer %d times in a row; it is killed", self.name, PROBES)
+        child.kill()
+
+    async def _answers(self, deadline_s: float) -> bool:
+        by_socket = self.url.startswith("/")
+        connector = aiohttp.UnixConnector(self.url) if by_socket else None
+        base = f"http://{self.name.replace(' ', '-')}" if by_socket else self.url
+        try:
+            async with (
+                aiohttp.ClientSession(connector=connector) as session,
+                session.get(base + self.health, timeout=aiohttp.ClientTimeout(deadline_s)) as answer,
+            ):
+                return answer.status == HTTPStatus.OK
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            return False
 
     async def _restart(self) -> bool:
         try:

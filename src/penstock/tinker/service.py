@@ -205,7 +205,12 @@ def _api(config: ServiceConfig, data: Path, fleet_url: str, about: dict[str, Any
         return json.dumps({**options, "port": int(api.url.rpartition(":")[2]) if api.url else config.port})
 
     api = SupervisedChild(
-        "API process", "penstock.tinker.api_process", with_port, data / "logs" / "api.log", API_START_S
+        "API process",
+        "penstock.tinker.api_process",
+        with_port,
+        data / "logs" / "api.log",
+        API_START_S,
+        health="/api/v1/healthz",
     )
     return api
 
