@@ -154,6 +154,7 @@ async def serving_app(
         lifespan="off",
         log_level="warning",
         access_log=False,
+        proxy_headers=False,
         backlog=_BACKLOG,
         timeout_graceful_shutdown=STOP_S,
     )

@@ -43,6 +43,8 @@ def build_app(state: ServiceState) -> Starlette:
     """Make the ASGI application of an API process."""
     calls = _Calls(state)
     posts = {
+        "asample": calls.asample,  # these two first, since routes are tried in order
+        "retrieve_future": calls.retrieve_future,
         "client/config": calls.client_config,
         "client/dynamic_config": calls.dynamic_config,
         "telemetry": calls.telemetry,
@@ -57,8 +59,6 @@ def build_app(state: ServiceState) -> Starlette:
         "save_weights_for_sampler": calls.operation("save_weights_for_sampler"),
         "load_weights": calls.load_weights,
         "create_sampling_session": calls.create_sampler,
-        "asample": calls.asample,
-        "retrieve_future": calls.retrieve_future,
         "cancel_future": calls.cancel_future,
         "weights_info": calls.weights_info,
         "training_runs/{run}/checkpoints/{kind}/{name}/publish": calls.publish,

@@ -10,12 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, delete, insert, or_, select, update
+from sqlalchemy import Connection, bindparam, delete, insert, or_, select, update
+from sqlalchemy.dialects import postgresql, sqlite
 
 from penstock.aio import cancelled
 from penstock.errors import PenstockError, StateError, UserError
+from penstock.parsing import LARGEST
 from penstock.tinker.database import Database, futures, models, processes, samplers, sessions
-from penstock.tinker.quotas import QuotaError, charge, discharge, over_quota
+from penstock.tinker.quotas import QuotaError, charge, discharge, take
 from penstock.tinker.schema import JSON_TYPE
 from penstock.tinker.tenants import Tenant
 
@@ -39,6 +41,23 @@ PENDING, DONE, FAILED, GONE = "pending", "done", "failed", "gone"
 logger = logging.getLogger(__name__)
 
 Also = Callable[[Connection], None]
+
+# Built once: to build a statement costs more than SQLite takes to run it.
+_ADD = {
+    dialect.dialect.name: dialect.insert(futures)
+    .on_conflict_do_nothing(index_elements=["id"])
+    .returning(futures.c.number)
+    for dialect in (sqlite, postgresql)
+}
+_END = (
+    update(futures)
+    .where((futures.c.id == bindparam("of")) & (futures.c.state == PENDING))
+    .values(
+        {name: bindparam(name) for name in ("state", "result", "content_type", "error", "category", "finished", "size")}
+    )
+    .values(body=None)
+)
+_RETRIEVED = update(futures).where(futures.c.id == bindparam("of")).values(retrieved=bindparam("at"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +146,8 @@ class Futures:
         self._hold_s = hold_s
         self._running: dict[str, _Running] = {}
         self._foreign: dict[str, _Foreign] = {}
+        self._retrieved: list[dict[str, Any]] = []
+        self._noting: asyncio.Task[None] | None = None
         self._others = self._released = False
         self._wake = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
@@ -141,6 +162,8 @@ class Futures:
         """Stop; what is pending stays so in the database, for the next process of this name."""
         if self._follower is not None:
             await cancelled(self._follower)
+        if self._noting is not None:
+            await self._noting
         await self._database.run(lambda c: c.execute(delete(processes).where(processes.c.name == self.executor)))
 
     async def release(self) -> None:
@@ -173,24 +196,25 @@ class Futures:
             QuotaError: the tenant has to wait.
         """
         runs, size = executor or self.executor, len(operation.body)
+        limits = tenant or Tenant(operation.tenant, max_queued=LARGEST, max_bytes=LARGEST)
+        row = {
+            "id": operation.id, "tenant": operation.tenant, "kind": operation.kind, "scope": operation.scope,
+            "executor": runs, "state": PENDING, "body": operation.body, "arrived": time.time(), "size": size,
+        }  # fmt: skip
 
         def work(connection: Connection) -> int | str | None:
-            known = connection.execute(select(futures.c.number).where(futures.c.id == operation.id)).first()
-            if known is not None:
+            refusal = take(connection, limits, size)
+            # What refuses is no error here: that would undo the others of the transaction.
+            number = None if refusal else connection.execute(_ADD[connection.dialect.name], row).scalar()
+            if number is not None:
+                if also is not None:
+                    also(connection)
+                return int(number)
+            if refusal is None:
+                charge(connection, operation.tenant, -1, -size)
                 return None
-            # A refusal is no error here: that would undo the others of the transaction.
-            if tenant is not None and (refusal := over_quota(connection, tenant, size)) is not None:
-                return refusal
-            if also is not None:
-                also(connection)
-            values = {
-                "id": operation.id, "tenant": operation.tenant, "kind": operation.kind, "scope": operation.scope,
-                "executor": runs, "state": PENDING, "body": operation.body, "arrived": time.time(),
-                "size": size,
-            }  # fmt: skip
-            charge(connection, operation.tenant, 1, size)
-            added = insert(futures).values(values).returning(futures.c.number)
-            return int(connection.execute(added).scalar_one())
+            known = connection.execute(select(futures.c.number).where(futures.c.id == operation.id)).first()
+            return refusal if known is None else None
 
         number = await self._database.run(work)
         if number is None:
@@ -224,29 +248,28 @@ class Futures:
 
     async def finish(self, operation: Operation, outcome: Outcome, also: Also | None = None) -> None:
         """Keep an outcome, together with what `also` changes, and answer the polls that wait for it."""
+        await self._finish(operation.id, operation.tenant, len(operation.body), outcome, also)
+
+    async def _finish(self, request_id: str, tenant: str, size: int, outcome: Outcome, also: Also | None) -> None:
+        result = None if outcome.error is not None else outcome.data
+        values = {
+            "of": request_id, "state": DONE if outcome.error is None else FAILED, "result": result,
+            "content_type": outcome.content_type, "error": outcome.error, "category": outcome.category,
+            "finished": time.time(), "size": len(result or b""),
+        }  # fmt: skip
 
         def work(connection: Connection) -> None:
-            mine = (futures.c.id == operation.id) & (futures.c.state == PENDING)
-            pending = connection.execute(select(futures.c.size).where(mine)).first()
-            if pending is None:
-                return
-            result = None if outcome.error is not None else outcome.data
-            values: dict[str, Any] = {
-                "state": DONE if outcome.error is None else FAILED, "body": None, "result": result,
-                "content_type": outcome.content_type, "error": outcome.error, "category": outcome.category,
-                "finished": time.time(), "size": len(result or b""),
-            }  # fmt: skip
-            connection.execute(update(futures).where(mine).values(values))
-            charge(connection, operation.tenant, -1, values["size"] - pending.size)
-            if also is not None:
-                also(connection)
+            if connection.execute(_END, values).rowcount:
+                charge(connection, tenant, -1, len(result or b"") - size)
+                if also is not None:
+                    also(connection)
 
         try:
             await self._database.run(work)
         except StateError as error:  # it stays pending there, and runs again after a restart
-            logger.error("the outcome of %s cannot be kept: %s", operation.id, error)  # noqa: TRY400 - for people
+            logger.error("the outcome of %s cannot be kept: %s", request_id, error)  # noqa: TRY400 - for people
         finally:
-            running = self._running.pop(operation.id, None)
+            running = self._running.pop(request_id, None)
             if running is not None and not running.done.done():
                 running.done.set_result(outcome)
 
@@ -290,13 +313,13 @@ class Futures:
         UserError: it is no sample.
         """
         running = self._running.get(request_id)
-        wanted = select(futures.c.tenant, futures.c.kind).where(futures.c.id == request_id)
+        wanted = select(futures.c.tenant, futures.c.kind, futures.c.size).where(futures.c.id == request_id)
         row = await self._database.run(lambda c: c.execute(wanted).first())
         if row is None or row.tenant != tenant:
             raise GoneError
         if row.kind != SAMPLE:
             raise UserError(f"{request_id} is {row.kind}; samples alone can be cancelled")
-        await self.finish(Operation(request_id, tenant, "", "", b""), Outcome(error="cancelled by the client"))
+        await self._finish(request_id, tenant, row.size, Outcome(error="cancelled by the client"), None)
         if running is not None and running.cancel is not None:
             running.cancel()
 
@@ -327,10 +350,18 @@ class Futures:
             self._start(operation)
 
     def _note_retrieved(self, request_id: str) -> None:
-        now = time.time()
-        self._database.post(
-            lambda c: c.execute(update(futures).where(futures.c.id == request_id).values(retrieved=now))
-        )
+        self._retrieved.append({"of": request_id, "at": time.time()})
+        if self._noting is None or self._noting.done():
+            self._noting = asyncio.create_task(self._write_retrieved(), name="tinker-retrieved")
+
+    async def _write_retrieved(self) -> None:
+        """Write what was retrieved, all that came while the database was busy at once."""
+        while self._retrieved:
+            rows, self._retrieved = self._retrieved, []
+            try:
+                await self._database.run(lambda c, rows=rows: c.execute(_RETRIEVED, rows))
+            except StateError as error:  # they are kept longer
+                logger.warning("%s", error)
 
     async def _stored(self, tenant: str, request_id: str) -> Outcome | None:
         row = await self._database.run(lambda c: c.execute(select(futures).where(futures.c.id == request_id)).first())

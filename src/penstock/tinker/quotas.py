@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import Connection, bindparam, func, insert, select, update
 
 from penstock.errors import PenstockError
 from penstock.tinker.database import futures, usage
@@ -15,27 +15,39 @@ class QuotaError(PenstockError):
     """The tenant has as much in the queue as it may; the SDK waits and sends the request again."""
 
 
-def over_quota(connection: Connection, tenant: Tenant, size: int) -> str | None:
-    """Return why a tenant may not queue one operation of `size` bytes more; None: it may."""
-    used = connection.execute(select(usage).where(usage.c.tenant == tenant.name)).first()
+# Built once: to build a statement costs more than SQLite takes to run it.
+_u = usage.c
+_CHARGE = (
+    update(usage)
+    .where(_u.tenant == bindparam("whose"))
+    .values(queued=_u.queued + bindparam("operations"), bytes=_u.bytes + bindparam("more"))
+)
+_TAKE = _CHARGE.where(
+    (_u.queued < bindparam("most_queued"))
+    & ((_u.bytes == 0) | (_u.bytes + bindparam("more") <= bindparam("most_bytes")))
+)
+
+
+def take(connection: Connection, tenant: Tenant, size: int) -> str | None:
+    """Count an operation of `size` bytes; returns why the tenant may not queue it, None: it may."""
+    limits = {"most_queued": tenant.max_queued, "most_bytes": tenant.max_bytes}
+    if connection.execute(_TAKE, {"whose": tenant.name, "operations": 1, "more": size, **limits}).rowcount:
+        return None
+    used = connection.execute(select(usage).where(_u.tenant == tenant.name)).first()
     if used is None:
+        connection.execute(insert(usage).values(tenant=tenant.name, queued=1, bytes=size))
         return None
     if used.queued >= tenant.max_queued:
         return f"{tenant.max_queued} operations of yours are not finished yet; wait for them"
-    if used.bytes and used.bytes + size > tenant.max_bytes:
-        return (
-            f"your queued operations and results have {used.bytes} bytes, this one has {size} more, and you may have "
-            f"{tenant.max_bytes}; wait for them and fetch their results"
-        )
-    return None
+    return (
+        f"your queued operations and results have {used.bytes} bytes, this one has {size} more, and you may have "
+        f"{tenant.max_bytes}; wait for them and fetch their results"
+    )
 
 
 def charge(connection: Connection, tenant: str, operations: int, size: int) -> None:
     """Add to what a tenant has: operations that are not finished, and bytes of requests and results."""
-    u = usage.c
-    change = update(usage).where(u.tenant == tenant).values(queued=u.queued + operations, bytes=u.bytes + size)
-    if not connection.execute(change).rowcount:
-        connection.execute(insert(usage).values(tenant=tenant, queued=operations, bytes=size))
+    connection.execute(_CHARGE, {"whose": tenant, "operations": operations, "more": size})
 
 
 def discharge(connection: Connection, dropped: Any) -> None:
