@@ -159,7 +159,7 @@ async def test_everything_a_fleet_can_do_can_be_done_by_who_adopted_it(caplog: p
         await fleet.resume_generation()
         assert fleet.weight_version == 7
         assert await fleet.drain("e1")
-        with pytest.raises(UserError, match="min_engines is 1"):
+        with pytest.raises(UserError, match=r"fleet\.min_engines=1"):
             await fleet.remove("e0")
         await fleet.remove("e1")
         assert [s.state for s in await fleet.engines()] == [State.SERVING, State.STOPPED]
