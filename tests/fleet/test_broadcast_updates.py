@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from sim_fleets import SIM, check, check_serves, in_flight
+from sim_fleets import SIM, check, check_serves, impatient, in_flight
 
 from penstock import Fleet, SamplingParams
 from penstock.engine.control import ControlClient
@@ -97,6 +97,7 @@ async def test_one_group_carries_every_version(fleet: Fleet) -> None:
 async def test_who_fails_in_it_takes_nobody_along(fleet: Fleet, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "hang":
         monkeypatch.setattr(delivery, "ANSWER_S", 4.0)  # it gives no answer
+        impatient(fleet._roster.members[1], 6.0)
     await fleet.update_weights(weights(4.0))
     group = broadcast(fleet)._group
     group.spec = replace(group.spec, timeout_s=4.0)  # what hangs is not noticed before this deadline
