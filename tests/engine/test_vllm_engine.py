@@ -108,7 +108,7 @@ async def test_the_token_that_ends_a_text_is_no_part_of_it(live):
     assert shown[samples.index(first)].text == await texts(first.token_ids)
     stop = SamplingParams(max_tokens=200, seed=1, stop_token_ids=first.token_ids[1:2])
     stopped = (await live.engine.sample([5, 6], 16, stop))[samples.index(first)]
-    assert stopped.text == await texts(first.token_ids[:2])
+    assert stopped.text == await texts(first.token_ids[: 1 + first.token_ids.index(first.token_ids[1])])
 
 
 async def test_chat_and_string_prompts_go_through_the_engines_own_tokenizer(live):
