@@ -5,24 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from penstock import Fleet, GenerateOutput, Sample, SamplingParams
+import sim_fleets
+from penstock import Fleet, GenerateOutput, SamplingParams
 from penstock.fleet.member import State
 from penstock.http import HttpTransport
-from penstock.sim import verify
 
 LONG = SamplingParams(max_tokens=300, detokenize=False)
 SHORT = SamplingParams(max_tokens=8, detokenize=False)
 DEADLINE_S = 60.0
-
-
-def check(prompts: Sequence[Sequence[int]], out: GenerateOutput, params: SamplingParams) -> None:
-    """As many answers as prompts; every token and logprob is that of its position and claimed version."""
-    assert out.response_logprobs is not None
-    columns = (out.response_ids, out.stop_reasons, out.response_logprobs, out.response_spans, out.responses)
-    samples = [Sample(*row) for row in zip(*columns, strict=True)]
-    assert len(samples) == len(prompts)
-    for prompt, sample in zip(prompts, samples, strict=True):
-        assert verify(prompt, sample, params=params, context=512) == []
 
 
 def generate(fleet: Fleet, prompts: Sequence[Sequence[int]], params: SamplingParams) -> asyncio.Task[GenerateOutput]:
@@ -40,9 +30,7 @@ async def until(reached: Callable[[], bool]) -> None:
 
 async def in_flight(fleet: Fleet, requests: int) -> None:
     """Return when so many requests are on the engines."""
-    async with asyncio.timeout(DEADLINE_S):
-        while await fleet.get_num_unfinished_requests() < requests:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await sim_fleets.in_flight(fleet, lambda count: count >= requests)
 
 
 async def set_fault(fleet: Fleet, index: int, kind: str, phase: str) -> None:

@@ -9,11 +9,12 @@ import asyncio
 
 import pytest
 import torch
-from complaint_rig import LONG, SHORT, check, generate, in_flight
+from complaint_rig import LONG, SHORT, generate, in_flight
 
 from nano_models import changed
 from penstock import Fleet, SamplingParams
 from penstock.types import KV
+from sim_fleets import check
 
 PREFIX = [3 + i % 90 for i in range(160)]
 """Ten whole blocks of KV, and as many in the simulated engine."""

@@ -9,11 +9,12 @@ import asyncio
 
 import pytest
 import torch
-from complaint_rig import DEADLINE_S, LONG, all_serve, check, generate, in_flight, set_fault
+from complaint_rig import DEADLINE_S, LONG, all_serve, generate, in_flight, set_fault
 
 from penstock import Fleet
 from penstock.errors import TransferError, UpdateError, WeightsError
 from penstock.sim import SimConfig, SimServer
+from sim_fleets import check
 
 MANY = [[1 + i, 2] for i in range(200)]
 

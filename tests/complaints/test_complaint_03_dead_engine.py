@@ -11,12 +11,13 @@ import signal
 
 import pytest
 import torch
-from complaint_rig import DEADLINE_S, LONG, all_serve, check, generate, in_flight, set_fault, until
+from complaint_rig import DEADLINE_S, LONG, all_serve, generate, in_flight, set_fault, until
 
 from penstock import Fleet
 from penstock.engine.launch import EngineProcess
 from penstock.errors import WeightsError
 from penstock.fleet.member import State
+from sim_fleets import check
 
 PROMPTS = [[1 + i, 2] for i in range(8)]
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from nano_models import History, changed
 from penstock import Fleet
 from penstock.types import SamplingParams
+from sim_fleets import generated
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -42,18 +43,6 @@ class Killing:
             yield pair
 
 
-async def _made(fleet, tokens):
-    """Return when the engines have made so many tokens more."""
-
-    async def total():
-        return sum(engine.stats.generation_tokens for engine in await fleet.engines() if engine.stats)
-
-    before = await total()
-    async with asyncio.timeout(60):
-        while await total() < before + tokens:  # noqa: ASYNC110 - engines send no event
-            await asyncio.sleep(0.02)
-
-
 @pytest.mark.each
 async def test_every_token_has_its_version_and_a_death_costs_nobody_else_an_update(nano_path, tmp_path):
     history = History({0: AutoModelForCausalLM.from_pretrained(nano_path, dtype="float32")})
@@ -63,7 +52,7 @@ async def test_every_token_has_its_version_and_a_death_costs_nobody_else_an_upda
 
     async def update(tensors, model):
         batches.append(asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=LONG)))
-        await _made(fleet, 200)
+        await generated(fleet, 200)
         report = await fleet.update_weights(tensors)
         history.models[report.version] = model
         return report
@@ -99,7 +88,7 @@ async def test_the_last_engine_dies_and_its_successor_serves_the_version_that_wa
         model = history.models[1] = changed(history.latest, 1)
         assert (await fleet.update_weights(model)).version == 1
         running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=LONG))
-        await _made(fleet, 200)
+        await generated(fleet, 200)
         os.killpg(fleet._roster.members[0].process.pid, signal.SIGKILL)
         out = await asyncio.wait_for(running, 240)
         late = await fleet.generate(prompt_token_ids=prompts, sampling_params=LONG)

@@ -19,6 +19,7 @@ from penstock import Fleet
 from penstock.fleet.member import State
 from penstock.http import HttpTransport
 from penstock.types import Sample, SamplingParams
+from sim_fleets import generated
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -98,7 +99,7 @@ async def test_a_death_under_load(fleet, history, death):
     for _ in range(5):
         before = len(member.lifecycle.history)
         running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG))
-        await until_made(fleet, 200)
+        await generated(fleet, 200)
         if death.startswith("core"):
             die(member.process.pid)
             in_time = True
@@ -159,16 +160,6 @@ async def dies_in_an_update(fleet, history, member, die):
     assert [engine.engine for engine in report.engines if engine.engine != member.name] == others
     assert list(report.failures) == [member.name] * (len(report.engines) == len(others))
     return bool(report.failures)
-
-
-async def until_made(fleet, tokens):
-    async def total():
-        return sum(engine.stats.generation_tokens for engine in await fleet.engines() if engine.stats)
-
-    before = await total()
-    async with asyncio.timeout(60):
-        while await total() < before + tokens:  # noqa: ASYNC110 - engines send no event
-            await asyncio.sleep(0.02)
 
 
 async def serves_the_weights_in_force(fleet, history, member):

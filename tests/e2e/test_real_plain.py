@@ -22,6 +22,7 @@ from penstock.router.admin_client import RouterAdmin
 from penstock.types import PauseMode
 from penstock.weights.shared_memory import SharedMemoryStore
 from plain_server import plain_server
+from sim_fleets import generated
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -68,7 +69,7 @@ async def _serves_through_updates(url: str, nano_path: Path, ranks: int) -> None
         asked = [(prompt, 1) for prompt in PROMPTS] + [([40, 41], 3)]
         asking = asyncio.gather(*(ask(fleet, prompt, n, over, told) for prompt, n in asked))
         for version, mode in ((1, PauseMode.ABORT), (2, PauseMode.KEEP)):
-            await made(fleet, 600)
+            await generated(fleet, 600)
             await fleet.pause_generation(mode)
             model = changed(history.latest, version)
             manifest = store.publish(version, model.named_parameters())
@@ -106,14 +107,3 @@ async def ask(
     while not last:
         last = over.is_set()
         told += [(prompt, sample) for sample in await fleet.sample(prompt, n, LONG)]
-
-
-async def made(fleet: Fleet, tokens: int) -> None:
-    """Return when the fleet has made so many tokens more."""
-
-    async def total() -> int:
-        return sum(s.stats.generation_tokens for s in await fleet.engines() if s.stats is not None)
-
-    goal = await total() + tokens
-    while await total() < goal:  # noqa: ASYNC110 - engines send no event
-        await asyncio.sleep(0.02)

@@ -24,16 +24,20 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
 import psutil
-from sim_fleets import children
 
 from penstock import Fleet, SamplingParams
 from penstock.errors import PenstockError
 from penstock.fleet.member import Member, State
+
+sys.path.append(str(Path(__file__).parents[1]))  # a script's path has its own folder alone
+
+from sim_fleets import children
 
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 VICTIMS = ("router", "api", "core")

@@ -22,17 +22,21 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from sim_fleets import children
 
 from penstock import Fleet, SamplingParams
 from penstock.engine.launch import EngineProcess
 from penstock.errors import PenstockError
 from penstock.fleet.member import State
 from penstock.sim.tokens import verify
+
+sys.path.append(str(Path(__file__).parents[1]))  # a script's path has its own folder alone
+
+from sim_fleets import children
 
 CONTEXT = 512
 TOKENS = (16, 96)

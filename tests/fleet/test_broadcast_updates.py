@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from sim_fleets import SIM, check, check_serves, impatient, in_flight
 
 from penstock import Fleet, SamplingParams
 from penstock.engine.control import ControlClient
@@ -25,6 +24,7 @@ from penstock.fleet import delivery
 from penstock.fleet.member import State
 from penstock.fleet.stores import Stores
 from penstock.http import HttpTransport
+from sim_fleets import SIM, check, check_serves, impatient, in_flight
 
 PARAMS = SamplingParams(max_tokens=400, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(9)]

@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from sim_fleets import SIM, check, check_serves, in_flight
 
 from penstock import Fleet, PauseMode, SamplingParams
 from penstock.errors import (
@@ -42,6 +41,7 @@ from penstock.router.admin_client import RouterAdmin
 from penstock.settings import EngineConfig, FleetConfig
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
+from sim_fleets import SIM, check, check_serves, in_flight
 
 PARAMS = SamplingParams(max_tokens=400, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(12)]
