@@ -12,7 +12,7 @@ import torch
 from fleet_fakes import FakeEngine
 
 from penstock.engine.control import EngineInfo
-from penstock.errors import ConfigError, WeightsError
+from penstock.errors import WeightsError
 from penstock.fleet.member import Lifecycle, Member
 from penstock.fleet.stores import Stores, choose
 from penstock.settings import FleetConfig
@@ -106,9 +106,6 @@ def test_engines_elsewhere_need_an_address_that_they_reach() -> None:
 def test_files_need_a_folder() -> None:
     with pytest.raises(ValueError, match="needs a folder"):
         FleetConfig(weight_transport="delta")
-    settings = FleetConfig().model_copy(update={"weight_transport": "disk"})
-    with pytest.raises(ConfigError, match=r"needs fleet\.weight_folder"):
-        Stores(settings, list, 10.0)
 
 
 def test_deltas_without_zstd_are_refused_before_engines_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

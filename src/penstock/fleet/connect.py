@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, EngineHTTPError, PenstockError, UserError
 from penstock.fleet.attach import AttachedServers, specs_of
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.launch import PendingFleet, Terms, assemble, reachable
+from penstock.fleet.launch import LogFolder, PendingFleet, Terms, assemble, reachable
 from penstock.fleet.member import RANK, Lifecycle, Member
 from penstock.fleet.remote import FleetClient, adopt
 from penstock.fleet.router_process import OpenRouter, check_router, open_router
@@ -102,11 +99,8 @@ async def _owned_elsewhere(url: str, terms: Terms, options: frozenset[str]) -> F
 async def _to_engines(specs: Sequence[ServerSpec], config: RouterConfig, terms: Terms) -> Fleet:
     refuse_second(config.url)
     async with AsyncExitStack() as owned:
-        logs = terms.fleet.log_dir
-        if logs is None:
-            logs = Path(tempfile.mkdtemp(prefix="penstock-"))
-            owned.callback(shutil.rmtree, logs, ignore_errors=True)
-        router = await open_router(config, log_dir=logs, api_key=terms.api_key, owned=owned, admin_key=new_key())
+        logs = LogFolder(terms.fleet.log_dir, owned)
+        router = await open_router(config, log_dir=logs.path, api_key=terms.api_key, owned=owned, admin_key=new_key())
         return await _joined(router, {f"e{i}": spec for i, spec in enumerate(specs)}, owned, terms, -1)
 
 

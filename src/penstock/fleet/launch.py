@@ -147,7 +147,7 @@ async def _launched(
     key = new_key()
     engine_key = api_key if router_config.kind == "vllm-router" else key  # it sends its callers' key to engines
     async with AsyncExitStack() as owned:
-        logs = _LogFolder(fleet.log_dir, owned)
+        logs = LogFolder(fleet.log_dir, owned)
         router = await open_router(router_config, log_dir=logs.path, api_key=api_key, owned=owned, admin_key=key)
         engines = logs.engines = LaunchedEngines(
             engine,
@@ -185,8 +185,8 @@ def made(log_dir: Path) -> Path:
     return log_dir
 
 
-class _LogFolder:
-    """Where logs go. A folder of our own is removed at the end, unless an engine died or did not start."""
+class LogFolder:
+    """Where logs go: `path`. A folder of our own is removed at the end, unless an engine died or did not start."""
 
     def __init__(self, given: Path | None, owned: AsyncExitStack) -> None:
         self.engines: LaunchedEngines | None = None

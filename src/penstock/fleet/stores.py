@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
-from penstock.errors import ConfigError, WeightsError
+from penstock.errors import WeightsError
 from penstock.fleet.engines import visible_gpus
 from penstock.fleet.member import Member
 from penstock.rooms import plugged_in
@@ -62,11 +62,6 @@ class Stores:
     """
 
     def __init__(self, settings: FleetConfig, members: Callable[[], Sequence[Member]], timeout_s: float) -> None:
-        if settings.weight_transport in {"disk", "delta"} and settings.weight_folder is None:
-            raise ConfigError(
-                f"fleet.weight_transport {settings.weight_transport!r} needs fleet.weight_folder, which trainer and "
-                "engines see under the same path"
-            )
         if settings.weight_transport == "delta":
             plugged_in("store_needs.delta")()  # refused here if it must be: before engines start
         self._settings = settings
