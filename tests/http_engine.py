@@ -112,7 +112,13 @@ class HTTPEngine(Engine):
         raise NotImplementedError
 
     async def update_adapter(
-        self, name: str, tensors: Iterable[tuple[str, Any]], *, config: Mapping[str, Any], version: int | None = None
+        self,
+        name: str,
+        tensors: Iterable[tuple[str, Any]],
+        *,
+        config: Mapping[str, Any],
+        version: int | None = None,
+        kv: KV = "recompute",
     ) -> UpdateReport:
         before = self._adapters.get(name)
         number = version or (before[0] if before else 0) + 1
@@ -120,7 +126,7 @@ class HTTPEngine(Engine):
         with ExitStack() as undo:
             undo.callback(files.close)
             timeout_s = self.control.timeout_s
-            update = await self.control.load_adapter(name, number, files.source, timeout_s=timeout_s)
+            update = await self.control.load_adapter(name, number, files.source, timeout_s=timeout_s, kv=kv)
             undo.pop_all()
         if before is not None:
             before[1].close()

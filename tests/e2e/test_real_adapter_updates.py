@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from http_engine import HTTPEngine
-from nano_models import ADAPTER_CONFIG, adapter_tensors, changed, logprobs_of, merged
+from nano_models import ADAPTER_CONFIG, History, adapter_tensors, changed, logprobs_of, merged
 from penstock.engine.launch import EngineProcess
 from penstock.errors import EngineHTTPError, WeightsError
 from penstock.settings import EngineConfig
-from penstock.types import Sample, SamplingParams
+from penstock.types import KV, Sample, SamplingParams, UpdateReport
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(550)]
 
@@ -34,10 +35,19 @@ class Tuned:
         self.base = base
 
     async def update(self, name: str, seed: int) -> int:
+        return (await self.report(name, seed)).version
+
+    async def report(self, name: str, seed: int, kv: KV = "recompute") -> UpdateReport:
         tensors = adapter_tensors(seed)
-        report = await self.engine.update_adapter(name, tensors.items(), config=ADAPTER_CONFIG)
+        report = await self.engine.update_adapter(name, tensors.items(), config=ADAPTER_CONFIG, kv=kv)
         self.models[name, report.version] = merged(self.base, tensors)
-        return report.version
+        return report
+
+    def replay_difference(self, name: str, prompt: Sequence[int], sample: Sample) -> float:
+        """See `History.worst_difference`, with the adapter's versions."""
+        history = History({version: model for (of, version), model in self.models.items() if of == name and version})
+        spans = tuple(replace(span, version=span.adapter_version or 0) for span in sample.spans)
+        return history.worst_difference(prompt, replace(sample, spans=spans))
 
     def check(self, prompt: Sequence[int], sample: Sample) -> None:
         """Every token's logprob is that of the adapter's version which its span names, and of no other."""
@@ -104,6 +114,29 @@ async def test_a_sample_spans_a_swap_with_exact_spans_and_no_new_request_finds_o
     assert await prefix_hits(tuned) > hits, "requests of one version share their KV"
     assert third.token_ids == again.token_ids
     tuned.check(PROMPT, third)
+
+
+async def test_kept_kv_of_an_adapter_is_labelled_and_a_replay_gives_its_logprobs(tuned: Tuned) -> None:
+    engine, prompt = tuned.engine, [9, 8, 7, *PROMPT]
+    await tuned.update("k", 131)
+    task = asyncio.create_task(engine.sample(prompt, 2, LONG, adapter="k"))
+    other = asyncio.create_task(engine.sample(prompt, 1, LONG))
+    await some_tokens(tuned, task)
+    report = await tuned.report("k", 132, "keep_in_flight")
+    assert [(update.preempted, update.kept) for update in report.engines] == [(0, 2)]
+    before = await prefix_hits(tuned)
+    (fresh,) = await engine.sample(prompt, 1, SHORT, adapter="k")
+    assert await prefix_hits(tuned) == before
+    assert [(s.adapter_version, s.kv_kept) for s in fresh.spans] == [(2, False)]
+    tuned.check(prompt, fresh)
+    for sample in await task:
+        assert [(s.adapter_version, s.kv_kept) for s in sample.spans] == [(1, False), (2, True)]
+        assert tuned.replay_difference("k", prompt, sample) < 1e-4
+        by_weights_alone = replace(sample, spans=tuple(replace(s, kv_kept=False) for s in sample.spans))
+        assert tuned.replay_difference("k", prompt, by_weights_alone) > 1e-3, "the label says nothing"
+    (plain,) = await other
+    assert [(s.adapter, s.kv_kept) for s in plain.spans] == [(None, False)]
+    tuned.check(prompt, plain)
 
 
 async def prefix_hits(tuned: Tuned) -> float:

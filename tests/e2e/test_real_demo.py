@@ -63,6 +63,32 @@ async def test_a_learner_of_two_processes_trains_it(tmp_path):
 
 
 @pytest.mark.slow
+async def test_a_run_that_loses_a_rank_says_so_and_is_taken_up_again(tmp_path):
+    arguments = [str(DEMO), *SHORT, "train.ranks=2", f"run_dir={tmp_path}", "name=lost"]
+    folder = tmp_path / "lost"
+    first = await _penstock("train", *arguments)
+    await _until(lambda: len(_rows(folder)) >= 3 or first.returncode is not None, 180)
+    assert first.returncode is None, (await first.communicate())[0].decode()
+    started = psutil.Process(first.pid).children(recursive=True)
+    (rank,) = (process for process in started if "penstock.train.rank" in process.cmdline())
+    rank.send_signal(signal.SIGKILL)
+    out, _ = await asyncio.wait_for(first.communicate(), 100)
+    assert first.returncode == 1, out.decode()
+    said = " ".join(out.decode().split())
+    assert f"rank 1 of the learner (pid {rank.pid}) ended with status -9" in said
+    assert "Go on from the last checkpoint with --resume" in said
+    assert all(row["update/failures"] == 0 for row in _rows(folder)), "the engines were whole"
+    assert not any(_alive(process) for process in started)
+
+    second = await _penstock("train", *arguments, "--resume")
+    out, _ = await asyncio.wait_for(second.communicate(), 200)
+    assert second.returncode == 0, out.decode()
+    rows = _rows(folder)
+    assert [row["version"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(row["update/failures"] == 0 for row in rows)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 async def test_the_demo_learns(tmp_path, seed):

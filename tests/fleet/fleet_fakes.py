@@ -133,7 +133,7 @@ class FakeEngine:
         return [f"{self.name}.{rank}" for rank in range(self.layout[0] * self.layout[1] * self.layout[2])]
 
     async def load_adapter(
-        self, name: str, version: int, source: Mapping[str, Any], *, timeout_s: float
+        self, name: str, version: int, source: Mapping[str, Any], *, timeout_s: float, kv: KV = "recompute"
     ) -> EngineUpdate:
         await self.at("load adapter")
         content = Path(source["file"]).read_bytes() if "file" in source else b""

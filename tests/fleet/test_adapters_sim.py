@@ -81,6 +81,27 @@ async def test_a_sample_spans_a_swap_and_names_both_versions() -> None:
             await fleet.sample([1], 1, PARAMS, adapter="unknown")
 
 
+async def test_requests_of_an_adapter_keep_their_kv_with_a_label_and_new_ones_reuse_none_of_it() -> None:
+    async with engines(1) as servers, connected(servers) as fleet:
+        for name in ("x", "y"):
+            await fleet.update_adapter(name, [(NAME, torch.ones(2, 4))], config=CONFIG)
+        prompt, stats = list(range(60)), servers[0].engine.scheduler.stats
+        group = asyncio.create_task(fleet.sample(prompt, 2, PARAMS, adapter="x"))
+        others = asyncio.create_task(fleet.sample(prompt, 2, PARAMS, adapter="y"))
+        await begun(servers, 4)
+        report = await fleet.update_adapter("x", [(NAME, torch.zeros(2, 4))], config=CONFIG, kv="keep_in_flight")
+        assert [(engine.preempted, engine.kept) for engine in report.engines] == [(0, 2)]
+        hits = stats.hits
+        (fresh,) = await fleet.sample(prompt, 1, SamplingParams(max_tokens=4), adapter="x")
+        assert stats.hits == hits, "it found nothing of the version before"
+        assert [(s.adapter_version, s.kv_kept) for s in fresh.spans] == [(2, False)]
+        for sample in await group:
+            assert [(s.adapter_version, s.kv_kept) for s in sample.spans] == [(1, False), (2, True)]
+        assert {(s.adapter_version, s.kv_kept) for sample in await others for s in sample.spans} == {(1, False)}
+        with pytest.raises(UserError, match="kv must be one of recompute, keep, keep_in_flight, got 'lose'"):
+            await fleet.update_adapter("x", [(NAME, torch.ones(2, 4))], config=CONFIG, kv="lose")  # type: ignore[arg-type]
+
+
 async def test_what_an_adapters_update_cost_is_not_that_of_the_bases_version_of_its_number() -> None:
     async with engines(2) as servers, connected(servers) as fleet:
         running = asyncio.create_task(fleet.sample([1, 2], 6, PARAMS))

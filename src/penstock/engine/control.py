@@ -174,13 +174,13 @@ class ControlClient:
             await self.http.post("/pause", timeout_s=timeout_s, params=params)
 
     async def load_adapter(
-        self, name: str, version: int, source: Mapping[str, Any], *, timeout_s: float
+        self, name: str, version: int, source: Mapping[str, Any], *, timeout_s: float, kv: KV = "recompute"
     ) -> EngineUpdate:
         """Put a version of an adapter in force between two steps (`weights.adapter_files.AdapterFiles.source`).
 
         AdapterRefusedError: it does not fit; what was in force stays.
         """
-        body = {"name": name, "version": version, "source": dict(source)}
+        body = {"name": name, "version": version, "source": dict(source), "kv": kv}
         try:
             answer: Any = await self.http.post(f"{ADAPTERS}/load", body, timeout_s=timeout_s)
         except EngineHTTPError as error:
@@ -188,7 +188,7 @@ class ControlClient:
                 raise AdapterRefusedError(str(error), status=error.status, engine=self.name) from error
             raise
         seconds = {str(k): float(v) for k, v in answer["seconds"].items()}
-        return EngineUpdate(self.name, seconds, preempted=int(answer["preempted"]), checksum="")
+        return EngineUpdate(self.name, seconds, int(answer["preempted"]), checksum="", kept=int(answer["kept"]))
 
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter. EngineHTTPError with status 409: it has requests in flight."""

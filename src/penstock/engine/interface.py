@@ -240,17 +240,20 @@ class Engine(ABC):
         *,
         config: Mapping[str, Any],
         version: int | None = None,
+        kv: KV = "recompute",
     ) -> UpdateReport:
         """Put a version of a LoRA adapter in force while requests are in flight, the first or a new one.
 
-        Only these tensors travel. The adapter's requests in flight go on under the new version, with KV computed anew;
-        the spans of their tokens name adapter and version. No request finds KV of an older version.
+        Only these tensors travel. The adapter's requests in flight go on under the new version; the spans of their
+        tokens name adapter and version. No new request finds KV of an older version.
 
         Args:
             name: what requests ask for as `model`, or as `adapter`.
             tensors: `(PEFT's checkpoint name, torch tensor or numpy array)`.
             config: PEFT's `adapter_config` as a mapping: `r`, `lora_alpha`, `target_modules`, ...
             version: greater than any that this name has had; default: the last one + 1, first 1.
+            kv: of the adapter's requests in flight: `recompute`, or, as for `update_weights`, `keep_in_flight`; `keep`
+                does the same here.
 
         Raises:
             WeightsError: it does not fit the model, or holds NaN; what was in force stays.

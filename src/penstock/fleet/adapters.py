@@ -18,7 +18,7 @@ from penstock.fleet.fan_out import OperationQueue, fan_out
 from penstock.fleet.member import Member
 from penstock.fleet.roster import Roster
 from penstock.fleet.stores import Stores
-from penstock.types import AdapterStatus, UpdateReport
+from penstock.types import KV, AdapterStatus, UpdateReport, check_kv
 from penstock.weights.adapter_files import AdapterFiles
 
 T = TypeVar("T")
@@ -76,7 +76,12 @@ class FleetAdapters:
         """For a name that came by its path, the files as they were, and the version they became."""
 
     async def update(
-        self, name: str, tensors: Iterable[tuple[str, Any]], config: Mapping[str, Any], version: int | None = None
+        self,
+        name: str,
+        tensors: Iterable[tuple[str, Any]],
+        config: Mapping[str, Any],
+        version: int | None = None,
+        kv: KV = "recompute",
     ) -> UpdateReport:
         """Put a version in force on every engine; a new name may evict another. See `Engine.update_adapter`.
 
@@ -86,16 +91,20 @@ class FleetAdapters:
             EngineDeadError: no engine is left.
         """
         self._check(name, version)
+        check_kv(kv)
         began, shared = time.perf_counter(), self._store.shared_folder()
         files = await in_thread(lambda: AdapterFiles.of_tensors(tensors, config, shared=shared))
         took = time.perf_counter() - began
-        return await self._turn("update_adapter", lambda: self._put(name, files, version, self._timeout_s, took))
+        return await self._turn("update_adapter", lambda: self._put(name, files, version, self._timeout_s, took, kv))
 
-    async def update_from(self, name: str, source: Mapping[str, Any], version: int | None = None) -> UpdateReport:
+    async def update_from(
+        self, name: str, source: Mapping[str, Any], version: int | None = None, kv: KV = "recompute"
+    ) -> UpdateReport:
         """Put a version in force that another process of this user has written; it need not live on."""
         self._check(name, version)
+        check_kv(kv)
         files = AdapterFiles.adopt(source)
-        return await self._turn("update_adapter", lambda: self._put(name, files, version, self._timeout_s))
+        return await self._turn("update_adapter", lambda: self._put(name, files, version, self._timeout_s, kv=kv))
 
     async def load(self, name: str, path: str, timeout_s: float) -> UpdateReport | None:
         """Load what is saved at a path, as a new version if it is not what was loaded last.
@@ -210,13 +219,22 @@ class FleetAdapters:
         return await self._queue.run(run)
 
     async def _put(
-        self, name: str, files: AdapterFiles, version: int | None, timeout_s: float, published_s: float = 0.0
+        self,
+        name: str,
+        files: AdapterFiles,
+        version: int | None,
+        timeout_s: float,
+        published_s: float = 0.0,
+        kv: KV = "recompute",
     ) -> UpdateReport:
         """Put a version in force in this turn; its files are freed when it is superseded, or now if it is refused."""
         began = time.perf_counter()
         with ExitStack() as undo:
             undo.callback(files.close)
             self._check(name, version)
+            if kv != "recompute":
+                engines = ((m.name, m.info.capabilities) for m in self._roster.live())
+                require(engines, "kv_in_flight", f"update_adapter with kv={kv!r}")
             if name not in self._known:
                 await self._make_room()
             if name not in self._highest:
@@ -224,7 +242,7 @@ class FleetAdapters:
                 self._check(name, version)
             number = self._highest[name] + 1 if version is None else version
             outcome = await self._roster.command(
-                lambda engine: engine.load_adapter(name, number, files.source, timeout_s=timeout_s),
+                lambda engine: engine.load_adapter(name, number, files.source, timeout_s=timeout_s, kv=kv),
                 what=f"version {number} of adapter {name!r}",
                 deadline_s=timeout_s + MARGIN_S,
                 refusable=True,

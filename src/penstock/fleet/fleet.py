@@ -345,11 +345,7 @@ class Fleet(Engine):
         await self._operations.native_update(update_info, version)
 
     async def update_weights(
-        self,
-        named_tensors: NamedTensors,
-        *,
-        version: int | None = None,
-        kv: KV = "recompute",
+        self, named_tensors: NamedTensors, *, version: int | None = None, kv: KV = "recompute"
     ) -> UpdateReport:
         """Put new weights in force on every engine while requests are in flight; see `Engine.update_weights`.
 
@@ -449,10 +445,16 @@ class Fleet(Engine):
         return [result for results in outcome.results.values() for result in results]
 
     async def update_adapter(
-        self, name: str, tensors: Iterable[tuple[str, Any]], *, config: Mapping[str, Any], version: int | None = None
+        self,
+        name: str,
+        tensors: Iterable[tuple[str, Any]],
+        *,
+        config: Mapping[str, Any],
+        version: int | None = None,
+        kv: KV = "recompute",
     ) -> UpdateReport:
         """Put a version of a LoRA adapter in force on every engine, and on those that join before they serve."""
-        return await self._operations.adapters.update(name, tensors, config, version)
+        return await self._operations.adapters.update(name, tensors, config, version, kv)
 
     async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> UpdateReport | None:
         """Load a LoRA adapter that PEFT has saved, as a new version; None: it is the one that was loaded last."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from penstock.aio import cancelled, in_thread
 from penstock.engine.capabilities import Capability, require
@@ -20,7 +20,7 @@ from penstock.fleet.stores import Stores
 from penstock.fleet.sync import MEMORY_TAGS, bring_in, put_right, resume, wrong_weights
 from penstock.fleet.update import Updater
 from penstock.rooms import plugged_in
-from penstock.types import KV, PauseMode, UpdateReport
+from penstock.types import KV, PauseMode, UpdateReport, check_kv
 from penstock.weights.manifest import WeightManifest
 
 if TYPE_CHECKING:
@@ -301,8 +301,7 @@ class Operations:
 
     async def _update(self, publish: Callable[[int], WeightManifest], version: int | None, kv: KV) -> UpdateReport:
         self.queue.check_open()
-        if kv not in get_args(KV):
-            raise UserError(f"kv must be one of {', '.join(get_args(KV))}, got {kv!r}")
+        check_kv(kv)
         if self._updating:
             raise StateError("a weight update is under way; await it before the next one")
         self._updating = True

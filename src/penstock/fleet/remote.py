@@ -232,12 +232,18 @@ class RemoteAdapters:
         self._call = call
 
     async def update(
-        self, name: str, tensors: Iterable[tuple[str, Any]], config: Mapping[str, Any], version: int | None = None
+        self,
+        name: str,
+        tensors: Iterable[tuple[str, Any]],
+        config: Mapping[str, Any],
+        version: int | None = None,
+        kv: KV = "recompute",
     ) -> UpdateReport:
         """Write the tensors here, and let the owner keep them."""
         files = await in_thread(lambda: AdapterFiles.of_tensors(tensors, config))
         try:
-            return _report(await self._call("adapter_update_from", name=name, source=files.source, version=version))
+            given = {"name": name, "source": files.source, "version": version, "kv": kv}
+            return _report(await self._call("adapter_update_from", **given))
         finally:
             files.close()
 

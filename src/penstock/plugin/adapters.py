@@ -4,7 +4,8 @@ vLLM's route reloads an adapter's files in place, with four faults for a trainer
 their KV and without a mark; an adapter that was loaded in place is read from its files at every step (0.26 to 0.33);
 one that its cache has dropped comes back from a path that may hold other weights by then; and 0.26 finds KV of older
 weights by the adapter's name. Here the core loads between two steps. The adapter's requests give up their KV and are
-computed again, under a salt that names the version, and a mark among the outputs tells where the new tokens begin.
+computed again, or keep it with a label (`kept_kv`). New requests have a salt that names the version, and a mark among
+the outputs tells where the new tokens begin.
 
 A paused adapter's requests stay known to the scheduler, so that they can be aborted, and wait in none of its queues.
 """
@@ -25,7 +26,7 @@ from typing import Any
 
 from penstock.errors import EngineError, StateError, WeightsError
 from penstock.plugin import compat
-from penstock.plugin.kept_kv import Salting
+from penstock.plugin.kept_kv import KeptKV
 from penstock.plugin.patches import attempt
 from penstock.plugin.spec import WeightSpec
 
@@ -54,10 +55,10 @@ class CoreAdapters:
     Args:
         core: vLLM's.
         at_boundary: calls a function when no step is under way, with the scheduler held; see `core.at_boundary`.
-        salting: of the core's requests.
+        kv: keeps KV of requests in flight.
     """
 
-    def __init__(self, core: Any, at_boundary: Callable[[Callable[[], Any]], Any], salting: Salting) -> None:
+    def __init__(self, core: Any, at_boundary: Callable[[Callable[[], Any]], Any], kv: KeptKV) -> None:
         self.loaded: dict[str, LoadedAdapter] = {}
         """By name; those that came past us are not among them."""
         self._held: dict[str, list[Any]] = {}
@@ -65,7 +66,7 @@ class CoreAdapters:
         self._loads = itertools.count(1)
         self._core = core
         self._at_boundary = at_boundary
-        self._salting = salting
+        self._kv = kv
 
     def load_of(self, lora_request: Any) -> int | None:
         """Load that brought a request's adapter; None: it has none, or the adapter came past us. Any thread may ask."""
@@ -76,13 +77,16 @@ class CoreAdapters:
         """Put a version of an adapter in force.
 
         Args:
-            order: `name`, `id` (vLLM's), `version`, `source` (see `read_from`).
+            order: `name`, `id` (vLLM's), `version`, `source` (see `read_from`), `kv` of requests in flight.
             spec: the tensors of the engine's model.
 
         Raises:
             WeightsError: it does not fit the model, or cannot be read; the version before it stays in force.
             EngineError: only some workers have it; the engine must not serve.
+            StateError: KV leaves the engine, so requests in flight alone cannot keep theirs.
         """
+        if order["kv"] != "recompute":
+            self._kv.check()
         check_adapter(order["source"], spec)
         began = time.perf_counter()
         return self._at_boundary(lambda: self._load(order, began))
@@ -99,12 +103,15 @@ class CoreAdapters:
             )
         self.loaded[name] = LoadedAdapter(order["id"], next(self._loads))
         loaded = time.perf_counter()
-        self._salting.install()
-        preempted = self._preempt(name)
+        self._kv.salting.install()
+        if order["kv"] == "recompute":
+            preempted, kept = self._preempt(name), 0
+        else:
+            preempted, kept = self._kv.keep_of(self._requests(name))
         compat.mark_adapter(self._core, name, version)
         end = time.perf_counter()
         seconds = {"pause": paused - began, "load": loaded - paused, "resume": end - loaded, "bubble": end - began}
-        return {"version": version, "seconds": seconds, "preempted": preempted}
+        return {"version": version, "seconds": seconds, "preempted": preempted, "kept": kept}
 
     def unload(self, name: str) -> dict[str, Any]:
         """Forget an adapter. StateError: requests are in flight."""

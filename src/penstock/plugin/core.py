@@ -37,7 +37,7 @@ LOSS_S = 60.0
 """How long an update's loss of tokens is measured, at most, where somebody asks for it."""
 READS = frozenset({"compute_weight_checksums", "get_model_inspection", "update_max_model_len"})
 """vLLM's worker methods that are called from outside and leave the weights as they are; any other may not."""
-_ADAPTER_ORDER: dict[str, type] = {"name": str, "id": int, "version": int, "source": dict}
+_ADAPTER_ORDER: dict[str, type] = {"name": str, "id": int, "version": int, "source": dict, "kv": str}
 _CALL = object()
 """The kind of an item in the core's input queue that is a function to call."""
 
@@ -139,7 +139,7 @@ class CoreControl:
         self.step_cap = StepCap(core)
         self.salting = plugged_in("kept_kv.salting")(core, lambda lora: (self.kv.version, self.adapters.load_of(lora)))
         self.kv = plugged_in("kept_kv.core")(core, self.salting)
-        self.adapters = plugged_in("adapters.core")(core, self._change, self.salting)
+        self.adapters = plugged_in("adapters.core")(core, self._change, self.kv)
         scheduler = core.scheduler
         scheduler.update_from_output = functools.partial(self._after_step, scheduler.update_from_output)
         self.kept_version: int | None = None

@@ -108,7 +108,7 @@ class KeptKV:
 
     def __init__(self, core: Any, salting: Salting) -> None:
         self._core = core
-        self._salting = salting
+        self.salting = salting
         self.version: int | None = None
         """Of the last update that kept KV in flight: the salt in force."""
         self._kept: set[str] = set()
@@ -123,19 +123,32 @@ class KeptKV:
             )
 
     def keep_in_flight(self, version: int) -> int:
-        """Let requests that are making tokens keep their KV; return how many. The core is paused, no step under way.
+        """Let requests that are making tokens keep their KV; return how many. The core is paused, no step under way."""
+        self.salting.install()
+        self.version = version
+        self._core.reset_encoder_cache()
+        return self._keep(self._core.scheduler.requests.values())
+
+    def keep_of(self, requests: Iterable[Any]) -> tuple[int, int]:
+        """The same for the requests of an adapter; return how many give up their KV, and how many keep it."""
+        chosen = list(requests)
+        held = sum(bool(request.num_computed_tokens) for request in chosen)
+        kept = self._keep(chosen)
+        return held - kept, kept
+
+    def _keep(self, requests: Iterable[Any]) -> int:
+        """Label requests that are making tokens, and return how many.
 
         The others give up what they have: of a prompt that is half computed nobody could say which weights made what.
         """
-        scheduler = self._core.scheduler
-        self._salting.install()
-        self.version = version
-        for request in [one for one in reversed(scheduler.running) if not _makes_tokens(one)]:
-            scheduler.running.remove(request)
-            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
-            scheduler._preempt_request(request, time.monotonic())  # noqa: SLF001 - as vLLM's reset of all
-        self._core.reset_encoder_cache()
-        kept = {name for name, request in scheduler.requests.items() if request.num_computed_tokens}
+        scheduler, chosen = self._core.scheduler, list(requests)
+        names = {request.request_id for request in chosen}
+        for request in [one for one in reversed(scheduler.running) if one.request_id in names]:
+            if not _makes_tokens(request):
+                scheduler.running.remove(request)
+                scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+                scheduler._preempt_request(request, time.monotonic())  # noqa: SLF001 - as vLLM's reset of all
+        kept = {request.request_id for request in chosen if request.num_computed_tokens}
         self._tell(kept - self._kept, kept=True)
         self._kept = (self._kept & scheduler.requests.keys()) | kept
         return len(kept)

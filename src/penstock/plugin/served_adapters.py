@@ -74,7 +74,7 @@ class ServedAdapters:
             models.lora_requests[name] = LoRARequest(name, number, PLACE + name)
             self._hooks.adapters_used[name] = time.monotonic()
         slowest = max(answers, key=lambda answer: answer["seconds"]["bubble"])
-        return {**slowest, "preempted": sum(answer["preempted"] for answer in answers)}
+        return {**slowest, **{name: sum(answer[name] for answer in answers) for name in ("preempted", "kept")}}
 
     async def unload(self, state: Any, engine: Any, data: bytes) -> dict[str, Any]:
         """Forget an adapter; harmless if there is none of that name. StateError: it has requests in flight."""

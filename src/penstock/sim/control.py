@@ -114,7 +114,8 @@ async def change_adapter(http: web.Request) -> web.Response:
     name, call = str(body.get("name") or ""), http.match_info["call"]
     try:
         if call == "load":
-            return json_answer(await engine.load_adapter(name, int(body["version"]), body["source"]))
+            given = int(body["version"]), body["source"], body["kv"]
+            return json_answer(await engine.load_adapter(name, *given))
         changes = {"unload": engine.unload_adapter, "pause": engine.pause_adapter, "resume": engine.resume_adapter}
         await changes[call](name)
     except StateError as error:

@@ -218,8 +218,10 @@ class SimEngine:
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
-    async def load_adapter(self, name: str, version: int, source: Mapping[str, Any]) -> dict[str, Any]:
-        """Put a version of an adapter in force; its running requests are computed again.
+    async def load_adapter(
+        self, name: str, version: int, source: Mapping[str, Any], kv: KV = "recompute"
+    ) -> dict[str, Any]:
+        """Put a version of an adapter in force; its running requests are computed again, or keep their KV.
 
         Raises:
             UserError: there is no room, or the source cannot be read; nothing was changed.
@@ -228,10 +230,14 @@ class SimEngine:
         self.adapters.load(name, content_of(source), in_place=True, version=version)
         running = [sequence for sequence in self.scheduler.running if sequence.request.lora == name]
         for sequence in reversed(running):
-            self.scheduler.preempt(sequence)
+            if kv == "recompute":
+                self.scheduler.preempt(sequence)
+            else:
+                sequence.kv_kept = True
         self.kick()
         seconds = dict.fromkeys(("pause", "load", "resume", "bubble"), 0.0)
-        return {"version": version, "seconds": seconds, "preempted": len(running)}
+        preempted = len(running) if kv == "recompute" else 0
+        return {"version": version, "seconds": seconds, "preempted": preempted, "kept": len(running) - preempted}
 
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter; harmless if there is none. StateError: it has requests in flight."""

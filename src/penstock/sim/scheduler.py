@@ -137,8 +137,8 @@ class SimSequence:
         self.published = 0
         """Blocks of it that others can find."""
         self.kv_version = 0
-        self.salt = 0
-        """Of its blocks: the scheduler's when it was admitted."""
+        self.salt: tuple[int, str] = (0, "")
+        """Of its blocks: the scheduler's, and what decided its adapter's tokens, when it was admitted."""
         self.kv_kept = False
         """It has KV of older weights, and went on with that."""
         self.resumed_tokens = 0
@@ -444,9 +444,8 @@ class Scheduler:
         """Its step is done: all tokens but the newest have KV, and the blocks that these fill can be shared."""
         full = (sequence.length - 1) // self._config.block_size
         if sequence.published < full:
-            adapter = self._adapter_of(sequence)
             for i in range(sequence.published, full):
-                self.pool.publish(sequence.blocks[i], (sequence.salt, adapter, *sequence.block_ends[i]))
+                self.pool.publish(sequence.blocks[i], (*sequence.salt, *sequence.block_ends[i]))
             sequence.published = full
 
     def _admit_waiting(self, version: int) -> int:
@@ -462,10 +461,10 @@ class Scheduler:
 
     def _admit(self, sequence: SimSequence, version: int) -> int | None:
         """Give it blocks; returns the tokens left to compute, None where there is no room."""
-        adapter = self._adapter_of(sequence)
+        salt = self.salt, self._adapter_of(sequence)
         # At least the last token is computed, for its output (vLLM: max_cache_hit_length).
         findable = sequence.block_ends[: (sequence.length - 1) // self._config.block_size]
-        blocks = self.pool.take_cached([(self.salt, adapter, *end) for end in findable])
+        blocks = self.pool.take_cached([(*salt, *end) for end in findable])
         stale = next((block.version for block in blocks if block.version != version), version)
         fresh = self.pool.allocate(self._needed(sequence) - len(blocks), stale)
         if fresh is None:
@@ -479,7 +478,7 @@ class Scheduler:
             self.stats.hits += hit
         sequence.blocks = [*blocks, *fresh]
         sequence.published = len(blocks)
-        sequence.kv_version, sequence.salt, sequence.kv_kept = stale, self.salt, False
+        sequence.kv_version, sequence.salt, sequence.kv_kept = stale, salt, False
         return sequence.length - hit
 
     def _grow(self, sequence: SimSequence) -> bool:

@@ -68,7 +68,9 @@ class Trainee:
             merged = self.learner.merged_weights(self.adapter)
             return await engine.update_weights(merged, version=self.version, kv=self.config.kv)
         tensors, config = self.learner.weights(self.adapter), self.learner.adapter_config(self.adapter)
-        return await engine.update_adapter(self.adapter, tensors, config=config, version=self.version)
+        return await engine.update_adapter(
+            self.adapter, tensors, config=config, version=self.version, kv=self.config.kv
+        )
 
     def step(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Do one optimiser step on the batch; `version` goes up by one.

@@ -15,7 +15,7 @@ from penstock.engine.control import AdapterLoad, ControlClient, CoreState
 from penstock.errors import EngineError, EngineHTTPError, MissingCapabilityError
 from penstock.http import HttpTransport
 from penstock.parsing import reading
-from penstock.types import EngineUpdate, PauseMode
+from penstock.types import KV, EngineUpdate, PauseMode
 from penstock.wire import GENERATE, version_number
 
 NOT_FOUND, NOT_ALLOWED, REFUSED_BODY, FAILED = 404, 405, frozenset({400, 422}), 500
@@ -85,11 +85,11 @@ class VanillaControl(ControlClient):
         return await super().state() if self._has_plugin else CoreState(await self.is_paused())
 
     async def load_adapter(
-        self, name: str, version: int, source: Mapping[str, Any], *, timeout_s: float
+        self, name: str, version: int, source: Mapping[str, Any], *, timeout_s: float, kv: KV = "recompute"
     ) -> EngineUpdate:
         """Load as `ControlClient` does; without our plugin by vLLM's route, in place and from a folder."""
         if self._has_plugin:
-            return await super().load_adapter(name, version, source, timeout_s=timeout_s)
+            return await super().load_adapter(name, version, source, timeout_s=timeout_s, kv=kv)
         if "path" not in source:
             raise MissingCapabilityError(
                 f"engine {self.name} runs without Penstock's plugin, so it reads adapters from folders only: set "
