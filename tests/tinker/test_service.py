@@ -2,48 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
 
 import pytest
+from sdk_rig import ANSWER, BASE, PROMPT, call, client_of, service_of
 
 import tinker
-from penstock.config import TrainConfig
-from penstock.settings import EngineConfig, FleetConfig, RouterConfig
-from penstock.tinker.service import Service, ServiceConfig, serving
+from penstock.tinker.service import Service
 from tinker import types
 
-T = TypeVar("T")
-MODEL = Path(__file__).parents[2] / "examples" / "models" / "sorter-0.8m"
-BASE = "sorter"
 ADAM = types.AdamParams(learning_rate=1e-3)
-PROMPT = "<56 25 75="
-ANSWER = "25 56 75"
-
-
-def config_of(data: Path, profile: str) -> ServiceConfig:
-    engine = EngineConfig(model=str(MODEL), profile=profile, served_model_name=BASE, max_model_len=512)  # pyright: ignore[reportArgumentType]
-    return ServiceConfig(engine, FleetConfig(), RouterConfig(), TrainConfig(threads=1), data)
-
-
-@asynccontextmanager
-async def service_of(data: Path, profile: str = "sim") -> AsyncIterator[Service]:
-    async with serving(config_of(data, profile)) as service:
-        yield service
-
-
-async def call(work: Callable[[], T]) -> T:
-    """The SDK's clients block."""
-    return await asyncio.to_thread(work)
-
-
-def client_of(service: Service) -> tinker.ServiceClient:
-    return tinker.ServiceClient(base_url=service.url, api_key="tml-of-a-test")
 
 
 def example(client: tinker.TrainingClient, prompt: str = PROMPT, answer: str = ANSWER) -> types.Datum:
@@ -77,7 +49,9 @@ async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
 
 async def test_models_of_two_clients_learn_different_things(service: Service):
     def work() -> None:
-        clients = [client_of(service).create_lora_training_client(BASE, rank=rank, seed=1).result() for rank in (4, 8)]
+        clients = [
+            client_of(service.url).create_lora_training_client(BASE, rank=rank, seed=1).result() for rank in (4, 8)
+        ]
         before = [loss_of(client, answer) for client, answer in zip(clients, ("1 2 3", "9 8 7"), strict=True)]
         for client, answer in zip(clients, ("1 2 3", "9 8 7"), strict=True):
             losses = trained(client, 4, answer)
@@ -91,7 +65,7 @@ async def test_models_of_two_clients_learn_different_things(service: Service):
 
 async def test_saved_weights_sample_and_go_on(service: Service):
     def work() -> None:
-        at = client_of(service)
+        at = client_of(service.url)
         client = at.create_lora_training_client(BASE, rank=4, seed=2).result()
         trained(client, 2)
         loss = loss_of(client)
@@ -118,7 +92,7 @@ async def test_saved_weights_sample_and_go_on(service: Service):
 
 async def test_a_bad_request_fails_its_future_and_nothing_else(service: Service):
     def work() -> None:
-        at = client_of(service)
+        at = client_of(service.url)
         client = at.create_lora_training_client(BASE, rank=4, seed=3).result()
         good = example(client)
         far = types.Datum(model_input=types.ModelInput.from_ints([100]), loss_fn_inputs={"target_tokens": [1]})
@@ -135,7 +109,7 @@ async def test_a_bad_request_fails_its_future_and_nothing_else(service: Service)
 
 async def test_an_api_process_that_dies_is_back_with_its_futures(service: Service):
     def begun() -> Any:
-        client = client_of(service).create_lora_training_client(BASE, rank=4, seed=4).result()
+        client = client_of(service.url).create_lora_training_client(BASE, rank=4, seed=4).result()
         trained(client, 1)
         return client, [client.forward_backward([example(client)] * 64, "cross_entropy") for _ in range(4)]
 
@@ -148,7 +122,7 @@ async def test_an_api_process_that_dies_is_back_with_its_futures(service: Servic
 
 async def test_a_learner_that_dies_comes_back_from_the_last_save(service: Service):
     def begun() -> Any:
-        client = client_of(service).create_lora_training_client(BASE, rank=4, seed=5).result()
+        client = client_of(service.url).create_lora_training_client(BASE, rank=4, seed=5).result()
         trained(client, 2)
         client.save_state("kept").result()
         loss = loss_of(client)
@@ -170,7 +144,7 @@ async def test_a_learner_that_dies_comes_back_from_the_last_save(service: Servic
 @pytest.mark.slow
 async def test_a_process_that_hangs_is_killed_and_what_was_lost_fails(service: Service):
     def begun() -> Any:
-        client = client_of(service).create_lora_training_client(BASE, rank=4, seed=6).result()
+        client = client_of(service.url).create_lora_training_client(BASE, rank=4, seed=6).result()
         client.save_state("kept").result()
         trained(client, 1)
         return client

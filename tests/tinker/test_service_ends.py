@@ -7,20 +7,18 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
+from sdk_rig import MODEL, call, client_of, close_clients
 
 import tinker
 from tinker import types
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-T = TypeVar("T")
-MODEL = Path(__file__).parents[2] / "examples" / "models" / "sorter-0.8m"
 START_S = 600.0
 """Long, since it loads torch twice on a machine that may be busy."""
 
@@ -45,11 +43,6 @@ async def command(data: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process,
         with suppress(ProcessLookupError):
             process.send_signal(signal.SIGINT)
         await process.wait()
-
-
-async def call(work: Callable[[], T]) -> T:
-    """The SDK's clients block."""
-    return await asyncio.to_thread(work)
 
 
 def descendants(pid: int) -> set[int]:
@@ -92,7 +85,7 @@ async def test_a_service_that_is_started_again_has_what_was_saved(tmp_path: Path
         return client.forward([datum], "cross_entropy").result().metrics["loss:sum"]
 
     def first(url: str) -> tuple[str, str, float]:
-        client = tinker.ServiceClient(base_url=url, api_key="tml-of-a-test")
+        client = client_of(url)
         training = client.create_lora_training_client("sorter", rank=4).result()
         training.forward_backward([datum], "cross_entropy").result()
         training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
@@ -100,7 +93,7 @@ async def test_a_service_that_is_started_again_has_what_was_saved(tmp_path: Path
         return saved.result().path, sampler.result().path, loss_of(training)
 
     def second(url: str, saved: str, sampler: str, loss: float) -> None:
-        client = tinker.ServiceClient(base_url=url, api_key="tml-of-a-test")
+        client = client_of(url)
         training = client.create_training_client_from_state_with_optimizer(saved).result()
         assert loss_of(training) == pytest.approx(loss, rel=1e-4)
         sampling = client.create_sampling_client(model_path=sampler).result()
@@ -109,7 +102,9 @@ async def test_a_service_that_is_started_again_has_what_was_saved(tmp_path: Path
 
     async with command(tmp_path / "data") as (_, url):
         kept = await call(lambda: first(url))
+        await call(close_clients)
         with pytest.raises(AssertionError, match="it ended"):  # another service has the folder
             await command(tmp_path / "data").__aenter__()
     async with command(tmp_path / "data") as (_, url):
         await call(lambda: second(url, *kept))
+        await call(close_clients)

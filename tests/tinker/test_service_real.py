@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
+from sdk_rig import ANSWER, PROMPT, call, client_of, service_of
 
 import tinker
-from penstock.config import TrainConfig
-from penstock.settings import EngineConfig, FleetConfig, RouterConfig
-from penstock.tinker.service import Service, ServiceConfig, serving
+from penstock.tinker.service import Service
 from tinker import types
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-T = TypeVar("T")
-MODEL = Path(__file__).parents[2] / "examples" / "models" / "sorter-0.8m"
-PROMPT, ANSWER = "<56 25 75=", "25 56 75"
 GAP = 2e-3
 """Nats between the learner's logprob of a token and the engine's, both in fp32."""
 
 
 @pytest.fixture(scope="module")
 async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Service]:
-    engine = EngineConfig(model=str(MODEL), profile="cpu", served_model_name="sorter", max_model_len=512)
-    data = tmp_path_factory.mktemp("real")
-    config = ServiceConfig(engine, FleetConfig(), RouterConfig(), TrainConfig(threads=1), data)
-    async with serving(config) as running:
+    async with service_of(tmp_path_factory.mktemp("real"), "cpu") as running:
         yield running
-
-
-def client_of(service: Service) -> tinker.ServiceClient:
-    return tinker.ServiceClient(base_url=service.url, api_key="tml-of-a-test")
-
-
-async def call(work: Callable[[], T]) -> T:
-    """The SDK's clients block."""
-    return await asyncio.to_thread(work)
 
 
 def train(client: tinker.TrainingClient, steps: int) -> None:
@@ -71,7 +52,7 @@ def gap_of(client: tinker.TrainingClient, prompt: list[int], found: types.Sample
 async def test_samples_are_those_of_the_weights_that_were_trained(service: Service, unembed: bool):  # noqa: FBT001
     def work() -> None:
         client = (
-            client_of(service).create_lora_training_client("sorter", rank=8, seed=1, train_unembed=unembed).result()
+            client_of(service.url).create_lora_training_client("sorter", rank=8, seed=1, train_unembed=unembed).result()
         )
         prompt = client.get_tokenizer().encode(PROMPT)
         params = types.SamplingParams(max_tokens=24, stop=[], seed=3)
@@ -80,7 +61,7 @@ async def test_samples_are_those_of_the_weights_that_were_trained(service: Servi
             sampler = client.save_weights_and_get_sampling_client().result()
             found = sampler.sample(types.ModelInput.from_ints(prompt), 3, params).result()
             assert gap_of(client, prompt, found) < GAP
-        base = client_of(service).create_sampling_client(base_model="sorter").result()
+        base = client_of(service.url).create_sampling_client(base_model="sorter").result()
         assert gap_of(client, prompt, base.sample(types.ModelInput.from_ints(prompt), 3, params).result()) > 10 * GAP
 
     await call(work)
@@ -89,7 +70,7 @@ async def test_samples_are_those_of_the_weights_that_were_trained(service: Servi
 @pytest.mark.slow
 async def test_an_inflight_sampler_takes_each_version_up_in_place(service: Service):
     def work() -> None:
-        client = client_of(service).create_lora_training_client("sorter", rank=8, seed=2).result()
+        client = client_of(service.url).create_lora_training_client("sorter", rank=8, seed=2).result()
         prompt = client.get_tokenizer().encode(PROMPT)
         params = types.SamplingParams(max_tokens=16, stop=[])
         train(client, 2)
