@@ -3,7 +3,8 @@
 python benchmarks/tinker_service.py [--model PATH] [--profile cpu] [--quick]
 
 samples/s: `asample` of 32 tokens at 1, 64 and 512 under way, through the SDK, against the same prompts straight to the
-fleet's router, both from this process: the SDK's own cost is part of ours. retrieve_future: polls for each sample.
+fleet's router, both from this process: the SDK's own cost is part of ours, and is named apart: the SDK's rate against a
+stub that answers at once (`_tinker_stub.py`). retrieve_future: polls for each sample.
 tokens/s: `forward_backward` and `optim_step` against a plain peft loop in this process, with as many threads. sync:
 from `save_weights_for_sampler` to the first token under the new weights.
 
@@ -18,7 +19,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,8 @@ TOKENS = 32
 RANK = 16
 SAMPLES_BAR, TRAINING_BAR, POLLS_BAR, SYNC_BAR_S = 0.85, 0.9, 1.2, 0.3
 PROMPT = list(range(5, 21))
+SAMPLES = {True: ((1, 8), (64, 128)), False: ((1, 64), (64, 1024), (512, 2048))}
+"""Samples under way and in all, where it is to be quick and where not."""
 polls: Counter[str] = Counter()
 """Requests of the SDK, by the last part of their path."""
 
@@ -69,6 +73,38 @@ async def rate(one: Callable[[], Awaitable[Any]], width: int, total: int) -> tup
     return total / (time.perf_counter() - began), took
 
 
+@asynccontextmanager
+async def stub() -> AsyncGenerator[str]:
+    """Run the stub in a process of its own; gives its URL."""
+    script = Path(__file__).with_name("_tinker_stub.py")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), str(TOKENS), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None  # noqa: S101
+        async with asyncio.timeout(60.0):
+            url = (await process.stdout.readline()).decode().strip()
+        yield url
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def sdk_alone(*, quick: bool) -> list[_common.Row]:
+    """Rows of samples a second that the SDK takes where the service costs next to nothing; no bar is ours."""
+    rows: list[_common.Row] = []
+    prompt, params = types.ModelInput.from_ints(PROMPT), types.SamplingParams(max_tokens=TOKENS, stop=[])
+    async with stub() as url:
+        client = tinker.ServiceClient(base_url=url, api_key="tml-benchmark")
+        sampler = await client.create_sampling_client(base_model=BASE)
+        for width, total in SAMPLES[quick]:
+            found, _ = await rate(lambda: sampler.sample(prompt, 1, params), width, total)
+            _common.note(f"the SDK alone, {width} under way: {found:.1f} samples/s")
+            rows.append(_common.single(f"samples/s of the SDK alone, {width} under way", found, bar=0, want="at least"))
+        await client.close("success")
+    return rows
+
+
 async def sampling(service: Service, client: tinker.ServiceClient, *, quick: bool) -> list[_common.Row]:
     """Rows of samples a second, and of polls."""
     rows: list[_common.Row] = []
@@ -76,7 +112,7 @@ async def sampling(service: Service, client: tinker.ServiceClient, *, quick: boo
     prompt, params = types.ModelInput.from_ints(PROMPT), types.SamplingParams(max_tokens=TOKENS, stop=[])
     straight = {"max_tokens": TOKENS, "ignore_eos": True}
     async with Fleet.connect(service.fleet.url) as fleet:
-        for width, total in ((1, 8), (64, 128)) if quick else ((1, 64), (64, 1024), (512, 2048)):
+        for width, total in SAMPLES[quick]:
             polls.clear()
             ours, took = await rate(lambda: sampler.sample(prompt, 1, params), width, total)
             each = polls["retrieve_future"] / total
@@ -179,7 +215,8 @@ async def measured(arguments: Any) -> list[_common.Row]:
         config = ServiceConfig(engine, FleetConfig(engines=arguments.engines), RouterConfig(), train, Path(data))
         async with serving(config) as service:
             client = tinker.ServiceClient(base_url=service.url, api_key="tml-benchmark")
-            rows = await sampling(service, client, quick=arguments.quick)
+            rows = await sdk_alone(quick=arguments.quick)
+            rows += await sampling(service, client, quick=arguments.quick)
             rows += await asyncio.to_thread(training, client, arguments.model, arguments.threads, quick=arguments.quick)
             return rows + await asyncio.to_thread(syncing, client, quick=arguments.quick)
 
