@@ -1,6 +1,6 @@
 # `make demo` and `make test` set themselves up; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: setup demo test test-each test-slow bench lint check-vllm docs dist clean help
+.PHONY: setup demo test test-each test-harnesses test-slow bench lint check-vllm docs dist clean help
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -22,6 +22,9 @@ test: $(READY) ## every test but the slow ones, in two processes (9 to 12 minute
 
 test-each: $(READY) ## the shortest of each slow kind: facade, broadcast, a real death, Ray (2 minutes)
 	@$(BIN)/pytest -m each
+
+test-harnesses: $(READY) ## agents of five frameworks through the gateway, each in an environment of its own (1.3 GB)
+	@$(BIN)/python scripts/test_harnesses.py $(HARNESSES)
 
 test-slow: $(READY) ## the tests that take minutes
 	@$(BIN)/pytest -m slow
@@ -54,4 +57,4 @@ clean: ## remove caches and build folders (.venv and runs/ stay)
 	@find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

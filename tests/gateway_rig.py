@@ -74,6 +74,7 @@ class Rig:
         self.engine = Engine(tokenizer)
         self.tokenizer = tokenizer
         tenants = [Tenant("a", KEY, options.pop("limits", Limits())), Tenant("b", OTHER_KEY)]
+        self.tenant = tenants[0]
         self.gateway = Gateway(
             self.engine, ChatTemplate(tokenizer), GatewayOptions("m", **{"max_model_len": 4096, **options}), tenants
         )
