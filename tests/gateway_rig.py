@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 
 from penstock.gateway.app import build_app
-from penstock.gateway.service import Gateway, GatewayOptions, Limits, Tenant
+from penstock.gateway.graph import Limits
+from penstock.gateway.service import Gateway, GatewayOptions, Tenant
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.tokenizer import Tokenizer
 from penstock.types import Sample, SamplingParams, VersionSpan

@@ -14,7 +14,8 @@ from wire_clients import WIRES, Chat
 from gateway_rig import CALL, KEY, OTHER_KEY, THOUGHT, Engine, Rig, auth
 from penstock.errors import ConfigError
 from penstock.gateway import app
-from penstock.gateway.service import Gateway, GatewayOptions, Limits, Tenant
+from penstock.gateway.graph import Limits
+from penstock.gateway.service import Gateway, GatewayOptions, Tenant
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.tokenizer import Tokenizer
 

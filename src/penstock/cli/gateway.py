@@ -63,7 +63,8 @@ def gateway(
 
 def _tenants(file: Path | None) -> list[Tenant]:
     """Read the tenants of a file, or the one of the environment."""
-    from penstock.gateway.service import Limits, Tenant  # noqa: PLC0415
+    from penstock.gateway.graph import Limits  # noqa: PLC0415
+    from penstock.gateway.service import Tenant  # noqa: PLC0415
     from penstock.parsing import reading  # noqa: PLC0415
     from penstock.settings import read_keys  # noqa: PLC0415
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from penstock.aio import all_or_first_error
 from penstock.errors import ConfigError, PenstockError
-from penstock.gateway.graph import Row, Session
-from penstock.gateway.service import Gateway, Limits, Tenant
+from penstock.gateway.graph import Limits, Row, Session
+from penstock.gateway.service import Gateway, Tenant
 from penstock.process import ChildProcess
 from penstock.rollout.environment import Environment, Task, user_code
 from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput

@@ -20,10 +20,10 @@ from penstock.errors import UserError
 from penstock.gateway.anthropic import AnthropicDialect
 from penstock.gateway.chat import ChatDialect
 from penstock.gateway.dialect import KEEPALIVE, Dialect, dumps
-from penstock.gateway.graph import Row, Session
+from penstock.gateway.graph import Limits, Row, Session
 from penstock.gateway.messages import Answer, ChatRequest, GatewayError, bare, tools_key
 from penstock.gateway.responses import ResponsesDialect
-from penstock.gateway.service import Gateway, Limits, PendingTurn, Tenant
+from penstock.gateway.service import Gateway, PendingTurn, Tenant
 from penstock.guard import cross_site
 from penstock.parsing import parse_json, reading
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from secrets import token_hex
 from typing import Any
 
 from penstock.errors import UserError
-from penstock.gateway.messages import ChatMessage, Tool, tools_key
+from penstock.gateway.messages import ChatMessage, GatewayError, Tool, tools_key
+from penstock.parsing import whole_number
 from penstock.rollout.multi_turn import TokenRow
 from penstock.types import Sample, Trajectory
 
@@ -176,6 +177,44 @@ class Session:
             rows.append(Row(self, leaf, frozenset(trained)))
             trained |= {node.id for node in leaf.path()}
         return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Budget of a session: sampled tokens, turns, seconds since its start; None: no limit."""
+
+    max_turns: int | None = None
+    max_tokens: int | None = None
+    max_seconds: float | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Limits:
+        """Read the limits of a mapping. UserError: one of them is no number, or below its least value."""
+        known = [f.name for f in fields(cls)]
+        if unknown := sorted(given.keys() - {*known, "key", "session"}):
+            raise UserError(f"unknown limit {unknown[0]!r}; known: {', '.join(known)}")
+        values: dict[str, Any] = {name: given[name] for name in known if given.get(name) is not None}
+        for name in ("max_turns", "max_tokens"):
+            if name in values:
+                whole_number(values[name], name, least=1)
+        seconds = values.get("max_seconds", 1.0)
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+            raise UserError(f"max_seconds must be a number above 0, got {seconds!r}")
+        return cls(**values)
+
+    def check(self, session: Session, *, under_way: int, reserved: int) -> None:
+        """Refuse the next turn of a session that is over its budget, with turns under way and their tokens."""
+        used = {
+            "max_turns": len(session.nodes) + under_way,
+            "max_tokens": session.sampled_tokens + reserved,
+            "max_seconds": time.time() - session.created,
+        }
+        for name, value in used.items():
+            limit = getattr(self, name)
+            if limit is not None and value >= limit:
+                raise GatewayError(
+                    f"the budget of session {session.id} is used up: {name}={limit:g}", code="budget_exceeded"
+                )
 
 
 @dataclass(frozen=True, slots=True)

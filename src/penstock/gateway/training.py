@@ -12,8 +12,9 @@ from pathlib import Path
 from penstock.config import RunConfig
 from penstock.errors import ConfigError
 from penstock.gateway.agent import Agent, AgentGenerator
+from penstock.gateway.graph import Limits
 from penstock.gateway.server import serving
-from penstock.gateway.service import Gateway, GatewayOptions, Limits, Tenant
+from penstock.gateway.service import Gateway, GatewayOptions, Tenant
 from penstock.guard import new_key
 from penstock.process import raise_file_limit
 from penstock.rollout.chat_template import ChatTemplate
