@@ -102,6 +102,8 @@ class LoraConfig(Section):
 class TrainConfig(Section):
     """The learner and its schedule."""
 
+    model: str | None = None
+    """Checkpoint of the learner, in floats; default: `engine.model`. For engines that serve a quantised one."""
     steps: Positive = 80
     schedule: Literal["async", "one_step_off", "sync", "colocated"] = "async"
     """`colocated`: learner and engines share GPUs in turn; see `penstock.train.schedules` for each."""
@@ -200,6 +202,11 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
+
+    @property
+    def learner_model(self) -> str:
+        """Path or hub name of the checkpoint that the learner starts from."""
+        return self.train.model or self.engine.model
 
     @model_validator(mode="after")
     def _serves_adapters(self) -> Self:

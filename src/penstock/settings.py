@@ -161,6 +161,8 @@ class EngineConfig(Section):
     enable_sleep_mode: bool = False
     """`sleep` frees device memory; on GPUs only."""
     quantization: str | None = None
+    """`int8` or `fp8`: matrices are quantised by row as they are read, and so is every update (docs/how-to/weights.md).
+    Other names are vLLM's own. A checkpoint that is quantised needs none."""
     load_format: str = "auto"
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     kv_cache_memory_bytes: Positive | None = None

@@ -171,8 +171,8 @@ def test_options_of_adapters_heads_and_sleep_reach_vllm(tmp_path: Path) -> None:
         "--max-lora-rank 32",
         "--enable-sleep-mode",
         "--enable-expert-parallel",
-        "--quantization fp8",
-        '--hf-overrides {"rope_theta":5,"head_dtype":"float32"}',
+        "--load-format penstock_quantising",
+        '--hf-overrides {"rope_theta":5,"head_dtype":"float32","quantization_config":{',
     ):
         assert option in line
     plain = server_command(EngineConfig(model=str(tmp_path), profile="gpu"), port=1, api_key=None).argv
@@ -198,3 +198,28 @@ def test_a_simulated_engine_has_the_vocabulary_of_its_model(tmp_path: Path) -> N
     assert argv.count("--vocab-size") == 1
     assert argv[argv.index("--vocab-size") + 1] == "7"
     assert "--vocab-size" not in server_command(EngineConfig(model="a/b", profile="sim"), port=1, api_key=None).argv
+
+
+@pytest.mark.parametrize(
+    ("device", "keys", "shape", "message"),
+    [
+        ("cpu", {"quantization": "int8"}, MOE, "'int8' cannot be had for a mixture of experts on CPUs"),
+        ("cpu", {"quantization": "fp8_per_tensor"}, DENSE, "'fp8_per_tensor' cannot be had on CPUs.* int8 or fp8"),
+        ("gpu", {"quantization": "fp8", "load_format": "dummy"}, DENSE, "'fp8' cannot be had with load_format 'dummy'"),
+        ("gpu", {"quantization": "int8"}, {**DENSE, "quantization_config": {}}, "are quantised already; leave the key"),
+    ],
+)
+def test_a_quantisation_that_cannot_be_is_refused_before_anything_starts(
+    device: Any, keys: dict[str, Any], shape: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    config = EngineConfig(model=str(tmp_path), profile=device, **keys)
+    with pytest.raises(ConfigError, match=message) as caught:
+        server_command(config, port=1, api_key=None)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_method_of_vllms_and_a_quantised_checkpoint_are_left_to_vllm(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    own = EngineConfig(model=str(tmp_path), profile="gpu", quantization="fp8_per_tensor")
+    assert "--quantization fp8_per_tensor" in " ".join(server_command(own, port=1, api_key=None).argv)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from penstock.config import EnvironmentConfig
 from penstock.errors import ConfigError, UserError
+from penstock.observe.run_folder import RunFolder
 from penstock.rollout.environment import load_environment
 from penstock.rollout.gsm8k import GSM8K
+from penstock.train.scenarios.checks import training_checks
 from penstock.train.scenarios.run import RESULTS, run_scenario, stand_in
 from penstock.train.scenarios.table import SCENARIOS, check_machine, scenario_named
 from penstock.train.schedules import SCHEDULES, check_schedule
+from penstock.types import EngineUpdate, UpdateReport
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "sorter-0.8m"
 SHORT = ("train.steps=2", "rollout.groups_per_batch=2", "rollout.group_size=2", "eval.size=4")
@@ -71,6 +75,20 @@ async def test_a_training_scenario_runs_and_is_checked(name: str, tmp_path: Path
     [row] = map(json.loads, (tmp_path / RESULTS).read_text().splitlines())
     assert row["scenario"] == name
     assert row["ok"] is True
+
+
+def test_an_adapters_updates_are_not_asked_for_checksums(tmp_path: Path) -> None:
+    """Engines report none of an adapter, and the scenario failed for it."""
+    config = SCENARIOS["lora"].config(profile="sim", run_dir=tmp_path, model=MODEL, overrides=["train.steps=1"])
+    folder = RunFolder.create(tmp_path / config.name, config)
+    folder.append_metrics({"step": 1, "version": 2, "staleness_max": 0})
+    report = UpdateReport(2, 1, {}, (EngineUpdate("a", {}, 0, ""), EngineUpdate("b", {}, 0, "")), {})
+    checks = training_checks(
+        config, Mock(logprob_difference=None, accuracy_before=0, accuracy_after=0), [report], engines=2, gains=False
+    )
+    assert (
+        [check.name for check in checks if check.ok] == ["engines", "versions", "staleness"] == [c.name for c in checks]
+    )
 
 
 @pytest.mark.parametrize("name", ["pause-keep", "http-generator"])

@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ import orjson
 
 from penstock.errors import ConfigError, EngineStartError, PenstockError
 from penstock.http import HttpTransport
-from penstock.plugin import BACKEND
+from penstock.plugin import BACKEND, LOADER_VARIABLE, QUANTISING_LOADER
 from penstock.process import ChildProcess, full_disk, remove_leftovers
 from penstock.rooms import plugged_in
 from penstock.settings import EngineConfig
@@ -50,13 +50,14 @@ def server_command(
     """Make the command of one engine server, which sees `gpus`, as in CUDA_VISIBLE_DEVICES (none: all).
 
     Raises:
-        ConfigError: the model path does not exist, or vLLM cannot run this layout of it (`layouts.py`).
+        ConfigError: the model path does not exist, or vLLM cannot run it in this layout (`layouts.py`) or
+            quantised so (`quantisation.options_of`).
     """
     profile = resolve_profile(config)
     if profile == "sim":
         return _sim_command(config, port=port, api_key=api_key, host=host)
     _check_model(config.model)
-    plugged_in("layouts.check")(config, profile)
+    shape = plugged_in("layouts.check")(config, profile)
     options = _options(config, port, host)
     # Every user of the machine can read a command line, so the key is in the environment. The variables are set even
     # without a key: an engine must not ask for a key of our environment, nor know the key of clients.
@@ -79,7 +80,13 @@ def server_command(
         raise ConfigError(
             "engine.enable_lora: vLLM's LoRA kernels for GPUs need engine.dtype bfloat16 or float16, got float32"
         )
-    options["hf-overrides"] = _hf_overrides(config, options.get("hf-overrides"))
+    ours: dict[str, Any] = {"head_dtype": "float32"} if config.fp32_lm_head else {}
+    if config.quantization:
+        options |= plugged_in("quantise.options")(config, profile, shape)
+    if quantised := options.pop("quantization_config", None):
+        ours["quantization_config"] = quantised
+        env[LOADER_VARIABLE] = QUANTISING_LOADER
+    options["hf-overrides"] = _hf_overrides(ours, options.get("hf-overrides"))
     argv = [sys.executable, "-m", "penstock.plugin.server", *_arguments(options)]
     return ServerCommand(tuple(argv), env)
 
@@ -90,7 +97,7 @@ Option = str | int | float | bool | None
 _SAME_NAME = (
     "model", "tokenizer", "served_model_name", "dtype", "tensor_parallel_size", "pipeline_parallel_size",
     "data_parallel_size", "enable_expert_parallel", "max_model_len", "max_num_seqs", "enable_prefix_caching",
-    "enforce_eager", "enable_lora", "enable_sleep_mode", "quantization", "load_format", "gpu_memory_utilization",
+    "enforce_eager", "enable_lora", "enable_sleep_mode", "load_format", "gpu_memory_utilization",
     "kv_cache_memory_bytes", "seed",
 )  # fmt: skip
 """Fields of `EngineConfig` that are options of vLLM under the same name."""
@@ -115,9 +122,9 @@ def _options(config: EngineConfig, port: int, host: str) -> dict[str, Option]:
     }
 
 
-def _hf_overrides(config: EngineConfig, given: Option) -> Option:
-    """Add what `fp32_lm_head` needs to the caller's own overrides of the model's config (JSON)."""
-    if not config.fp32_lm_head:
+def _hf_overrides(ours: Mapping[str, Any], given: Option) -> Option:
+    """Add ours to the caller's own overrides of the model's config (JSON)."""
+    if not ours:
         return given
     try:
         overrides: Any = orjson.loads(str(given)) if given is not None else {}
@@ -125,7 +132,7 @@ def _hf_overrides(config: EngineConfig, given: Option) -> Option:
         raise ConfigError(f"extra_args: hf-overrides {given!r} is not valid JSON: {error}") from None
     if not isinstance(overrides, dict):
         raise ConfigError(f"extra_args: hf-overrides {given!r} must be a JSON object")
-    return orjson.dumps({**cast("dict[str, Any]", overrides), "head_dtype": "float32"}).decode()
+    return orjson.dumps({**cast("dict[str, Any]", overrides), **ours}).decode()
 
 
 def _cpu_options(config: EngineConfig) -> dict[str, Option]:

@@ -123,9 +123,11 @@ def simulated_vocabulary(config: EngineConfig) -> int | None:
     return None if shape is None else shape.vocabulary
 
 
-def check(config: EngineConfig, device: Literal["cpu", "gpu"]) -> None:
-    """Refuse an engine that cannot run on a device; see `check_layout`."""
-    check_layout(config, device, read_shape(config.model))
+def check(config: EngineConfig, device: Literal["cpu", "gpu"]) -> ModelShape | None:
+    """Refuse an engine that cannot run on a device, see `check_layout`; return the shape of its model, if known."""
+    shape = read_shape(config.model)
+    check_layout(config, device, shape)
+    return shape
 
 
 def check_layout(config: EngineConfig, device: Literal["cpu", "gpu"], shape: ModelShape | None) -> None:

@@ -12,8 +12,17 @@ Works with vLLM 0.26 to 0.33. `compat.py` has what tells them apart, `vllm_names
 
 from __future__ import annotations
 
+import os
+
+from penstock.rooms import plugged_in
+
 BACKEND = "penstock_shm"
 """Name of our backend for vLLM's `--weight-transfer-config`."""
+
+QUANTISING_LOADER = "penstock_quantising"
+"""Name of our loader for vLLM's `--load-format`: it quantises a checkpoint of floats as it reads it."""
+LOADER_VARIABLE = "PENSTOCK_LOADER"
+"""Variable whose value is that name where the loader is needed."""
 
 
 def register() -> None:
@@ -30,3 +39,5 @@ def register() -> None:
         )
     core.install()
     patches.install()
+    if os.environ.get(LOADER_VARIABLE):
+        plugged_in("quantise.loader")()

@@ -19,6 +19,8 @@ from vllm.platforms import current_platform
 from penstock.plugin.compat import without_adapters
 from penstock.plugin.direct import DirectPlan, Proof, make_plan
 from penstock.plugin.sources import Source
+from penstock.plugin.spec import schemes_of
+from penstock.rooms import plugged_in
 from penstock.weights.manifest import WeightManifest
 
 
@@ -30,6 +32,7 @@ class Loader:
         self._plan: DirectPlan | None = None
         self._proved = False
         self._planned: tuple[Any, ...] | None = None
+        self._schemes: dict[str, Any] | None = None
 
     def prepare(self, manifest: WeightManifest) -> None:
         """Make the plan, unless it is made; the weights in force stay as they are."""
@@ -72,8 +75,14 @@ class Loader:
                     proof.note(entry.name, copy)
                 yield entry.name, copy
 
+        if self._schemes is None:
+            self._schemes = schemes_of(self._worker.model_config)
         begin(self._model)
-        receive(self._model, tensors())
+        if self._schemes:
+            plugged_in("quantise.kept_scales")()
+            receive(self._model, plugged_in("quantise.tensors")(self._schemes, tensors()))
+        else:
+            receive(self._model, tensors())
         finish(self._model, self._worker.model_config)
         if proof is not None:
             with without_adapters(self._model):

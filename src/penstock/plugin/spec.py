@@ -15,12 +15,17 @@ from typing import Any
 import torch
 
 from penstock.errors import WeightsError
+from penstock.rooms import plugged_in
 from penstock.weights.checkpoint_names import checkpoint_tensors
 from penstock.weights.checksum import device_sums
 from penstock.weights.manifest import SUMS, TensorEntry, WeightManifest
 from penstock.weights.pack import all_finite, dtype_name, view
 
 TIED_HEAD = "lm_head.weight"
+FLOATS = frozenset({"float32", "bfloat16", "float16"})
+"""Dtypes in which a matrix may come that is quantised on its way."""
+Entry = tuple[str, str, tuple[int, ...]]
+"""Name, dtype and shape of a checkpoint's tensor."""
 
 
 @dataclass(frozen=True)
@@ -70,21 +75,38 @@ def check_tensors(entries: Iterable[TensorEntry], read: Callable[[TensorEntry], 
 
 def expected_weights(model_config: Any) -> WeightSpec:
     """The spec of a vLLM ModelConfig: from the checkpoint's headers, or from its config (dummy weights)."""
-    folder = Path(model_config.model)
     engine_dtype = dtype_name(model_config.dtype)
+    entries = _entries(model_config)
+    schemes = _schemes(model_config, entries)
+    scales = {scheme.name_of_scale(name) for name, scheme in schemes.items()}
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, frozenset[str]] = {}
-    for name, dtype, shape in _checkpoint_tensors(folder) or _config_tensors(model_config):
-        shapes[name] = shape
-        dtypes[name] = frozenset({dtype, engine_dtype})
+    for name, dtype, shape in entries:
+        if name not in scales:
+            shapes[name] = shape
+            dtypes[name] = FLOATS if name in schemes else frozenset({dtype, engine_dtype})
     tied = getattr(model_config.hf_text_config, "tie_word_embeddings", False)
     return WeightSpec(shapes, dtypes, frozenset({TIED_HEAD}) if tied else frozenset())
 
 
-def _checkpoint_tensors(folder: Path) -> list[tuple[str, str, tuple[int, ...]]]:
+def schemes_of(model_config: Any) -> dict[str, Any]:
+    """How this ModelConfig has matrices quantised, by their names. WeightsError: in a way that no update can."""
+    return _schemes(model_config, _entries(model_config))
+
+
+def _schemes(model_config: Any, entries: list[Entry]) -> dict[str, Any]:
+    config = getattr(model_config.hf_config, "quantization_config", None)
+    return {} if config is None else plugged_in("quantise.schemes")(config, entries)
+
+
+def _entries(model_config: Any) -> list[Entry]:
+    return _checkpoint_tensors(Path(model_config.model)) or _config_tensors(model_config)
+
+
+def _checkpoint_tensors(folder: Path) -> list[Entry]:
     from safetensors import safe_open  # noqa: PLC0415 - part of vLLM's environment
 
-    found: list[tuple[str, str, tuple[int, ...]]] = []
+    found: list[Entry] = []
     for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
@@ -95,7 +117,7 @@ def _checkpoint_tensors(folder: Path) -> list[tuple[str, str, tuple[int, ...]]]:
     return found
 
 
-def _config_tensors(model_config: Any) -> list[tuple[str, str, tuple[int, ...]]]:
+def _config_tensors(model_config: Any) -> list[Entry]:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow to import, needed once
 
     with torch.device("meta"):
@@ -129,7 +151,7 @@ def weights_checksum(model: torch.nn.Module) -> str:
     """Checksum of the weights in force: equal for workers of one layout that have the same weights.
 
     It is what the parameters are, a colon, and a digest over the sum of each (`weights/checksum.py`): only sums leave
-    the device. CPU kernels hide packed weights (`cpu_linear`), so their output for a fixed input enters instead.
+    the device. CPU kernels hide packed weights, so their output for a fixed input enters instead (`_hidden`).
     """
     kind, digest = hashlib.blake2b(digest_size=4), hashlib.blake2b(digest_size=16)
     parameters: list[torch.Tensor] = []
@@ -140,13 +162,23 @@ def weights_checksum(model: torch.nn.Module) -> str:
                 parameters.append(parameter)
         digest.update(repr(device_sums(parameters)).encode())
         for name, module in model.named_modules():
-            packed: Any = getattr(module, "cpu_linear", None)
-            if packed is not None:
-                weight: Any = module.weight
-                # A packed module may have given its own weight away; then its declared input width counts.
-                width: Any = weight.shape[-1] if weight.numel() else getattr(module, "input_size_per_partition", None)
-                width = width or module.input_size
-                probe = torch.linspace(-1.0, 1.0, width).unsqueeze(0).to(weight.dtype)
+            if (found := _hidden(module)) is not None:
                 digest.update(name.encode())
-                digest.update(packed(probe, weight, None).float().numpy().tobytes())
+                digest.update(found.float().numpy().tobytes())
     return f"{kind.hexdigest()}:{digest.hexdigest()}"
+
+
+def _hidden(layer: Any) -> torch.Tensor | None:
+    """What a layer makes of a fixed input, if its kernel keeps its weights where no parameter shows them."""
+    if (packed := getattr(layer, "cpu_linear", None)) is not None:
+        weight = layer.weight
+        # A packed module may have given its own weight away; then its declared input width counts.
+        width = weight.shape[-1] if weight.numel() else getattr(layer, "input_size_per_partition", None)
+        return packed(_probe(width or layer.input_size, weight.dtype), weight, None)
+    if hasattr(getattr(getattr(layer, "scheme", None), "kernel", None), "dnnl_handler"):  # int8
+        return layer.quant_method.apply(layer, _probe(layer.input_size_per_partition, layer.params_dtype), None)
+    return None
+
+
+def _probe(width: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.linspace(-1.0, 1.0, width).unsqueeze(0).to(dtype)

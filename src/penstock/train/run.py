@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from penstock.config import RunConfig
+from penstock.engine.quantisation import is_quantised
 from penstock.errors import ConfigError, UserError
 from penstock.fleet.fleet import Fleet
 from penstock.observe.plots import draw_plots
@@ -61,6 +62,11 @@ async def run(
     if resume and fresh:
         raise UserError("--resume goes on with a run and --fresh deletes it; give one of them")
     check_schedule(config)
+    if is_quantised(config.learner_model):
+        raise ConfigError(
+            f"the weights in {config.learner_model} are quantised, and a learner trains floats: set train.model to the "
+            "checkpoint that they were made of"
+        )
     check_trackers(config.trackers)
     path = config.run_dir / config.name
     environment = load_environment(config.environment, config.seed)
@@ -172,7 +178,7 @@ async def _load(config: RunConfig, ranks: Ranks) -> Trainee:
     """Load the learner on all ranks."""
     if ranks.count == 1:
         return await asyncio.to_thread(_learner, config)
-    model, dtype = config.engine.model, _served_dtype(config)
+    model, dtype = config.learner_model, _served_dtype(config)
     learner = await ranks.load(
         lambda group: RankedLearner(group, model, config.train, seed=config.seed, served_dtype=dtype)
     )
@@ -180,10 +186,11 @@ async def _load(config: RunConfig, ranks: Ranks) -> Trainee:
 
 
 def _learner(config: RunConfig) -> Trainee:
-    learner = LocalLearner(config.engine.model, config.train, seed=config.seed, served_dtype=_served_dtype(config))
+    model = config.learner_model
+    learner = LocalLearner(model, config.train, seed=config.seed, served_dtype=_served_dtype(config))
     trainee = _trainee(config, learner)
     if config.train.kl_coefficient and config.train.lora is None:
-        return replace(trainee, reference=LocalLearner(config.engine.model, config.train, seed=config.seed))
+        return replace(trainee, reference=LocalLearner(model, config.train, seed=config.seed))
     return trainee
 
 

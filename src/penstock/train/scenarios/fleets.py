@@ -88,7 +88,7 @@ async def http_generator(config: RunConfig) -> list[Check]:
 
 def largest_gap(config: RunConfig, rows: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]]) -> float:
     """Return the largest |learner - engine logprob|, nats, over `(prompt ids, response ids, logprobs)`."""
-    learner = LocalLearner(config.engine.model, config.train, seed=config.seed)
+    learner = LocalLearner(config.learner_model, config.train, seed=config.seed)
     data: list[Datum] = []
     for prompt, response, logprobs in rows:
         ids, context = (*prompt, *response), (0.0,) * (len(prompt) - 1)
