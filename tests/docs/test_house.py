@@ -34,7 +34,7 @@ SIDE_ROOMS = tuple(
         "weights.delta", "weights.disk", "weights.group", "weights.quantise", "weights.transfer",
     )
 )  # fmt: skip
-SPINE_FILES, SPINE_LINES = 67, 17_200
+SPINE_FILES, SPINE_LINES = 67, 17_300
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
 
 

@@ -16,7 +16,7 @@ DOCUMENTS = [
 MEDIAN_WORDS, MOST_WORDS = 15, 35
 PAGE_WORDS = {"README.md": 600, "ARCHITECTURE.md": 1300}
 """Longest these may be, as `wc -w` counts."""
-ALL_WORDS = 9_900
+ALL_WORDS = 10_000
 """The same of docs/ together, without code and without the pages of figures and of wire formats."""
 NOT_COUNTED = ("docs/benchmarks.md", "docs/protocol.md", "docs/scenarios.md", "docs/tinker.md")
 BAD_OPENING = re.compile(r"[^\w`]*(?:Who|What|Of|That)\b")

@@ -3,9 +3,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from sim_fleets import SIM, check_serves
 
 from penstock import Fleet
+from sim_fleets import SIM, check_serves
 
 
 @pytest.fixture(scope="module")  # where nobody uses it, its keeper would stand still for as long as a test blocks

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from sim_fleets import SIM, check, check_serves, generated, in_flight
 
 from penstock import Fleet, SamplingParams
 from penstock.aio import all_or_first_error
@@ -34,6 +33,7 @@ from penstock.sim.config import SimConfig
 from penstock.sim.faults import Fault, FaultKind, Phase
 from penstock.sim.server import SimServer
 from penstock.types import PauseMode
+from sim_fleets import SIM, check, check_serves, generated, in_flight
 
 PROMPTS = [[1 + i, 2] for i in range(16)]
 PARAMS = SamplingParams(max_tokens=300, detokenize=False)

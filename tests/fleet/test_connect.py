@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from sim_fleets import check, check_serves, impatient, in_flight
 
 from penstock import Fleet, SamplingParams
 from penstock.engine.launch import EngineProcess
@@ -35,6 +34,7 @@ from penstock.sim.config import SimConfig
 from penstock.sim.faults import Fault, FaultKind, Phase
 from penstock.sim.server import SimServer
 from penstock.types import TensorSpec
+from sim_fleets import check, check_serves, impatient, in_flight
 
 SPECS = (TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "float32", (4,)))
 GOOD = [("a", torch.ones(2, 3)), ("b", torch.zeros(4))]

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from sim_fleets import SIM, check, engine_process, in_flight, made
 
 from penstock import Fleet, SamplingParams
+from sim_fleets import SIM, check, engine_process, in_flight, made
 
 CHUNK = 16
 TOKENS = 250

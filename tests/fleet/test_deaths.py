@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from sim_fleets import CONTEXT, SIM, check, check_serves, children, impatient, in_flight
 
 from penstock import Fleet, SamplingParams
 from penstock.engine.client import DataClient
@@ -22,6 +21,7 @@ from penstock.errors import EngineDeadError, UpdateError
 from penstock.fleet.member import Member, State
 from penstock.http import HttpTransport
 from penstock.sim.tokens import verify
+from sim_fleets import CONTEXT, SIM, check, check_serves, children, impatient, in_flight
 
 PARAMS = SamplingParams(max_tokens=300, detokenize=False)
 SHORT = SamplingParams(max_tokens=20, detokenize=False)

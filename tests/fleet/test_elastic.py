@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from sim_fleets import SIM, check, check_serves, engine_process, in_flight, router_process
 
 from penstock import Fleet, GenerateOutput, SamplingParams
 from penstock.errors import EngineStartError, StateError, UserError
 from penstock.fleet.member import State
+from sim_fleets import SIM, check, check_serves, engine_process, in_flight, router_process
 
 PARAMS = SamplingParams(max_tokens=400, detokenize=False)
 QUICK = SamplingParams(max_tokens=120, detokenize=False)

@@ -10,7 +10,6 @@ from typing import Any, Self
 import pytest
 from fleet_fakes import until
 from launched_rig import CONFIG, Launcher, launched
-from sim_fleets import check_serves
 from virtual_fleet import Network, VirtualEngines, open_fleet, virtual_time, without_sockets
 
 from penstock.engine.vanilla.control import VanillaControl
@@ -22,6 +21,7 @@ from penstock.settings import EngineConfig
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import PauseMode
+from sim_fleets import check_serves
 
 
 class Silent:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from sim_fleets import SIM, check
 
 from penstock import Fleet, GenerateOutput, PauseMode, SamplingParams
 from penstock.errors import StateError
+from sim_fleets import SIM, check
 
 BUDGET_S = 15.0
 LEAST = 10

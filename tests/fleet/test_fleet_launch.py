@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from sim_fleets import SIM, check, check_serves, children, engine_process, in_flight
 
 from penstock import Fleet, SamplingParams
 from penstock.engine.client import DataClient
@@ -23,6 +22,7 @@ from penstock.fleet.member import State
 from penstock.http import HttpTransport
 from penstock.router.admin_client import RouterAdmin
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
+from sim_fleets import SIM, check, check_serves, children, engine_process, in_flight
 
 LAUNCHER = """
 import asyncio, signal, sys

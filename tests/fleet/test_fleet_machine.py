@@ -26,7 +26,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from sim_fleets import CONTEXT, check
 from virtual_fleet import Network, Node, VirtualEngines, open_fleet, virtual_time, without_sockets
 
 from penstock import Fleet, GenerateOutput, PauseMode, SamplingParams
@@ -44,6 +43,7 @@ from penstock.fleet.member import State
 from penstock.fleet.supervise import YOUNG
 from penstock.sim import Fault, FaultKind, SimConfig
 from penstock.sim import Phase as SimPhase
+from sim_fleets import CONTEXT, check
 
 CONFIG = SimConfig(tokens_per_second=250, max_model_len=CONTEXT, max_num_seqs=6, kv_blocks=64)
 """Four milliseconds a token, and so little room that requests queue and are preempted."""

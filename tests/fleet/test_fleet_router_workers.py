@@ -10,12 +10,12 @@ from pathlib import Path
 
 import psutil
 import torch
-from sim_fleets import SIM, check, check_serves, in_flight
 
 from penstock import Fleet, SamplingParams
 from penstock.errors import PenstockError
 from penstock.router.admin_client import RouterAdmin
 from penstock.settings import RouterConfig
+from sim_fleets import SIM, check, check_serves, in_flight
 
 PROMPTS = [[1 + i, 2, 3] for i in range(24)]
 LONG = SamplingParams(max_tokens=450, detokenize=False)

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 import torch
-from sim_fleets import SIM, check, check_serves
 
 from penstock import Fleet, SamplingParams
 from penstock.errors import StateError
+from sim_fleets import SIM, check, check_serves
 
 PROMPTS = [[7, 8, i] for i in range(1, 9)]
 SHORT = SamplingParams(max_tokens=3)

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 import torch
-from sim_fleets import check, check_serves, in_flight, made
 
 from penstock import Fleet, PauseMode, SamplingParams
 from penstock.errors import DeadlineError, StateError, UserError
 from penstock.fleet.member import State
+from sim_fleets import check, check_serves, in_flight, made
 
 PROMPTS = [[1 + i, 2, 3] for i in range(24)]
 LONG = SamplingParams(max_tokens=300, detokenize=False)

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 import torch
-from sim_fleets import generated, in_flight
 
 from penstock.fleet.fleet import Fleet
 from penstock.types import PauseMode, SamplingParams
+from sim_fleets import generated, in_flight
 
 TOKENS = 1200
 BODY = {"model": "sim-model", "prompt": [1, 2, 3], "max_tokens": TOKENS, "n": 2}

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from fleet_fakes import Bench
-from sim_fleets import SIM, check, generated, in_flight
 
 from http_engine import HTTPEngine
 from penstock import Fleet, SamplingParams
@@ -16,6 +15,7 @@ from penstock.errors import MissingCapabilityError, UserError
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import KV, EngineUpdate
+from sim_fleets import SIM, check, generated, in_flight
 
 PARAMS = SamplingParams(max_tokens=450, detokenize=False)
 SHORT = SamplingParams(max_tokens=8, detokenize=False)

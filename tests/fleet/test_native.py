@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from fleet_fakes import Bench
-from sim_fleets import SIM, check_serves
 
 from penstock import Fleet
 from penstock.engine.capabilities import PENSTOCK, Capabilities
@@ -16,6 +15,7 @@ from penstock.fleet.member import State
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import PauseMode
+from sim_fleets import SIM, check_serves
 
 JOIN = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 4, "rank_offset": 1}
 NAMES = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}

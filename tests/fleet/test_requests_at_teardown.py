@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from fleet_fakes import until
-from sim_fleets import in_flight
 
 from penstock import Fleet
 from penstock.engine.client import DataClient
@@ -20,6 +19,7 @@ from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
+from sim_fleets import in_flight
 
 LONG = {"max_tokens": 400}
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from sim_fleets import SIM, check, check_serves, children, impatient, in_flight
 
 from penstock import Fleet, SamplingParams
 from penstock.engine.launch import EngineProcess
 from penstock.errors import EngineHTTPError, UpdateError, WeightsError
 from penstock.fleet.member import Member, State
 from penstock.http import HttpTransport
+from sim_fleets import SIM, check, check_serves, children, impatient, in_flight
 
 PARAMS = SamplingParams(max_tokens=300, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(9)]

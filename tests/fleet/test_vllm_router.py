@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from sim_fleets import SIM, check, check_serves, engine_process, in_flight, made
 
 from penstock import Fleet, SamplingParams
 from penstock.errors import ConfigError, EngineDeadError, EngineHTTPError, StateError, UserError
@@ -18,6 +17,7 @@ from penstock.fleet.vllm_router import VllmRouterAdmin
 from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
 from penstock.sim import SimConfig, SimServer
+from sim_fleets import SIM, check, check_serves, engine_process, in_flight, made
 from vllm_router_server import installed, vllm_router
 
 PROMPTS = [[1 + i, 2, 3] for i in range(24)]

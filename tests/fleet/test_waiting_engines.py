@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from fleet_fakes import Bench, FakeEngine, until
-from sim_fleets import SIM, check, check_serves, engine_process, in_flight
 
 from penstock import Fleet, SamplingParams
 from penstock.errors import EngineDeadError, TransferError, UpdateError, WeightsError
@@ -19,6 +18,7 @@ from penstock.fleet import delivery
 from penstock.fleet.delivery import Delivery
 from penstock.fleet.member import State
 from penstock.types import PauseMode
+from sim_fleets import SIM, check, check_serves, engine_process, in_flight
 
 WEIGHTS = [("w", torch.ones(500_000)), ("norm", torch.ones(7))]
 OPTIONS: dict[str, Any] = {
