@@ -57,7 +57,7 @@ async def answers():
             "ChatCompletionStreamResponse": ("/v1/chat/completions", chat),
         }
         for name, (path, body) in streams.items():
-            options = {"include_usage": True, "continuous_usage_stats": True}
+            options = {"include_usage": True}
             for event in (await sim.events(path, {**body, "stream": True, "stream_options": options}))[:-1]:
                 yield name, False, event
 

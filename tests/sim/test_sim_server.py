@@ -149,12 +149,11 @@ async def test_api_key_guards_everything_but_probes():
         await sim.get("/health")
 
 
-async def test_models_version_ping_health(sim):
+async def test_models_version_health(sim):
     model = (await sim.get("/v1/models"))["data"][0]
     assert (model["id"], model["max_model_len"]) == ("sim-model", 4096)
     assert (await sim.get("/version"))["version"] == "0.32.0"
     await sim.get("/health")
-    await sim.get("/ping")
 
 
 def figures(text: bytes) -> dict[str, float]:
@@ -183,7 +182,6 @@ async def test_pausing_twice_is_allowed_and_requests_wait(sim):
     for _ in range(2):
         assert await sim.post("/pause?mode=keep") == {"status": "paused"}
     assert await sim.get("/is_paused") == {"is_paused": True}
-    assert await sim.get("/is_sleeping") == {"is_sleeping": True}
     task = asyncio.create_task(sim.generate(2))
     await asyncio.sleep(0.05)
     assert not task.done()
@@ -208,7 +206,6 @@ async def test_sleep_and_wake_up(sim):
     assert await sim.post("/sleep?level=1") == {"status": "sleeping", "level": 1}
     assert await sim.post("/wake_up?tags=weights") == {"status": "sleeping", "tags": ["weights"]}
     assert await sim.post("/wake_up") == {"status": "awake", "tags": None}
-    assert await sim.get("/is_sleeping") == {"is_sleeping": False}
     assert (await sim.call("POST", "/sleep?level=9"))[0] == 400
 
 

@@ -140,7 +140,7 @@ async def set_fault(http: web.Request) -> web.Response:
 # --- vLLM's, as `/server_info` and the endpoints' presence tell how it was started ------------------------------------
 
 ALWAYS = frozenset(
-    {"/health", "/ping", "/metrics", "/version", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"},
+    {"/health", "/metrics", "/version", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"},
 )
 SINCE_0_32 = frozenset({"/weight_info", "/update_weight_version", "/abort_requests"})
 
@@ -241,11 +241,6 @@ async def _wake_up(http: web.Request) -> web.Response:
     return json_answer({"status": "awake" if awake else "sleeping", "tags": tags})
 
 
-async def _is_sleeping(http: web.Request) -> web.Response:
-    engine = engine_of(http)  # a paused engine counts as sleeping, as in vLLM
-    return json_answer({"is_sleeping": engine.paused or bool(engine.asleep)})
-
-
 async def _collective_rpc(http: web.Request) -> web.Response:
     """The simulated engine has one worker, which returns what it was called with."""
     body = await json_body(http)
@@ -324,15 +319,12 @@ async def _unload_lora_adapter(http: web.Request) -> web.Response:
 
 GET: Mapping[str, Handler] = {
     "/health": _health,
-    "/ping": _health,
     "/metrics": _metrics,
     "/version": _version,
     "/is_paused": _is_paused,
-    "/is_sleeping": _is_sleeping,
     "/weight_info": _weight_info,
 }
 POST: Mapping[str, Handler] = {
-    "/ping": _health,
     "/pause": _pause,
     "/resume": _resume,
     "/abort_requests": _abort_requests,

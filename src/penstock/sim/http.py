@@ -153,10 +153,10 @@ def sampling_of(
     return SamplingParams.of(values)
 
 
-def stream_option(body: Mapping[str, Any], name: str) -> bool:
-    """One of OpenAI's `stream_options`."""
+def wants_usage(body: Mapping[str, Any]) -> bool:
+    """Whether a stream is to end with its usage (`stream_options`)."""
     options: Any = body.get("stream_options")
-    return isinstance(options, dict) and bool(cast("dict[str, Any]", options).get(name))
+    return isinstance(options, dict) and bool(cast("dict[str, Any]", options).get("include_usage"))
 
 
 RANK_HEADER = "X-data-parallel-rank"

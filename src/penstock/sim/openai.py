@@ -19,7 +19,7 @@ from penstock.sim.http import (
     json_body,
     model_asked_for,
     sampling_of,
-    stream_option,
+    wants_usage,
 )
 from penstock.sim.progress import (
     CutError,
@@ -283,10 +283,8 @@ async def _tokens_chunks(
         chunk: dict[str, Any] = {"request_id": request.id, "usage": None, "output_mode": "tokens", "choices": [choice]}
         if first:
             chunk["prompt_token_ids"], first = request.prompt_ids, False
-        if stream_option(body, "continuous_usage_stats"):
-            chunk["usage"] = usage_of(len(request.prompt_ids), delta.end)
         yield chunk
-    if stream_option(body, "include_usage"):
+    if wants_usage(body):
         made = sum(len(s.output) for s in request.sequences)
         usage = usage_of(len(request.prompt_ids), made)
         yield {"request_id": request.id, "output_mode": "tokens", "choices": [], "usage": usage}
@@ -373,8 +371,7 @@ async def tokenize(http: web.Request) -> web.Response:
     if not isinstance(prompt, str):
         raise InvalidFieldError("prompt", "Input should be a valid string")
     ids = encode(prompt, config.vocab_size)
-    strings = [character_of(i) for i in ids] if body.get("return_token_strs") else None
-    return json_answer({"count": len(ids), "max_model_len": config.max_model_len, "tokens": ids, "token_strs": strings})
+    return json_answer({"count": len(ids), "max_model_len": config.max_model_len, "tokens": ids, "token_strs": None})
 
 
 async def detokenize(http: web.Request) -> web.Response:
@@ -426,11 +423,8 @@ async def _chunks(engine: SimEngine, shape: Shape, requests: Sequence[SimRequest
     async for i, delta in deltas_of(engine, requests):
         request = requests[i]
         index = i * request.params.n + delta.index
-        chunk = shape.chunk(index, request.sequences[delta.index], delta)
-        if stream_option(shape.body, "continuous_usage_stats"):
-            chunk["usage"] = usage_of(len(request.prompt_ids), delta.end)
-        yield chunk
-    if stream_option(shape.body, "include_usage"):
+        yield shape.chunk(index, request.sequences[delta.index], delta)
+    if wants_usage(shape.body):
         yield {**shape.chunk_head(), "choices": [], "usage": _usage(requests)}
 
 
