@@ -231,6 +231,7 @@ async def test_an_update_of_the_base_leaves_adapters_and_one_in_use_is_not_unloa
     await engine.unload_adapter("u")
     with pytest.raises(EngineHTTPError, match="does not exist"):
         await engine.sample([2, 3], 1, SHORT, adapter="u")
+    await engine.update_weights(tuned.base.named_parameters())  # for the tests that follow
 
 
 async def test_an_adapter_that_overflows_leaves_nothing_for_others(tuned: Tuned) -> None:
