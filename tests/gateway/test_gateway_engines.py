@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import torch
 
@@ -38,11 +39,12 @@ class Harness:
         self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=auth(KEY), timeout=120)
 
     async def chat(self, session: str, messages: list[Any], max_tokens: int = 24) -> None:
-        """Ask, and put the answer and a question behind the messages."""
-        path, body = f"/s/{session}/v1/chat/completions", {"messages": messages, "max_tokens": max_tokens}
-        answer = await self.http.post(path, json=body)
-        assert answer.status_code == 200, answer.text
-        messages.append(answer.json()["choices"][0]["message"])
+        """Ask with OpenAI's own client, and put the answer and a question behind the messages."""
+        client = openai.AsyncOpenAI(
+            api_key=KEY, base_url=f"http://127.0.0.1/s/{session}/v1", http_client=self.http, timeout=120
+        )
+        answer = await client.chat.completions.create(model="m", messages=messages, max_tokens=max_tokens)
+        messages.append(answer.choices[0].message.model_dump())
         messages.append({"role": "user", "content": f"more {len(messages)}"})
 
     async def message(self, session: str, messages: list[Any], max_tokens: int = 24) -> None:
