@@ -75,3 +75,24 @@ def test_what_a_policy_may_write_does_no_harm(module: str, function: str, argume
     tool = getattr(importlib.import_module(module), function)
     more = ([("Bern", 1)],) if module == "sql" else ()
     assert tool(json.dumps(arguments), *more).startswith(says)
+
+
+async def test_a_number_is_guessed_by_what_each_guess_is_answered(tmp_path: Path) -> None:
+    from guess import Guess, task_of
+
+    tokenizer = chat_tokenizer(tmp_path)
+    for feedback, said in ((True, ["15", "nine", "20"]), (False, ["15", "16", "17"])):
+        environment, engine = Guess(seed=0, feedback=feedback), Engine(tokenizer, list(said))
+        generator = MultiTurnGenerator(engine, tokenizer, environment, SamplingParams(max_tokens=9), 1)
+        (t,) = (await generator.generate(GeneratorInput([task_of(12, 26, 20)]))).trajectories
+        assert (t.reward, len(t.turn_rewards), t.stop_reason) == (float(feedback), 3, "stop")
+        answers = [tokenizer.decode(ids).count("+05") for ids in engine.seen]
+        assert answers == ([0, 1, 1] if feedback else [0, 0, 0])
+
+
+def test_ranges_of_held_out_numbers_are_never_trained_on() -> None:
+    from guess import Guess
+
+    heldout = {task.prompt for task in Guess(seed=0).heldout_tasks(400)}
+    assert len(Guess(seed=0).heldout_tasks(400)) == len({task.id for task in Guess(seed=7).heldout_tasks(400)})
+    assert heldout.isdisjoint(Guess(seed=1).train_task(i).prompt for i in range(500))
