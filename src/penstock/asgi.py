@@ -101,7 +101,10 @@ class _Server(uvicorn.Server):
 
 def listening(host: str, port: int, what: str) -> socket.socket:
     """Bind a TCP socket; port 0 is any free one. ConfigError: the address cannot be listened on."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sets TCP_NODELAY on connections of sockets that name their protocol. Else an answer whose body follows its
+    # head waits 40 ms for the client's delayed acknowledgement.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
