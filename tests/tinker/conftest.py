@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import asyncio
-import sys
 from collections.abc import AsyncIterator
 
 import pytest
@@ -15,10 +13,3 @@ async def shared_fleet() -> AsyncIterator[None]:
         tinker_rig.SHARED.append(found)
         yield
         tinker_rig.SHARED.clear()
-
-
-@pytest.fixture(autouse=True)
-async def _clients_are_closed() -> AsyncIterator[None]:
-    yield
-    if (rig := sys.modules.get("sdk_rig")) is not None:
-        await asyncio.to_thread(rig.close_clients)

@@ -1,4 +1,4 @@
-"""Whole services for the real SDK, and clients that are closed with the test that opened them."""
+"""Whole services for the real SDK, and clients that are closed before their service ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ async def service_of(
     engine = EngineConfig(model=str(MODEL), profile=profile, served_model_name=name, max_model_len=512, **more)
     config = ServiceConfig(engine, FleetConfig(engines=engines), RouterConfig(), TrainConfig(threads=1), data)
     async with serving(config) as running:
-        yield running
+        try:
+            yield running
+        finally:
+            await call(close_clients)
 
 
 def client_of(url: str) -> tinker.ServiceClient:

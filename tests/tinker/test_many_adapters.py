@@ -13,8 +13,8 @@ import pytest
 from sdk_rig import ANSWER, BASE, PROMPT, call, client_of, service_of
 
 import tinker
+from penstock.fleet.member import State
 from penstock.tinker.service import Service
-from penstock.types import State
 from tinker import types
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
