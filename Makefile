@@ -1,9 +1,10 @@
 # `make demo` and `make test` set themselves up; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: setup demo test test-each test-harnesses test-slow bench lint check-vllm docs dist clean help
+.PHONY: setup demo test test-each test-harnesses test-slow test-tinker bench lint check-vllm docs dist clean help
 
 BIN := .venv/bin
 READY := .venv/.ready
+TINKER := .venv-tinker
 DOCS := .venv-docs/bin
 DOCS_READY := .venv-docs/.ready
 PYTHON ?= python3
@@ -28,6 +29,13 @@ test-harnesses: $(READY) ## agents of five frameworks through the gateway, each 
 
 test-slow: $(READY) ## the tests that take minutes
 	@$(BIN)/pytest -m slow
+
+$(TINKER)/.ready: requirements/tinker-tests.lock
+	@$(PYTHON) -m pip --disable-pip-version-check -qq install --no-deps --upgrade --target $(TINKER) --requirement $<
+	@touch $@
+
+test-tinker: $(READY) $(TINKER)/.ready ## the Tinker service under the cookbook's RL recipe and on PostgreSQL (3 minutes)
+	@PYTHONPATH=$(TINKER) $(BIN)/pytest -m slow tests/tinker/test_cookbook.py tests/tinker/test_api_database.py
 
 bench: $(READY) ## every benchmark, one JSON document each
 	@status=0; for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file || status=1; done; exit $$status
