@@ -284,3 +284,24 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
             raise ConfigError(f"override {override!r}: {parent!r} is a value, not a section")
         node = cast("dict[str, Any]", child)
     node[last] = value
+
+
+def read_keys(file: Path, option: str) -> dict[str, Any]:
+    """Read a YAML file that maps tenants' names to their keys and limits.
+
+    Args:
+        file: of mode 0600.
+        option: that names it on the command line, for messages.
+
+    Raises:
+        ConfigError: it cannot be read, other users can read it, or it maps nothing.
+    """
+    try:
+        if file.stat().st_mode & 0o077:
+            raise ConfigError(f"{option} {file} can be read by other users of this machine; chmod 600 it")
+        given = read_yaml(file.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{option} {file} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(given, dict) or not given:
+        raise ConfigError(f"{option} {file} holds no tenants; it has lines such as `alice: {{key: KEY}}`")
+    return {str(name): values for name, values in cast("dict[object, Any]", given).items()}

@@ -63,10 +63,10 @@ def gateway(
 
 def _tenants(file: Path | None) -> list[Tenant]:
     """Read the tenants of a file, or the one of the environment."""
+    from penstock.config import read_keys  # noqa: PLC0415
     from penstock.gateway.graph import Limits  # noqa: PLC0415
     from penstock.gateway.service import Tenant  # noqa: PLC0415
     from penstock.parsing import reading  # noqa: PLC0415
-    from penstock.settings import read_keys  # noqa: PLC0415
 
     if file is None:
         key = os.environ.get("PENSTOCK_GATEWAY_KEY")

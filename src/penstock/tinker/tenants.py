@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from penstock import settings
+from penstock import config
 from penstock.errors import ConfigError
 from penstock.parsing import whole_number
 
@@ -72,7 +72,7 @@ def read_keys(file: Path | None) -> Tenants:
     """
     if file is None:
         return Tenants([Tenant("default")])
-    tenants = [_tenant(name, values) for name, values in settings.read_keys(file, "--keys").items()]
+    tenants = [_tenant(name, values) for name, values in config.read_keys(file, "--keys").items()]
     if len({tenant.key for tenant in tenants}) < len(tenants):
         raise ConfigError(f"--keys {file} gives one key to two tenants")
     return Tenants(tenants)
