@@ -24,6 +24,7 @@ PLACES = {
     "delivery.broadcast": "penstock.fleet.delivery:Delivery",
     "detach": "penstock.fleet.detach:launch_detached",
     "elastic": "penstock.fleet.elastic:Elastic",
+    "experts.add": "penstock.engine.experts:add_experts",
     "figures": "penstock.router.figures:text",
     "generator.agent": "penstock.gateway.training:AgentRollouts",
     "group.join": "penstock.plugin.broadcast:join_group",

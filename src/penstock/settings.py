@@ -137,6 +137,8 @@ class EngineConfig(Section):
     max_loras: Positive = 1
     """Adapters in one batch."""
     max_lora_rank: Positive = 16
+    enable_return_routed_experts: bool = False
+    """Samples of a mixture of experts say which experts each token had, and the learner replays them; on GPUs only."""
     enable_sleep_mode: bool = False
     """`sleep` frees device memory; on GPUs only."""
     quantization: str | None = None

@@ -215,6 +215,9 @@ class Sample:
     logprobs: tuple[float, ...] | None
     spans: tuple[VersionSpan, ...]
     text: str = ""
+    routed_experts: Any = field(default=None, compare=False, repr=False)
+    """Experts of each token that had a forward pass, an integer array `[prompt + tokens - 1, layers, experts a token]`.
+    None: the engine reports none (`engine.enable_return_routed_experts`)."""
 
     def versions(self) -> tuple[int, ...]:
         """Version of the policy of each token, shape `[len(token_ids)]`: an adapter's own where one made it."""
@@ -464,6 +467,8 @@ class Trajectory:
     """Of each token of `response_ids`: it attends to KV of older weights. Empty: none does."""
     turn_rewards: tuple[tuple[int, float], ...] = ()
     """Of an episode of several turns: the end of each turn in `response_ids`, and its own reward."""
+    routed_experts: Any = field(default=None, compare=False, repr=False)
+    """As of `Sample`, of an episode of one turn."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.loss_mask), len(self.logprobs), len(self.versions)}

@@ -24,14 +24,15 @@ ROOTS = ("fleet.fleet", "router.__main__", "plugin", "plugin.server", "plugin.mi
 SIDE_ROOMS = tuple(
     f"penstock.{room}"
     for room in (
-        "cli", "engine.layouts", "engine.openai", "engine.quantisation", "engine.vanilla", "facade", "fleet.adapters",
-        "fleet.attach", "fleet.calls", "fleet.connect", "fleet.delivery", "fleet.detach", "fleet.elastic",
-        "fleet.native", "fleet.owner", "fleet.ray", "fleet.remote", "fleet.service", "fleet.vllm_router", "gateway",
-        "observe", "plugin.adapters", "plugin.broadcast", "plugin.cores", "plugin.delta", "plugin.disk",
-        "plugin.input_patches", "plugin.ipc", "plugin.kept_kv", "plugin.native", "plugin.quantised",
-        "plugin.served_adapters", "rollout", "router.figures", "router.merge", "router.other_policies",
-        "router.workers", "sim", "token_meter", "train", "weights.broadcast", "weights.collective", "weights.cuda_ipc",
-        "weights.delta", "weights.disk", "weights.group", "weights.quantise", "weights.transfer",
+        "cli", "engine.experts", "engine.layouts", "engine.openai", "engine.quantisation", "engine.vanilla", "facade",
+        "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.connect", "fleet.delivery", "fleet.detach",
+        "fleet.elastic", "fleet.native", "fleet.owner", "fleet.ray", "fleet.remote", "fleet.service",
+        "fleet.vllm_router", "gateway", "observe", "plugin.adapters", "plugin.broadcast", "plugin.cores",
+        "plugin.delta", "plugin.disk", "plugin.input_patches", "plugin.ipc", "plugin.kept_kv", "plugin.native",
+        "plugin.quantised", "plugin.served_adapters", "rollout", "router.figures", "router.merge",
+        "router.other_policies", "router.workers", "sim", "token_meter", "train", "weights.broadcast",
+        "weights.collective", "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group",
+        "weights.quantise", "weights.transfer",
     )
 )  # fmt: skip
 SPINE_FILES, SPINE_LINES = 67, 17_300

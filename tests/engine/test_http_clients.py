@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import socket
 
+import numpy as np
 import pytest
 from canned import LINES, answer, canned
 
@@ -192,3 +195,20 @@ def test_figures_that_cannot_be_read_are_the_engines_error(value: str):
     text = RANK.format(rank=0).replace(" 1.5e+06", f" {value}")
     with pytest.raises(EngineError, match="engine e0: its /metrics cannot be read: "):
         engine_stats(text, "e0")
+
+
+async def test_experts_go_with_the_sample_whose_they_are() -> None:
+    rows = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    with io.BytesIO() as buffer:
+        np.save(buffer, rows, allow_pickle=False)
+        text = base64.b64encode(buffer.getvalue()).decode()
+    reports = [report(0, 5, 6, 7, finish="stop"), report(1, 8, finish="length")]
+    choices = [{"index": 1, "routed_experts": text}, {"index": 0, "routed_experts": None}]
+    spans = [[[0, 0, 3]], [[0, 0, 1]]]
+    last = {"status": 200, "samples": reports, "versions": spans, "answer": {"choices": choices}}
+    async with canned(answer([last], LINES)) as server:
+        data = DataClient(server.url)
+        first, second = await data.sample([1, 2], 2, TOKENS_ONLY)
+        await data.close()
+    assert first.routed_experts is None
+    assert np.array_equal(second.routed_experts, rows[:2]), "two tokens of the prompt had a forward pass"

@@ -223,3 +223,26 @@ def test_a_method_of_vllms_and_a_quantised_checkpoint_are_left_to_vllm(tmp_path:
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     own = EngineConfig(model=str(tmp_path), profile="gpu", quantization="fp8_per_tensor")
     assert "--quantization fp8_per_tensor" in " ".join(server_command(own, port=1, api_key=None).argv)
+
+
+@pytest.mark.parametrize(
+    ("device", "keys", "shape", "message"),
+    [
+        ("cpu", {}, MOE, "by its second model runner alone, which needs Triton and so a GPU"),
+        ("gpu", {}, DENSE, "enable_return_routed_experts is set, and it has no experts"),
+        ("gpu", {"pipeline_parallel_size": 2}, MOE, "vLLM reports no experts of several stages"),
+        ("gpu", {"enable_prefix_caching": False}, MOE, "with prefix caching alone"),
+    ],
+)
+def test_experts_that_vllm_cannot_report_are_refused_before_anything_starts(
+    device: Any, keys: dict[str, Any], shape: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    config = EngineConfig(model=str(tmp_path), profile=device, enable_return_routed_experts=True, **keys)
+    with pytest.raises(ConfigError, match=message):
+        server_command(config, port=1, api_key=None)
+    good = EngineConfig(model=str(tmp_path), profile="gpu", enable_return_routed_experts=True)
+    if shape is MOE:
+        command = server_command(good, port=1, api_key=None)
+        assert "--enable-return-routed-experts" in command.argv
+        assert command.env["VLLM_USE_V2_MODEL_RUNNER"] == "1"

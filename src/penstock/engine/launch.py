@@ -70,6 +70,8 @@ def server_command(
     }
     if config.enable_lora:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if config.enable_return_routed_experts:
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that has them
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if profile == "cpu":
@@ -97,8 +99,8 @@ Option = str | int | float | bool | None
 _SAME_NAME = (
     "model", "tokenizer", "served_model_name", "dtype", "tensor_parallel_size", "pipeline_parallel_size",
     "data_parallel_size", "enable_expert_parallel", "max_model_len", "max_num_seqs", "enable_prefix_caching",
-    "enforce_eager", "enable_lora", "enable_sleep_mode", "load_format", "gpu_memory_utilization",
-    "kv_cache_memory_bytes", "seed",
+    "enforce_eager", "enable_lora", "enable_return_routed_experts", "enable_sleep_mode", "load_format",
+    "gpu_memory_utilization", "kv_cache_memory_bytes", "seed",
 )  # fmt: skip
 """Fields of `EngineConfig` that are options of vLLM under the same name."""
 

@@ -38,6 +38,7 @@ NOT_EXTRA: Mapping[str, str] = {
     "prefill-context-parallel-size": "an engine's ranks are TP x PP x DP here, and its weights are sent to those",
     "enable-expert-parallel": "set enable_expert_parallel, which is checked against the model",
     "api-server-count": "versions are kept in one API process of an engine; for more of them start more engines",
+    "enable-return-routed-experts": "set enable_return_routed_experts, which is checked against the model",
     "enable-sleep-mode": "set enable_sleep_mode, which is checked against the device",
 }  # fmt: skip
 """The same of vLLM's."""
@@ -159,7 +160,7 @@ def _rules(config: EngineConfig, cpu: bool, m: ModelShape) -> tuple[tuple[object
     tp, pp, dp = config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size
     ep, spread, dies = config.enable_expert_parallel, tp * dp, "vLLM's CPU build dies of"
     needed, memory = tp * pp * dp * RANK_BYTES, machine_bytes() if cpu else None
-    heads = m.heads and m.heads % tp
+    heads, replay = m.heads and m.heads % tp, config.enable_return_routed_experts
     return (
         (cpu and pp > 1,
          (f"pipeline_parallel_size is {pp}, and with more than one stage {dies} the first request; use tensor or data "
@@ -174,6 +175,13 @@ def _rules(config: EngineConfig, cpu: bool, m: ModelShape) -> tuple[tuple[object
           f"any weights, and this machine has {(memory or 0) / 2**30:.1f} GiB with its swap; ask for fewer")),
         (cpu and config.enable_sleep_mode,
          "enable_sleep_mode is set, and vLLM's CPU build answers that it sleeps but frees no memory"),
+        (replay and cpu,
+         ("enable_return_routed_experts is set, and vLLM reports experts by its second model runner alone, which needs "
+          "Triton and so a GPU")),
+        (replay and m.experts == 0, "enable_return_routed_experts is set, and it has no experts"),
+        (replay and pp > 1, f"pipeline_parallel_size is {pp}, and vLLM reports no experts of several stages"),
+        (replay and not config.enable_prefix_caching,
+         "vLLM reports experts with prefix caching alone; set enable_prefix_caching"),
         (heads, f"its {m.heads} attention heads cannot be split evenly over tensor_parallel_size {tp}"),
         (not heads and m.kv_heads and m.kv_heads % tp and tp % m.kv_heads,
          f"its {m.kv_heads} key-value heads can be neither split nor copied evenly to {tp} ranks"),

@@ -95,6 +95,7 @@ class SingleTurnGenerator(Generator):
             stop_reason=sample.finish_reason,
             group_id=group_id,
             kv_kept=sample.kv_kept() if any(span.kv_kept for span in sample.spans) else (),
+            routed_experts=sample.routed_experts,
         )
 
     def _reward(self, task: Task, text: str) -> float:

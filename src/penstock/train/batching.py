@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.errors import UserError
 from penstock.train.interface import Datum
 from penstock.train.losses import LossSpec, LossTerms
+from penstock.train.router_replay import UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class MicroBatch:
         indices: of the B sequences in the data.
         places: of each sequence: its wanted places.
         several: a place may have several targets, one after another.
+        experts_L_N_K: experts that the engine chose, `[L, layers, experts a token]`, if a datum has them.
         needs_gradient: false where the loss has none, whatever the policy: such sequences are only measured.
     """
 
@@ -56,6 +58,7 @@ class MicroBatch:
     places: tuple[Tensor, ...]
     several: bool
     needs_gradient: bool
+    experts_L_N_K: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
@@ -155,7 +158,22 @@ def collate(data: Sequence[Datum], loss: LossSpec, indices: Sequence[int] = ()) 
         places=places,
         several=any(datum.positions is not None for datum in data),
         needs_gradient=True,
+        experts_L_N_K=_experts(data),
     )
+
+
+def _experts(data: Sequence[Datum]) -> Tensor | None:
+    """Lay experts end to end, `UNKNOWN` for data without."""
+    known = next((torch.as_tensor(datum.experts) for datum in data if datum.experts is not None), None)
+    if known is None:
+        return None
+    rows = [
+        torch.full((len(datum.input_ids), *known.shape[1:]), UNKNOWN)
+        if datum.experts is None
+        else torch.as_tensor(datum.experts, dtype=torch.long)
+        for datum in data
+    ]
+    return torch.cat(rows)
 
 
 def _wanted(datum: Datum, loss: LossSpec) -> Tensor:

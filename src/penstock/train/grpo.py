@@ -206,7 +206,8 @@ def datum_of(trajectory: Trajectory, advantage: float) -> Datum:
     weights = (*context, *map(float, trajectory.loss_mask))
     made = zip(trajectory.logprobs, trajectory.loss_mask, strict=True)
     logprobs = (*context, *(logprob if by_policy else 0.0 for logprob, by_policy in made))
-    return Datum(ids[:-1], ids[1:], weights, logprobs, (advantage,) * len(weights))
+    experts = trajectory.routed_experts
+    return Datum(ids[:-1], ids[1:], weights, logprobs, (advantage,) * len(weights), experts=experts)
 
 
 def _count_policy_tokens(trajectories: Sequence[Trajectory]) -> int:

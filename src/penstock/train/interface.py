@@ -18,6 +18,9 @@ from torch import Tensor
 from penstock.errors import UserError
 from penstock.train.losses import LossSpec
 
+_APART = {"extra", "experts"}
+"""Fields of a datum that have no value for each target."""
+
 
 @dataclass(frozen=True, slots=True)
 class Datum:
@@ -32,6 +35,8 @@ class Datum:
         reference: `[M]`, logprobs of a reference policy, for the loss part `kl`.
         positions: `[M]`, the place in `input_ids` at which each target is predicted; None: M is L, one at each.
         extra: by name `[M]`, what some losses read; see `LossTerms.extra`. All data of a call have the same names.
+        experts: `[L, layers, experts a token]`, ids of the experts that the engine chose for each input token, -1 where
+            it is not known; the learner replays them (`router_replay.py`). None: its own router chooses.
 
     Raises:
         UserError: the lengths differ.
@@ -45,10 +50,13 @@ class Datum:
     reference: Sequence[float] | None = None
     positions: Sequence[int] | None = None
     extra: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
+    experts: Any = None
 
     def __post_init__(self) -> None:
-        fields: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__ if name != "extra"}
+        fields: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__ if name not in _APART}
         fields.update(self.extra)
+        if self.experts is not None and len(self.experts) != len(self.input_ids):
+            raise UserError(f"a datum has experts of {len(self.experts)} tokens and {len(self.input_ids)} input tokens")
         if self.positions is not None:
             del fields["input_ids"]
         lengths = {name: len(values) for name, values in fields.items() if values is not None}

@@ -25,6 +25,7 @@ from penstock.errors import ConfigError
 from penstock.train.batching import MicroBatch
 from penstock.train.logprobs import TokenLogprobs, token_logprobs
 from penstock.train.packed_attention import use_packed_attention
+from penstock.train.router_replay import RouterReplay
 
 _HEAD_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Config entries of models that do something to the logits after the output matrix."""
@@ -63,6 +64,7 @@ class PolicyModel(nn.Module):
         self.device_type = device.type
         self.fuse = config.compile
         self.autocast = compute_dtype(config, device) == torch.bfloat16
+        self.replay = RouterReplay(self.layers)
         for layer in self.layers:
             _prepare(layer, config, pin_memory=device.type == "cuda")
 
@@ -73,6 +75,7 @@ class PolicyModel(nn.Module):
 
     def forward(self, batch: MicroBatch, temperature: float) -> TokenLogprobs:
         """Of each wanted target, `[K]`; the output matrix sees only the places that predict one."""
+        self.replay.begin(batch.experts_L_N_K)
         with torch.autocast(self.device_type, torch.bfloat16, enabled=self.autocast):
             hidden_1_L_H = self.model.base_model(
                 input_ids=batch.input_ids_1_L,

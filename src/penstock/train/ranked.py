@@ -337,7 +337,7 @@ def _datum(row: Mapping[str, Any]) -> Datum:
 
 
 def _dtype(name: str) -> torch.dtype:
-    return torch.int64 if name in {"input_ids", "target_ids", "positions"} else torch.float32
+    return torch.int64 if name in {"input_ids", "target_ids", "positions", "experts"} else torch.float32
 
 
 def _added(parts: Iterator[Mapping[str, float]]) -> dict[str, float]:

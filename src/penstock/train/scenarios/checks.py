@@ -16,6 +16,9 @@ GAIN = 0.10
 LOGPROB_BARS = {"cpu": 1e-4, "gpu": 2e-2}
 """Largest |learner - engine logprob| at equal weights, nats, by the engines' profile. GPUs round fp32 products."""
 
+QUANTISED_BAR = 1.0
+"""The same of engines that compute in int8 or fp8."""
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -85,6 +88,7 @@ def training_checks(
         Check("staleness", oldest <= config.train.staleness, f"{oldest:.0f} of {config.train.staleness}"),
     ]
     if (bar := LOGPROB_BARS.get(config.engine.profile)) is not None:
+        bar = QUANTISED_BAR if config.engine.quantization else bar
         gap = summary.logprob_difference
         checks.append(Check("logprobs", gap is not None and gap <= bar, "none" if gap is None else f"{gap:.1e}"))
     before, after = summary.accuracy_before or 0.0, summary.accuracy_after or 0.0

@@ -132,7 +132,9 @@ SCENARIOS: Mapping[str, Scenario] = {
             "learning_rate": 2e-3}, "engine": LORA},
         ),
         Scenario(
-            "quantised", "int8 and fp8 engines under a bf16 learner", gpus=1, missing="updates of quantised engines"
+            "quantised", "int8 engines under a learner in floats, corrected",
+            {"engine": {"quantization": "int8"}, "train": {"correction": "tis"}},
+            note="engine.quantization=fp8 is the other kind",
         ),
         Scenario("pause-keep", "a pause keeps requests in flight, and they go on", kind="pause_keep"),
         Scenario(

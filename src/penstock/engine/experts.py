@@ -1,0 +1,36 @@
+"""Reads the experts that an engine reports of a sample (`engine.enable_return_routed_experts`)."""
+
+from __future__ import annotations
+
+import base64
+import io
+from dataclasses import replace
+from typing import Any
+
+from penstock.errors import EngineError
+from penstock.parsing import reading
+from penstock.types import Sample
+
+
+def add_experts(sample: Sample, text: str | None, prompt_tokens: int) -> Sample:
+    """Return a sample with its experts, if the engine reports any.
+
+    Args:
+        sample: without them.
+        text: vLLM's `routed_experts`: a `.npy` file in base64, a row for each token that had a forward pass. Too few
+            rows cannot be laid beside the tokens, and are left out.
+        prompt_tokens: of the prompt.
+
+    Raises:
+        EngineError: it is no such array.
+    """
+    if text is None:
+        return sample
+    import numpy as np  # noqa: PLC0415 - of engines that report experts alone
+
+    with reading("routed experts of the engine", EngineError):
+        rows: Any = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+    if rows.ndim != 3 or rows.dtype.kind not in "iu":  # noqa: PLR2004 - tokens, layers, experts a token
+        raise EngineError(f"the engine's routed experts are {rows.dtype} of shape {rows.shape}, not integers on 3 axes")
+    needed = prompt_tokens + len(sample.token_ids) - 1  # the last token had no forward pass
+    return replace(sample, routed_experts=rows[:needed]) if len(rows) >= needed else sample

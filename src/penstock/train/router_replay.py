@@ -1,0 +1,81 @@
+"""Router replay: a mixture of experts is trained with the experts that its engine chose (arXiv 2510.11370).
+
+Engine and learner round differently, so near a tie their routers choose different experts, and logprobs jump. The
+learner takes the engine's choice of experts and computes their weights anew, so that the router still learns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError
+
+UNKNOWN = -1
+"""Expert of a token for which the engine reported none: the learner's own router chooses."""
+_NORMALISED = {"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter"}
+_ALWAYS_NORMALISED = {"MixtralTopKRouter"}
+"""Routers of transformers whose weights are a softmax over experts, of the chosen ones, by their class."""
+
+
+class RouterReplay:
+    """Replays experts in one model.
+
+    Args:
+        layers: the decoder layers. Those without experts are passed over.
+    """
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        self._layers = len(layers)
+        self._experts_L_N_K: Tensor | None = None
+        self._others: set[str] = set()
+        self._top_k: int | None = None
+        for index, layer in enumerate(layers):
+            for module in layer.modules():
+                kind = type(module).__name__
+                if kind in _NORMALISED | _ALWAYS_NORMALISED:
+                    self._top_k = int(getattr(module, "top_k"))  # noqa: B009 - a Module's attributes are untyped
+                    module.register_forward_hook(self._hook(index, normalised=_normalises(module)))
+                elif kind.endswith("Router"):
+                    self._others.add(kind)
+
+    def begin(self, experts_L_N_K: Tensor | None) -> None:
+        """Replay these experts from here on, also when a backward pass computes layers anew; None: replay nothing.
+
+        Args:
+            experts_L_N_K: ids, `[tokens, layers, experts a token]`; `UNKNOWN` where there are none.
+
+        Raises:
+            ConfigError: the model is no such mixture of experts, or its shape is another.
+        """
+        if experts_L_N_K is not None and (self._others or self._top_k is None):
+            has = f"has the routers {', '.join(sorted(self._others))}" if self._others else "has no experts"
+            known = ", ".join(sorted(_NORMALISED | _ALWAYS_NORMALISED))
+            raise ConfigError(f"experts cannot be replayed: the learner's model {has}; known routers are {known}")
+        wanted = (self._layers, self._top_k)
+        if experts_L_N_K is not None and tuple(experts_L_N_K.shape[1:]) != wanted:
+            raise ConfigError(
+                f"the engine's experts are {tuple(experts_L_N_K.shape[1:])} (layers, experts a token), and the "
+                f"learner's model has {wanted}: they are not of one model"
+            )
+        self._experts_L_N_K = experts_L_N_K
+
+    def _hook(self, index: int, *, normalised: bool) -> Any:
+        def replay(_router: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+            if self._experts_L_N_K is None:
+                return output
+            logits, scores, own = output
+            given = self._experts_L_N_K[:, index].to(own)
+            experts = torch.where(given == UNKNOWN, own, given)
+            weights = torch.softmax(logits, dim=-1, dtype=torch.float).gather(-1, experts)
+            if normalised:
+                weights = weights / weights.sum(dim=-1, keepdim=True)
+            return logits, weights.to(scores.dtype), experts
+
+        return replay
+
+
+def _normalises(router: Any) -> bool:
+    return type(router).__name__ in _ALWAYS_NORMALISED or bool(router.norm_topk_prob)
