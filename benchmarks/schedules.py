@@ -5,7 +5,8 @@
     python benchmarks/schedules.py --profile gpu --to-accuracy 0.6 --seeds 0 --results FILE
     python benchmarks/schedules.py --quick                                        simulated engines
 
-Every run starts from the same weights; the engines stay up between runs. `--results` keeps a line for each run, so that
+Every run starts from the same weights; the engines stay up between runs. A short run comes first and counts for none:
+it bears the compilation of kernels, which would be the first schedule's. `--results` keeps a line for each run, so that
 seeds can be added later; the rows are medians over all of its lines. Lengths are drawn from a Pareto distribution by
 the prompt, so each schedule makes the same ones: most are short, a few reach `--max-tokens`. With `--to-accuracy` the
 policy decides its lengths itself, and accuracy is measured every `--every` steps.
@@ -50,6 +51,8 @@ from penstock.types import Sample, SamplingParams, SessionId
 TAIL = 1.2
 """Exponent of the Pareto distribution: the mean exists, the variance does not."""
 ASYNC_BAR, ONE_STEP_BAR = 1.6, 1.0
+WARM_UP = -1
+"""Seed of the run that is not measured, and its name; it has 2 steps."""
 
 
 class HeavyTailed(SingleTurnGenerator):
@@ -72,8 +75,9 @@ def heavy_tailed(name: str, most: int) -> int:
 
 def config_of(given: argparse.Namespace, schedule: str, seed: int, folder: Path) -> RunConfig:
     """The configuration of one run."""
+    steps = 2 if seed == WARM_UP else given.steps
     tree: dict[str, Any] = {section: dict(keys) for section, keys in BASE.items()}
-    tree |= {"name": f"{schedule}-{seed}", "seed": seed, "run_dir": folder}
+    tree |= {"name": f"{schedule}-{seed}", "seed": max(seed, 0), "run_dir": folder}
     tree["engine"] |= {"model": str(given.model), "profile": given.profile, "max_model_len": given.max_tokens + 64}
     if schedule == "colocated":
         tree["engine"] |= {"enable_sleep_mode": True, "gpu_memory_utilization": 0.4}
@@ -82,8 +86,8 @@ def config_of(given: argparse.Namespace, schedule: str, seed: int, folder: Path)
     tree["fleet"] |= {"engines": given.engines}
     tree["rollout"] |= {"groups_per_batch": given.groups, "max_tokens": given.max_tokens}
     tree["train"] |= {
-        "steps": given.steps, "schedule": schedule, "max_staleness": 2,
-        "checkpoint_every": given.steps, "dtype": "auto", "micro_batch_tokens": 16_384,
+        "steps": steps, "schedule": schedule, "max_staleness": 2,
+        "checkpoint_every": steps, "dtype": "auto", "micro_batch_tokens": 16_384,
     }  # fmt: skip
     tree["eval"] = {"size": 16 if given.to_accuracy is None else 512, "every": given.every if given.to_accuracy else 0}
     return RunConfig.model_validate(tree)
@@ -135,13 +139,16 @@ async def measure(given: argparse.Namespace, folder: Path, results: Path) -> Non
     first = config_of(given, given.schedules[0], given.seeds[0], folder)
     check_schedule(first)
     async with Fleet.launch(first.engine, fleet=first.fleet, router=first.router) as fleet:
-        for seed, schedule in itertools.product(given.seeds, given.schedules):
+        runs = itertools.product(given.seeds, given.schedules)
+        for seed, schedule in itertools.chain([(WARM_UP, given.schedules[0])], runs):
             config = config_of(given, schedule, seed, folder)
             learner = await asyncio.to_thread(
                 LocalLearner, str(given.model), config.train, seed=seed,
                 served_dtype=config.engine.dtype,
             )  # fmt: skip
             found = await one_run(config, fleet, learner, given.to_accuracy)
+            if seed == WARM_UP:
+                continue
             found |= {"profile": given.profile, "engines": given.engines}
             _common.note(json.dumps(found))
             with results.open("a") as out:

@@ -114,3 +114,6 @@ def test_a_comparison_that_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
         compare_runs([run, folder_with(tmp_path / "none", [])], tmp_path / "c.png")
     with pytest.raises(UserError, match=r"cannot write .*c\.nothing"):
         compare_runs([run, run], tmp_path / "c.nothing")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match=r"cannot write .*folder"):
+        compare_runs([run, run], tmp_path / "folder")

@@ -99,3 +99,14 @@ def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UserError, match=r"wandb is not installed; pip install 'penstock\[wandb\]'"):
         check_trackers(["wandb"])
     check_trackers([])
+
+
+def test_the_real_wandb_keeps_figures_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen with wandb 0.31.0, which is not among the packages of the tests."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = config_with("wandb")
+    with tracked(Reporter(), config, RunFolder.create(tmp_path, config)) as reporter:
+        reporter.on_step({"step": 1, "reward_mean": 0.25})
+    [kept] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert b"reward_mean" in kept.read_bytes()

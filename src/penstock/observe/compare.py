@@ -57,7 +57,7 @@ def compare_runs(folders: Sequence[RunFolder], out: Path) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(runs), 4), frameon=False)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, dpi=110)
+        figure.savefig(out, dpi=110, format=out.suffix[1:] or "png")  # else it would add `.png` by itself
     except (OSError, ValueError) as error:  # the latter: a format that matplotlib does not know
         raise UserError(f"cannot write {out}: {error}") from error
 
@@ -99,16 +99,17 @@ def _draw_accuracy(axes: Axes, runs: Sequence[_Run]) -> None:
 
 
 def _draw_bubbles(axes: Axes, runs: Sequence[_Run]) -> None:
-    axes_of(axes, "Update bubble", "ms, each update and the median", x="run")
+    axes_of(axes, "Update bubble", "ms, each update and the median", x="run and median")
+    names: list[str] = []
     for place, run in enumerate(runs):
         bubbles = [1e3 * value for value in column(run.rows, "update/bubble")]
         spread = [place + 0.5 * (i / max(len(bubbles) - 1, 1) - 0.5) for i in range(len(bubbles))]
         axes.scatter(spread, bubbles, s=8, color=run.color, alpha=0.5, linewidths=0)
         middle = statistics.median(bubbles)
         axes.hlines(middle, place - 0.35, place + 0.35, color=run.color, linewidth=2)
-        axes.annotate(f"{middle:.0f} ms", (place + 0.37, middle), va="center")
-    axes.set_xticks(range(len(runs)), [str(place + 1) for place in range(len(runs))])
-    axes.set_xlim(-0.6, len(runs) - 0.2)
+        names.append(f"{place + 1}: {middle:.0f} ms")
+    axes.set_xticks(range(len(runs)), names)
+    axes.set_xlim(-0.6, len(runs) - 0.4)
     axes.set_ylim(bottom=0)
 
 

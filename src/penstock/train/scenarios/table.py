@@ -124,8 +124,14 @@ SCENARIOS: Mapping[str, Scenario] = {
             "megatron", "a Megatron learner of TP2 x PP2 beside engines", gpus=5, missing="a Megatron learner"
         ),
         Scenario(
-            "moe", "an engine of experts in parallel beside a mixture-of-experts learner", gpus=3,
-            missing="a learner of mixtures of experts",
+            "moe", "an engine of experts in parallel; the learner replays the experts that it chose",
+            {
+                "engine": {
+                    "tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_return_routed_experts": True,
+                },
+                "fleet": {"engines": 1},
+            },
+            gpus=3, gains=False, note="--model FOLDER: a Qwen3-MoE; the sorter has no experts",
         ),
         Scenario(
             "lora", "an adapter is trained and served beside the base", {"train": {"lora": {"rank": 16},
