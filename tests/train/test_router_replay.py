@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from nano_models import SHAPE, save_dense, save_moe, save_routed
 from penstock.config import TrainConfig
-from penstock.engine.experts import add_experts
+from penstock.engine.experts import with_experts
 from penstock.errors import ConfigError, EngineError, UserError
 from penstock.train.interface import Datum
 from penstock.train.learner import LocalLearner
@@ -141,11 +141,11 @@ def text_of(array: Any) -> str:
 def test_an_engines_rows_are_those_of_the_tokens_that_it_read() -> None:
     rows = np.arange(10 * 2 * 2, dtype=np.uint8).reshape(10, 2, 2)
     sample = Sample((5, 6, 7), "length", None, (VersionSpan(0, 0, 3),))
-    assert np.array_equal(add_experts(sample, text_of(rows), 8).routed_experts, rows)
-    assert np.array_equal(add_experts(sample, text_of(rows), 5).routed_experts, rows[:7])
-    assert add_experts(sample, text_of(rows), 9).routed_experts is None, "a row is missing, and nobody knows which"
-    assert add_experts(sample, None, 8) is sample
+    assert np.array_equal(with_experts(sample, text_of(rows), 8).routed_experts, rows)
+    assert np.array_equal(with_experts(sample, text_of(rows), 5).routed_experts, rows[:7])
+    assert with_experts(sample, text_of(rows), 9).routed_experts is None, "a row is missing, and nobody knows which"
+    assert with_experts(sample, None, 8) is sample
     with pytest.raises(EngineError, match="float64 of shape"):
-        add_experts(sample, text_of(rows.astype(float)), 8)
+        with_experts(sample, text_of(rows.astype(float)), 8)
     with pytest.raises(EngineError, match="routed experts of the engine"):
-        add_experts(sample, "no base64", 8)
+        with_experts(sample, "no base64", 8)

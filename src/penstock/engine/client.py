@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 from penstock import wire
 from penstock.aio import all_or_first_error
@@ -176,9 +176,7 @@ class DataClient:
             (self._kv_labelled(whole_of(part, params, spans)), part.stop_reason)
             for part, spans in zip(parts, wire.padded(answer.spans or (), params.n), strict=False)
         ]
-        if experts := _experts_of(answer.body):
-            add = plugged_in("experts.add")
-            made = [(add(sample, experts.get(i), len(token_ids)), stop) for i, (sample, stop) in enumerate(made)]
+        made = plugged_in("experts.add")(made, answer.body, len(token_ids))
         if not params.detokenize:
             return [sample for sample, _ in made]
         texts = await all_or_first_error(self._text(sample, params, stop, end) for sample, stop in made)
@@ -234,10 +232,3 @@ def _group_ids(prompts: Sequence[Sequence[int]]) -> list[str | None]:
     keys = [tuple(ids) for ids in prompts]
     repeated = {key: secrets.token_hex(8) for key, count in Counter(keys).items() if count > 1}
     return [repeated.get(key) for key in keys]
-
-
-def _experts_of(answer: Any) -> dict[int, str]:
-    """What the choices of an answer report of their experts, by index; see `engine/experts.py`."""
-    given = cast("Mapping[str, Any]", answer).get("choices") if isinstance(answer, dict) else None
-    choices = cast("Sequence[Mapping[str, Any]]", given or ())
-    return {choice["index"]: choice["routed_experts"] for choice in choices if choice.get("routed_experts")}

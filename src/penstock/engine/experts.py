@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from penstock.errors import EngineError
 from penstock.parsing import reading
 from penstock.types import Sample
 
+Made = list[tuple[Sample, int | str | None]]
 
-def add_experts(sample: Sample, text: str | None, prompt_tokens: int) -> Sample:
+
+def add_experts(made: Made, answer: Any, prompt_tokens: int) -> Made:
+    """Return the samples of an answer, each with what ended it, with the experts that the engine reports of them."""
+    given = cast("Mapping[str, Any]", answer).get("choices") if isinstance(answer, dict) else None
+    choices = cast("Sequence[Mapping[str, Any]]", given or ())
+    texts = {choice["index"]: choice["routed_experts"] for choice in choices if choice.get("routed_experts")}
+    return [(with_experts(sample, texts.get(i), prompt_tokens), stop) for i, (sample, stop) in enumerate(made)]
+
+
+def with_experts(sample: Sample, text: str | None, prompt_tokens: int) -> Sample:
     """Return a sample with its experts, if the engine reports any.
 
     Args:
