@@ -66,7 +66,8 @@ async def main(profile: str, model: str, marks: Path) -> None:
                 asyncio.create_task(fleet.generate(prompt_token_ids=[[5, 6, i]], sampling_params=long))
                 for i in range(4)
             ]
-            while min(stats.generation_tokens for stats in await roster.stats(None)) < 100:
+            # A sample has been reported by then (64 tokens), or the router would move its request unseen.
+            while min(stats.generation_tokens for stats in await roster.stats(None)) < 300:
                 if all(request.done() for request in requests):
                     break
                 await asyncio.sleep(0.01)
