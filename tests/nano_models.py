@@ -26,7 +26,7 @@ from transformers import (
 from penstock.rollout.char_tokenizer import save_char_tokenizer
 from penstock.types import Sample
 
-MAX_LEN = 512
+MAX_LEN = 2048  # answers long enough that an update, however late on a busy machine, meets them
 SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 128,

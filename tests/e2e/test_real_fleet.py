@@ -20,7 +20,7 @@ LONG = SamplingParams(max_tokens=150, ignore_eos=True, detokenize=False)
 
 @pytest.fixture(scope="module")
 async def fleet(nano_path):
-    async with Fleet.launch(nano_path, engines=2, profile="cpu", max_model_len=512) as fleet:
+    async with Fleet.launch(nano_path, engines=2, profile="cpu", max_model_len=2048) as fleet:
         yield fleet
 
 
@@ -31,7 +31,7 @@ def history(nano_path):
 
 async def test_updates_in_flight_lose_nothing_and_every_token_has_its_version(fleet, history):
     prompts = [[5 + i, 6, 7] for i in range(24)]
-    longer = replace(LONG, max_tokens=450)
+    longer = replace(LONG, max_tokens=1000)
     batch = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=longer))
     groups = [asyncio.create_task(fleet.sample([40, 41, 42 + i], 3, longer, session_id=i)) for i in range(4)]
     for seed in (1, 2):
@@ -43,7 +43,7 @@ async def test_updates_in_flight_lose_nothing_and_every_token_has_its_version(fl
         assert len({engine.checksum for engine in report.engines}) == 1
         assert report.failures == {}
     out = await batch
-    assert [len(ids) for ids in out.response_ids] == [450] * 24
+    assert [len(ids) for ids in out.response_ids] == [1000] * 24
     samples = [(p, s) for p, s in zip(prompts, _samples(out), strict=True)]
     samples += [([40, 41, 42 + i], s) for i, task in enumerate(groups) for s in await task]
     assert {v for _, s in samples for v in s.versions()} >= {0, 1}
@@ -81,7 +81,7 @@ async def test_both_engines_work_and_a_session_stays_on_one(fleet):
 
 
 async def test_requests_wait_through_a_pause_and_none_fails(fleet, history):
-    longer = replace(LONG, max_tokens=450)
+    longer = replace(LONG, max_tokens=1000)
     running = asyncio.create_task(fleet.generate(prompt_token_ids=[[5, 6]] * 6, sampling_params=longer))
     await _made(fleet, 50)
     await fleet.pause_generation(PauseMode.KEEP)
@@ -100,7 +100,7 @@ async def test_requests_wait_through_a_pause_and_none_fails(fleet, history):
 
 
 async def test_a_pause_that_waits_is_taken_back_by_a_resume_and_ended_by_an_abort(fleet, history):
-    longer = replace(LONG, max_tokens=450)
+    longer = replace(LONG, max_tokens=1000)
     for how in ("resume", "cancel", "abort"):
         running = asyncio.create_task(fleet.generate(prompt_token_ids=[[5, 6]] * 6, sampling_params=longer))
         await _made(fleet, 50)
@@ -135,8 +135,8 @@ async def test_the_four_prompt_forms_and_n(fleet, nano_path):
 
 
 async def test_bad_input_is_refused_and_the_fleet_goes_on(fleet, history):
-    with pytest.raises(EngineHTTPError, match="512") as error:
-        await fleet.generate(prompt_token_ids=[[5] * 600, [5]])
+    with pytest.raises(EngineHTTPError, match="2048") as error:
+        await fleet.generate(prompt_token_ids=[[5] * 3000, [5]])
     assert error.value.status == 400
     tensors = dict(history.latest.named_parameters())
     tensors.pop("model.norm.weight")

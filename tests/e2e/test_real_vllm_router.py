@@ -39,7 +39,7 @@ async def fleet(live, tmp_path):
 
 async def test_every_token_is_exact_and_in_flight_updates_lose_none(fleet, live):
     prompts = [[5 + i, 6, 7] for i in range(16)]
-    params = replace(LONG, max_tokens=400)
+    params = replace(LONG, max_tokens=1000)
     running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=params))
     await asyncio.sleep(0.5)
     model = changed(live.history.latest, 5)
@@ -52,7 +52,7 @@ async def test_every_token_is_exact_and_in_flight_updates_lose_none(fleet, live)
         Sample(*part)
         for part in zip(out.response_ids, out.stop_reasons, out.response_logprobs, out.response_spans, strict=True)
     ]
-    assert [len(sample.token_ids) for sample in samples] == [400] * 16
+    assert [len(sample.token_ids) for sample in samples] == [1000] * 16
     assert any(len(sample.spans) > 1 for sample in samples), "no request was in flight during the update"
     for prompt, sample in [*zip(prompts, samples, strict=True), *(([40, 41], s) for s in await late)]:
         assert live.history.worst_difference(prompt, sample) < 1e-4
@@ -70,7 +70,7 @@ async def test_texts_chats_streams_and_errors(fleet, live):
         plain = tokenizer.decode(texts.response_ids[0], skip_special_tokens=True)
         assert whole.choices[0].text == streamed == plain
         assert texts.responses[0] == tokenizer.decode(texts.response_ids[0])
-        with pytest.raises(openai.BadRequestError, match="512"):
-            await client.completions.create(model=model, prompt=[5] * 600, max_tokens=5)
+        with pytest.raises(openai.BadRequestError, match="2048"):
+            await client.completions.create(model=model, prompt=[5] * 3000, max_tokens=5)
         with pytest.raises(openai.NotFoundError):
             await client.completions.create(model="nobody", prompt="1", max_tokens=1)

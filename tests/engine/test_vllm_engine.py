@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_vllm_pausing import made
 
-from nano_models import changed, logprobs_of
+from nano_models import MAX_LEN, changed, logprobs_of
 from penstock.engine.control import ControlClient
 from penstock.errors import EngineHTTPError, StateError, WeightsError
 from penstock.types import GenerateBatch, SamplingParams, VersionSpan
@@ -29,7 +29,7 @@ async def test_sizes_and_info(live):
     info = await live.engine.control.info()
     assert info.engine == "vllm"
     assert info.vocab_size == 100
-    assert info.max_model_len == 512
+    assert info.max_model_len == MAX_LEN
     assert info.capabilities.sampled_logprobs
     assert not info.capabilities.lora  # it was launched without
 
@@ -162,7 +162,7 @@ async def test_a_label_that_somebody_gave_past_us_ends_nothing(live):
 async def test_every_token_has_the_version_that_made_it(live):
     """Invariant 1, with two updates while 24 samples are in flight."""
     start = live.engine.weight_version
-    prompts, params = [[5, 6, 7 + i] for i in range(12)], replace(LONG, max_tokens=450)
+    prompts, params = [[5, 6, 7 + i] for i in range(12)], replace(LONG, max_tokens=1000)
     tasks = [asyncio.create_task(live.engine.sample(p, 2, params)) for p in prompts]
     for seed in (1, 2):
         await made(live, 200)
@@ -175,7 +175,7 @@ async def test_every_token_has_the_version_that_made_it(live):
     moves = list[bool]()
     for i, sample in enumerate(answers):
         prompt = prompts[i // 2]
-        assert len(sample.token_ids) == 450
+        assert len(sample.token_ids) == 1000
         assert live.history.worst_difference(prompt, sample) < 1e-4
         assert live.history.worst_difference(prompt, sample, shift=-1) > 1e-2
         if len(sample.spans) > 1:
@@ -193,7 +193,7 @@ async def test_every_token_has_the_version_that_made_it(live):
 
 @pytest.mark.skipif("PENSTOCK_TEST_ENGINE" in os.environ, reason="on GPUs sums depend on the batch in the last bits")
 async def test_pause_keep_changes_nothing_in_a_seeded_run(live):
-    prompts, params = [[40, 41, 42 + i] for i in range(8)], replace(LONG, max_tokens=450)
+    prompts, params = [[40, 41, 42 + i] for i in range(8)], replace(LONG, max_tokens=1000)
     undisturbed = await live.engine.generate(prompt_token_ids=prompts, sampling_params=params)
     task = asyncio.create_task(live.engine.generate(prompt_token_ids=prompts, sampling_params=params))
     for _ in range(3):
@@ -367,8 +367,8 @@ async def test_abort_keeps_what_was_made(live):
 
 
 async def test_a_prompt_over_the_context_is_the_engines_400(live):
-    with pytest.raises(EngineHTTPError, match="512") as error:
-        await live.engine.generate(prompt_token_ids=[[5] * 600])
+    with pytest.raises(EngineHTTPError, match="2048") as error:
+        await live.engine.generate(prompt_token_ids=[[5] * 3000])
     assert error.value.status == 400
 
 

@@ -14,7 +14,7 @@ from penstock.types import PauseMode, SamplingParams
 
 pytestmark = pytest.mark.vllm
 
-LONG = SamplingParams(max_tokens=450, ignore_eos=True, detokenize=False, seed=7)
+LONG = SamplingParams(max_tokens=1000, ignore_eos=True, detokenize=False, seed=7)
 ONE = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
 PREFIX = [3 + i % 90 for i in range(160)]
 """Five whole blocks of KV."""
@@ -154,7 +154,9 @@ async def test_salts_of_callers_still_separate_them(live):
 
 
 async def test_the_loss_of_an_update_is_known_when_tokens_come_as_before(live):
-    tasks = [asyncio.create_task(live.engine.sample([5, 6, 7 + i], 4, LONG)) for i in range(32)]
+    tasks = [
+        asyncio.create_task(live.engine.sample([5, 6, 7 + i], 4, replace(LONG, max_tokens=450))) for i in range(32)
+    ]
     await made(live, 3000)
     report = await live.update(changed(live.history.latest, 69), kv="keep_in_flight")
     assert report.tokens_lost is None
