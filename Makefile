@@ -1,6 +1,6 @@
 # `make demo` and `make test` set themselves up; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: setup demo test test-each test-harnesses test-slow test-tinker bench lint check-vllm docs dist clean help
+.PHONY: setup demo agent test test-each test-harnesses test-slow test-tinker bench lint check-vllm docs dist clean help
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -17,6 +17,9 @@ setup: $(READY) ## build .venv: torch, vLLM for CPU, everything pinned, penstock
 
 demo: $(READY) ## train a small model with rollouts from two real vLLM engines, updated in flight
 	@$(BIN)/penstock train examples/DEMO.yaml --fresh
+
+agent: $(READY) ## train a small model that guesses by what it is answered, over several turns
+	@$(BIN)/penstock train examples/AGENT.yaml --fresh
 
 test: $(READY) ## every test but the slow ones, in two processes (9 to 12 minutes on two cores)
 	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder

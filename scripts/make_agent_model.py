@@ -30,7 +30,7 @@ from make_demo_model import IGNORE, MAX_LENGTH, new_model  # noqa: E402
 from penstock.rollout.char_tokenizer import save_char_tokenizer  # noqa: E402
 from penstock.rollout.environment import Task  # noqa: E402
 
-OUT = ROOT / "runs" / "guesser-0.8m"
+OUT = ROOT / "examples" / "models" / "guesser-0.8m"
 BATCH = 64
 LEARNING_RATE = 1e-3
 RAMP_STEPS = 100
