@@ -143,3 +143,20 @@ async def test_the_process_says_what_it_holds(operations: Operations, learner: L
         held = (await http.get("/models")).json()
         assert held == {"s:train:0": {"steps": 1, "saved": None, "saved_steps": 0}}
         assert (await http.get("/health")).json().keys() == {"incarnation"}
+
+
+async def test_a_thread_that_hangs_ends_the_process_and_the_answer_says_so(
+    operations: Operations, monkeypatch: pytest.MonkeyPatch
+):
+    ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr(learner_process, "_end", ended.set_result)
+    monkeypatch.setattr(learner_process, "LAST_WORDS_S", 0.0)
+    await create(operations, "a")
+    operations.stall_s = 0.2
+    transport = httpx.ASGITransport(build_app(operations))
+    async with httpx.AsyncClient(transport=transport, base_url="http://learner") as http:
+        headers = {"X-Operation": "optim_step", "X-Model": "a"}
+        answer = await http.post("/operations/a:1", content=b'{"adam_params": {}}', headers=headers)
+    assert (answer.status_code, answer.text) == (500, "its thread did not come back within 0.2 s")
+    assert await asyncio.wait_for(ended, 30) == answer.text
+    assert operations.answers.get("a:1") is None, "nobody knows what it did"

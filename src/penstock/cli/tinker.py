@@ -42,6 +42,9 @@ def tinker(
         str | None,
         typer.Option(metavar="URL", help="SQLAlchemy's; default: SQLite in the data folder.", show_default=False),
     ] = None,
+    stall_s: Annotated[
+        float, typer.Option(help="Seconds after which a piece of training work hangs: the learner restarts.", min=1)
+    ] = 3600.0,
     cpu: Annotated[bool, typer.Option("--cpu", help="vLLM's CPU build.")] = False,
     gpu: Annotated[bool, typer.Option("--gpu", help="vLLM on GPUs.")] = False,
 ) -> None:
@@ -63,8 +66,9 @@ def tinker(
     check_port(host, port)
     profile = "cpu" if cpu else "gpu" if gpu else None
     config = _config(
-        model, options or [], profile, engines, data=data, host=host, port=port, keys=keys, database=database
-    )
+        model, options or [], profile, engines, data=data, host=host, port=port, keys=keys, database=database,
+        stall_s=stall_s,
+    )  # fmt: skip
     check_engine(config.engine)
     run_until_signal(_serve(config))
 

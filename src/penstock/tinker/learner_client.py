@@ -53,7 +53,8 @@ class LearnerClient:
         if status == OK:
             return Outcome(data, content_type)
         if status >= BROKEN:  # its process ended while it worked
-            raise EngineDeadError(f"the learner broke {kind} off with HTTP {status}")
+            said = data[:200].decode(errors="replace")
+            raise EngineDeadError(f"the learner broke {kind} off with HTTP {status}: {said}")
         if status != REFUSED:
             return Outcome(
                 error=f"the learner answered {kind} with HTTP {status}: {data[:200].decode(errors='replace')}"

@@ -55,7 +55,9 @@ TURN = 4
 ADAPTER_S = 120.0
 """Deadline of an adapter on every engine."""
 _LOST = 70
-"""Exit status where a device or a rank is lost."""
+"""Exit status where a device, a rank or the learner's thread is lost."""
+LAST_WORDS_S = 1.0
+"""Between finding that the thread hangs and the end: the answer that says so goes out."""
 
 
 class LearnerOptions(Section):
@@ -75,6 +77,12 @@ class LearnerOptions(Section):
     max_tokens: int = Field(ge=1)
     """Of one datum."""
     train: TrainConfig
+    stall_s: float = Field(default=3600.0, gt=0)
+    """A piece of work in the learner's thread that takes longer hangs; this process then ends."""
+
+
+class HungError(Exception):
+    """The learner's thread does not come back from its work; the process is about to end."""
 
 
 class Adapters(Protocol):
@@ -144,6 +152,7 @@ class Operations:
         sizes: bounds of the base model.
         thread: the learner's one.
         turn_tokens: of a large batch so many are evaluated before other models have a turn.
+        stall_s: see `LearnerOptions`.
     """
 
     models: Models
@@ -152,11 +161,17 @@ class Operations:
     sizes: Sizes
     thread: ThreadPoolExecutor
     turn_tokens: int = 65_536
+    stall_s: float = 3600.0
+    _free: asyncio.Lock = field(default_factory=asyncio.Lock)
     _running: dict[str, asyncio.Task[Answer]] = field(default_factory=dict[str, asyncio.Task[Answer]])
     _turns: dict[str, asyncio.Lock] = field(default_factory=dict[str, asyncio.Lock])
 
     async def run(self, request_id: str, kind: str, model: str, body: bytes) -> Answer:
-        """Do an operation once, however often it comes; it goes on if its caller does not wait."""
+        """Do an operation once, however often it comes; it goes on if its caller does not wait.
+
+        Raises:
+            HungError: see there.
+        """
         task = self._running.get(request_id)
         if task is None:
             if (kept := self.answers.get(request_id)) is not None:
@@ -185,6 +200,8 @@ class Operations:
             return await self._work(kind)(model, body)
         except LearnerError as error:
             _end(str(error))
+        except HungError:
+            raise
         except PenstockError as error:
             failed = {"error": str(error), "category": "user" if isinstance(error, UserError) else "server"}
         except Exception as error:  # one tenant's operation must not end another's: it fails with what torch says
@@ -260,7 +277,14 @@ class Operations:
         return Answer.of_json({"model_id": model, "type": "unload_model"})
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.thread, work)
+        loop = asyncio.get_running_loop()
+        async with self._free:  # in turn, and no work's time begins before it runs
+            running = loop.run_in_executor(self.thread, work)
+            if not (await asyncio.wait((running,), timeout=self.stall_s))[0]:
+                reason = f"its thread did not come back within {self.stall_s:g} s"
+                loop.call_later(LAST_WORDS_S, _end, reason)
+                raise HungError(reason)
+        return running.result()
 
 
 def spec_of(lora: Mapping[str, Any]) -> LoraSpec:
@@ -297,7 +321,10 @@ def build_app(operations: Operations) -> Starlette:
     async def operate(request: Request) -> Response:
         headers = request.headers
         kind, model = headers.get("X-Operation", ""), headers.get("X-Model", "")
-        answer = await operations.run(request.path_params["request_id"], kind, model, await request.body())
+        try:
+            answer = await operations.run(request.path_params["request_id"], kind, model, await request.body())
+        except HungError as error:
+            return Response(str(error), 500)
         return Response(answer.body, answer.status, media_type=answer.content_type)
 
     async def models(_: Request) -> Response:
@@ -330,7 +357,7 @@ async def _serve(given: str) -> AsyncGenerator[str]:
 
         sizes, kept = Sizes(options.vocabulary, options.max_tokens), Answers(options.folder / "answers")
         turn = TURN * options.train.micro_batch_tokens
-        app = build_app(Operations(models, RemoteAdapters(call), kept, sizes, thread, turn))
+        app = build_app(Operations(models, RemoteAdapters(call), kept, sizes, thread, turn, options.stall_s))
         watch = asyncio.create_task(_end_with(ranks), name="watch-ranks")
         stack.push_async_callback(cancelled, watch)
         await stack.enter_async_context(serving_app(app, listening_at(options.socket, "the learner"), "the learner"))
