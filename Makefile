@@ -4,7 +4,8 @@
 
 BIN := .venv/bin
 READY := .venv/.ready
-TINKER := .venv-tinker
+# dill writes a module by value unless its path is one of an installation, and `datasets` then fails on pyarrow.
+TINKER := .venv-tinker/site-packages
 DOCS := .venv-docs/bin
 DOCS_READY := .venv-docs/.ready
 PYTHON ?= python3
@@ -37,7 +38,7 @@ $(TINKER)/.ready: requirements/tinker-tests.lock
 	@$(PYTHON) -m pip --disable-pip-version-check -qq install --no-deps --upgrade --target $(TINKER) --requirement $<
 	@touch $@
 
-test-tinker: $(READY) $(TINKER)/.ready ## the Tinker service under the cookbook's RL recipe and on PostgreSQL (3 minutes)
+test-tinker: $(READY) $(TINKER)/.ready ## the Tinker service under recipes of the cookbook and on PostgreSQL (3 minutes)
 	@PYTHONPATH=$(TINKER) $(BIN)/pytest -m slow tests/tinker/test_cookbook.py tests/tinker/test_api_database.py
 
 bench: $(READY) ## every benchmark, one JSON document each

@@ -1,4 +1,4 @@
-"""A recipe of the cookbook, unmodified, on a real vLLM CPU engine; it outlives the death of the API process."""
+"""Recipes of the cookbook, unmodified, on a real vLLM CPU engine; one outlives the death of the API process."""
 
 from __future__ import annotations
 
@@ -70,3 +70,22 @@ async def test_reinforcement_learning_goes_on_after_the_api_process_died(service
         found = metrics(tmp_path, name)
         assert len(found) == 4
         assert max(map(abs, found)) < 1e-4, found
+
+
+async def test_supervised_learning_lowers_the_loss(service: Service, tmp_path: Path) -> None:
+    data = tmp_path / "sums.jsonl"
+    rows = [
+        [{"role": "user", "content": f"<{a} {b}="}, {"role": "assistant", "content": f"{a} {b}"}]
+        for a in range(10, 26)
+        for b in range(30, 38)
+    ]
+    data.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    running = await recipe(
+        service, tmp_path, "chat_sl.train", f"dataset={data}", "batch_size=16", "max_length=256", "lora_rank=8",
+        "learning_rate=3e-3", "save_every=4", "eval_every=0",
+    )  # fmt: skip
+    async with asyncio.timeout(300.0):
+        assert await running.wait() == 0
+    losses = metrics(tmp_path, "train_mean_nll")
+    assert len(losses) == 8
+    assert losses[-1] < 0.7 * losses[0], losses
