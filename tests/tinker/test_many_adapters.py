@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -20,8 +21,9 @@ from tinker import types
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ADAPTERS, SAMPLES, TOKENS = 8, 512, 16
-ROUND_S, WARM_S = 90.0, 30.0
+ROUND_S, WARM_S, UPDATE_S = 120.0, 30.0, 1.0
 GROWTH = 1.25
+logger = logging.getLogger(__name__)
 
 
 @pytest.fixture
@@ -71,10 +73,11 @@ async def test_samples_outlive_updates_of_every_adapter_and_deaths_of_engines(se
 
     async def updating() -> None:
         nonlocal updates
+        loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
         while not over.is_set():
             await call(partial(trained_once, clients[updates % ADAPTERS]))
             updates += 1
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(max(0.0, began + updates * UPDATE_S - loop.time()))
 
     async def dying() -> None:
         pids = [service.api.pid, service.learner.pid, os.getpid()]
@@ -85,6 +88,7 @@ async def test_samples_outlive_updates_of_every_adapter_and_deaths_of_engines(se
             await asyncio.sleep((ROUND_S - WARM_S) / 2)
         over.set()
         after = [resident(pid) for pid in pids]
+        logger.info("bytes of API process, learner and owner: %s, then %s", before, after)
         assert all(now < GROWTH * then for now, then in zip(after, before, strict=True)), (before, after)
 
     async with asyncio.TaskGroup() as group:
@@ -92,5 +96,6 @@ async def test_samples_outlive_updates_of_every_adapter_and_deaths_of_engines(se
             group.create_task(sampling(samplers[number % ADAPTERS]))
         group.create_task(updating())
         group.create_task(dying())
+    logger.info("%d samples and %d updates in %g s", drawn, updates, ROUND_S)
     assert drawn > 2 * SAMPLES
     assert updates >= ADAPTERS
