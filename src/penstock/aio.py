@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -28,6 +31,36 @@ async def in_thread(work: Callable[[], T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait((thread,))
         raise
+
+
+async def abandonable(work: Callable[[], T]) -> T:
+    """Run `work` in a thread of its own. A cancellation leaves it behind, and the process ends without it.
+
+    For work that changes nothing and may take for ever, such as a user's code.
+    """
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # a cancellation is the caller's alone
+
+    def run() -> None:
+        with _Outcome(done):
+            done.set_result(work())
+
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(done)
+
+
+class _Outcome(Generic[T]):
+    """Hands an error of the block to a future, whatever its type, as an executor does."""
+
+    def __init__(self, done: Future[T]) -> None:
+        self._done = done
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if error is not None:
+            self._done.set_exception(error)
+        return True
 
 
 async def cancelled(task: asyncio.Task[Any]) -> None:

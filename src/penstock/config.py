@@ -6,22 +6,26 @@ line, which names the key and, for a typo, the nearest known key.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
 import yaml
-from pydantic import (
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from penstock.errors import ConfigError
 from penstock.settings import EngineConfig, FleetConfig, Positive, RouterConfig, Seconds, Section, read_yaml, validate
 from penstock.types import KV
 
-Name = Annotated[str, Field(pattern=r"^\w[\w.+-]*$", coerce_numbers_to_str=True)]
+
+def _plain_name(name: str) -> str:
+    if not re.fullmatch(r"\w[\w.+-]*", name):
+        raise ValueError("must be a name and no path: letters, digits, _, and after the first also . + -")
+    return name
+
+
+Name = Annotated[str, Field(coerce_numbers_to_str=True), AfterValidator(_plain_name)]
 
 
 class EnvironmentConfig(Section):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
@@ -49,14 +49,20 @@ def validate(section: type[S], values: Mapping[str, Any]) -> S:
         raise ConfigError("; ".join(_explain(section, dict(e)) for e in error.errors())) from None
 
 
+def did_you_mean(name: str, known: Iterable[str], all_of: str = "known", else_near: Sequence[str] = ()) -> str:
+    """The known name that is nearest to a wrong one, as a hint; if none is near, all of them."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1) or else_near
+    return f"did you mean {near[0]!r}?" if near else f"{all_of}: {', '.join(names) or 'none'}"
+
+
 def _explain(section: type[Section], error: Mapping[str, Any]) -> str:
     location = [str(part) for part in error["loc"]]
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
         known = sorted(_fields_at(section, location[:-1]))
-        near = difflib.get_close_matches(location[-1], known, n=1)
-        near = near or [name for name in _keys(section) if name.endswith(f".{location[-1]}")][:1]
-        hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
+        elsewhere = [name for name in _keys(section) if name.endswith(f".{location[-1]}")]
+        hint = did_you_mean(location[-1], known, "known here", elsewhere)
         return f"unknown config key {key!r}; {hint}"
     if error["type"] == "missing":
         return f"config key {key!r} is required"
@@ -179,9 +185,7 @@ def _policy_names(given: object) -> str:
     known = get_args(PolicyName)
     for place, name in enumerate(stripped):
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise ValueError(f"there is no policy {name!r}; {hint}")
+            raise ValueError(f"there is no policy {name!r}; {did_you_mean(name, known)}")
         if name in stripped[:place]:
             raise ValueError(f"{name!r} is named twice")
     return ",".join(stripped)
@@ -391,9 +395,7 @@ def refuse_unknown(options: Mapping[str, Any], *kinds: type[Section]) -> None:
     known = sorted({name for kind in kinds for name in kind.model_fields})
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise ConfigError(f"unknown option {name!r}; {hint}")
+            raise ConfigError(f"unknown option {name!r}; {did_you_mean(name, known)}")
 
 
 def check_key(api_key: object) -> None:

@@ -60,13 +60,15 @@ def test_help_loads_nothing_heavy() -> None:
         (["train", "nowhere.yaml"], "no such config file: nowhere.yaml"),
         (["train", "run.yaml", "train.stepz=3"], "'train.stepz'; did you mean 'steps'?"),
         (["train", "run.yaml", "steps=3"], "'steps'; did you mean 'train.steps'?"),
-        (["train", "run.yaml", "name=../elsewhere"], "'name'"),
+        (["train", "run.yaml", "name=../elsewhere"], "'name': must be a name and no path: letters, digits"),
         (["train", "run.yaml", "train.steps=many"], "'train.steps'"),
         (["train", "run.yaml", "train.steps"], "not of the form section.key=value"),
         (["train", "twice.yaml"], "config line 2: 'engine' is given twice"),
         (["train", "broken.yaml"], "not valid YAML"),
         (["train", "run.yaml", "engine.profile=cpu", "engine.model=./nowhere"], "./nowhere does not exist"),
         (["train", "run.yaml", "environment.name=own:Sums"], "'own:Sums' is not a subclass of"),
+        (["train", "run.yaml", "environment.name=ownn:Sums"], "there is no module 'ownn'; did you mean 'own'?"),
+        (["train", "run.yaml", "environment.name=own:Sum"], "there is no 'Sum' in it; did you mean 'Sums'?"),
         (
             ["train", "run.yaml", "rollout.group_size=1"],
             "'rollout.group_size': Input should be greater than or equal to 2",
@@ -121,7 +123,7 @@ def test_a_wrong_invocation_is_one_line(args: list[str], says: str, tmp_path: Pa
     (tmp_path / "run.yaml").write_text(SIM)
     (tmp_path / "broken.yaml").write_text("engine: [")
     (tmp_path / "twice.yaml").write_text("engine: {model: a}\nengine: {model: b}\n")
-    (tmp_path / "own.py").write_text("Sums = int")  # found, as it lies where the command was started
+    (tmp_path / "own.py").write_text("class Sums:\n    pass\n")  # found, as it lies where the command was started
     assert says in one_line(forked(*args, cwd=tmp_path))
     left = {path.name for path in tmp_path.iterdir()} - {"__pycache__"}
     assert left == {"broken.yaml", "own.py", "run.yaml", "twice.yaml"}

@@ -149,10 +149,13 @@ def test_an_environment_that_answers_responses_has_turns():
     ("name", "options", "message"),
     [
         ("nothing", {}, "'module:Class'"),
-        ("no_such_module:Env", {}, "cannot be imported"),
-        ("penstock.types:Nope", {}, "cannot be imported"),
+        ("reasoning-gym", {}, "did you mean 'reasoning_gym'"),
+        ("no_such_module:Env", {}, "cannot be imported: there is no module 'no_such_module'; the modules of /"),
+        ("needs_module:X", {}, r"ModuleNotFoundError: No module named 'not_there' \(.*needs_module.py, line 1\)"),
+        ("penstock.types:Nope", {}, "cannot be imported: there is no 'Nope' in it; it has: "),
+        ("penstock.rollout.gsm8k:GSM8", {}, "did you mean 'GSM8K'"),
         ("penstock.types:Sample", {}, "not a subclass"),
-        (f"{__name__}:Echo", {"wrod": "x"}, "wrod"),
+        (f"{__name__}:Echo", {"wrod": "x"}, "no option 'wrod'; did you mean 'word'"),
         (
             f"{__name__}:Broken",
             {},
@@ -161,8 +164,9 @@ def test_an_environment_that_answers_responses_has_turns():
         ("broken_module:X", {}, r"cannot be imported: NameError: .*broken_module.py, line 1\)"),
         ("unread_module:X", {}, r"cannot be imported: SyntaxError: .* \(/.*unread_module.py, line 1\)$"),
         ("reasoning_gym", {}, "dataset"),
-        ("reasoning_gym", {"dataset": "number_sortin"}, "number_sortin"),
-        ("reasoning_gym", {"dataset": "number_sorting", "min_nmbers": 3}, "min_nmbers"),
+        ("reasoning_gym", {"dataset": "number_sortin", "compact": True}, "did you mean 'number_sorting'"),
+        ("reasoning_gym", {"dataset": "number_sorting", "min_nmbers": 3}, "'min_nmbers'; did you mean 'min_numbers'"),
+        ("reasoning_gym", {"dataset": "spell_backward", "zzz": 3}, "known: compact, .*exact.*max_word_len"),
         ("reasoning_gym", {"dataset": "number_sorting", "min_numbers": 9, "max_numbers": 3}, "number_sorting"),
         ("reasoning_gym", {"dataset": "chain_sum", "compact": True}, "compact"),
     ],
@@ -171,6 +175,7 @@ def test_bad_names_and_options_say_what_is_wrong(
     name: str, options: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "broken_module.py").write_text("nothing\n")
+    (tmp_path / "needs_module.py").write_text("import not_there\n")
     (tmp_path / "unread_module.py").write_text("def f(:\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=message):

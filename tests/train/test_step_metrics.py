@@ -40,6 +40,12 @@ def test_a_run_that_cannot_compare_trainer_and_engine_says_so_once() -> None:
     assert "disagree by 0.5 nats" in (alarm.warning({"logprob_diff_staleness/0": 0.5}) or "")
 
 
+def test_a_simulated_run_says_once_that_its_logprobs_are_invented() -> None:
+    alarm = LogprobAlarm(0.1, simulated=True)
+    assert "simulated engines" in (alarm.warning({"logprob_diff_staleness/0": 4.0}) or "")
+    assert alarm.warning({"logprob_diff_staleness/0": 4.0}) is None
+
+
 def test_an_asynchronous_run_without_a_correction_does_not_start() -> None:
     """miles #1829."""
     with pytest.raises(ConfigError, match="correction: none trains on older tokens as if"):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cli.train import train
 from penstock.errors import ConfigError
 from penstock.train.rank import take_launched
 from penstock.train.ranks import Ranks
@@ -44,6 +45,18 @@ def test_torchrun_starts_the_ranks_of_a_run(tmp_path: Path):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["version"] for row in rows] == [1, 2, 3]
     assert len(list(folder.glob("checkpoints/step-00000003/*.distcp"))) == 2
+
+
+def test_torchrun_is_given_our_message_to_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """torchrun prints `py_callstack` of this file at its end, and no more than a link if there is none."""
+    file = tmp_path / "error.json"
+    for name, value in {**LAUNCHED, "TORCHELASTIC_ERROR_FILE": str(file)}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="no such config file"):
+        train(tmp_path / "none.yaml")
+    shown = json.loads(file.read_text())["message"]["extraInfo"]
+    assert shown["py_callstack"].startswith("no such config file")
+    assert shown["timestamp"].isdigit()
 
 
 def test_engines_do_not_find_the_variables_of_torchrun():

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,11 +19,13 @@ from penstock.errors import ConfigError, EngineDeadError, PenstockError, StateEr
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.trajectory_log import TrajectoryRecord
 from penstock.rollout.environment import Task
+from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
 from penstock.sim.faults import Fault, FaultKind, Phase
 from penstock.sim.tokens import verify
+from penstock.train import rollouts
 from penstock.train.rollouts import group_seed
 from penstock.train.trainer import train
-from penstock.types import Sample, SamplingParams, VersionSpan
+from penstock.types import FinishReason, Sample, SamplingParams, Trajectory, VersionSpan
 
 
 @pytest.fixture(scope="session")
@@ -122,6 +125,48 @@ async def test_evaluation_in_the_middle_is_recorded_under_its_step(model: Path, 
     assert [row["step"] for row in rows if "seconds/evaluation" in row] == [3, 5], "its time is in the row after"
     names = [value[0] for kind, value in reporter.events if kind == "eval"]
     assert names == ["before", "step 2", "step 4", "after"]
+
+
+async def test_a_cancelled_run_does_not_wait_for_held_out_tasks(model: Path, tmp_path: Path) -> None:
+    class Endless(Letters):
+        begun, end = threading.Event(), threading.Event()
+
+        def heldout_tasks(self, n: int) -> list[Task]:
+            self.begun.set()
+            self.end.wait(60.0)
+            return super().heldout_tasks(n)
+
+    config = config_of(model)
+    endless = Endless()
+    running = asyncio.create_task(run_on_sim(config, RunFolder.create(tmp_path, config), environment=endless))
+    try:
+        assert await asyncio.to_thread(endless.begun.wait, 60.0)
+        running.cancel()
+        await asyncio.wait([running], timeout=30.0)
+        assert running.cancelled()
+        assert not endless.end.is_set()
+    finally:
+        endless.end.set()
+
+
+async def test_an_evaluation_is_made_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def answer(name: str, end: FinishReason) -> Trajectory:
+        return Trajectory((1,), (2,), (1,), (0.0,), (0,), float(int(name) % 2), end, name)
+
+    class Counting(Generator):
+        tokenizer = None  # type: ignore[assignment]
+
+        async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+            sizes.append(len(input_batch.tasks))
+            names = input_batch.group_ids or ()
+            cut = "1" if len(sizes) == 1 else None
+            return GeneratorOutput.of([answer(name, "abort" if name == cut else "stop") for name in names])
+
+    monkeypatch.setattr(rollouts, "EVALUATED_AT_ONCE", 4)
+    assert await rollouts.greedy_accuracy(Counting(), Letters().heldout_tasks(10), 8) == 0.5
+    assert sizes == [4, 4, 2, 1]
 
 
 async def test_a_synchronous_run_samples_by_seeds_of_its_own_for_each_group(model: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from training_setup import Letters, Recorder, config_of, save_nano_model
 
@@ -248,12 +249,23 @@ async def test_a_run_that_is_going_on_is_refused_to_every_other_and_keeps_its_pa
         ({"environment": {"name": "test_training_run:NoTasks"}}, r"heldout_tasks.16. .* must give 16 tasks, got 0"),
         ({"environment": {"name": "test_training_run:NoTrainTasks"}}, r"train_task.0. of .* got None"),
         ({"environment": {"name": "test_training_run:Prompts"}}, r"train_task.0. of .* not empty"),
-        ({"engine": {"model": "/nowhere", "profile": "sim"}}, "no tokenizer in /nowhere"),
+        ({"engine": {"model": "/nowhere", "profile": "sim"}}, "model path /nowhere does not exist"),
+        ({"train": {"model": "/nowhere"}}, "model path /nowhere does not exist"),
+        (
+            {"train": {"model": "no-such/model"}},
+            "no model 'no-such/model': .* HF_HUB_OFFLINE is set",
+        ),
+        ({"train": {"ranks": 4096}}, r"train\.ranks is 4096 and this machine has \d+ (GPUs|cores and no GPU)"),
+        (
+            {"rollout": {"max_tokens": 61}},
+            r"max_model_len is 64, and task 'heldout/10' has .* 4 tokens .* to 65 or",
+        ),
     ],
 )
 async def test_what_is_wrong_is_said_before_anything_is_started_or_written(
-    model: Path, tmp_path: Path, changes: dict[str, object], message: str
+    model: Path, tmp_path: Path, changes: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=message):
         await run(fleet_config(model, tmp_path, **changes), resume=False, reporter=Recorder())
     assert list(tmp_path.iterdir()) == []

@@ -9,9 +9,11 @@ import socket
 from collections.abc import Coroutine, Generator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.errors import UserError
+from penstock.hub import check_on_hub
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +27,6 @@ _HOW = {
     "train": "pip install 'penstock[train]'",
     "vllm": "pip install 'penstock[vllm]' on a machine with GPUs, or `make setup` in a checkout without one",
 }
-_HUB_TIMEOUT_S = 10.0
 
 
 def require_extra(extra: str, *modules: str) -> None:
@@ -67,25 +68,8 @@ def check_engine(config: EngineConfig) -> None:
     if profile == "gpu" and resolve_profile(config.model_copy(update={"profile": "auto"})) != "gpu":
         raise UserError("there is no NVIDIA device on this machine; choose --cpu (train: engine.profile=cpu)")
     server_command(config, port=0, api_key=None)  # refuses a path without a checkpoint
-    from pathlib import Path  # noqa: PLC0415
-
     if not Path(config.model).expanduser().is_dir():
-        _check_hub_name(config.model)
-
-
-def _check_hub_name(model: str) -> None:
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache  # noqa: PLC0415  # pyright: ignore[reportUnknownVariableType]
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
-    from huggingface_hub.utils.logging import set_verbosity_error  # noqa: PLC0415
-
-    set_verbosity_error()  # it tries an unreachable hub for half a minute, with two lines each time
-    try:
-        if not isinstance(try_to_load_from_cache(model, "config.json"), str):
-            hf_hub_download(model, "config.json", etag_timeout=_HUB_TIMEOUT_S)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        unreachable = isinstance(error, LocalEntryNotFoundError)
-        why = "cannot be reached" if unreachable else "has none of that name, or does not let you read it"
-        raise UserError(f"no model {model!r}: there is no such folder, and the Hugging Face hub {why}") from None
+        check_on_hub(config.model, "model")
 
 
 T = TypeVar("T")

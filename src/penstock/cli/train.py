@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,17 +39,31 @@ def train(
     The run folder, `run_dir`/`name`, holds the resolved config, metrics.jsonl, summary.json, plots, and sample
     trajectories. What each key means: docs/reference/configuration.md.
     """
-    from penstock.config import load_config  # noqa: PLC0415
-    from penstock.errors import UserError  # noqa: PLC0415
-    from penstock.observe.run_folder import RunFolder  # noqa: PLC0415
-    from penstock.train.rank import follow, on_one_host, take_launched  # noqa: PLC0415
+    from penstock.errors import PenstockError  # noqa: PLC0415
+    from penstock.train.rank import follow, on_one_host, report_failure, take_launched  # noqa: PLC0415
 
     launched = take_launched(os.environ)
     if int(launched.get("RANK", "0")):
         raise typer.Exit(follow(launched, one_host=on_one_host(launched)))
+    try:
+        folder = _run_here(config, overrides or [], launched, resume=resume, fresh=fresh)
+    except PenstockError as error:
+        report_failure(launched, str(error))
+        raise
+    typer.echo(f"run folder: {folder} (read trajectories.md, look at plots/)")
+
+
+def _run_here(
+    config: Path, overrides: Sequence[str], launched: Mapping[str, str], *, resume: bool, fresh: bool
+) -> Path:
+    """Check what can be checked without seconds of imports, and train; returns the run folder."""
+    from penstock.config import load_config  # noqa: PLC0415
+    from penstock.errors import UserError  # noqa: PLC0415
+    from penstock.observe.run_folder import RunFolder  # noqa: PLC0415
+
     if resume and fresh:
         raise UserError("--resume goes on with a run and --fresh deletes it; give one of them")
-    settings = load_config(config, overrides or [])
+    settings = load_config(config, overrides)
     folder = settings.run_dir / settings.name
     RunFolder.check_free(folder)  # `run` locks it; this is said before seconds of imports
     require_extra("train", "torch", "transformers", "safetensors", "matplotlib")
@@ -62,10 +76,10 @@ def train(
         _train(settings, launched, resume=resume, fresh=fresh)
     except Interrupted:
         begun = resume or _written(folder) != found
-        command = shlex.join(["penstock", "train", str(config), *(overrides or [])])
+        command = shlex.join(["penstock", "train", str(config), *overrides])
         typer.echo(_advice(folder, settings, command) if begun else "interrupted before the run began", err=True)
         raise
-    typer.echo(f"run folder: {folder} (read trajectories.md, look at plots/)")
+    return folder
 
 
 def _train(settings: RunConfig, launched: Mapping[str, str], *, resume: bool, fresh: bool) -> None:

@@ -56,7 +56,7 @@ def server_command(
     profile = resolve_profile(config)
     if profile == "sim":
         return _sim_command(config, port=port, api_key=api_key, host=host)
-    _check_model(config.model)
+    check_model(config.model)
     shape = plugged_in("layouts.check")(config, profile)
     options = _options(config, port, host)
     # Every user of the machine can read a command line, so the key is in the environment. The variables are set even
@@ -191,7 +191,8 @@ def _arguments(options: dict[str, Option]) -> Sequence[str]:
     return arguments
 
 
-def _check_model(model: str) -> None:
+def check_model(model: str) -> None:
+    """Raise ConfigError for a path without a checkpoint. A hub name passes."""
     if not model.strip():
         raise ConfigError(f"the model is {model!r}; give a checkpoint folder or a hub name such as Qwen/Qwen3-0.6B")
     if "://" in model:  # a bucket, which vLLM checks

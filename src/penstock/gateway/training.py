@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import shutil
 from collections.abc import AsyncGenerator, Sequence
@@ -18,7 +17,7 @@ from penstock.gateway.service import Gateway, GatewayOptions, Tenant
 from penstock.guard import new_key
 from penstock.process import raise_file_limit
 from penstock.rollout.chat_template import ChatTemplate
-from penstock.rollout.environment import Environment, user_code
+from penstock.rollout.environment import Environment, import_named
 from penstock.rollout.generator import Generator
 from penstock.rollout.multi_turn import Sampler
 from penstock.rollout.tokenizer import Tokenizer
@@ -90,11 +89,7 @@ class AgentRollouts:
 
 
 def _callable(name: str) -> Agent:
-    module, colon, attribute = name.partition(":")
-    if not (module and colon and attribute):
-        raise ConfigError(f"rollout.agent.callable must be 'module:name', got {name!r}")
-    with user_code(f"rollout.agent.callable {name!r} cannot be imported", ConfigError):
-        found = getattr(importlib.import_module(module), attribute)
+    found = import_named("rollout.agent.callable", name)
     if not inspect.iscoroutinefunction(found):
         raise ConfigError(
             f"rollout.agent.callable {name!r} is no `async def`; a blocking agent runs as rollout.agent.command"

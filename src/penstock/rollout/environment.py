@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
+import inspect
 import random
 import sysconfig
 import traceback
@@ -11,10 +13,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 from penstock.config import EnvironmentConfig
 from penstock.errors import ConfigError, PenstockError, UserError
+from penstock.settings import did_you_mean
 
 Split = Literal["heldout", "warm_start", "train"]
 MOST_DRAWS = 100_000
@@ -159,6 +163,12 @@ def load_environment(config: EnvironmentConfig, seed: int) -> Environment:
         ConfigError: no such environment, not an `Environment`, options that it does not take, or an error of its own.
     """
     cls = _environment_class(config.name)
+    taken = inspect.signature(cls).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+    for option in () if takes_any else config.options:
+        if option not in taken:
+            hint = did_you_mean(option, sorted(taken.keys() - {"seed"}))
+            raise ConfigError(f"environment.options: {config.name!r} has no option {option!r}; {hint}")
     with user_code(
         f"environment {config.name!r} cannot be built with environment.options {dict(config.options)!r}", ConfigError
     ):
@@ -206,14 +216,38 @@ def check_tasks(tasks: object, wanted: int, of: str) -> None:
             )
 
 
+def import_named(key: str, name: str) -> object:
+    """Import the `module:name` that config key `key` has.
+
+    Raises:
+        ConfigError: another form, no such module or name (the message has those that there are), or the module's error.
+    """
+    module_name, _, own_name = name.partition(":")
+    if not (module_name and own_name):
+        raise ConfigError(f"{key} must be of the form 'module:name', got {name!r}")
+    failed = f"{key} {name!r} cannot be imported"
+    with user_code(failed, ConfigError):
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # the module is there, and one that it needs is not
+            here = sorted(file.stem for file in Path.cwd().glob("*.py"))
+            hint = did_you_mean(module_name, here, f"the modules of {Path.cwd()}")
+            raise ConfigError(f"{failed}: there is no module {error.name!r}; {hint}") from error
+    if not hasattr(module, own_name):
+        own = [found for found, value in vars(module).items() if getattr(value, "__module__", None) == module_name]
+        raise ConfigError(f"{failed}: there is no {own_name!r} in it; {did_you_mean(own_name, own, 'it has')}")
+    return getattr(module, own_name)
+
+
 def _environment_class(name: str) -> Callable[..., Environment]:
     if name == "reasoning_gym":
         name = "penstock.rollout.reasoning_gym_env:ReasoningGymEnvironment"
-    module_name, colon, class_name = name.partition(":")
-    if not (module_name and colon and class_name):
-        raise ConfigError(f"environment.name must be 'reasoning_gym' or 'module:Class', got {name!r}")
-    with user_code(f"environment.name {name!r} cannot be imported", ConfigError):
-        cls = getattr(importlib.import_module(module_name), class_name)
+    if ":" not in name:
+        near = "; did you mean 'reasoning_gym'?" if difflib.get_close_matches(name, ["reasoning_gym"]) else ""
+        raise ConfigError(f"environment.name must be 'reasoning_gym' or 'module:Class', got {name!r}{near}")
+    cls = import_named("environment.name", name)
     if not (isinstance(cls, type) and issubclass(cls, Environment)):
         raise ConfigError(f"environment.name {name!r} is not a subclass of penstock.rollout.environment.Environment")
     return cls

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.errors import ConfigError, UserError
+from penstock.hub import check_on_hub
 from penstock.parsing import parse_json
 from penstock.rollout.environment import Environment, Task
 
@@ -112,11 +113,9 @@ def _parquet(files: Sequence[Path], folder: Path, split: str) -> list[Any]:
 
 def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - optional
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
+    check_on_hub(name, "dataset", "README.md")
     try:
         return Path(snapshot_download(name, repo_type="dataset", allow_patterns=["main/*"], etag_timeout=10))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError(
-            f"no GSM8K at {name!r}: there is no such folder, and the Hugging Face hub gave {type(error).__name__}"
-        ) from error
+    except OSError as error:  # of the hub too
+        raise ConfigError(f"GSM8K at {name!r} cannot be downloaded: {error}") from error

@@ -8,10 +8,12 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, cast
 
 from penstock.errors import ConfigError, UserError
 from penstock.rollout.environment import Environment, Split, Task, split_of
+from penstock.settings import did_you_mean
 
 CHUNK = 1024
 """Items drawn from one dataset object: building one reads word lists in some datasets and takes up to 0.4 s."""
@@ -43,8 +45,6 @@ class ReasoningGymEnvironment(Environment):
     def __init__(
         self, *, dataset: str, seed: int, exact: bool = False, compact: bool = False, **dataset_options: Any
     ) -> None:
-        if compact and dataset != SORTING:
-            raise ConfigError(f"environment option compact is for {SORTING} only, not {dataset!r}")
         self.dataset = dataset
         self.seed = seed
         self.exact = exact or dataset == SORTING
@@ -52,6 +52,8 @@ class ReasoningGymEnvironment(Environment):
         self._options = dataset_options
         self._chunk = functools.lru_cache(maxsize=4)(self._build_chunk)
         self._scorer = self._chunk("train", 0)
+        if compact and dataset != SORTING:
+            raise ConfigError(f"environment option compact is for {SORTING} only, not {dataset!r}")
 
     def train_task(self, index: int) -> Task:
         """Task `index` of the training stream."""
@@ -111,10 +113,18 @@ class ReasoningGymEnvironment(Environment):
     def _build_chunk(self, split: Split, chunk: int) -> Any:
         try:
             import reasoning_gym  # noqa: PLC0415 - takes 1.5 s and is not a dependency of the core
+            from reasoning_gym.factory import DATASETS  # noqa: PLC0415
         except ImportError as error:
             raise ConfigError(
                 f"the reasoning_gym environment needs `pip install 'penstock[train]'` ({error})"
             ) from error
+        if self.dataset not in DATASETS:
+            hint = did_you_mean(self.dataset, sorted(DATASETS))
+            raise ConfigError(f"environment.options: reasoning_gym has no dataset {self.dataset!r}; {hint}")
+        known = {field.name for field in fields(DATASETS[self.dataset][1])} - {"seed", "size"}
+        for name in self._options.keys() - known:
+            hint = did_you_mean(name, sorted(known | {"exact", "compact"}))
+            raise ConfigError(f"environment.options: dataset {self.dataset!r} has no option {name!r}; {hint}")
         # Datasets seed item i with seed + i, so that neighbouring seeds would share items; hashed seeds do not.
         name = f"{self.seed}/{split}/{chunk}".encode()
         seed = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest()) >> 1

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
 from penstock.errors import PenstockError
 from penstock.process import watch_lifeline
@@ -32,6 +35,13 @@ def on_one_host(launched: Mapping[str, str]) -> bool:
     return launched.get("LOCAL_WORLD_SIZE") == launched["WORLD_SIZE"]
 
 
+def report_failure(launched: Mapping[str, str], message: str) -> None:
+    """Have torchrun show why this process ended, at the end of what it prints."""
+    if file := launched.get("TORCHELASTIC_ERROR_FILE"):
+        shown = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": shown}}))
+
+
 def follow(place: Mapping[str, str], *, one_host: bool) -> int:
     """Do what rank 0 says, to its end; returns the exit status.
 
@@ -47,7 +57,9 @@ def follow(place: Mapping[str, str], *, one_host: bool) -> int:
         group = RankGroup(place_of(place), one_host=one_host)
         serve(group)
     except (PenstockError, RuntimeError) as error:  # of torch: a lost peer, no memory left
-        sys.stderr.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n")
+        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        report_failure(place, message)
+        sys.stderr.write(f"{message}\n")
         sys.stderr.flush()
         os._exit(1)  # the interpreter's end would wait for collectives that never end
     group.close()

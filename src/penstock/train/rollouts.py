@@ -18,6 +18,8 @@ from penstock.types import SamplingParams, Trajectory
 
 TRIES = 3
 """How often samples are asked for that come back aborted; then they are left out."""
+EVALUATED_AT_ONCE = 4096
+"""Tasks that an evaluation has in flight, so that a signal ends one of any size."""
 _PAUSE_INSTEAD = "end no requests by abort_generation while a run goes on: pause_generation keeps what is in flight"
 
 
@@ -133,11 +135,14 @@ async def greedy_accuracy(generator: Generator, tasks: Sequence[Task], max_token
     greedy = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     solved, left = set[str](), {str(i): task for i, task in enumerate(tasks)}
     for _ in range(TRIES):
-        batch = GeneratorInput(list(left.values()), group_ids=list(left), sampling_params=greedy)
-        made = (await generator.generate(batch)).trajectories  # an agent's episode may have several, or none
-        aborted = {t.group_id for t in made if t.stop_reason == "abort"}
-        solved |= {t.group_id for t in made if t.reward >= 1} - aborted
-        left = {group: task for group, task in left.items() if group in aborted}
+        asked, left = left, dict[str, Task]()
+        names = list(asked)
+        for groups in (names[at : at + EVALUATED_AT_ONCE] for at in range(0, len(names), EVALUATED_AT_ONCE)):
+            batch = GeneratorInput([asked[group] for group in groups], group_ids=groups, sampling_params=greedy)
+            made = (await generator.generate(batch)).trajectories  # an agent's episode may have several, or none
+            aborted = {t.group_id for t in made if t.stop_reason == "abort"}
+            solved |= {t.group_id for t in made if t.reward >= 1} - aborted
+            left |= {group: asked[group] for group in groups if group in aborted}
         if not left:
             return len(solved) / len(tasks)
     raise StateError(f"{len(left)} of {len(tasks)} evaluation samples were aborted {TRIES} times; {_PAUSE_INSTEAD}")

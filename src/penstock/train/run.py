@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from penstock.aio import abandonable
 from penstock.config import RunConfig
+from penstock.engine.launch import check_model
 from penstock.engine.quantisation import is_quantised
 from penstock.errors import ConfigError, UserError
 from penstock.fleet.fleet import Fleet
+from penstock.hub import check_on_hub
 from penstock.observe.plots import draw_plots
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
 from penstock.observe.trackers import check_trackers, tracked
-from penstock.rollout.environment import Environment, check_tasks, load_environment, user_code
+from penstock.rollout.environment import Environment, Task, check_tasks, load_environment, user_code
 from penstock.rollout.generator import Generator
 from penstock.rollout.multi_turn import generator_for
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
@@ -70,8 +76,9 @@ async def run(
     check_trackers(config.trackers)
     path = config.run_dir / config.name
     environment = load_environment(config.environment, config.seed)
-    tokenizer = load_tokenizer(config.engine.tokenizer or config.engine.model)
-    await _check_tasks(config, environment)
+    _check_ranks(config, launched or {})
+    tokenizer = _load_tokenizer(config)
+    _check_context(config, tokenizer, await _check_tasks(config, environment))
     agents = plugged_in("generator.agent")(config, tokenizer, environment) if config.rollout.agent else None
     with RunFolder.lock(path):
         if fresh and RunFolder.remove(path):
@@ -86,14 +93,52 @@ async def run(
     return summary
 
 
-async def _check_tasks(config: RunConfig, environment: Environment) -> None:
+def _check_ranks(config: RunConfig, launched: Mapping[str, str]) -> None:
+    """Refuse more ranks than this machine has GPUs, or cores if it has none; torchrun's are its user's choice."""
+    gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
+    if not launched and config.train.ranks > (gpus or cores):
+        has = f"{gpus} GPUs" if gpus else f"{cores} cores and no GPU"
+        raise ConfigError(
+            f"train.ranks is {config.train.ranks} and this machine has {has}: each rank takes one, so ask for at most "
+            f"{gpus or cores}"
+        )
+
+
+def _load_tokenizer(config: RunConfig) -> Tokenizer:
+    """Load the tokenizer, and refuse checkpoints that are not there."""
+    tokenizer = config.engine.tokenizer or config.engine.model
+    check_model(config.learner_model)
+    for name in dict.fromkeys((config.learner_model, tokenizer)):
+        if not Path(name).expanduser().is_dir():
+            check_on_hub(name, "model")
+    return load_tokenizer(tokenizer)
+
+
+async def _check_tasks(config: RunConfig, environment: Environment) -> list[Task]:
+    """Return the held-out tasks and the first one to train on, once they are known to be some."""
     name, size = config.environment.name, config.eval.size
     with user_code(f"environment {name!r} has no {size} held-out tasks (eval.size)", UserError):
-        heldout = await asyncio.to_thread(environment.heldout_tasks, size)
+        heldout = await abandonable(partial(environment.heldout_tasks, size))
     check_tasks(heldout, size, f"heldout_tasks({size}) of {name!r}")
     with user_code(f"train_task(0) of {name!r} failed", UserError):
-        first = await asyncio.to_thread(environment.train_task, 0)
+        first = await abandonable(partial(environment.train_task, 0))
     check_tasks([first], 1, f"train_task(0) of {name!r}")
+    return [*heldout, first]
+
+
+def _check_context(config: RunConfig, tokenizer: Tokenizer, tasks: Sequence[Task]) -> None:
+    """Refuse prompts that leave no room for a response. An engine would say so of the first request."""
+    most, response = config.engine.max_model_len, config.rollout.max_tokens
+    if most is None:
+        return
+    longest = max(tasks, key=lambda task: len(task.prompt))
+    prompt = len(tokenizer.encode(longest.prompt))
+    needed = prompt + (1 if config.rollout.agent else response)  # a gateway shortens an agent's responses
+    if needed > most:
+        raise ConfigError(
+            f"engine.max_model_len is {most}, and task {longest.id!r} has a prompt of {prompt} tokens and responses of "
+            f"up to {response} (rollout.max_tokens): set max_model_len to {needed} or more, or ask for shorter ones"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,18 +88,25 @@ class LogprobAlarm:
 
     Attributes:
         limit: mean |trainer logprob - engine logprob| that is let pass, in nats.
+        simulated: the engines invent their logprobs; this is said once, and nothing else.
     """
 
     limit: float
-    _told_unmeasured: bool = False
+    simulated: bool = False
+    _told_once: bool = False
 
     def warning(self, learned: Mapping[str, float]) -> str | None:
         """Return what is wrong, given what the learner returned of a step; that nothing was measured, once."""
         gap = learned.get("logprob_diff_staleness/0")
-        if gap is None:
-            told, self._told_unmeasured = self._told_unmeasured, True
+        if self.simulated or gap is None:
+            told, self._told_once = self._told_once, True
             if told:
                 return None
+            if self.simulated:
+                return (
+                    "simulated engines (engine.profile: sim) invent tokens and logprobs: trainer and engine disagree, "
+                    "and reward, ratios and accuracy say nothing of the model"
+                )
             return (
                 "trainer and engine cannot be compared: none of the step's tokens is of the trainer's own weights and "
                 "their KV alone, so train.logprob_alarm measures nothing. Later steps like this one do not warn; a "

@@ -10,7 +10,9 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
+from penstock.aio import abandonable
 from penstock.config import RunConfig
 from penstock.engine.interface import Engine
 from penstock.errors import PenstockError, StateError
@@ -18,7 +20,7 @@ from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
 from penstock.observe.trace import Loads, Tracer
 from penstock.observe.trajectory_log import TrajectoryRecord, pick
-from penstock.rollout.environment import Environment
+from penstock.rollout.environment import Environment, Task
 from penstock.rollout.generator import Generator
 from penstock.train.grpo import Trainee
 from penstock.train.parts import Parts, to_the_end
@@ -81,6 +83,8 @@ async def train(
     for step, accuracy in folder.evaluations().items():
         run.report_evaluation(step, accuracy)
     await run.put_in_force()
+    # Here, as no rollout uses the environment yet.
+    run.heldout = await abandonable(partial(environment.heldout_tasks, config.eval.size))
     await run.evaluate_if_due()
     await run.train_to_the_end()
     return run.summarize()
@@ -103,6 +107,7 @@ class _Run:
     tracer: Tracer = field(init=False)
     window: StalenessWindow = field(init=False)
     alarm: LogprobAlarm = field(init=False)
+    heldout: Sequence[Task] = ()
     recovering: asyncio.Task[UpdateReport] | None = None
     """Waits for what the last update cost."""
     generated_before: int = field(init=False)
@@ -112,7 +117,7 @@ class _Run:
         self.watch = Stopwatch(self.progress.seconds)
         self.tracer = Tracer(self.watch.now, self.loads)
         self.watch.on_span = self.tracer.of_learner
-        self.alarm = LogprobAlarm(self.config.train.logprob_alarm)
+        self.alarm = LogprobAlarm(self.config.train.logprob_alarm, simulated=self.config.engine.profile == "sim")
         self.window = StalenessWindow.after(
             self.progress.step,
             groups_per_batch=self.config.rollout.groups_per_batch,
@@ -144,10 +149,9 @@ class _Run:
             return
         self.reporter.on_phase("evaluate")
         with self.watch.measure("evaluation"):
-            tasks = self.environment.heldout_tasks(self.config.eval.size)
-            accuracy = await greedy_accuracy(self.generator, tasks, self.config.rollout.max_tokens)
+            accuracy = await greedy_accuracy(self.generator, self.heldout, self.config.rollout.max_tokens)
         self.folder.append_evaluation(step, accuracy)
-        log.info("held-out accuracy after step %d: %.4f of %d", step, accuracy, len(tasks))
+        log.info("held-out accuracy after step %d: %.4f of %d", step, accuracy, len(self.heldout))
         self.report_evaluation(step, accuracy)
 
     async def train_to_the_end(self) -> None:

@@ -1,0 +1,28 @@
+"""A name on the hub is asked for once: its own libraries try for a minute."""
+
+from __future__ import annotations
+
+import pytest
+from huggingface_hub import constants
+
+from penstock.errors import UserError
+from penstock.hub import check_on_hub
+
+
+@pytest.mark.parametrize(
+    ("name", "offline", "says"),
+    [
+        ("some/model", False, "the Hugging Face hub cannot be reached: give the path of a folder"),
+        ("some/model", True, "HF_HUB_OFFLINE is set: unset it"),
+        ("not a name", False, "has none of that name"),
+    ],
+)
+def test_a_name_that_cannot_be_had_is_refused_at_once(
+    name: str, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, offline: bool
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:1/{repo_id}/{revision}/{filename}")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(UserError, match=says):
+        check_on_hub(name, "model")
+    assert "etry" not in caplog.text
