@@ -67,6 +67,13 @@ def test_a_group_of_equal_rewards_is_exactly_zero(name: str, dtype: torch.dtype)
     assert ADVANTAGES[name](torch.tensor([3.0]), group_indices(["alone"])).item() == 0
 
 
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_rewards_that_differ_by_rounding_alone_teach_nothing(name: str):
+    assert computed(name, ["a"] * 4, [0.1 + 0.2, 0.3, 0.3, 0.3]).tolist() == [0.0] * 4
+    assert computed(name, ["a"] * 2, [1e6 + 1e-3, 1e6]).tolist() == [0.0] * 2
+    assert computed(name, ["a"] * 2, [1e-4, 0.0])[0] > 0, "small, and no rounding"
+
+
 def test_closed_forms():
     assert computed("group_norm", ["a"] * 4, [1, 0, 0, 0]).tolist() == pytest.approx(
         [3**0.5, *([-(3**-0.5)] * 3)],

@@ -1,7 +1,7 @@
 """Advantages of the trajectories of a batch, each from the rewards of its group (the samples of one prompt).
 
 Axes: N trajectories, G groups. `groups_N` holds the index of each trajectory's group, from 0 to G - 1, in any order.
-In a group whose rewards are all equal every advantage is exactly 0: there is nothing to prefer.
+In a group whose rewards are all equal, up to rounding, every advantage is exactly 0: there is nothing to prefer.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
+
+ROUNDING = 1e-6
+"""Rewards of a group that differ by less are equal: of 1, and of the largest where that is more."""
 
 
 def group_mean(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
@@ -60,8 +63,8 @@ def _mean(values_N: Tensor, groups_N: Tensor) -> Tensor:
 
 
 def _constant(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
-    """Where all rewards of the group are equal; the rounded mean of equal numbers need not be that number."""
+    """Where all rewards of the group are equal up to rounding, which `group_norm` would blow up to a full gradient."""
     groups = int(groups_N.max()) + 1
     low_G = rewards_N.new_zeros(groups).scatter_reduce_(0, groups_N, rewards_N, "amin", include_self=False)
     high_G = rewards_N.new_zeros(groups).scatter_reduce_(0, groups_N, rewards_N, "amax", include_self=False)
-    return (low_G == high_G)[groups_N]
+    return (high_G - low_G <= ROUNDING * high_G.abs().clamp(min=1))[groups_N]
