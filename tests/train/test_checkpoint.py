@@ -65,7 +65,7 @@ def test_a_file_cut_at_any_byte_is_refused_with_its_name_and_a_remedy(tmp_path: 
         for size in range(0, len(whole), 97):
             file.write_bytes(whole[:size])
             with pytest.raises(
-                CheckpointError, match=r"checkpoint .*step-00000001 is (truncated or )?damaged.*remove it"
+                CheckpointError, match=rf"step-00000001 is (truncated or )?damaged.*({file.name}|record).*remove it"
             ):
                 load(path)
         file.unlink()
@@ -81,10 +81,32 @@ def test_tensors_with_other_bytes_of_the_same_number_are_refused(tmp_path: Path)
         if file.name != RECORD:
             whole = file.read_bytes()
             file.write_bytes(b"\0" * len(whole))
-            load(path)  # sizes are right
-            with pytest.raises(CheckpointError, match=r"truncated or damaged.*remove it"):
+            with pytest.raises(CheckpointError, match=f"damaged: {file.name} is not as it was written; remove it"):
+                load(path)
+            with pytest.raises(CheckpointError, match=r"cannot be read .*rank 0: "):
                 read(path)
+            file.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+            with pytest.raises(CheckpointError, match=f"damaged: {file.name} is not as it was written; remove it"):
+                load(path)
             file.write_bytes(whole)
+    assert load(path)[0] == 1
+
+
+def test_what_is_no_damage_is_not_called_so(tmp_path: Path):
+    path = save(tmp_path, 1, writer())
+
+    def full(*_: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(CheckpointError, match=r"cannot be read .rank 0: OutOfMemoryError: CUDA out") as caught:
+        read_tensors(path, full)
+    assert "remove" not in str(caught.value)
+    file = next(path.glob("*.distcp"))
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(CheckpointError, match=f"cannot be read: .*Is a directory.*{file.name}") as caught:
+        load(path)
+    assert "remove" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
