@@ -5,6 +5,7 @@ Axes: B sequences, L tokens of the row, K places whose logprob is wanted, T the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from penstock.errors import UserError
 from penstock.train.interface import Datum
-from penstock.train.losses import LossSpec, LossTerms
+from penstock.train.losses import LOSSES, LossSpec, LossTerms
 from penstock.train.router_replay import UNKNOWN
 
 
@@ -102,18 +103,54 @@ def plan(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return batches
 
 
-def micro_batches(data: Sequence[Datum], loss: LossSpec, max_tokens: int) -> list[MicroBatch]:
-    """All data with a wanted place, each in one micro-batch; those that need no backward pass apart."""
+def micro_batches(
+    data: Sequence[Datum], loss: LossSpec, max_tokens: int, *, vocabulary: int, ranks: int = 1
+) -> list[MicroBatch]:
+    """All data with a wanted place, each in one micro-batch; those that need no backward pass apart.
+
+    Every rank calls this with the same data, before any of them waits for the others in a layer.
+
+    Args:
+        data: sequences.
+        loss: what is evaluated on them.
+        max_tokens: see `plan`; less where several ranks would not have their share.
+        vocabulary: tokens that the model knows.
+        ranks: that share the micro-batches of each kind.
+
+    Raises:
+        UserError: a token is not of the vocabulary, a loss is unknown, or the data lack what one of them reads.
+    """
+    if unknown := loss.parts.keys() - LOSSES.keys():
+        raise UserError(f"unknown loss {min(unknown)!r}; known: {', '.join(LOSSES)}")
     by_need: dict[bool, list[int]] = {True: [], False: []}
     for index, datum in enumerate(data):
         if len(_wanted(datum, loss)):
             by_need[_needs_gradient(datum, loss)].append(index)
     result: list[MicroBatch] = []
     for needs_gradient, chosen in by_need.items():
-        for batch in plan([len(data[i].input_ids) for i in chosen], max_tokens):
-            indices = [chosen[i] for i in batch]
-            result.append(replace(collate([data[i] for i in indices], loss, indices), needs_gradient=needs_gradient))
+        lengths = [len(data[i].input_ids) for i in chosen]
+        for members in plan(lengths, min(max_tokens, math.ceil(sum(lengths) / ranks))):
+            indices = [chosen[i] for i in members]
+            batch = replace(collate([data[i] for i in indices], loss, indices), needs_gradient=needs_gradient)
+            _check_tokens(batch, vocabulary)
+            blank_K = torch.zeros(len(batch.targets_K))
+            for part in loss.parts:  # refuses what it would refuse in the midst of a step, on some ranks alone
+                LOSSES[part](batch.terms(blank_K, blank_K), loss.limits)
+            result.append(batch)
     return result
+
+
+def _check_tokens(batch: MicroBatch, vocabulary: int) -> None:
+    inputs = "input token", batch.input_ids_1_L[0], batch.bounds.diff()
+    for what, ids, counts in (inputs, ("target", batch.targets_K, batch.present_B_T.sum(-1))):
+        unknown = ((ids < 0) | (ids >= vocabulary)).nonzero()
+        if len(unknown):
+            at = int(unknown[0])
+            sample = batch.indices[int(torch.arange(len(counts)).repeat_interleave(counts)[at])]
+            raise UserError(
+                f"sample {sample} of the data has the {what} {int(ids[at])}, and the learner's model knows tokens 0 to "
+                f"{vocabulary - 1}; sample from engines of the same model"
+            )
 
 
 def collate(data: Sequence[Datum], loss: LossSpec, indices: Sequence[int] = ()) -> MicroBatch:

@@ -21,7 +21,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from penstock.config import TrainConfig
-from penstock.train.batching import MicroBatch, collate, micro_batches
+from penstock.errors import PenstockError
+from penstock.train.batching import MicroBatch, collate
 from penstock.train.fit import check_fits
 from penstock.train.interface import AdamSpec, Datum, Outputs, StepFigures
 from penstock.train.learner import LocalLearner, ServedDtype, stored_dtypes
@@ -139,7 +140,7 @@ class ShardedLearner(LocalLearner):
     def _batches(self, data: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
         """This rank's share: of each kind as many as the others have, as all wait for each other in every layer."""
         mine: list[MicroBatch] = []
-        whole = micro_batches(data, loss, self.config.micro_batch_tokens)
+        whole = super()._batches(data, loss)
         for needs_gradient in (True, False):
             batches = [batch for batch in whole if batch.needs_gradient == needs_gradient]
             share = batches[self._ranks.rank :: self._ranks.size]
@@ -149,7 +150,10 @@ class ShardedLearner(LocalLearner):
 
     def _measure(self, batch: MicroBatch, loss: LossSpec) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
         if batch.indices:
-            return super()._measure(batch, loss)
+            try:
+                return super()._measure(batch, loss)
+            except PenstockError as error:  # `_batches` found none; now the other ranks wait in a layer
+                raise RuntimeError(f"rank {self._ranks.rank} refused in the midst of a step: {error}") from error
         with torch.set_grad_enabled(batch.needs_gradient and torch.is_grad_enabled()):
             nothing = self.policy(batch, loss.temperature).logprobs
             if torch.is_grad_enabled():

@@ -264,8 +264,6 @@ class LocalLearner(Learner):
 
     def _run(self, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
         """Evaluate all data, with gradients where autograd is on."""
-        if unknown := loss.parts.keys() - LOSSES.keys():
-            raise UserError(f"unknown loss {min(unknown)!r}; known: {', '.join(LOSSES)}")
         logprobs = [torch.zeros(len(datum.target_ids)) for datum in data]
         sums: dict[str, dict[str, float]] = {"losses": {}, "denominators": {}, "metrics": {}}
         for batch in self._batches(data, loss):
@@ -298,8 +296,12 @@ class LocalLearner(Learner):
         return PolicyModel(model_path, self.config, self.device)
 
     def _batches(self, data: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
-        """What this process evaluates of the data."""
-        return micro_batches(data, loss, self.config.micro_batch_tokens)
+        """What this process evaluates of the data; refuses, on every rank alike, what cannot be evaluated."""
+        for datum in data:
+            if datum.experts is not None:
+                self.policy.replay.check(torch.as_tensor(datum.experts).shape)
+        ranks = 1 if self._group is None else self._group.size()
+        return micro_batches(data, loss, self.config.micro_batch_tokens, vocabulary=self.policy.vocabulary, ranks=ranks)
 
     def _dtype_of(self, name: str) -> torch.dtype:
         """What engines take of a tensor of the checkpoint."""

@@ -73,6 +73,11 @@ class PolicyModel(nn.Module):
         """The decoder layers."""
         return self.model.base_model.layers
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens that it knows, from 0."""
+        return self.model.get_input_embeddings().num_embeddings
+
     def forward(self, batch: MicroBatch, temperature: float) -> TokenLogprobs:
         """Of each wanted target, `[K]`; the output matrix sees only the places that predict one."""
         self.replay.begin(batch.experts_L_N_K)

@@ -6,6 +6,7 @@ learner takes the engine's choice of experts and computes their weights anew, so
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,21 +47,21 @@ class RouterReplay:
 
         Args:
             experts_L_N_K: ids, `[tokens, layers, experts a token]`; `UNKNOWN` where there are none.
-
-        Raises:
-            ConfigError: the model is no such mixture of experts, or its shape is another.
         """
-        if experts_L_N_K is not None and (self._others or self._top_k is None):
+        self._experts_L_N_K = experts_L_N_K
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raise ConfigError if the model is no such mixture of experts, or has none of that shape (see `begin`)."""
+        if self._others or self._top_k is None:
             has = f"has the routers {', '.join(sorted(self._others))}" if self._others else "has no experts"
             known = ", ".join(sorted(_NORMALISED | _ALWAYS_NORMALISED))
             raise ConfigError(f"experts cannot be replayed: the learner's model {has}; known routers are {known}")
         wanted = (self._layers, self._top_k)
-        if experts_L_N_K is not None and tuple(experts_L_N_K.shape[1:]) != wanted:
+        if tuple(shape[1:]) != wanted:
             raise ConfigError(
-                f"the engine's experts are {tuple(experts_L_N_K.shape[1:])} (layers, experts a token), and the "
-                f"learner's model has {wanted}: they are not of one model"
+                f"the engine's experts are {tuple(shape[1:])} (layers, experts a token), and the learner's model has "
+                f"{wanted}: they are not of one model"
             )
-        self._experts_L_N_K = experts_L_N_K
 
     def _hook(self, index: int, *, normalised: bool) -> Any:
         def replay(_router: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
