@@ -26,6 +26,7 @@ def _plain_name(name: str) -> str:
 
 
 Name = Annotated[str, Field(coerce_numbers_to_str=True), AfterValidator(_plain_name)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class EnvironmentConfig(Section):
@@ -112,7 +113,7 @@ class TrainConfig(Section):
     schedule: Literal["async", "one_step_off", "sync", "colocated"] = "async"
     """`colocated`: learner and engines share GPUs in turn; see `penstock.train.schedules` for each."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
-    adam_betas: tuple[float, float] = (0.9, 0.99)
+    adam_betas: tuple[Beta, Beta] = (0.9, 0.99)
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     grad_clip_norm: Annotated[float, Field(gt=0)] = 1.0
     loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dapo"
@@ -125,7 +126,7 @@ class TrainConfig(Section):
     second copy of the model."""
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Of the policy's entropy, taken from the loss."""
-    importance_cap: Annotated[float, Field(gt=0)] = 2.0
+    importance_cap: Annotated[float, Field(gt=0, le=1000)] = 2.0
     """Truncation of the trainer/engine importance weight, under every correction but `none`, and in the KL part."""
     ratio_band: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(ge=1)]] = (0.5, 5.0)
     """`mis` and `icepop`: least and largest importance weight kept."""
@@ -211,6 +212,11 @@ class RunConfig(Section):
     def learner_model(self) -> str:
         """Path or hub name of the checkpoint that the learner starts from."""
         return self.train.model or self.engine.model
+
+    @property
+    def engines_may_differ(self) -> bool:
+        """Whether engines may be loaded with other weights than those that the learner starts from."""
+        return self.learner_model != self.engine.model or bool(self.fleet.attach)
 
     @model_validator(mode="after")
     def _serves_adapters(self) -> Self:

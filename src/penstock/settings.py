@@ -36,9 +36,9 @@ S = TypeVar("S", bound="Section")
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, and closed to unknown keys."""
+    """Base of every section: frozen, closed to unknown keys, and every number finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def validate(section: type[S], values: Mapping[str, Any]) -> S:
