@@ -54,6 +54,15 @@ async def test_each_update_is_a_version_on_every_engine_and_on_those_that_return
     assert {name: (s.version, s.engines, s.in_flight) for name, s in status.items()} == {"x": (2, 2, 0), "y": (3, 2, 0)}
 
 
+async def test_what_another_owner_loaded_under_the_same_version_is_replaced_at_a_join() -> None:
+    bench = await bench_with()
+    await bench.operations.adapters.update("x", tensors(1.0), CONFIG)
+    bench.engine["a"].lora["x"] = (1, b"another owner's")
+    await bench.operations.adapters.give(bench.roster.members[0])
+    version, content = bench.engine["a"].lora["x"]
+    assert (version, value_of(content)) == (1, 1.0)
+
+
 async def test_versions_grow_also_over_an_unload() -> None:
     bench = await bench_with()
     adapters = bench.operations.adapters

@@ -192,7 +192,8 @@ class FleetAdapters:
             EngineError: it cannot be brought there, so it must not serve.
         """
         for name, known in self._known.items():
-            await self._bring(member, name, known)
+            # An owner before us may have given it other tensors under the same version.
+            await self._bring(member, name, known, trusted=False)
 
     def close(self) -> None:
         """Free every file."""
@@ -200,12 +201,12 @@ class FleetAdapters:
             known.files.close()
         self._known.clear()
 
-    async def _bring(self, member: Member, name: str, known: FleetAdapter) -> None:
+    async def _bring(self, member: Member, name: str, known: FleetAdapter, *, trusted: bool = True) -> None:
         async def load(engine: ControlClient) -> None:
             if not known.resumed.is_set():
                 await engine.pause_adapter(name)
             served = (await engine.adapters()).get(name)
-            if served is None or served.version != known.version:
+            if not trusted or served is None or served.version != known.version:
                 await engine.load_adapter(name, known.version, known.files.source, timeout_s=self._timeout_s)
 
         (await fan_out((member,), load, deadline_s=3 * self._timeout_s)).raise_first()
