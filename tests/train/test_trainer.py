@@ -9,6 +9,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from penstock.sim.tokens import verify
 from penstock.train import rollouts
 from penstock.train.rollouts import group_seed
 from penstock.train.trainer import train
-from penstock.types import FinishReason, Sample, SamplingParams, Trajectory, VersionSpan
+from penstock.types import FinishReason, Sample, SamplingParams, TensorSpec, Trajectory, VersionSpan
 
 
 @pytest.fixture(scope="session")
@@ -351,6 +352,34 @@ async def test_engines_that_serve_other_weights_are_refused(model: Path, tmp_pat
             folder=RunFolder.create(tmp_path, config),
             reporter=Recorder(),
         )
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "merge": True}, {"rank": 2}], ids=["all", "merged", "adapter"])
+async def test_engines_of_another_checkpoint_get_the_learners_weights_before_the_first_token(
+    model: Path, tmp_path: Path, lora: dict[str, Any] | None
+) -> None:
+    def config(steps: int) -> RunConfig:
+        train = {"model": str(model), "steps": steps, "max_staleness": 0, "lora": lora}
+        return config_of("another", engine={"model": "another", "enable_lora": True}, train=train)
+
+    folder = RunFolder.create(tmp_path, config(2))
+    await run_on_sim(config(2), folder)
+    await run_on_sim(config(3), folder, resume=True)
+    assert [row["version"] for row in folder.metrics()] == [2, 3, 4]
+    records = folder.trajectories()
+    assert {token.version for token in records[0].tokens} == {1}, "0 are weights that the learner does not know"
+
+
+async def test_engines_of_a_model_of_other_shapes_are_refused_by_name_before_the_first_step(
+    model: Path, tmp_path: Path
+) -> None:
+    train = {"model": str(model), "lora": {"rank": 2}}
+    config = config_of("another", engine={"model": "another", "enable_lora": True}, train=train)
+    folder = RunFolder.create(tmp_path, config)
+    specs = (TensorSpec("model.embed_tokens.weight", "float32", (8, 4)),)
+    with pytest.raises(StateError, match=r"the engines do not take the weights of .*model\.layers\.0.*the same model"):
+        await run_on_sim(config, folder, sim=replace(SIM, tensor_specs=specs))
+    assert not folder.metrics()
 
 
 # --- failures --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from functools import partial
 from penstock.aio import abandonable
 from penstock.config import RunConfig
 from penstock.engine.interface import Engine
-from penstock.errors import PenstockError, StateError
+from penstock.engine.quantisation import is_quantised
+from penstock.errors import PenstockError, StateError, WeightsError
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
 from penstock.observe.trace import Loads, Tracer
@@ -77,6 +78,8 @@ async def train(
     if resume:
         reporter.on_phase("resume")
     progress = take_up(config, folder, learner) if resume else begin(folder)
+    if config.engines_may_differ and learner.adapter is None and not learner.version:
+        learner.learner.versions[None] = 1  # as 0 are the weights that engines were loaded with
     if resume and progress.step == 0:
         reporter.on_phase("restart")
     run = _Run(config, client, learner, generator, environment, folder, reporter, progress, loads)
@@ -129,7 +132,7 @@ class _Run:
         self.generated_before = self.progress.generated_tokens
 
     async def put_in_force(self) -> None:
-        """Have the engines serve the learner's weights: at the start of a new run they do, else they are sent."""
+        """Have the engines serve the learner's weights: sent unless both have just loaded the same checkpoint."""
         served, wanted = self.client.weight_version, self.learner.version
         if served == wanted == 0:
             return
@@ -139,7 +142,19 @@ class _Run:
                 "freshly loaded from the model; restart them"
             )
         log.info("putting version %d in force, after step %d", wanted, self.progress.step)
-        await to_the_end(self.learner.put_in_force(self.client))
+        try:
+            if self.config.engines_may_differ and self._base_is_served():
+                await to_the_end(self.client.update_weights(self.learner.learner.weights(None)))
+            await to_the_end(self.learner.put_in_force(self.client))
+        except WeightsError as error:
+            raise StateError(
+                f"the engines do not take the weights of {self.config.learner_model}, from which the learner starts: "
+                f"{error}; give engines and learner (train.model) the same model"
+            ) from error
+
+    def _base_is_served(self) -> bool:
+        """Whether engines add the adapter to a base of their own, which takes the learner's weights."""
+        return self.learner.served_adapter is not None and not is_quantised(self.config.engine.model)
 
     async def evaluate_if_due(self) -> None:
         """Measure held-out accuracy of the weights in force: before, after, and every `eval.every` steps."""
