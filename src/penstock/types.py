@@ -99,13 +99,15 @@ class SamplingParams:
     logprobs: bool = True
     detokenize: bool = True
     """Whether the answer carries text; token-space callers turn it off and save a call."""
+    structured_outputs: Mapping[str, Any] | None = field(default=None, hash=False)
+    """Grammar of the output, as vLLM's parameter of that name; logprobs are then those under the grammar."""
 
     def __post_init__(self) -> None:
         # An engine's answer to a wrong type names fields of its own; NaN would reach it as null.
         for names, what, convert in _SAMPLING_TYPES:
             for name in names.split():
                 value = getattr(self, name)
-                if value is None and name == "seed":
+                if value is None and name in {"seed", "structured_outputs"}:
                     continue
                 try:
                     object.__setattr__(self, name, convert(value))  # frozen; numpy's numbers become Python's
@@ -168,6 +170,12 @@ def _wholes(value: Any) -> tuple[int, ...]:
     return tuple(map(_whole, value))
 
 
+def _object(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError
+    return cast("Mapping[str, Any]", value)
+
+
 def _finite(value: Any) -> float:
     if isinstance(value, (bool, str)) or not math.isfinite(value):
         raise TypeError
@@ -203,6 +211,7 @@ _SAMPLING_TYPES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("logprobs", "true or false, or vLLM's 0 or 1", _logprobs),
     ("stop", "a string or a list of them, none empty", _strings),
     ("stop_token_ids", "a list of token ids", _wholes),
+    ("structured_outputs", "an object of vLLM's structured outputs", _object),
 )
 
 
@@ -465,6 +474,8 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     kv_kept: tuple[bool, ...] = ()
     """Of each token of `response_ids`: it attends to KV of older weights. Empty: none does."""
+    constrained: tuple[bool, ...] = ()
+    """Of each token of `response_ids`: it was sampled under a grammar, as was its logprob. Empty: none was."""
     turn_rewards: tuple[tuple[int, float], ...] = ()
     """Of an episode of several turns: the end of each turn in `response_ids`, and its own reward."""
     routed_experts: Any = field(default=None, compare=False, repr=False)
@@ -474,5 +485,7 @@ class Trajectory:
         lengths = {len(self.response_ids), len(self.loss_mask), len(self.logprobs), len(self.versions)}
         if self.kv_kept:
             lengths.add(len(self.kv_kept))
+        if self.constrained:
+            lengths.add(len(self.constrained))
         if len(lengths) != 1:
             raise ValueError(f"per-token fields of a trajectory differ in length: {sorted(lengths)}")

@@ -234,7 +234,10 @@ def generate_body(token_ids: Sequence[int], params: SamplingParams, *, adapter: 
         sampling["stop"] = list(params.stop)
     if params.stop_token_ids:
         sampling["stop_token_ids"] = list(params.stop_token_ids)
-    model = {} if adapter is None else {"model": adapter}
+    model: dict[str, Any] = {} if adapter is None else {"model": adapter}
+    if params.structured_outputs is not None:
+        sampling["structured_outputs"] = dict(params.structured_outputs)
+        model["reasoning_ended"] = True  # the grammar holds from the first token, whatever parser the engine has
     return {**model, "token_ids": list(token_ids), "sampling_params": sampling}
 
 

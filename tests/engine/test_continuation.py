@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -321,6 +321,19 @@ async def test_what_cannot_be_taken_up_is_made_again_and_counted(shared):
     await cut(one)
     with pytest.raises(EngineError, match="cannot be resumed in the middle"):
         await stream
+    one.counters.wasted_tokens = wasted
+
+
+async def test_a_sample_under_a_grammar_is_made_again_from_its_start(shared):
+    server, one = shared
+    params = replace(PARAMS, structured_outputs={"regex": "a+"})
+    undisturbed = await one.sample([5, 6], 1, params)
+    wasted = one.counters.wasted_tokens
+    request = asyncio.create_task(one.sample([5, 6], 1, params))
+    await made(server, 20)
+    await cut(one)
+    assert await request == undisturbed
+    assert one.counters.wasted_tokens - wasted >= 20
     one.counters.wasted_tokens = wasted
 
 

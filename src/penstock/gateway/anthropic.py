@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from penstock.gateway.dialect import Dialect, dumps, event, sampling_of, text_of, tool_choice_notes
+from penstock.gateway.dialect import Dialect, dumps, event, forced_tools, sampling_of, text_of
 from penstock.gateway.messages import Answer, ChatMessage, ChatRequest, GatewayError, Tool, ToolCall, bare, minted_in
 
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "max_tokens"}
@@ -22,14 +22,16 @@ class AnthropicDialect(Dialect):
         for given in body["messages"]:
             messages += _messages(given)
         choice: dict[str, Any] = body.get("tool_choice") or {}
+        tools = () if choice.get("type") == "none" else tuple(_tool(tool) for tool in body.get("tools") or ())
         return ChatRequest(
             messages=tuple(messages),
-            tools=() if choice.get("type") == "none" else tuple(_tool(tool) for tool in body.get("tools") or ()),
+            tools=tools,
             max_tokens=body.get("max_tokens"),
             sampling=sampling_of(body, stop="stop_sequences"),
             stream=bool(body.get("stream")),
             model=str(body.get("model") or ""),
-            notes=tool_choice_notes(choice.get("type")),
+            forced=forced_tools(choice, tools),
+            single_call=choice.get("type") == "tool" or choice.get("disable_parallel_tool_use") is True,
         )
 
     def write(self, answer: Answer) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from penstock.gateway.dialect import Dialect, event, refuse_many, sampling_of, text_of, tool_choice_notes
+from penstock.gateway.dialect import Dialect, event, forced_tools, refuse_many, sampling_of, text_of
 from penstock.gateway.messages import Answer, ChatMessage, ChatRequest, GatewayError, Tool, ToolCall, bare, minted_in
 
 
@@ -17,16 +17,18 @@ class ChatDialect(Dialect):
         refuse_many(body)
         choice = body.get("tool_choice")
         limit = body.get("max_completion_tokens")
+        tools = () if choice == "none" else tuple(_tool(tool) for tool in body.get("tools") or ())
         streamed: dict[str, Any] = body.get("stream_options") or {}
         return ChatRequest(
             messages=tuple(_message(message) for message in body["messages"]),
-            tools=() if choice == "none" else tuple(_tool(tool) for tool in body.get("tools") or ()),
+            tools=tools,
             max_tokens=body.get("max_tokens") if limit is None else limit,
             sampling=sampling_of(body, stop="stop"),
             stream=bool(body.get("stream")),
             model=str(body.get("model") or ""),
             include_usage=bool(streamed.get("include_usage")),
-            notes=tool_choice_notes(choice),
+            forced=forced_tools(choice, tools),
+            single_call=isinstance(choice, dict) or body.get("parallel_tool_calls") is False,
         )
 
     def write(self, answer: Answer) -> dict[str, Any]:

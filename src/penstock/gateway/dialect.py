@@ -9,11 +9,13 @@ from typing import Any, cast
 
 import orjson
 
-from penstock.gateway.messages import Answer, ChatRequest, GatewayError
+from penstock.gateway.messages import Answer, ChatRequest, GatewayError, Tool
 
 KEEPALIVE = b": keepalive\n\n"
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")
-TOOLS_OFF = ("none", "auto", None)
+_NOT_FORCED = ("none", "auto", None)
+_FORCED = ("required", "any")
+_NAMED = ("function", "custom", "tool")
 
 
 class Dialect(ABC):
@@ -83,10 +85,33 @@ def text_of(content: Any, kinds: Sequence[str] = ("text", "input_text", "output_
     return "\n".join(texts)
 
 
-def tool_choice_notes(choice: Any) -> tuple[str, ...]:
-    """Return what is not done: generation follows no grammar, so no call can be forced."""
-    kind = cast("dict[str, Any]", choice).get("type") if isinstance(choice, dict) else choice
-    return () if kind in TOOLS_OFF else (f"tool_choice {kind!r} is not enforced",)
+def forced_tools(choice: Any, tools: Sequence[Tool]) -> tuple[str, ...]:
+    """Read the tool choice of any wire; return the names of the tools one of which has to be called.
+
+    Raises:
+        GatewayError: it is unknown, or names a tool that the request does not have.
+    """
+    fields: dict[str, Any] = {"type": choice}
+    if isinstance(choice, dict):
+        fields = cast("dict[str, Any]", choice)
+    kind, known = fields.get("type"), [tool.name for tool in tools]
+    if kind == "allowed_tools":
+        fields = {**fields, **fields.get("allowed_tools", {})}
+        kind = fields.get("mode")
+        names = [str(tool.get("name") or tool["function"]["name"]) for tool in fields["tools"]]
+    elif kind in _NAMED:
+        kind, names = "required", [str(fields.get("name") or fields["function"]["name"])]
+    else:
+        names = known
+    if kind in _NOT_FORCED:
+        return ()
+    if kind not in _FORCED:
+        raise GatewayError(f"tool_choice {fields!s:.80} is not served here; known: auto, none, required, a function")
+    if not names:
+        raise GatewayError("tool_choice asks for a call, and the request has no tools")
+    if unknown := sorted(set(names) - set(known)):
+        raise GatewayError(f"tool_choice names {unknown[0]!r}, which is no tool of the request: {', '.join(known)}")
+    return tuple(dict.fromkeys(names))
 
 
 def refuse_many(body: Mapping[str, Any]) -> None:

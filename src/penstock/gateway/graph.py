@@ -39,6 +39,7 @@ class Node:
         length: tokens of the context with the sample.
         temperature: it was sampled at.
         cause: why it did not extend an earlier turn; empty: it did, or the session was new.
+        constrained: it was sampled under a grammar.
         reward: given to this turn.
     """
 
@@ -53,6 +54,7 @@ class Node:
     length: int
     temperature: float
     cause: str = ""
+    constrained: bool = False
     reward: float | None = None
     children: list[Node] = field(default_factory=list["Node"])
     created: float = field(default_factory=time.time)
@@ -236,7 +238,7 @@ class Row:
         for node in path:
             if node.parent is not None:
                 row.add_environment(node.added)
-            row.add_sample(node.sample, trained=node.id not in self.elsewhere)
+            row.add_sample(node.sample, trained=node.id not in self.elsewhere, constrained=node.constrained)
             turns.append((len(row.ids), node.reward or 0.0))
         return row.trajectory(
             reward=reward,
@@ -266,6 +268,7 @@ class Row:
                     "temperature": node.temperature,
                     "finish": node.sample.finish_reason,
                     "kv_kept": any(span.kv_kept for span in node.sample.spans),
+                    "constrained": node.constrained,
                     "cause": node.cause,
                     "text": node.message.text,
                 }

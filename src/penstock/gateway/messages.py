@@ -136,6 +136,8 @@ class ChatRequest:
         previous: bare id of the node that the conversation continues (`previous_response_id`).
         include_usage: a stream of chat completions ends with its usage.
         notes: what was asked for and is not done.
+        forced: names of tools, one of which the turn has to call; empty: the model decides.
+        single_call: a forced turn makes one call.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -147,6 +149,8 @@ class ChatRequest:
     previous: str = ""
     include_usage: bool = False
     notes: tuple[str, ...] = ()
+    forced: tuple[str, ...] = ()
+    single_call: bool = False
 
 
 @dataclass(frozen=True, slots=True)

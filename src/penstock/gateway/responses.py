@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from penstock.gateway.dialect import Dialect, event, sampling_of, text_of, tool_choice_notes
+from penstock.gateway.dialect import Dialect, event, forced_tools, sampling_of, text_of
 from penstock.gateway.messages import Answer, ChatMessage, ChatRequest, GatewayError, Tool, ToolCall, bare, minted_in
 
 _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -32,12 +32,14 @@ class ResponsesDialect(Dialect):
         return ChatRequest(
             messages=tuple(messages),
             tools=() if choice == "none" else tools,
+            forced=forced_tools(choice, tools),
+            single_call=isinstance(choice, dict) or body.get("parallel_tool_calls") is False,
             max_tokens=body.get("max_output_tokens"),
             sampling=sampling_of(body, stop="stop"),
             stream=bool(body.get("stream")),
             model=str(body.get("model") or ""),
             previous=bare(str(body.get("previous_response_id") or "")),
-            notes=(*notes, *tool_choice_notes(choice)),
+            notes=notes,
         )
 
     def write(self, answer: Answer) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from penstock.gateway.graph import Limits, Node, Place, Row, Session, digests_of
 from penstock.gateway.messages import Answer, ChatMessage, ChatRequest, GatewayError, Tool, ToolCall, merged
 from penstock.guard import new_key
 from penstock.parsing import whole_number
+from penstock.rollout.call_form import CallForm, after_reasoning, structured_outputs
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.multi_turn import Sampler
 from penstock.rollout.output_parser import OutputParser
@@ -135,6 +136,7 @@ class Gateway:
         sample: Any = client.sample
         self._sample = sample if adapter is None else partial(sample, adapter=adapter)
         self._parser = OutputParser(template.tokenizer)
+        self._call_form = CallForm.of(template)
         self._tenants = {_digest(t.key): t for t in tenants}
         self._kept: dict[tuple[str, str], _Kept] = {}
         self._by_key: dict[bytes, _Kept] = {}
@@ -309,6 +311,8 @@ class Gateway:
         parent, added, place = await self.in_thread(lambda: self.prompt_of(session, request))
         context = [*(parent.context() if parent else ()), *added]
         params = self._params(kept, request, len(context))
+        if request.forced:
+            params = replace(params, structured_outputs=self._grammar(request, context))
         kept.reserved += params.max_tokens
         try:
             (sample,) = await self._sample(context, 1, params, f"{session.tenant}/{session.id}")
@@ -381,6 +385,17 @@ class Gateway:
         params = SamplingParams.of({**given, "max_tokens": most, "detokenize": False})
         return replace(params, stop_token_ids=tuple({*params.stop_token_ids, *self.template.end_ids}))
 
+    def _grammar(self, request: ChatRequest, context: Sequence[int]) -> dict[str, Any]:
+        """Return what makes the engine call one of the tools that have to be called, after its reasoning."""
+        if self._call_form is None:
+            raise GatewayError("tool_choice cannot force a call: this model's chat template shows no calls as JSON")
+        tools = {tool.name: tool.parameters for tool in request.tools if tool.name in request.forced}
+        calls = self._call_form.grammar(tools, single=request.single_call)
+        reasoning = self._parser.reasoning_before_calls(context)
+        if reasoning != "none":
+            calls = after_reasoning(calls, opened=reasoning == "open")
+        return structured_outputs(calls)
+
     def _node(
         self,
         parent: Node | None,
@@ -408,6 +423,7 @@ class Gateway:
             length=(parent.length if parent else 0) + len(added) + len(sample.token_ids),
             temperature=params.temperature,
             cause=cause,
+            constrained=params.structured_outputs is not None,
         )
 
     def _message(
@@ -417,7 +433,8 @@ class Gateway:
         ends = (*self.template.end_ids, *params.stop_token_ids)
         if sample.finish_reason == "stop" and ids and ids[-1] in ends:
             ids = ids[:-1]
-        parsed = self._parser.parse(prompt, ids, {tool.name: tool.parameters for tool in tools})
+        form = None if params.structured_outputs is None else self._call_form
+        parsed = self._parser.parse(prompt, ids, {tool.name: tool.parameters for tool in tools}, form)
         text = parsed.text
         if sample.finish_reason == "stop":
             found = [at for stop in params.stop if (at := text.rfind(stop)) >= 0]

@@ -56,6 +56,10 @@ class ChatTemplate:
         """
         return self.tokenizer.encode_exact(self.tokenizer.chat(messages, tools, options=self._options), most)
 
+    def text(self, messages: Sequence[Message]) -> str:
+        """Return the text of a whole conversation, with no opening behind it."""
+        return self.tokenizer.chat(messages, opening=False, options=self._options)
+
     def suffix(
         self, messages: Sequence[Message], tools: Sequence[Message] = (), *, last_id: int, most: int | None = None
     ) -> list[int] | None:

@@ -48,8 +48,9 @@ class TokenRow:
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
     kv_kept: list[bool] = field(default_factory=list[bool])
+    constrained: list[bool] = field(default_factory=list[bool])
 
-    def add_sample(self, sample: Sample, *, trained: bool = True) -> None:
+    def add_sample(self, sample: Sample, *, trained: bool = True, constrained: bool = False) -> None:
         """Append what the policy made. EngineError: it has no logprobs."""
         if sample.logprobs is None:
             raise EngineError("the engine returned no logprobs, although they were asked for")
@@ -58,6 +59,7 @@ class TokenRow:
         self.logprobs += sample.logprobs if trained else [0.0] * len(sample.token_ids)
         self.versions += sample.versions()
         self.kv_kept += sample.kv_kept()
+        self.constrained += [constrained] * len(sample.token_ids)
 
     def add_environment(self, token_ids: Sequence[int]) -> None:
         """Append what the policy did not make; it has the version of the token before it."""
@@ -66,6 +68,7 @@ class TokenRow:
         self.logprobs += [0.0] * len(token_ids)
         self.versions += (self.versions[-1:] or [0]) * len(token_ids)
         self.kv_kept += [False] * len(token_ids)
+        self.constrained += [False] * len(token_ids)
 
     def trajectory(
         self,
@@ -88,6 +91,7 @@ class TokenRow:
             metrics={"turns": float(len(turn_rewards))},
             turn_rewards=tuple(turn_rewards),
             kv_kept=tuple(self.kv_kept) if any(self.kv_kept) else (),
+            constrained=tuple(self.constrained) if any(self.constrained) else (),
         )
 
 

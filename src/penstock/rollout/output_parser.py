@@ -10,13 +10,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+from penstock.rollout.call_form import CallForm, xml_arguments
 from penstock.rollout.tokenizer import Tokenizer
 
 _ARGUMENTS = re.compile(r'"arguments"\s*:\s*')
 _XML_CALL = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
-_XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,11 @@ class OutputParser:
         self._call, self._end_call = tokenizer.token_id("<tool_call>"), tokenizer.token_id("</tool_call>")
 
     def parse(
-        self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Mapping[str, Mapping[str, Any]]
+        self,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int],
+        tools: Mapping[str, Mapping[str, Any]],
+        forced: CallForm | None = None,
     ) -> Parsed:
         """Take a sample apart.
 
@@ -45,12 +49,16 @@ class OutputParser:
             prompt_ids: before it; some templates open the reasoning there.
             token_ids: sampled.
             tools: names that may be called, with the JSON schemas of their parameters; a call of another is text.
+            forced: of a sample under a grammar: the form of its calls.
         """
         ids = list(token_ids)
         reasoning, rest = self._split_reasoning(prompt_ids, ids)
         if rest is None:  # the reasoning has no end, so nothing in it is an answer
             return Parsed("", reasoning, ())
-        text, calls = "", list[tuple[str, str]]()
+        if forced is not None:
+            text, calls = forced.read(self._decode(rest), tools)
+            return Parsed(text, reasoning, calls)
+        text, found = "", list[tuple[str, str]]()
         while self._call is not None and self._call in rest:
             start = rest.index(self._call)
             text += self._decode(rest[:start])
@@ -62,10 +70,16 @@ class OutputParser:
             if call is None:
                 text += self._decode(rest[start : end + 1])
             else:
-                calls.append(call)
+                found.append(call)
             rest = rest[end + 1 :]
         text += self._decode(rest)
-        return Parsed(text.strip("\n") if calls or reasoning is not None else text, reasoning, tuple(calls))
+        return Parsed(text.strip("\n") if found or reasoning is not None else text, reasoning, tuple(found))
+
+    def reasoning_before_calls(self, prompt_ids: Sequence[int]) -> Literal["open", "possible", "none"]:
+        """Whether a prompt has opened the reasoning, or the model can."""
+        if self._think is None or self._end_think is None:
+            return "none"
+        return "open" if self._is_open(prompt_ids) else "possible"
 
     def _split_reasoning(self, prompt_ids: Sequence[int], ids: list[int]) -> tuple[str | None, list[int] | None]:
         begins = self._think is not None and self._is_open(prompt_ids)
@@ -93,7 +107,7 @@ class OutputParser:
 def _call_in(text: str, tools: Mapping[str, Mapping[str, Any]]) -> tuple[str, str] | None:
     """Read what stands between the markers of a call; None: it is none, or of no tool that was given."""
     if xml := _XML_CALL.fullmatch(text):
-        found = _xml_arguments(xml[2], tools.get(xml[1], {}))
+        found = xml_arguments(xml[2], tools.get(xml[1], {}))
         return (xml[1], found) if xml[1] in tools else None
     try:
         call = json.loads(text)
@@ -118,17 +132,3 @@ def _as_sampled(text: str, arguments: dict[str, Any]) -> str:
         if value == arguments:
             return text[match.end() : end]
     return json.dumps(arguments)
-
-
-def _xml_arguments(text: str, schema: Mapping[str, Any]) -> str:
-    """Return Qwen-Coder's parameters as JSON; those that the schema does not call strings are JSON already."""
-    properties = cast("Mapping[str, Any]", schema.get("properties") or {})
-    arguments: dict[str, Any] = {}
-    for name, value in _XML_PARAMETER.findall(text):
-        arguments[name] = value
-        if cast("Mapping[str, Any]", properties.get(name) or {}).get("type", "string") != "string":
-            try:
-                arguments[name] = json.loads(value)
-            except (ValueError, RecursionError):
-                continue
-    return json.dumps(arguments, ensure_ascii=False)

@@ -215,7 +215,7 @@ async def generate(http: web.Request) -> web.StreamResponse:
         parts=parts_to_resume(given.get("extra_args"), params, engine.config),
     )
     try:
-        reporter = ProgressReporter([request])
+        reporter = ProgressReporter([request], whole_only=given.get("structured_outputs") is not None)
         if body.get("stream"):
             reports = None if engine.config.plain else reporter
             return await send_events(http, _tokens_chunks(engine, request, body), reports)

@@ -215,6 +215,13 @@ def _count_policy_tokens(trajectories: Sequence[Trajectory]) -> int:
         raise UserError("a training step needs at least one trajectory, got none")
     if any(not t.prompt_ids for t in trajectories):
         raise UserError("a trajectory has an empty prompt; its first token would have nothing to be predicted from")
+    forced = sum(mask for t in trajectories for mask, c in zip(t.loss_mask, t.constrained, strict=False) if c)
+    if forced:
+        raise UserError(
+            f"{forced} tokens of these trajectories were sampled under a grammar (a tool_choice that forces a call): "
+            "their logprobs are those under the grammar, which no learner can repeat; let the agent choose its calls, "
+            "or set the loss mask of these tokens to 0"
+        )
     tokens = sum(sum(t.loss_mask) for t in trajectories)
     if not tokens:
         raise UserError(f"none of the {len(trajectories)} trajectories has a token that the policy made")

@@ -68,7 +68,8 @@ class VanillaReplies(UnreportedReplies):
         unlabelled = any(report["versions"] is None for report in reports)
         if unlabelled and self._history is None:
             raise EngineError(NO_VERSIONS, engine=request.client.http.name)
-        joinable = of_ids and not request.body["sampling_params"].get("stop")
+        params = request.body.get("sampling_params", {})
+        joinable = of_ids and not params.get("stop") and "structured_outputs" not in params
         tokens = int(body["usage"]["completion_tokens"]) if body.get("usage") else 0
         if unlabelled or (aborted and not asked and not joinable):
             counters.wasted_tokens += tokens

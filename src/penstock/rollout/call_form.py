@@ -1,0 +1,146 @@
+"""How a chat template writes tool calls, found by rendering some: the grammar that forces a call, and its reading.
+
+A grammar works on text, so a model under it may spell a marker by other tokens than its own. So calls are read from
+the text here, where nothing but calls can stand; `OutputParser` reads those that the model made by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from penstock.errors import RequestError
+from penstock.rollout.chat_template import ChatTemplate
+
+_MARK, _NAME, _VALUE = "penstock7mark3", "penstock7name3", "penstock7value3"
+_CALL = re.compile(
+    rf"(?P<before>\S.*?){_NAME}(?P<between>.*?)"
+    rf'(?:\{{\s*"x"\s*:\s*"{_VALUE}"\s*\}}|(?P<xml><parameter=x>\n?{_VALUE}\n?</parameter>))(?P<after>.*)',
+    re.DOTALL,
+)
+_XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+Grammar = dict[str, Any]
+"""A format of vLLM's structural tags."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """The texts around a call's name and arguments.
+
+    Attributes:
+        before: the name.
+        between: name and arguments.
+        after: the arguments.
+        separator: of two calls; None: a template joins several in another way, so one call is forced.
+        xml: arguments are Qwen-Coder's XML; else they are JSON.
+    """
+
+    before: str
+    between: str
+    after: str
+    separator: str | None
+    xml: bool = False
+
+    @classmethod
+    def of(cls, template: ChatTemplate) -> Self | None:
+        """Find the form of a template's calls; None: it shows none, or its arguments are neither JSON nor XML."""
+        call = {"id": "call00000", "type": "function", "function": {"name": _NAME, "arguments": {"x": _VALUE}}}
+        try:
+            closing, one, two = (_after_mark(template, [call] * number) for number in range(3))
+        except (RequestError, ValueError):  # the template refuses calls, or shows no text beside them
+            return None
+        one, two = (text.removesuffix(closing).strip() for text in (one, two))
+        if (found := _CALL.fullmatch(one)) is None:
+            return None
+        several = two.startswith(one) and two.endswith(one)
+        separator = two[len(one) : -len(one)] if several else None
+        return cls(found["before"], found["between"], found["after"], separator, found["xml"] is not None)
+
+    def grammar(self, tools: Mapping[str, Mapping[str, Any]], *, single: bool) -> Grammar:
+        """Return the grammar of one or more calls.
+
+        Args:
+            tools: names that may be called, with the JSON schemas of their parameters.
+            single: of one call alone.
+        """
+        kind = "qwen_xml_parameter" if self.xml else "json_schema"
+        # Without a bound a model may write white space to the end of its tokens.
+        tags = [
+            {
+                "type": "tag",
+                "begin": f"{self.before}{name}{self.between}",
+                "content": {"type": kind, "json_schema": dict(schema) or {"type": "object"}, "max_whitespace_cnt": 1},
+                "end": self.after,
+            }
+            for name, schema in tools.items()
+        ]
+        ends = single or self.separator is None
+        more = {"separator": self.separator or "", "at_least_one": True, "stop_after_first": ends}
+        return {"type": "tags_with_separator", "tags": tags, **more}
+
+    def read(self, text: str, tools: Mapping[str, Mapping[str, Any]]) -> tuple[str, tuple[tuple[str, str], ...]]:
+        """Return the text before the first whole call, and the calls: names with their arguments as JSON text."""
+        calls: list[tuple[str, str]] = []
+        end = first = -1
+        names = "|".join(map(re.escape, tools))
+        for found in re.finditer(f"{re.escape(self.before)}({names}){re.escape(self.between)}", text):
+            if found.start() < end:  # these characters stand within the arguments before
+                continue
+            stop = self._end_of(text, found.end())
+            if stop is None:
+                break
+            given = text[found.end() : stop].strip()
+            calls.append((found[1], xml_arguments(given, tools[found[1]]) if self.xml else given))
+            first = found.start() if first < 0 else first
+            end = stop + len(self.after)
+        return (text[:first].strip() if calls else text), tuple(calls)
+
+    def _end_of(self, text: str, start: int) -> int | None:
+        """Return where the arguments end; None: they were cut off."""
+        try:
+            end = text.index(self.after, start) if self.xml else json.JSONDecoder().raw_decode(text, start)[1]
+        except (ValueError, RecursionError):
+            return None
+        return end if text.startswith(self.after, end) else None
+
+
+def after_reasoning(calls: Grammar, *, opened: bool) -> Grammar:
+    """Let a model think before its calls.
+
+    Args:
+        calls: grammar of the calls.
+        opened: the prompt has opened the reasoning; else the model may open it.
+    """
+    thinking = {"type": "tag", "begin": "" if opened else "<think>", "content": {"type": "any_text"}, "end": "</think>"}
+    space = {"type": "regex", "pattern": "\\n{0,2}"}
+    whole: Grammar = {"type": "sequence", "elements": [thinking, space, calls]}
+    return whole if opened else {"type": "or", "elements": [whole, calls]}
+
+
+def structured_outputs(grammar: Grammar) -> dict[str, Any]:
+    """Return the value of `SamplingParams.structured_outputs`."""
+    return {"structural_tag": json.dumps({"type": "structural_tag", "format": grammar})}
+
+
+def xml_arguments(text: str, schema: Mapping[str, Any]) -> str:
+    """Return Qwen-Coder's parameters as JSON; those that the schema does not call strings are JSON already."""
+    properties: Mapping[str, Any] = schema.get("properties") or {}
+    arguments: dict[str, Any] = {}
+    for name, value in _XML_PARAMETER.findall(text):
+        arguments[name] = value
+        described: Mapping[str, Any] = properties.get(name) or {}
+        if described.get("type", "string") != "string":
+            try:
+                arguments[name] = json.loads(value)
+            except (ValueError, RecursionError):
+                continue
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def _after_mark(template: ChatTemplate, calls: Sequence[Mapping[str, Any]]) -> str:
+    answer: dict[str, Any] = {"role": "assistant", "content": _MARK, **({"tool_calls": list(calls)} if calls else {})}
+    text = template.text([{"role": "user", "content": "x"}, answer])
+    return text[text.rindex(_MARK) + len(_MARK) :]

@@ -1,0 +1,96 @@
+"""Forced tool calls on a real vLLM engine: a model of noise calls the tools that it has to, over every wire."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from transformers import AutoModelForCausalLM
+
+from chat_model import save_chat_tokenizer
+from gateway_rig import KEY, auth
+from http_engine import HTTPEngine
+from nano_models import logprobs_of, save_dense
+from penstock.engine.launch import EngineProcess
+from penstock.gateway.app import build_app
+from penstock.gateway.service import Gateway, GatewayOptions, Tenant
+from penstock.rollout.chat_template import ChatTemplate
+from penstock.rollout.tokenizer import load_tokenizer
+from penstock.settings import EngineConfig
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+FUNCTIONS = [{"name": name, "parameters": SCHEMA} for name in ("add", "sub")]
+CONTEXT = 2048
+QUESTION = [{"role": "user", "content": "go"}]
+
+
+@pytest.fixture(scope="module")
+async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Gateway, Path]]:
+    """A gateway over one engine, whose model has random weights."""
+    model = save_chat_tokenizer(save_dense(tmp_path_factory.mktemp("nano")))
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": CONTEXT}))
+    config = EngineConfig(model=str(model), max_model_len=CONTEXT, dtype="float32", profile="cpu")
+    process = await EngineProcess.launch(config, name="e", log_dir=tmp_path_factory.mktemp("logs"), api_key=KEY)
+    engine = await HTTPEngine.connect(process.url, name="e", api_key=KEY)
+    sampling = {"seed": 1}
+    options = GatewayOptions("m", CONTEXT, sampling=sampling, max_tokens=300)
+    yield Gateway(engine, ChatTemplate(load_tokenizer(model)), options, [Tenant("a", KEY)]), model
+    await engine.teardown()
+    await process.stop()
+
+
+def calls_of(answer: dict[str, Any]) -> list[tuple[str, Any]]:
+    if "choices" in answer:
+        found = [call["function"] for call in answer["choices"][0]["message"].get("tool_calls", ())]
+        return [(call["name"], json.loads(call["arguments"])) for call in found]
+    if "output" in answer:
+        items = [item for item in answer["output"] if item["type"] == "function_call"]
+        return [(item["name"], json.loads(item["arguments"])) for item in items]
+    return [(block["name"], block["input"]) for block in answer["content"] if block["type"] == "tool_use"]
+
+
+async def test_a_model_of_noise_makes_the_calls_it_has_to(gateway: tuple[Gateway, Path]) -> None:
+    """Their ids are the rows'; each logprob is that of the model, made larger by what the grammar forbids."""
+    served, path = gateway
+    chat = [{"type": "function", "function": function} for function in FUNCTIONS]
+    responses = [{"type": "function", **function} for function in FUNCTIONS]
+    messages = [{"name": f["name"], "input_schema": f["parameters"]} for f in FUNCTIONS]
+    transport = httpx.ASGITransport(build_app(served))
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://127.0.0.1", headers=auth(KEY), timeout=120
+    ) as http:
+        for url, body, any_one, named in (
+            ("/v1/chat/completions", {"messages": QUESTION, "tools": chat}, "required",
+             {"type": "function", "function": {"name": "sub"}}),
+            ("/v1/responses", {"input": "go", "tools": responses}, "required", {"type": "function", "name": "sub"}),
+            ("/v1/messages", {"messages": QUESTION, "tools": messages, "max_tokens": 300}, {"type": "any"},
+             {"type": "tool", "name": "sub"}),
+        ):  # fmt: skip
+            for choice, names in ((any_one, {"add", "sub"}), (named, {"sub"})):
+                answer = await http.post(url, json={**body, "tool_choice": choice})
+                assert answer.status_code == 200, answer.text
+                calls = calls_of(answer.json())
+                assert calls, answer.text
+                assert len(calls) == 1 or choice is any_one
+                assert {name for name, _ in calls} <= names
+                assert all(0 <= given["a"] <= 99 and given["b"] in "xy" for _, given in calls)
+        rows = [json.loads(line) for line in (await http.get("/sessions/default/rows")).text.splitlines()]
+    assert len(rows) == 6
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+    for row in rows:
+        free = logprobs_of(model, row["prompt_ids"], row["response_ids"])
+        assert [node["constrained"] for node in row["nodes"]] == [True]
+        assert all(logprob >= by_itself - 1e-4 for logprob, by_itself in zip(row["logprobs"], free, strict=True))
+        assert sum(logprob == 0.0 for logprob in row["logprobs"]) > 8  # the grammar left one token
