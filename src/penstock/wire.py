@@ -14,6 +14,7 @@ A client that lost its engine sends what its samples have as `RESUME_ARG`, and t
 from __future__ import annotations
 
 import math
+import re
 import reprlib
 import sys
 from array import array
@@ -239,6 +240,18 @@ def generate_body(token_ids: Sequence[int], params: SamplingParams, *, adapter: 
         sampling["structured_outputs"] = dict(params.structured_outputs)
         model["reasoning_ended"] = True  # the grammar holds from the first token, whatever parser the engine has
     return {**model, "token_ids": list(token_ids), "sampling_params": sampling}
+
+
+_TOKEN_ID = re.compile(rb'"token_id":([0-9]+)')
+"""Of a logprob; within a JSON string its quotes would be escaped."""
+
+
+def name_tokens(answer: bytes) -> bytes:
+    """Add `"token": "token_id:N"` to the logprobs of a token endpoint's answer, which vLLM 0.32 leaves out.
+
+    Training clients of others (verifiers, prime-rl) hold the sampled ids against these names.
+    """
+    return _TOKEN_ID.sub(rb'"token":"token_id:\1","token_id":\1', answer)
 
 
 # --- Samples that an engine resumes ----------------------------------------------------------------------------------

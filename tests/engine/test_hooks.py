@@ -296,6 +296,25 @@ async def test_who_asks_is_told_every_so_many_tokens_and_then_the_whole_answer()
     assert last["versions"] == [[[0, 0, 3], [1, 3, 6], [2, 6, 9], [3, 9, 10]], [[0, 0, 2]]]
 
 
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/completions"])
+async def test_logprobs_of_the_token_endpoint_name_their_tokens(path):
+    """In an answer of one piece, however vLLM sends it; text that looks like an id is left alone."""
+    answer = b'{"logprobs":{"content":[{"token_id":57,"logprob":-1.0}]},"text":"\\"token_id\\":1"}'
+    spans, engine = RequestHooks(), Engine()
+
+    async def during():
+        engine.step(engine.sample("generate-tokens-x"), 1, "stop")
+
+    sent = await serve(spans, engine, during, path=path, bodies=(answer[:20], answer[20:]))
+    body = b"".join(message.get("body", b"") for message in sent)
+    if path == "/v1/completions":
+        assert body == answer
+        return
+    assert body == answer.replace(b'"token_id":57', b'"token":"token_id:57","token_id":57')
+    assert dict(sent[0]["headers"])[b"content-length"] == str(len(body)).encode()
+    assert header(sent) == [[[0, 0, 1]]]
+
+
 @pytest.mark.parametrize(
     ("path", "headers", "light"),
     [

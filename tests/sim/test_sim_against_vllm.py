@@ -10,6 +10,8 @@ from importlib.util import find_spec
 import pytest
 from sim_http import sim_client
 
+from penstock.sim.config import SimConfig
+
 CHECK = """
 import json, sys
 from vllm.entrypoints.openai.chat_completion import protocol as chat
@@ -43,8 +45,11 @@ async def answers():
     tokens = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 3, "logprobs": 0}}
     prompt = {"prompt": "hi", "max_tokens": 3, "logprobs": 0, "return_token_ids": True}
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "logprobs": True, "top_logprobs": 1}
-    async with sim_client() as sim:
+    async with sim_client(SimConfig(plain=True)) as sim:  # our plugin adds the names of the tokens
         yield "GenerateTokensResponse", True, await sim.post("/inference/v1/generate", tokens)
+        for event in (await sim.events("/inference/v1/generate", {**tokens, "stream": True}))[:-1]:
+            yield "GenerateTokensStreamResponse", False, event
+    async with sim_client() as sim:
         yield "CompletionResponse", True, await sim.post("/v1/completions", prompt)
         yield "ChatCompletionResponse", False, await sim.post("/v1/chat/completions", chat)
         yield "ModelList", True, await sim.get("/v1/models")
@@ -52,7 +57,6 @@ async def answers():
         yield "DetokenizeResponse", True, await sim.post("/detokenize", {"tokens": [3]})
         yield "ErrorResponse", True, (await sim.call("POST", "/v1/completions", {}))[1]
         streams = {
-            "GenerateTokensStreamResponse": ("/inference/v1/generate", tokens),
             "CompletionStreamResponse": ("/v1/completions", prompt),
             "ChatCompletionStreamResponse": ("/v1/chat/completions", chat),
         }

@@ -2,7 +2,7 @@
 
 vLLM's answers get the version of each token and, if the client asks, what each sample has so far:
 - Without `PROGRESS_HEADER`, in one piece: the header `SPANS_HEADER`. As a stream: a comment before `[DONE]`, and
-  before that the ends of choices that vLLM leaves out.
+  before that the ends of choices that vLLM leaves out. Logprobs of the token endpoint name their tokens.
 - With a number in it, for an answer in one piece: lines of JSON, `{"samples": [...]}` whenever a sample has so many
   more tokens, and last `{"status", "samples", "versions", "answer"}`, where `answer` is vLLM's own. That of the token
   endpoint comes without the tokens, which these lines have brought.
@@ -21,6 +21,7 @@ from typing import Any
 import orjson
 
 from penstock.wire import (
+    GENERATE,
     LINES_TYPE,
     MAX_SPANS_HEADER,
     PROGRESS_HEADER,
@@ -30,6 +31,7 @@ from penstock.wire import (
     SampleReport,
     add_stretch,
     comment,
+    name_tokens,
     spans_of,
 )
 
@@ -219,12 +221,28 @@ class _AnswerReporter:
         self._progress = progress
         self._streams = False
         self._aborts = _Aborts(request, path)
+        self._in_tokens = path == GENERATE
+        self._start: dict[str, Any] | None = None
+        """Held back with the answer, whose length changes."""
+        self._answer = bytearray()
 
     async def send(self, message: dict[str, Any]) -> None:
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message["headers"], *self._more_headers(message["headers"])]}
+            if self._in_tokens and not self._streams:
+                self._start = message
+                return
+        elif self._start is not None:
+            self._answer += message.get("body", b"")
+            if message.get("more_body"):
+                return
+            answer = name_tokens(bytes(self._answer))
+            headers = [pair for pair in self._start["headers"] if pair[0].lower() != b"content-length"]
+            headers.append((b"content-length", str(len(answer)).encode()))
+            await self._send({**self._start, "headers": headers})
+            message = {"type": "http.response.body", "body": answer}
         elif self._streams and (body := message.get("body")):
-            message = {**message, "body": self._more_body(body)}
+            message = {**message, "body": self._more_body(name_tokens(body) if self._in_tokens else body)}
         await self._send(message)
 
     def _more_headers(self, headers: Any) -> list[tuple[bytes, bytes]]:

@@ -22,6 +22,7 @@ from penstock.sim.scheduler import Delta, SimRequest, SimSequence, merged_deltas
 from penstock.sim.tokens import character_of
 from penstock.types import SamplingParams
 from penstock.wire import (
+    GENERATE,
     LINES_TYPE,
     MAX_SPANS_HEADER,
     PROGRESS_HEADER,
@@ -31,6 +32,7 @@ from penstock.wire import (
     SampleReport,
     check_part,
     comment,
+    name_tokens,
     parts_of,
     spans_of,
     version_of_tokens,
@@ -80,7 +82,8 @@ async def send_events(
         async for chunk in chunks:
             updates = reporter.take_updates() if progress and reporter else []
             note = comment({"samples": updates}) if updates else b""
-            await response.write(note + b"data: " + orjson.dumps(chunk) + b"\n\n")
+            data = orjson.dumps(chunk)
+            await response.write(note + b"data: " + (data if reporter is None else _named(http, data)) + b"\n\n")
     except EngineDeadError as error:
         await response.write(b"data: " + orjson.dumps(error_body(str(error), "InternalServerError", 500)) + b"\n\n")
     except CutError:
@@ -165,6 +168,10 @@ class ProgressReporter:
         }
 
 
+def _named(http: web.Request, data: bytes) -> bytes:
+    return name_tokens(data) if http.path == GENERATE else data
+
+
 def in_lines(http: web.Request, engine: SimEngine) -> bool:
     """Whether the answer comes as lines of JSON that report progress."""
     return not engine.config.plain and http.headers.get(PROGRESS_HEADER, "").isdigit()
@@ -188,6 +195,7 @@ async def answer(
             pass
         response = json_answer(whole())
         if not engine.config.plain:
+            response.body = _named(http, cast("bytes", response.body))
             response.headers.update(reporter.header())
         return response
     response = web.StreamResponse(headers={"Content-Type": LINES_TYPE})
