@@ -28,7 +28,7 @@ test: $(READY) ## every test but the slow ones, in two processes (9 to 12 minute
 test-each: $(READY) ## the shortest of each slow kind: facade, broadcast, a real death, Ray (2 minutes)
 	@$(BIN)/pytest -m each
 
-test-harnesses: $(READY) ## agents of five frameworks through the gateway, each in an environment of its own (1.3 GB)
+test-harnesses: $(READY) ## agents of six frameworks through the gateway, each in an environment of its own (1.3 GB)
 	@$(BIN)/python scripts/test_harnesses.py $(HARNESSES)
 
 test-slow: $(READY) ## the tests that take minutes

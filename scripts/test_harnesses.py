@@ -5,7 +5,7 @@ because their packages exclude each other. The engine is scripted: it thinks, ca
 arguments, and then answers. Each harness must give one row without a break: all sampled tokens trained, each logprob
 that of exactly the context before it. What a harness asks beside the conversation, such as a title, is a row as well.
 
-    python scripts/test_harnesses.py                  the five of the Python index
+    python scripts/test_harnesses.py                  those of the Python index
     python scripts/test_harnesses.py codex claude_code     of the npm registry: 640 MB
 """
 
@@ -65,6 +65,7 @@ HARNESSES = {
         ("mini-swe-agent==2.4.6", "mcp"),  # its litellm imports mcp and does not name it
         says=(call("bash", '{"command":  "echo 3"}'), call("bash", f'{{"command":\n"{DONE}\\necho 3"}}')),
     ),
+    "anthropic_sdk": Harness(("anthropic==2.12.0",)),
     "codex": Harness(("@openai/codex@0.169.0",), says=(call("exec_command", '{"cmd":  "echo 3"}'), "3"), npm="codex"),
     "claude_code": Harness(
         ("@anthropic-ai/claude-code@2.1.197",), says=(call("Bash", '{"command":  "echo 3"}'), "3"), npm="claude"

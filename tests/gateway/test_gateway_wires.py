@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from wire_clients import ECHOES, WIRES, Chat
 
-from gateway_rig import CALL, KEY, THOUGHT, Rig, auth, events_of
+from gateway_rig import CALL, KEY, PARAMETERS, THOUGHT, Rig, auth, events_of
 from penstock.errors import DeadlineError
 from penstock.gateway.dialect import dumps
 from penstock.gateway.server import serving
@@ -144,6 +144,7 @@ async def test_a_stream_that_fails_later_says_that_it_is_not_whole(tokenizer: To
     client = wire(rig)
     client.user("x")
     asking = asyncio.create_task(rig.http.post(client.path, json={**client.body, "stream": True}))
+    await rig.engine.asked.wait()
     await asyncio.sleep(0.1)
     rig.engine.hold.set()
     text = (await asking).text
@@ -215,3 +216,28 @@ async def test_wrong_requests_are_refused_in_the_wire_s_form(
 
 def test_integers_of_more_than_64_bits_are_written() -> None:
     assert dumps({"a": 10**30}) == b'{"a":1000000000000000000000000000000}'
+
+
+async def test_a_thread_of_messages_goes_on_with_its_tools_and_system_prompt(tokenizer: Tokenizer) -> None:
+    """Anthropic's SDK sends only new messages, and the whole again where the thread is unknown."""
+    rig = Rig(tokenizer)
+    rig.engine.texts = [CALL, "three"]
+    tools = [{"name": "add", "input_schema": PARAMETERS}]
+    question = {"role": "user", "content": "1 + 2?"}
+    whole = {"max_tokens": 400, "system": "Add.", "tools": tools, "messages": [question]}
+    first = await rig.post("/v1/messages?beta=true", {**whole, "thread": {"type": "create"}})
+    (use,) = [block for block in first["content"] if block["type"] == "tool_use"]
+    result = {"type": "tool_result", "tool_use_id": use["id"], "content": "3"}
+    more = {"max_tokens": 400, "messages": [{"role": "user", "content": [result]}]}
+    unknown = {"type": "continue", "previous_message_id": "msg_" + "0" * 24}
+    refused = await rig.http.post("/v1/messages", json={**more, "thread": unknown})
+    assert (refused.status_code, refused.json()["error"]["details"]) == (404, {"error_code": "thread_not_found"})
+    thread = {"type": "continue", "previous_message_id": first["id"]}
+    counted = await rig.post("/v1/messages/count_tokens", {**more, "thread": thread})
+    second = await rig.post("/v1/messages", {**more, "thread": thread})
+    assert counted["input_tokens"] == second["usage"]["input_tokens"]
+    third = {"max_tokens": 400, "messages": [{"role": "user", "content": "sure?"}]}
+    await rig.post("/v1/messages", {**third, "thread": {**thread, "previous_message_id": second["id"]}})
+    (row,) = await rig.rows()
+    assert [node["cause"] for node in row["nodes"]] == ["", "", ""]
+    assert "Add." in rig.tokenizer.decode(row["prompt_ids"])

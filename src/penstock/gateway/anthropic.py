@@ -7,7 +7,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from penstock.gateway.dialect import Dialect, dumps, event, forced_tools, sampling_of, text_of
-from penstock.gateway.messages import Answer, ChatMessage, ChatRequest, GatewayError, Tool, ToolCall, bare, minted_in
+from penstock.gateway.messages import (
+    UNKNOWN_THREAD,
+    Answer,
+    ChatMessage,
+    ChatRequest,
+    GatewayError,
+    Tool,
+    ToolCall,
+    bare,
+    minted_in,
+)
 
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "max_tokens"}
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
@@ -21,6 +31,7 @@ class AnthropicDialect(Dialect):
         messages = [ChatMessage("system", text)] if (text := text_of(body.get("system"))) else []
         for given in body["messages"]:
             messages += _messages(given)
+        thread: dict[str, Any] = body.get("thread") or {}
         choice: dict[str, Any] = body.get("tool_choice") or {}
         tools = () if choice.get("type") == "none" else tuple(_tool(tool) for tool in body.get("tools") or ())
         return ChatRequest(
@@ -30,6 +41,8 @@ class AnthropicDialect(Dialect):
             sampling=sampling_of(body, stop="stop_sequences"),
             stream=bool(body.get("stream")),
             model=str(body.get("model") or ""),
+            previous=bare(str(thread.get("previous_message_id") or "")),
+            thread=thread.get("type") == "continue",
             forced=forced_tools(choice, tools),
             single_call=choice.get("type") == "tool" or choice.get("disable_parallel_tool_use") is True,
         )
@@ -59,7 +72,9 @@ class AnthropicDialect(Dialect):
     def error(self, error: GatewayError) -> dict[str, Any]:
         """Write an error as a body."""
         kind = "invalid_request_error" if error.status < 500 else "api_error"  # noqa: PLR2004
-        fields = {"type": _ERRORS.get(error.status, kind), "message": str(error), "code": error.code}
+        fields: dict[str, Any] = {"type": _ERRORS.get(error.status, kind), "message": str(error), "code": error.code}
+        if error.code == UNKNOWN_THREAD:  # the client then sends the whole conversation
+            fields["details"] = {"error_code": error.code}
         return {"type": "error", "error": fields}
 
 

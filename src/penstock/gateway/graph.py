@@ -39,6 +39,7 @@ class Node:
         length: tokens of the context with the sample.
         temperature: it was sampled at.
         cause: why it did not extend an earlier turn; empty: it did, or the session was new.
+        tools: that it could call.
         constrained: it was sampled under a grammar.
         reward: given to this turn.
     """
@@ -54,6 +55,7 @@ class Node:
     length: int
     temperature: float
     cause: str = ""
+    tools: tuple[Tool, ...] = ()
     constrained: bool = False
     reward: float | None = None
     children: list[Node] = field(default_factory=list["Node"])

@@ -20,6 +20,9 @@ MINTED = re.compile(r"(?:(?:call|toolu|fc|ctc|msg|rs|sig|resp)_|chatcmpl-)([0-9a
 """An id of ours: 24 hexadecimal digits, behind a prefix that says of what."""
 
 
+UNKNOWN_THREAD = "thread_not_found"
+
+
 class GatewayError(PenstockError):
     """A request that is answered with an error, in the form of its wire."""
 
@@ -133,7 +136,8 @@ class ChatRequest:
         sampling: parameters under vLLM's names, those given alone.
         stream: answer as events.
         model: the name asked for, which is sent back.
-        previous: bare id of the node that the conversation continues (`previous_response_id`).
+        previous: bare id of the node that the conversation continues (`previous_response_id`, or Anthropic's threads).
+        thread: system prompt and tools are those of the turn that it continues.
         include_usage: a stream of chat completions ends with its usage.
         notes: what was asked for and is not done.
         forced: names of tools, one of which the turn has to call; empty: the model decides.
@@ -147,6 +151,7 @@ class ChatRequest:
     stream: bool = False
     model: str = ""
     previous: str = ""
+    thread: bool = False
     include_usage: bool = False
     notes: tuple[str, ...] = ()
     forced: tuple[str, ...] = ()

@@ -18,7 +18,16 @@ from typing import Any, Literal, TypeVar
 
 from penstock.errors import ConfigError, EngineHTTPError, PenstockError, RequestError, UserError
 from penstock.gateway.graph import Limits, Node, Place, Row, Session, digests_of, extended, new_id
-from penstock.gateway.messages import Answer, ChatMessage, ChatRequest, GatewayError, Tool, ToolCall, merged
+from penstock.gateway.messages import (
+    UNKNOWN_THREAD,
+    Answer,
+    ChatMessage,
+    ChatRequest,
+    GatewayError,
+    Tool,
+    ToolCall,
+    merged,
+)
 from penstock.guard import new_key
 from penstock.parsing import whole_number
 from penstock.rollout.call_form import CallForm, after_reasoning, structured_outputs
@@ -291,7 +300,8 @@ class Gateway:
             raise GatewayError(str(error), code=TOO_LONG) from error
 
     def _prompt_of(self, session: Session, request: ChatRequest) -> tuple[Node | None, list[int], Place]:
-        given = merged(self._with_previous(session, request))
+        request = self.whole(session, request)
+        given = merged(request.messages)
         place = session.find(given, request.tools)
         most = self.options.max_model_len
         if self.policy == "faithful":
@@ -307,7 +317,8 @@ class Gateway:
         return None, self.template.render(messages, tools, most=most), place
 
     async def _turn(self, kept: _Kept, request: ChatRequest) -> Answer:
-        session = kept.session
+        session, asked = kept.session, request
+        request = self.whole(session, request)
         parent, added, place = await self.in_thread(lambda: self.prompt_of(session, request))
         context = [*(parent.context() if parent else ()), *added]
         params = self._params(kept, request, len(context))
@@ -336,21 +347,25 @@ class Gateway:
             finish="tool_calls" if node.message.calls and finish == "stop" else finish,
             prompt_tokens=len(context),
             output_tokens=len(sample.token_ids),
-            request=replace(request, messages=(), model=request.model or self.options.model),
+            request=replace(asked, messages=(), tools=request.tools, model=request.model or self.options.model),
             created=int(node.created),
         )
 
-    def _with_previous(self, session: Session, request: ChatRequest) -> tuple[ChatMessage, ...]:
-        """Return the whole conversation, of a request that names the answer that it continues."""
+    def whole(self, session: Session, request: ChatRequest) -> ChatRequest:
+        """Return a request that names the answer that it continues as one with the whole conversation."""
         if not request.previous:
-            return request.messages
+            return request
         node = session.nodes.get(request.previous)
         if node is None:
-            raise GatewayError(f"session {session.id} has no response {request.previous!r}", status=404)
+            code = UNKNOWN_THREAD if request.thread else "not_found"
+            raise GatewayError(f"session {session.id} has no response {request.previous!r}", status=404, code=code)
+        if request.thread:
+            messages = (*node.history(), *request.messages)
+            return replace(request, messages=messages, tools=node.tools, previous="")
         system = [m for m in request.messages if m.role == "system"]
         rest = [m for m in request.messages if m.role != "system"]
         before = [m for m in node.history() if not system or m.role != "system"]
-        return (*system, *before, *rest)
+        return replace(request, messages=(*system, *before, *rest), previous="")
 
     def _rendered(self, place: Place, tools: Sequence[Tool]) -> tuple[Node | None, list[int]]:
         """Render the conversation as a whole, and find the latest turn whose tokens it begins with."""
@@ -408,9 +423,7 @@ class Gateway:
         prompt = added if parent is None else (*parent.sample.token_ids[-4:], *added)
         message = self._message(prompt, sample, request.tools, params)
         *_, before = digests_of(place.messages, request.tools)
-        cause = place.cause
-        if place.parent is not parent and not cause:
-            cause = "template"
+        cause = place.cause or ("template" if place.parent is not parent else "")
         return Node(
             id=new_id(),
             parent=parent,
@@ -423,6 +436,7 @@ class Gateway:
             length=(parent.length if parent else 0) + len(added) + len(sample.token_ids),
             temperature=params.temperature,
             cause=cause,
+            tools=parent.tools if parent is not None and parent.tools == request.tools else request.tools,
             constrained=params.structured_outputs is not None,
         )
 
