@@ -7,17 +7,24 @@ that of exactly the context before it. What a harness asks beside the conversati
 
     python scripts/test_harnesses.py                  those of the Python index
     python scripts/test_harnesses.py codex claude_code     of the npm registry: 640 MB
+    python scripts/test_harnesses.py --real smolagents openai_agents
+
+With `--real` the engine is vLLM on the CPU with a model of noise, which calls tools because the harness forces it to
+(`tool_choice: required`). Each row is replayed: a token's logprob is the model's, under a grammar at least that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
@@ -29,8 +36,12 @@ from penstock.gateway.agent import AgentGenerator  # noqa: E402
 from penstock.gateway.server import serving  # noqa: E402
 from penstock.rollout.environment import Environment, Task  # noqa: E402
 from penstock.rollout.generator import GeneratorInput  # noqa: E402
+from penstock.types import Trajectory  # noqa: E402
 
 CACHE = Path(os.environ.get("PENSTOCK_HARNESSES") or Path.home() / ".cache" / "penstock" / "harnesses")
+CONTEXT = 65536
+"""Tokens; the model's are characters, and some harnesses write long prompts."""
+NEAR = 1e-4
 TIMEOUT_S = float(os.environ.get("PENSTOCK_HARNESS_S", "120"))
 INSTALL_S = 1200
 EXAMPLES = ROOT / "examples" / "agents"
@@ -144,6 +155,67 @@ def said_in(folder: Path) -> str:
     return "".join(log.read_text()[-1500:] for log in folder.glob("*.log"))
 
 
+async def play_real(harnesses: dict[str, list[str]], folder: Path) -> dict[str, list[str]]:
+    """Play episodes of harnesses on one vLLM engine; return what is wrong with each command's rows."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - the scripted engine needs none of these
+
+    from chat_model import save_chat_tokenizer  # noqa: PLC0415
+    from http_engine import HTTPEngine  # noqa: PLC0415
+    from nano_models import save_dense  # noqa: PLC0415
+    from penstock.engine.launch import EngineProcess  # noqa: PLC0415
+    from penstock.gateway.service import Gateway, GatewayOptions, Tenant  # noqa: PLC0415
+    from penstock.rollout.chat_template import ChatTemplate  # noqa: PLC0415
+    from penstock.rollout.tokenizer import load_tokenizer  # noqa: PLC0415
+    from penstock.settings import EngineConfig  # noqa: PLC0415
+
+    path = save_chat_tokenizer(save_dense(folder))
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": CONTEXT}))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+    config = EngineConfig(model=str(path), max_model_len=CONTEXT, dtype="float32", profile="cpu")
+    process = await EngineProcess.launch(config, name="e", log_dir=folder, api_key="key")
+    engine = await HTTPEngine.connect(process.url, name="e", api_key="key")
+    tenant = Tenant("a", "key")
+    options = GatewayOptions("m", CONTEXT, max_tokens=400)
+    gateway = Gateway(engine, ChatTemplate(load_tokenizer(path)), options, [tenant])
+    found: dict[str, list[str]] = {}
+    try:
+        async with serving(gateway) as base:
+            for name, command in harnesses.items():
+                made = AgentGenerator(gateway, base, tenant, Sum(), command, timeout_s=TIMEOUT_S, log_dir=folder)
+                output = await made.generate(GeneratorInput([Sum().train_task(0)]))
+                found[name] = replayed(model, output.trajectories)
+    finally:
+        await engine.teardown()
+        await process.stop()
+    return found
+
+
+def replayed(model: Any, rows: Sequence[Trajectory]) -> list[str]:
+    """Hold the logprobs of rows against those of the model itself; return what is wrong."""
+    from nano_models import logprobs_of  # noqa: PLC0415
+
+    wrong = [] if any(row.constrained for row in rows) else [f"no call was forced in {len(rows)} rows"]
+    for row in rows:
+        free = logprobs_of(model, row.prompt_ids, row.response_ids)
+        for i in (i for i, mask in enumerate(row.loss_mask) if mask):
+            more = row.logprobs[i] - free[i]
+            under_grammar = bool(row.constrained) and row.constrained[i]
+            if more < -NEAR or (more > NEAR and not under_grammar):
+                wrong.append(f"token {i} has logprob {row.logprobs[i]:.5f}, and the model says {free[i]:.5f}")
+    return wrong
+
+
+async def real(names: list[str]) -> int:
+    """Play the first form of the harnesses named on vLLM; return the number that failed."""
+    commands = {name: await asyncio.to_thread(command_of, name, HARNESSES[name]) for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        found = await play_real(commands, Path(folder))
+    for name, wrong in found.items():
+        print(f"{name} on vLLM: {'; '.join(wrong[:4]) or 'exact rows, forced calls'}", flush=True)
+    return sum(map(bool, found.values()))
+
+
 async def main(names: list[str]) -> int:
     """Play all forms of the harnesses named; return the number that failed."""
     failed = 0
@@ -158,4 +230,4 @@ async def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main(sys.argv[1:])))
+    sys.exit(asyncio.run(real(sys.argv[2:]) if sys.argv[1:2] == ["--real"] else main(sys.argv[1:])))

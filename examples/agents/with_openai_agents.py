@@ -4,7 +4,15 @@ import asyncio
 import os
 import sys
 
-from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
 from openai import AsyncOpenAI
 
 
@@ -19,7 +27,13 @@ async def main() -> None:
     set_tracing_disabled(True)
     wire = OpenAIChatCompletionsModel if sys.argv[1:] == ["chat"] else OpenAIResponsesModel
     model = wire(model=os.environ["PENSTOCK_MODEL"], openai_client=AsyncOpenAI())
-    agent = Agent(name="adder", instructions="Add with the tool, then say the sum.", model=model, tools=[add])
+    agent = Agent(
+        name="adder",
+        instructions="Add with the tool, then say the sum.",
+        model=model,
+        model_settings=ModelSettings(tool_choice="required"),  # of the first turn; then the model may answer
+        tools=[add],
+    )
     result = await Runner.run(agent, os.environ["PENSTOCK_PROMPT"], max_turns=8)
     print(result.final_output)
 
