@@ -49,6 +49,8 @@ class AgentConfig(Section):
     timeout_s: Seconds = 600.0
     """Of an episode; one that takes longer has the reward 0."""
     policy: Literal["extend", "faithful"] = "extend"
+    force_calls: bool = False
+    """Sample under a grammar where a harness's `tool_choice` forces a call; such turns cannot be trained on."""
     keep_output: Annotated[int, Field(ge=0)] = 1000
     """Most commands whose output is kept, in `logs/agents` of the run folder."""
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chat_model import save_chat_tokenizer
 from gateway_rig import KEY, auth
@@ -62,8 +63,16 @@ def calls_of(answer: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 async def test_a_model_of_noise_makes_the_calls_it_has_to(gateway: tuple[Gateway, Path]) -> None:
-    """Their ids are the rows'; each logprob is that of the model, made larger by what the grammar forbids."""
+    """Each token is one that the grammar allows, with the model's logprob among those allowed."""
     served, path = gateway
+    grammars: list[str] = []
+    sample: Any = served._sample
+
+    async def noted(ids: Any, n: int, params: Any, session: str) -> Any:
+        grammars.append(params.structured_outputs["structural_tag"])
+        return await sample(ids, n, params, session)
+
+    served._sample = noted
     chat = [{"type": "function", "function": function} for function in FUNCTIONS]
     responses = [{"type": "function", **function} for function in FUNCTIONS]
     messages = [{"name": f["name"], "input_schema": f["parameters"]} for f in FUNCTIONS]
@@ -89,8 +98,29 @@ async def test_a_model_of_noise_makes_the_calls_it_has_to(gateway: tuple[Gateway
         rows = [json.loads(line) for line in (await http.get("/sessions/default/rows")).text.splitlines()]
     assert len(rows) == 6
     model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
-    for row in rows:
-        free = logprobs_of(model, row["prompt_ids"], row["response_ids"])
+    for row, grammar in zip(rows, grammars, strict=True):
         assert [node["constrained"] for node in row["nodes"]] == [True]
-        assert all(logprob >= by_itself - 1e-4 for logprob, by_itself in zip(row["logprobs"], free, strict=True))
+        under = logprobs_under(grammar, path, model, row["prompt_ids"], row["response_ids"])
+        assert row["logprobs"] == pytest.approx(under, abs=1e-4)
+        free = logprobs_of(model, row["prompt_ids"], row["response_ids"])
+        assert any(abs(a - b) > 1e-2 for a, b in zip(under, free, strict=True))
         assert sum(logprob == 0.0 for logprob in row["logprobs"]) > 8  # the grammar left one token
+
+
+def logprobs_under(grammar: str, path: Path, model: Any, prompt: list[int], response: list[int]) -> list[float]:
+    """Replay a turn: the model's logprobs, with what the grammar forbids at each place left out."""
+    import xgrammar
+
+    vocabulary = model.config.vocab_size
+    info = xgrammar.TokenizerInfo.from_huggingface(AutoTokenizer.from_pretrained(path), vocab_size=vocabulary)
+    matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(info).compile_structural_tag(grammar))
+    mask = xgrammar.allocate_token_bitmask(1, vocabulary)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+    found: list[float] = []
+    for row, token in zip(logits, response, strict=True):
+        matcher.fill_next_token_bitmask(mask)
+        xgrammar.apply_token_bitmask_inplace(row, mask[0])
+        found.append(float(row.log_softmax(-1)[token]))
+        assert matcher.accept_token(token)
+    return found

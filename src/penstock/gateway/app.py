@@ -133,7 +133,10 @@ class _Calls:
         digest = hashlib.sha256(b"\n".join((http.url.path.encode(), idempotency.encode(), body))).digest()
         repeated = bool(idempotency) or retries not in {"", "0"}
         turn = self._gateway.submit(session, request, digest, repeated=repeated)
-        note = "; ".join(request.notes).encode("ascii", "backslashreplace")[:MOST_NOTE].decode()
+        said = request.notes
+        if request.forced and not self._gateway.options.force_calls:
+            said = (*said, "tool_choice is not enforced, so that the turn can be trained on")
+        note = "; ".join(said).encode("ascii", "backslashreplace")[:MOST_NOTE].decode()
         notes = {NOTE_HEADER: note} if note else {}
         answer = await self._wait(turn, http, self._keepalive_s if request.stream else None)
         if answer is not None and not request.stream:

@@ -69,6 +69,7 @@ class GatewayOptions:
         sampling: parameters that replace the harness's own, such as `temperature`.
         max_tokens: most tokens of a turn; None: as many as fit.
         max_sessions: most sessions kept of each tenant.
+        force_calls: sample under a grammar where `tool_choice` forces a call.
     """
 
     model: str
@@ -77,6 +78,7 @@ class GatewayOptions:
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     max_tokens: int | None = None
     max_sessions: int = 100_000
+    force_calls: bool = True
 
 
 @dataclass(slots=True)
@@ -317,12 +319,11 @@ class Gateway:
         return None, self.template.render(messages, tools, most=most), place
 
     async def _turn(self, kept: _Kept, request: ChatRequest) -> Answer:
-        session, asked = kept.session, request
-        request = self.whole(session, request)
+        session, asked, request = kept.session, request, self.whole(kept.session, request)
         parent, added, place = await self.in_thread(lambda: self.prompt_of(session, request))
         context = [*(parent.context() if parent else ()), *added]
         params = self._params(kept, request, len(context))
-        if request.forced:
+        if request.forced and self.options.force_calls:
             params = replace(params, structured_outputs=self._grammar(request, context))
         kept.reserved += params.max_tokens
         try:
@@ -330,17 +331,16 @@ class Gateway:
         except EngineHTTPError as error:
             code = "engine" if error.status >= _SERVER_ERROR else "invalid_request"
             raise GatewayError(str(error), status=error.status, code=code) from error
-        except (RequestError, GatewayError):
-            raise
         except PenstockError as error:
+            if isinstance(error, (RequestError, GatewayError)):
+                raise
             raise GatewayError(f"no engine could answer: {error}", status=503, code="engine") from error
         finally:
             kept.reserved -= params.max_tokens
         if not sample.token_ids:  # a row cannot go on from nothing
             raise GatewayError("the turn was aborted before its first token; send it again", status=503, code="engine")
-        node = self._node(parent, added, sample, request, place, params)
+        finish, node = sample.finish_reason, self._node(parent, added, sample, request, place, params)
         session.add(node, request.tools)
-        finish = sample.finish_reason
         return Answer(
             id=node.id,
             message=node.message,

@@ -57,6 +57,7 @@ class AgentRollouts:
             given.policy,
             sampling={**_WHOLE, "temperature": config.rollout.temperature},
             max_tokens=config.rollout.max_tokens,
+            force_calls=given.force_calls,
         )
 
     @asynccontextmanager
