@@ -39,7 +39,7 @@ from penstock.rollout.generator import GeneratorInput  # noqa: E402
 from penstock.types import Trajectory  # noqa: E402
 
 CACHE = Path(os.environ.get("PENSTOCK_HARNESSES") or Path.home() / ".cache" / "penstock" / "harnesses")
-CONTEXT = 65536
+CONTEXT = 32768
 """Tokens; the model's are characters, and some harnesses write long prompts."""
 NEAR = 1e-4
 TIMEOUT_S = float(os.environ.get("PENSTOCK_HARNESS_S", "120"))
