@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import resource
 import signal
 import sys
 import threading
@@ -16,7 +18,15 @@ import torch
 from training_setup import SIM, Characters, Letters, Recorder, config_of, learner_of, run_on_sim, save_nano_model
 
 from penstock.config import RunConfig
-from penstock.errors import ConfigError, EngineDeadError, PenstockError, StateError, UserError
+from penstock.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    MissingCapabilityError,
+    PenstockError,
+    StateError,
+    UserError,
+)
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.trajectory_log import TrajectoryRecord
 from penstock.rollout.environment import Task
@@ -24,6 +34,8 @@ from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutpu
 from penstock.sim.faults import Fault, FaultKind, Phase
 from penstock.sim.tokens import verify
 from penstock.train import rollouts
+from penstock.train.interface import Outputs
+from penstock.train.learner import LocalLearner
 from penstock.train.rollouts import group_seed
 from penstock.train.trainer import train
 from penstock.types import FinishReason, Sample, SamplingParams, TensorSpec, Trajectory, VersionSpan
@@ -382,6 +394,19 @@ async def test_engines_of_a_model_of_other_shapes_are_refused_by_name_before_the
     assert not folder.metrics()
 
 
+async def test_engines_that_take_adapters_alone_serve_them_with_a_warning(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refuse(*_: object, **__: object) -> None:
+        raise MissingCapabilityError("engine 0 lacks the plugin")
+
+    monkeypatch.setattr("http_engine.HTTPEngine.update_weights", refuse)
+    train = {"model": str(model), "steps": 1, "lora": {"rank": 2}}
+    config = config_of("another", engine={"model": "another", "enable_lora": True}, train=train)
+    await run_on_sim(config, RunFolder.create(tmp_path, config))
+    assert "learner's base is unknown: engine 0 lacks the plugin" in caplog.text
+
+
 # --- failures --------------------------------------------------------------------------------------------------------
 
 
@@ -406,6 +431,53 @@ async def test_a_broken_environment_ends_the_run_at_once_and_names_the_group(mod
     assert not (tmp_path / "summary.json").exists()
     await run_on_sim(config, folder, resume=True)
     assert [row["step"] for row in folder.metrics()] == list(range(1, 7))
+
+
+async def test_a_disk_that_is_full_at_a_checkpoint_ends_the_run_and_loses_nothing_before(
+    model: Path, tmp_path: Path
+) -> None:
+    config = synchronous(model)
+    whole, folder = (RunFolder.create(tmp_path / name, config) for name in ("whole", "cut"))
+    await run_on_sim(config, whole)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class Full(Recorder):
+        def on_phase(self, name: str) -> None:
+            super().on_phase(name)
+            if self.events.count(("phase", "checkpoint")) == 2:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write checkpoint .*step-00000004.*; free space"):
+            await run_on_sim(config, folder, reporter=Full())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in (folder.path / "checkpoints").iterdir()] == ["step-00000002"]
+    await run_on_sim(config, folder, resume=True)
+    assert [{**row, "wasted_tokens": 0} for row in what_counts(folder)] == what_counts(whole)
+
+
+async def test_a_gradient_that_is_no_number_ends_the_run_and_loses_nothing_before(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = synchronous(model)
+    whole, folder = (RunFolder.create(tmp_path / name, config) for name in ("whole", "cut"))
+    await run_on_sim(config, whole)
+    learner, evaluate = learner_of(config), LocalLearner.forward_backward
+
+    def broken(self: LocalLearner, *given: Any) -> Outputs:
+        outputs = evaluate(self, *given)
+        if self.versions[None] == 3:
+            next(self.policy.parameters()).grad.fill_(math.nan)  # pyright: ignore[reportOptionalMemberAccess]
+        return outputs
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalLearner, "forward_backward", broken)
+        with pytest.raises(StateError, match=r"step 4 has loss .* and a gradient of norm nan: nothing was changed"):
+            await run_on_sim(config, folder, learner=learner)
+    assert learner.version == 3
+    await run_on_sim(config, folder, resume=True)
+    assert [{**row, "wasted_tokens": 0} for row in what_counts(folder)] == what_counts(whole)
 
 
 async def test_a_dead_engine_ends_the_run(model: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from penstock.aio import abandonable
 from penstock.config import RunConfig
 from penstock.engine.interface import Engine
 from penstock.engine.quantisation import is_quantised
-from penstock.errors import PenstockError, StateError, WeightsError
+from penstock.errors import MissingCapabilityError, PenstockError, StateError, WeightsError
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
 from penstock.observe.trace import Loads, Tracer
@@ -143,8 +143,7 @@ class _Run:
             )
         log.info("putting version %d in force, after step %d", wanted, self.progress.step)
         try:
-            if self.config.engines_may_differ and self._base_is_served():
-                await to_the_end(self.client.update_weights(self.learner.learner.weights(None)))
+            await self._put_base_in_force()
             await to_the_end(self.learner.put_in_force(self.client))
         except WeightsError as error:
             raise StateError(
@@ -152,9 +151,16 @@ class _Run:
                 f"{error}; give engines and learner (train.model) the same model"
             ) from error
 
-    def _base_is_served(self) -> bool:
-        """Whether engines add the adapter to a base of their own, which takes the learner's weights."""
-        return self.learner.served_adapter is not None and not is_quantised(self.config.engine.model)
+    async def _put_base_in_force(self) -> None:
+        """Send the learner's base where engines add the adapter to one that may be another, and can take it."""
+        if not self.config.engines_may_differ or self.learner.served_adapter is None:
+            return
+        if is_quantised(self.config.engine.model):  # many formats take an adapter and no weights
+            return
+        try:
+            await to_the_end(self.client.update_weights(self.learner.learner.weights(None)))
+        except MissingCapabilityError as error:  # vLLM without our plugin takes adapters alone
+            log.warning("whether the engines add the adapter to the learner's base is unknown: %s", error)
 
     async def evaluate_if_due(self) -> None:
         """Measure held-out accuracy of the weights in force: before, after, and every `eval.every` steps."""
