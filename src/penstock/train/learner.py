@@ -73,6 +73,8 @@ class LocalLearner(Learner):
         self._use_threads()
         torch.manual_seed(seed)
         self.policy = self._load_policy(model_path)
+        self._base_modules = list(self.policy.modules())
+        """Without those of adapters, which have no dropout."""
         self._stored_dtypes = stored_dtypes(model_path) if served_dtype == "auto" else {}
         self._served_dtype = _config_dtype(model_path) if served_dtype == "auto" else getattr(torch, served_dtype)
         self._casts: dict[str, Tensor] = {}
@@ -82,8 +84,7 @@ class LocalLearner(Learner):
     def forward(self, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
         """See `Learner.forward`."""
         self._use_threads()
-        self._activate(adapter)
-        self.policy.eval()
+        self._activate(adapter, training=False)
         with torch.no_grad():
             return self._run(loss, data)
 
@@ -92,8 +93,7 @@ class LocalLearner(Learner):
         self._use_threads()
         if adapter is None and self._adapters is not None:
             raise StateError("the base's weights are frozen, as adapters are trained on them; name an adapter")
-        self._activate(adapter)
-        self.policy.train()
+        self._activate(adapter, training=True)
         with ExitStack() as failed:
             failed.callback(self._optimizer(adapter).zero_grad)
             outputs = self._run(loss, data)
@@ -312,7 +312,7 @@ class LocalLearner(Learner):
         del name
         return torch.empty(tuple(shape), dtype=dtype)
 
-    def _parameters(self, adapter: str | None) -> dict[str, Parameter]:
+    def _parameters(self, adapter: str | None) -> Mapping[str, Parameter]:
         """What `optim_step` changes, by the names that a state has."""
         if adapter is not None:
             return self._adapters_of(adapter).parameters(adapter)
@@ -337,8 +337,11 @@ class LocalLearner(Learner):
             raise UserError(f"the learner has no adapter {name!r}; it has {known}")
         return self._adapters
 
-    def _activate(self, adapter: str | None) -> None:
+    def _activate(self, adapter: str | None, *, training: bool) -> None:
         """Compute with an adapter, or with the base alone."""
+        if self.policy.training != training:
+            for module in self._base_modules:
+                module.training = training
         adapters = self._adapters if adapter is None else self._adapters_of(adapter)
         if adapters is not None:
             adapters.activate(adapter)

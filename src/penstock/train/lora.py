@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class Adapters:
         self._model = model
         self._configs: dict[str, LoraConfig] = {}
         self._keys: dict[str, str] = {}  # PEFT's names are attributes of modules, so they may hold no dots
+        self._parameters: dict[str, dict[str, Parameter]] = {}
+        self._layers: list[Any] = []
         self._made = 0
 
     def create(self, name: str, spec: LoraSpec) -> None:
@@ -55,29 +57,34 @@ class Adapters:
             torch.manual_seed(spec.seed)
             inject_adapter_in_model(config, self._model, adapter_name=key)
         self._configs[name], self._keys[name] = config, key
-        for parameter in self.parameters(name).values():
+        self._layers = [module for module in self._model.modules() if isinstance(module, LoraLayer)]
+        part, named = f".{key}.", self._model.named_parameters()
+        own = {_PREFIX + full.replace(part, "."): parameter for full, parameter in named if part in full}
+        for parameter in own.values():
             parameter.data = parameter.data.float()
+        self._parameters[name] = own
 
     def drop(self, name: str) -> None:
         """See `Learner.drop_adapter`."""
         key = self._keys.pop(name)
-        del self._configs[name]
-        for layer in self._layers():
+        del self._configs[name], self._parameters[name]
+        for layer in self._layers:
             layer.set_adapter([])  # an active one would make way for another, with a warning
             layer.delete_adapter(key)
 
     def activate(self, name: str | None) -> None:
         """Have the model compute with one adapter, or (None) without any; only its tensors get gradients."""
-        for layer in self._layers():
-            layer.enable_adapters(enabled=name is not None)
-            if name is not None:
-                layer.set_adapter(self._keys[name])
+        # PEFT's own set_adapter freezes the others, tensor by tensor; with dozens of adapters that takes longer than a
+        # small batch. An adapter that does not compute gets no gradient anyway.
+        for layer in self._layers:
+            layer._disable_adapters = name is None  # noqa: SLF001
+            layer._active_adapter = [] if name is None else [self._keys[name]]  # noqa: SLF001
+        for parameter in () if name is None else self._parameters[name].values():
+            parameter.requires_grad_(True)  # noqa: FBT003
 
-    def parameters(self, name: str) -> dict[str, Parameter]:
+    def parameters(self, name: str) -> Mapping[str, Parameter]:
         """The adapter's tensors by PEFT's checkpoint names."""
-        part = f".{self._keys[name]}."
-        named = self._model.named_parameters()
-        return {_PREFIX + full.replace(part, "."): parameter for full, parameter in named if part in full}
+        return self._parameters[name]
 
     def config(self, name: str) -> Mapping[str, Any]:
         """PEFT's `adapter_config` as JSON holds it."""
@@ -104,9 +111,6 @@ class Adapters:
     def delta(self, name: str, layer: Any) -> Tensor:
         """Alpha / rank * B A of one matrix, in its shape."""
         return layer.get_delta_weight(self._keys[name])
-
-    def _layers(self) -> Iterator[Any]:
-        return (module for module in self._model.modules() if isinstance(module, LoraLayer))
 
     def _targets(self, spec: LoraSpec) -> list[str]:
         """Names of the matrices that a spec chooses."""
