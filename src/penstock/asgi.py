@@ -40,6 +40,35 @@ class _Connections:
         self.without_request: dict[_Protocol, None] = {}
 
 
+class _Gathering:
+    """A transport that sends what is written within one step of the loop at once: an answer's head with its body."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._written: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the transport's own."""
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Send with what else is written now."""
+        if not self._written:
+            self._loop.call_soon(self._send)
+        self._written.append(data)
+
+    def close(self) -> None:
+        """Send what is left, and close."""
+        self._send()
+        self._transport.close()
+
+    def _send(self) -> None:
+        if self._written:
+            self._transport.write(b"".join(self._written))
+            self._written.clear()
+
+
 class _Protocol(HttpToolsProtocol):
     """uvicorn's HTTP with a deadline for each head and a bound on connections, neither of which it has."""
 
@@ -49,7 +78,7 @@ class _Protocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - uvicorn's
-        super().connection_made(transport)
+        super().connection_made(_Gathering(transport, self.loop))  # pyright: ignore[reportArgumentType] - it is one to uvicorn
         self._wait_for_head()
         if len(self.connections) > self._counted.most:
             next(iter(self._counted.without_request)).transport.abort()
