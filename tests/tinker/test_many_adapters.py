@@ -24,6 +24,7 @@ ADAPTERS, SAMPLES, TOKENS = 8, 512, 16
 ROUND_S, WARM_S, UPDATE_S = 120.0, 30.0, 1.0
 GROWTH = 1.25
 logger = logging.getLogger(__name__)
+logger.setLevel(logging.INFO)  # `--log-cli-level=INFO` shows the figures
 
 
 @pytest.fixture
