@@ -156,6 +156,8 @@ async def test_what_cannot_run_is_a_failed_future_that_says_why(tmp_path: Path) 
             ({"num_samples": 0}, "from 1 to"),
             ({"prompt": {"chunks": []}}, "no token"),
             ({"prompt": {"chunks": [{"tokens": [10**9]}]}}, "outside the vocabulary"),
+            ({"sampling_params": {"max_tokens": 4, "top_k": 2**64}}, "top_k: Input should be less than"),
+            ({"sampling_params": {"max_tokens": 4, "stop": [2**64]}}, "stop.list"),
             ({"prompt": {"chunks": [{"type": "image", "data": ""}]}}, "type 'image'"),
             ({"prompt_alt_tokens_k": 2}, "not supported"),
             ({"topk_sample_logprobs": 21}, "at most 20"),
@@ -197,7 +199,7 @@ async def test_what_cannot_run_is_a_failed_future_that_says_why(tmp_path: Path) 
 
 
 async def test_bodies_may_be_packed_and_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.tinker.bodies.MOST_BODY", 1 << 16)
+    monkeypatch.setattr("penstock.tinker.api.MOST_BODY", 1 << 16)
     async with rig(tmp_path) as service:
         model = await service.model()
         message = pb.ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="cross_entropy").SerializeToString()
@@ -217,6 +219,9 @@ async def test_bodies_may_be_packed_and_are_bounded(tmp_path: Path, monkeypatch:
         body = service.sample_body(await service.sampler(model.partition(":")[0]))
         body["prompt"]["chunks"][0]["tokens"] = [5] * 40_000  # of a context of 512
         assert "MiB" in (await service.post("asample", body, status=413))["error"]
+        wide = {"user_metadata": {"a": "x" * (1 << 20)}, "model_id": model}
+        for path in ("create_session", "optim_step", "get_info"):  # such JSON is read while all others wait
+            assert "1 MiB" in (await service.post(path, wide, status=413))["error"]
 
 
 async def test_futures_outlive_the_process(tmp_path: Path) -> None:

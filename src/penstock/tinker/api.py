@@ -16,7 +16,7 @@ from starlette.routing import Route
 from penstock.errors import PenstockError, StateError, UserError
 from penstock.guard import cross_site
 from penstock.tinker import requests as body
-from penstock.tinker.bodies import RefusedError, most_of_sample, read_body
+from penstock.tinker.bodies import MOST_BODY, RefusedError, most_of_sample, read_body
 from penstock.tinker.checkpoints import MissingError, TinkerPath, as_json
 from penstock.tinker.futures import SAMPLE, GoneError, Operation
 from penstock.tinker.quotas import QuotaError
@@ -141,7 +141,7 @@ class _Calls:
         return JSONResponse({"sample_cancel_enabled": True})
 
     async def telemetry(self, http: Request, _: Tenant) -> Response:
-        await read_body(http)  # nothing of it is kept
+        await read_body(http, MOST_BODY)  # nothing of it is kept
         return JSONResponse({"status": "accepted"})
 
     async def capabilities(self, _http: Request, _: Tenant) -> Response:
@@ -210,7 +210,7 @@ class _Calls:
         return await self._accepted(operation, tenant, also=row)
 
     async def forward_backward(self, http: Request, tenant: Tenant) -> Response:
-        data = await read_body(http)
+        data = await read_body(http, MOST_BODY)
         try:
             message = pb.ForwardBackwardRequest.FromString(data)
         except DecodeError as error:

@@ -11,7 +11,9 @@ from penstock import asgi
 from penstock.errors import UserError
 
 MOST_BODY = 256 << 20
-"""Bytes, also unpacked; the SDK's own chunks have 5 MB."""
+"""Bytes of training data, also unpacked; the SDK's own chunks have 5 MB."""
+MOST_JSON = 1 << 20
+"""Bytes of any other body but a sample's: its JSON is read where all other requests wait for it."""
 
 
 TOKEN_BYTES, SAMPLE_BYTES = 16, 1 << 16
@@ -27,13 +29,12 @@ class RefusedError(UserError):
 
 
 def most_of_sample(context: int | None) -> int:
-    """Return the bytes that a request to sample may have: its JSON is read where all other requests wait for it."""
+    """Return the bytes that a request to sample may have."""
     return MOST_BODY if context is None else SAMPLE_BYTES + context * TOKEN_BYTES
 
 
-async def read_body(http: Request, most: int | None = None) -> bytes:
+async def read_body(http: Request, most: int = MOST_JSON) -> bytes:
     """Return the whole body. RefusedError: it is too large, does not come, or cannot be unpacked."""
-    most = MOST_BODY if most is None else most
     data = await asgi.read_body(http, most, lambda status, why: RefusedError(why, status))
     encoding = http.headers.get("content-encoding", "identity")
     if encoding == "identity":

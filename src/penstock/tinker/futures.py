@@ -319,7 +319,9 @@ class Futures:
             raise GoneError
         if row.kind != SAMPLE:
             raise UserError(f"{request_id} is {row.kind}; samples alone can be cancelled")
-        await self._finish(request_id, tenant, row.size, Outcome(error="cancelled by the client"), None)
+        await self._finish(
+            request_id, tenant, row.size, Outcome(error="cancelled by the client", category="user"), None
+        )
         if running is not None and running.cancel is not None:
             running.cancel()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -10,6 +10,8 @@ from penstock.errors import UserError
 
 MOST_ID = 999_999_999
 """Of the ids that paths hold."""
+MOST_INT = (1 << 31) - 1
+"""Of numbers that go to the engines."""
 LEAST_TTL_S, MOST_TTL_S = 3600, 10 * 366 * 24 * 3600
 
 
@@ -162,9 +164,9 @@ class Sampling(Body):
 
     max_tokens: int | None = None
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    stop: str | list[str] | list[Annotated[int, Field(ge=0, le=MOST_INT)]] | None = None
     temperature: float = 1.0
-    top_k: int = -1
+    top_k: int = Field(default=-1, le=MOST_INT)
     top_p: float = 1.0
 
 
