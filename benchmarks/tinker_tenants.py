@@ -57,14 +57,14 @@ class Tenant:
 
     async def open(self) -> None:
         """Create the adapter, and put it on the engines."""
-        self._training = await self._service.create_lora_training_client_async(BASE, rank=RANK, train_unembed=False)
+        self._training = await self._service.create_lora_training_client(BASE, rank=RANK, train_unembed=False)
         await self._save()
 
     async def round(self) -> None:
         """Do the work once."""
         async with asyncio.TaskGroup() as group:
             for _ in range(self._work.samples):
-                group.create_task(self._sampling.sample_async(types.ModelInput.from_ints(PROMPT), 1, self._params))
+                group.create_task(self._sample())
             group.create_task(self._train())
         await self._save()
 
@@ -72,15 +72,17 @@ class Tenant:
         """End its session."""
         await self._service.close("success")
 
+    async def _sample(self) -> None:
+        await self._sampling.sample(types.ModelInput.from_ints(PROMPT), 1, self._params)
+
     async def _train(self) -> None:
-        evaluated = await self._training.forward_backward_async(self._data, "cross_entropy")
-        stepped = await self._training.optim_step_async(types.AdamParams(learning_rate=1e-4))
+        evaluated = self._training.forward_backward(self._data, "cross_entropy")
+        stepped = self._training.optim_step(types.AdamParams(learning_rate=1e-4))
         await evaluated
         await stepped
 
     async def _save(self) -> None:
-        saving: Any = self._training.save_weights_and_get_sampling_client(kind="inflight")
-        self._sampling: tinker.SamplingClient = await saving
+        self._sampling = await self._training.save_weights_and_get_sampling_client(kind="inflight")
 
 
 async def measured(arguments: Any) -> list[_common.Row]:
