@@ -15,13 +15,32 @@ import yaml
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from penstock.errors import ConfigError
-from penstock.settings import EngineConfig, FleetConfig, Positive, RouterConfig, Seconds, Section, read_yaml, validate
+from penstock.settings import (
+    EngineConfig,
+    FleetConfig,
+    Positive,
+    RouterConfig,
+    Seconds,
+    Section,
+    did_you_mean,
+    read_yaml,
+    validate,
+)
 from penstock.types import KV
 
 
 def _plain_name(name: str) -> str:
     if not re.fullmatch(r"\w[\w.+-]*", name):
         raise ValueError("must be a name and no path: letters, digits, _, and after the first also . + -")
+    return name
+
+
+LOSSES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
+
+
+def _loss_name(name: str) -> str:
+    if name not in LOSSES and ":" not in name:
+        raise ValueError(f"there is no loss {name!r}; {did_you_mean(name, LOSSES)}; or 'module:function' of your own")
     return name
 
 
@@ -118,7 +137,8 @@ class TrainConfig(Section):
     adam_betas: tuple[Beta, Beta] = (0.9, 0.99)
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     grad_clip_norm: Annotated[float, Field(gt=0)] = 1.0
-    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dapo"
+    loss: Annotated[str, AfterValidator(_loss_name)] = "dapo"
+    """One of `LOSSES`, or `module:function` of your own (docs/how-to/losses.md)."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     correction: Literal["tis", "mis", "icepop", "dppo", "sequence_mask", "none"] = "tis"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.config import TrainConfig
-from penstock.train.losses import CORRECTIONS, Limits, LossOutput, LossTerms, kl
+from penstock.config import LOSSES as LOSS_NAMES
+from penstock.config import TrainConfig, load_config
+from penstock.errors import ConfigError, PenstockError, UserError
+from penstock.train.losses import CORRECTIONS, Limits, LossOutput, LossTerms, kl, loss_named
 from penstock.train.losses import POLICY_LOSSES as LOSSES
 
 LIMITS = Limits(low=0.2, high=0.28, importance_cap=2.0, max_tokens=9)
@@ -90,7 +93,7 @@ def by_loops(name: str, terms: LossTerms) -> tuple[float, Tensor]:
 
 
 def test_every_loss_of_the_config_is_here():
-    assert set(LOSSES) == set(TrainConfig.model_fields["loss"].annotation.__args__)
+    assert tuple(LOSSES) == LOSS_NAMES
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -297,3 +300,45 @@ def test_a_batch_of_which_nothing_is_kept_has_no_gradient(name: str):
     output.loss.backward()
     assert output.denominator.item() == output.loss.item() == 0
     assert terms.logprobs_B_T.grad.abs().max() == 0
+
+
+OWN = """
+from penstock.train.losses import dapo
+
+def mine(terms, limits):
+    return dapo(terms, limits)
+
+def broken(terms, limits):
+    return terms.nothing
+
+def number(terms, limits):
+    return 0.0
+
+text = "dapo"
+"""
+
+
+def test_a_loss_of_ones_own_is_named_by_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_losses.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    terms = terms_of(1)
+    ours, theirs = (loss_named(name)(terms, LIMITS) for name in ("own_losses:mine", "dapo"))
+    assert (ours.loss, ours.denominator) == (theirs.loss, theirs.denominator)
+    for name, message in {
+        "dapoo": "unknown loss 'dapoo'; known: grpo",
+        "own_losses:min": "no 'min' in it; did you mean 'mine'",
+        "own_losses:text": "is no function",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            loss_named(name)
+    for name, message in {
+        "own_losses:broken": r"failed: AttributeError: .*nothing.* \(.*own_losses.py, line 8\)",
+        "own_losses:number": "must return penstock.train.losses.LossOutput, got 0.0",
+    }.items():
+        with pytest.raises(PenstockError, match=message):
+            loss_named(name)(terms, LIMITS)
+
+
+def test_a_loss_that_is_not_there_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"no loss 'dapoo'; did you mean 'dapo'.; or 'module:function' of your own"):
+        load_config(None, ["engine.model=m", "train.loss=dapoo"])

@@ -111,6 +111,13 @@ async def test_recorded_tokens_are_those_of_the_version_they_claim(model: Path, 
     assert "logprob | version |" in (tmp_path / "trajectories.md").read_text()
 
 
+async def test_a_run_with_a_loss_of_ones_own(model: Path, tmp_path: Path) -> None:
+    config = config_of(model, train={"steps": 2, "loss": "penstock.train.losses:importance_sampling"})
+    folder = RunFolder.create(tmp_path, config)
+    assert (await run_on_sim(config, folder)).steps == 2
+    assert all("learner/loss" in row and "learner/ratio_mean" not in row for row in folder.metrics())
+
+
 async def test_groups_without_a_difference_are_trained_on_and_teach_nothing(model: Path, tmp_path: Path) -> None:
     class AllTheSame(Letters):
         def reward(self, task: Task, response_text: str) -> float:

@@ -37,7 +37,7 @@ def train(
     - `penstock train examples/DEMO.yaml --fresh` (once more from the start, under the same name)
 
     The run folder, `run_dir`/`name`, holds the resolved config, metrics.jsonl, summary.json, plots, and sample
-    trajectories. What each key means: docs/reference/configuration.md.
+    trajectories (docs/reference/run-folder.md). What each key means: docs/reference/configuration.md.
     """
     from penstock.errors import PenstockError  # noqa: PLC0415
     from penstock.train.rank import follow, on_one_host, report_failure, take_launched  # noqa: PLC0415

@@ -69,8 +69,9 @@ def draw_learning(figure: Figure, rows: Sequence[Row], evaluations: Mapping[int,
         right.spines[["top"]].set_visible(False)
         if min(rewards) >= 0 and max(rewards) <= 1:  # both are fractions, so one scale for both tells the truth
             limits = (*axes.get_ylim(), *right.get_ylim())
-            axes.set_ylim(min(limits), max(limits))
-            right.set_ylim(min(limits), max(limits))
+            low, high = max(min(limits), -0.02), max(*limits, 0.1)  # where all is 0, no scale below it
+            axes.set_ylim(low, high)
+            right.set_ylim(low, high)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
 
 

@@ -1,52 +1,8 @@
 """The folder of one run: what was asked, what happened at each step, and what came out.
 
-    config.yaml          the resolved configuration
-    metrics.jsonl        one row a step, flushed as it is written (keys below)
-    evaluations.jsonl    held-out accuracy: `step` (0: before the first) and `accuracy`, a fraction
-    trajectories.jsonl   a few trajectories of each step, every token with its text, logprob and weight version
-    trajectories.md      some of them, to read
-    spans.jsonl          what the learner and each engine did when (`penstock.observe.trace`)
-    trace.json           the same as a Chrome trace, which Perfetto opens
-    summary.json         the totals of the run (`penstock.observe.summary.Summary`)
-    run.log              what Penstock logged
-    checkpoints          written by `penstock.train.checkpoint`
+docs/reference/run-folder.md has every file and every key of metrics.jsonl.
 
 Beside it lies `.NAME.lock`, which the training process holds for its life (`RunFolder.lock`). Readers take no lock.
-
-Keys of a row of metrics.jsonl, all of them numbers; seconds are wall seconds:
-
-    step                 1 for the first
-    version              weight version that this step made and put in force
-    samples, tokens      completions trained on, and their response tokens that count in the loss
-    reward_mean          mean reward of the batch
-    solved_share         fraction of the batch with a reward of at least 1
-    zero_variance_share  fraction of groups with equal rewards, which teach nothing
-    response_tokens_mean mean length of a response
-    truncated_share      fraction of responses that ended by `length`
-    staleness/K          tokens trained on at K versions of age
-    staleness_mean, staleness_max
-    multi_version_share  fraction of completions with tokens of more than one version
-    logprob_difference   largest |trainer - engine logprob| over tokens of age 0; absent if there were none
-    learner/NAME         what `Learner.step` returned
-    generated_tokens     response tokens of groups completed since the row before
-    tokens_per_second    the same by `seconds/step`
-    wasted_tokens        tokens generated and thrown away since the run began
-    aborted_samples      samples thrown away since the run began, because `abort_generation` cut them
-    update/bubble        seconds in which an engine made no token because of the update
-    update/bytes, update/engines, update/failures
-    update/preempted, update/kept
-                         requests in flight whose KV was computed again, and those that kept it
-    update/tokens_lost   tokens that the update of the row before cost: steady rate minus tokens made, until the rate
-                         was back or this row's update came; absent where it is unknown
-    update/PHASE         seconds of the fleet's phases: publish, prepare, gate, total
-    seconds/waiting, seconds/training, seconds/update
-                         the trainer's time: for rollouts, in the learner, for new weights to be in force
-    seconds/evaluation, seconds/checkpoint
-                         between the row before and this one, where there was one
-    seconds/sleep        of a colocated run: until the engines sleep, and until they are awake
-    seconds/step         all of the time since the row before
-    idle/learner         share of `seconds/step` in which the learner waited for rollouts
-    idle/engines         share in which an engine had no request in flight, the mean over engines; absent if unknown
 """
 
 from __future__ import annotations

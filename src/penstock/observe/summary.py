@@ -173,7 +173,7 @@ class Reporter:
         """A phase begins: `launch`, `resume`, `evaluate`, `train`, `checkpoint`, `done`."""
 
     def on_step(self, metrics: Mapping[str, float]) -> None:
-        """A step is done; `metrics` is its row of metrics.jsonl (keys: `penstock.observe.run_folder`)."""
+        """A step is done; `metrics` is its row of metrics.jsonl (docs/reference/run-folder.md)."""
 
     def on_update(self, report: UpdateReport) -> None:
         """New weights are in force on the engines. Comes before `on_step` of the step that made them."""

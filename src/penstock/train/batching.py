@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.errors import UserError
 from penstock.train.interface import Datum
-from penstock.train.losses import LOSSES, LossSpec, LossTerms
+from penstock.train.losses import LossSpec, LossTerms, loss_named
 from penstock.train.router_replay import UNKNOWN
 
 
@@ -120,8 +120,7 @@ def micro_batches(
     Raises:
         UserError: a token is not of the vocabulary, a loss is unknown, or the data lack what one of them reads.
     """
-    if unknown := loss.parts.keys() - LOSSES.keys():
-        raise UserError(f"unknown loss {min(unknown)!r}; known: {', '.join(LOSSES)}")
+    functions = [loss_named(part) for part in loss.parts]
     by_need: dict[bool, list[int]] = {True: [], False: []}
     for index, datum in enumerate(data):
         if len(_wanted(datum, loss)):
@@ -134,8 +133,8 @@ def micro_batches(
             batch = replace(collate([data[i] for i in indices], loss, indices), needs_gradient=needs_gradient)
             _check_tokens(batch, vocabulary)
             blank_K = torch.zeros(len(batch.targets_K))
-            for part in loss.parts:  # refuses what it would refuse in the midst of a step, on some ranks alone
-                LOSSES[part](batch.terms(blank_K, blank_K), loss.limits)
+            for function in functions:  # refuses what it would refuse in the midst of a step, on some ranks alone
+                function(batch.terms(blank_K, blank_K), loss.limits)
             result.append(batch)
     return result
 

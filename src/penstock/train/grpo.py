@@ -24,7 +24,7 @@ from penstock.errors import StateError, UserError
 from penstock.train.advantages import ADVANTAGES, group_indices
 from penstock.train.batching import collate
 from penstock.train.interface import AdamSpec, Datum, Learner, Outputs
-from penstock.train.losses import DROP_NOTHING, LOG_RATIO_LIMIT, LOSSES, Limits, LossSpec
+from penstock.train.losses import DROP_NOTHING, LOG_RATIO_LIMIT, Limits, LossSpec, loss_named
 from penstock.types import Trajectory, UpdateReport
 
 
@@ -196,7 +196,7 @@ def known_denominators(spec: LossSpec, data: Sequence[Datum]) -> dict[str, float
     batch = collate([datum for datum in data if any(datum.weights)], spec)
     behaviour_K = batch.behaviour_B_T[batch.present_B_T]
     terms = batch.terms(behaviour_K, torch.zeros_like(behaviour_K))
-    return {part: float(LOSSES[part](terms, spec.limits).denominator) for part in spec.parts}
+    return {part: float(loss_named(part)(terms, spec.limits).denominator) for part in spec.parts}
 
 
 def datum_of(trajectory: Trajectory, advantage: float) -> Datum:

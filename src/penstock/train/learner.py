@@ -28,7 +28,7 @@ from penstock.train.batching import MicroBatch, micro_batches
 from penstock.train.checkpoint import LearnerState, read_tensors, write_tensors
 from penstock.train.fit import check_fits
 from penstock.train.interface import AdamSpec, Datum, Learner, LoraSpec, Outputs, StepFigures
-from penstock.train.losses import LOSSES, LossSpec
+from penstock.train.losses import LossSpec, loss_named
 from penstock.train.policy_model import PolicyModel, compute_dtype
 from penstock.weights.checkpoint_names import checkpoint_tensors, is_adapter, plain_name
 
@@ -281,7 +281,7 @@ class LocalLearner(Learner):
         with torch.set_grad_enabled(batch.needs_gradient and torch.is_grad_enabled()):
             found = self.policy(batch, loss.temperature)
             terms = batch.terms(found.logprobs, found.entropy)
-            outputs = {part: LOSSES[part](terms, loss.limits) for part in loss.parts}
+            outputs = {part: loss_named(part)(terms, loss.limits) for part in loss.parts}
             if torch.is_grad_enabled():
                 torch.stack([factor * outputs[part].loss for part, factor in loss.parts.items()]).sum().backward()
         metrics = {"entropy": (terms.entropy_B_T.detach() * terms.mask()).sum()}  # pyright: ignore[reportOptionalMemberAccess]

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from penstock.errors import UserError
+from penstock.errors import ConfigError, PenstockError, UserError
+from penstock.rollout.environment import import_named, user_code
 
 LOG_RATIO_LIMIT = 20.0
 """Logarithms of ratios are held within +-20 before exp, so that no ratio overflows in fp32."""
@@ -54,7 +55,7 @@ class LossSpec:
     """What to evaluate on data.
 
     Attributes:
-        parts: keys of `LOSSES`, each with the factor of its sum in the gradient.
+        parts: names that `loss_named` takes, each with the factor of its sum in the gradient.
         limits: of losses and corrections.
         temperature: of sampling. The engine's logprobs are those after division of the logits by it.
         all_logprobs: give logprobs of targets of weight 0 too.
@@ -385,6 +386,30 @@ LOSSES: Mapping[str, Loss] = {
     "entropy": entropy,
 }
 """By the name of a part of `LossSpec`."""
+
+
+def loss_named(name: str) -> Loss:
+    """Return a loss by its name in `LOSSES`, or by `module:function`.
+
+    Raises:
+        UserError: there is none. The function of one's own raises a PenstockError for whatever goes wrong in it.
+    """
+    if name in LOSSES:
+        return LOSSES[name]
+    if ":" not in name:
+        raise UserError(f"unknown loss {name!r}; known: {', '.join(LOSSES)}")
+    found = import_named("train.loss", name)
+    if not callable(found):
+        raise ConfigError(f"train.loss {name!r} is no function, but {found!r}")
+
+    def own(terms: LossTerms, limits: Limits) -> LossOutput:
+        with user_code(f"train.loss {name!r} failed", PenstockError):
+            output: object = found(terms, limits)
+        if not isinstance(output, LossOutput):
+            raise PenstockError(f"train.loss {name!r} must return penstock.train.losses.LossOutput, got {output!r}")
+        return output
+
+    return own
 
 
 @dataclass(frozen=True, slots=True)

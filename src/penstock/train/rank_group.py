@@ -1,7 +1,7 @@
 """The ranks of a sharded learner as one group: how a process joins it, and how rank 0 tells the others what to do.
 
 A message is JSON and raw tensors in safetensors' format. Nothing is pickled: who reaches a rank's port can send it
-numbers, and no code.
+numbers and the name of a loss that is there, and no code.
 """
 
 # torch.distributed and safetensors ship partial types.

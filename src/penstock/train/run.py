@@ -33,6 +33,7 @@ from penstock.rooms import plugged_in
 from penstock.train.grpo import Trainee
 from penstock.train.interface import Learner, LoraSpec
 from penstock.train.learner import LocalLearner, ServedDtype
+from penstock.train.losses import loss_named
 from penstock.train.ranked import RankedLearner
 from penstock.train.ranks import Ranks
 from penstock.train.resume import check as check_resume
@@ -76,6 +77,7 @@ async def run(
     check_trackers(config.trackers)
     path = config.run_dir / config.name
     environment = load_environment(config.environment, config.seed)
+    loss_named(config.train.loss)
     _check_ranks(config, launched or {})
     tokenizer = _load_tokenizer(config)
     _check_context(config, tokenizer, await _check_tasks(config, environment))

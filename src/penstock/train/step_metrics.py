@@ -1,4 +1,4 @@
-"""What one step says of itself: rows of metrics.jsonl as pure functions (keys: `penstock.observe.run_folder`)."""
+"""What one step says of itself: rows of metrics.jsonl as pure functions (docs/reference/run-folder.md)."""
 
 from __future__ import annotations
 
