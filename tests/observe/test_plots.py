@@ -117,3 +117,9 @@ def test_a_comparison_that_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(UserError, match=r"cannot write .*folder"):
         compare_runs([run, run], tmp_path / "folder")
+
+
+def test_where_nothing_is_solved_no_scale_is_below_zero() -> None:
+    figure = Figure()
+    draw_learning(figure, [{"step": step, "reward_mean": 0.0} for step in (1, 2)], {0: 0.0, 2: 0.0})
+    assert [axes.get_ylim() for axes in figure.axes] == [(-0.02, 0.1)] * 2
