@@ -83,7 +83,7 @@ async def live(nano_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Asy
     # The same tests run on a GPU machine: PENSTOCK_TEST_ENGINE='{"profile": "gpu", "extra_args": {...}}'.
     given = json.loads(os.environ.get("PENSTOCK_TEST_ENGINE", '{"profile": "cpu"}'))
     tools = {"enable-auto-tool-choice": True, "tool-call-parser": "hermes"}
-    options = {"model": str(nano_path), "max_model_len": 2048, "dtype": "float32"}
+    options = {"model": str(nano_path), "max_model_len": 1024, "dtype": "float32"}
     extra_args = {**tools, **given.get("extra_args", {})}
     config = EngineConfig(**{**options, **given, "extra_args": extra_args})
     logs = tmp_path_factory.mktemp("logs")

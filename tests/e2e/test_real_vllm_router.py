@@ -70,7 +70,7 @@ async def test_texts_chats_streams_and_errors(fleet, live):
         plain = tokenizer.decode(texts.response_ids[0], skip_special_tokens=True)
         assert whole.choices[0].text == streamed == plain
         assert texts.responses[0] == tokenizer.decode(texts.response_ids[0])
-        with pytest.raises(openai.BadRequestError, match="2048"):
+        with pytest.raises(openai.BadRequestError, match="1024"):
             await client.completions.create(model=model, prompt=[5] * 3000, max_tokens=5)
         with pytest.raises(openai.NotFoundError):
             await client.completions.create(model="nobody", prompt="1", max_tokens=1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_vllm_pausing import made
 
-from nano_models import MAX_LEN, changed, logprobs_of
+from nano_models import changed, logprobs_of
 from penstock.engine.control import ControlClient
 from penstock.errors import EngineHTTPError, StateError, WeightsError
 from penstock.types import GenerateBatch, SamplingParams, VersionSpan
@@ -29,7 +29,7 @@ async def test_sizes_and_info(live):
     info = await live.engine.control.info()
     assert info.engine == "vllm"
     assert info.vocab_size == 100
-    assert info.max_model_len == MAX_LEN
+    assert info.max_model_len == 1024
     assert info.capabilities.sampled_logprobs
     assert not info.capabilities.lora  # it was launched without
 
@@ -367,7 +367,7 @@ async def test_abort_keeps_what_was_made(live):
 
 
 async def test_a_prompt_over_the_context_is_the_engines_400(live):
-    with pytest.raises(EngineHTTPError, match="2048") as error:
+    with pytest.raises(EngineHTTPError, match="1024") as error:
         await live.engine.generate(prompt_token_ids=[[5] * 3000])
     assert error.value.status == 400
 

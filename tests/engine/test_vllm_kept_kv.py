@@ -14,7 +14,7 @@ from penstock.types import PauseMode, SamplingParams
 
 pytestmark = pytest.mark.vllm
 
-LONG = SamplingParams(max_tokens=1000, ignore_eos=True, detokenize=False, seed=7)
+LONG = SamplingParams(max_tokens=800, ignore_eos=True, detokenize=False, seed=7)
 ONE = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
 PREFIX = [3 + i % 90 for i in range(160)]
 """Five whole blocks of KV."""
