@@ -144,5 +144,5 @@ def test_what_is_no_gsm8k_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match="is no GSM8K: every row has"):
         GSM8K(seed=0, path=str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ConfigError, match="no GSM8K at 'no/where'"):
+    with pytest.raises(UserError, match="no dataset 'no/where'"):
         GSM8K(seed=0, path="no/where")

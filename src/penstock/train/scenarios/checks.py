@@ -79,7 +79,7 @@ def training_checks(
     made_it = [len(report.engines) for report in reports]
     versions = [int(row["version"]) for row in rows]
     adapter = config.train.lora is not None and not config.train.lora.merge
-    first = 2 if adapter else 1
+    first = 2 if adapter or config.engines_may_differ else 1
     oldest = max(row["staleness_max"] for row in rows)
     checks = [
         Check("engines", made_it == [engines] * config.train.steps, f"{min(made_it, default=0)} of {engines}"),
