@@ -358,8 +358,8 @@ async def test_no_rank_holds_the_whole_model_while_it_is_loaded(group: RankGroup
     with own_memory([os.getpid(), *ranks]) as taken:
         learner = learner_of(group, model)
     whole = 4 * sum(math.prod(spec.shape) for spec in learner.weights(None).specs or ())
-    # Half of it is the shards. This process may have had free memory of its own.
-    assert max(taken) < 0.7 * whole, [most / whole for most in taken]
+    # Half of it is the shards; a rank that loads it whole takes 1.5. Buffers of the load vary with the machine's load.
+    assert max(taken) < 0.9 * whole, [most / whole for most in taken]
     assert min(taken[1:]) > 0.4 * whole, "the measurement sees the shards"
 
 
