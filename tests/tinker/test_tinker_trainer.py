@@ -204,7 +204,7 @@ def test_a_batch_in_parts_is_the_whole_batch(base: str, tmp_path: Path):
     in_parts = gradients(models)
     models.step("m", AdamSpec(learning_rate=0.0))
     whole = done(models, body)
-    torch.testing.assert_close(gradients(models), in_parts, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradients(models), in_parts, rtol=1e-3, atol=1e-4)
     assert found.metrics == pytest.approx(whole.metrics, rel=1e-5)
     for one, other in zip(found.loss_fn_outputs, whole.loss_fn_outputs, strict=True):
         np.testing.assert_allclose(one["logprobs"].to_numpy(), other["logprobs"].to_numpy(), atol=1e-5)

@@ -100,7 +100,7 @@ def test_token_advantages_and_weights_count_token_by_token(micro_model: str):
     """As a client of several losses sends them: each token has its own."""
     learner = LocalLearner(micro_model, TrainConfig(), seed=0)
     ids, targets = [1, 2, 3, 4], [2, 3, 4, 5]
-    weights, advantages = [0.0, 1.0, 0.5, -2.0], [9.0, 1.0, -1.0, 0.25]
+    weights, advantages = [0.0, 1.0, 0.5, -2.0], [9.0, 1.0, -1.0, 0.75]
     logprobs = learner.forward(
         None, LossSpec({}, all_logprobs=True), [Datum(ids, targets, weights, [0.0] * 4, advantages)]
     )
