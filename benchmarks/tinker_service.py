@@ -1,8 +1,8 @@
 """The Tinker service as its SDK sees it: sampling, training and putting new weights on the engines.
 
-python benchmarks/tinker_service.py [--model PATH] [--profile cpu] [--quick]
+python benchmarks/tinker_service.py [--model PATH] [--profile cpu] [--tokens 32] [--parts training,sync] [--quick]
 
-samples/s: `asample` of 32 tokens at 1, 64 and 512 under way, through the SDK, against the same prompts straight to the
+samples/s: `asample` of `--tokens` at 1, 64 and 512 under way, through the SDK, against the same prompts straight to the
 fleet's router, both from this process: the SDK's own cost is part of ours, and is named apart: the SDK's rate against a
 stub that answers at once (`_tinker_stub.py`). retrieve_future: polls for each sample.
 tokens/s: `forward_backward` and `optim_step` against a plain peft loop in this process, with as many threads. sync:
@@ -36,7 +36,7 @@ from tinker import types
 
 MODEL = Path(__file__).parent.parent / "examples" / "models" / "sorter-0.8m"
 BASE = "base"
-TOKENS = 32
+PARTS = ("sampling", "training", "sync")
 RANK = 16
 SAMPLES_BAR, TRAINING_BAR, POLLS_BAR, SYNC_BAR_S = 0.85, 0.9, 1.2, 0.3
 PROMPT = list(range(5, 21))
@@ -74,11 +74,11 @@ async def rate(one: Callable[[], Awaitable[Any]], width: int, total: int) -> tup
 
 
 @asynccontextmanager
-async def stub() -> AsyncGenerator[str]:
+async def stub(tokens: int) -> AsyncGenerator[str]:
     """Run the stub in a process of its own; gives its URL."""
     script = Path(__file__).with_name("_tinker_stub.py")
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(script), str(TOKENS), stdout=asyncio.subprocess.PIPE
+        sys.executable, str(script), str(tokens), stdout=asyncio.subprocess.PIPE
     )
     try:
         assert process.stdout is not None  # noqa: S101
@@ -90,11 +90,11 @@ async def stub() -> AsyncGenerator[str]:
         await process.wait()
 
 
-async def sdk_alone(*, quick: bool) -> list[_common.Row]:
+async def sdk_alone(tokens: int, *, quick: bool) -> list[_common.Row]:
     """Rows of samples a second that the SDK takes where the service costs next to nothing; no bar is ours."""
     rows: list[_common.Row] = []
-    prompt, params = types.ModelInput.from_ints(PROMPT), types.SamplingParams(max_tokens=TOKENS, stop=[])
-    async with stub() as url:
+    prompt, params = types.ModelInput.from_ints(PROMPT), types.SamplingParams(max_tokens=tokens, stop=[])
+    async with stub(tokens) as url:
         client = tinker.ServiceClient(base_url=url, api_key="tml-benchmark")
         sampler = await client.create_sampling_client(base_model=BASE)
         for width, total in SAMPLES[quick]:
@@ -105,12 +105,12 @@ async def sdk_alone(*, quick: bool) -> list[_common.Row]:
     return rows
 
 
-async def sampling(service: Service, client: tinker.ServiceClient, *, quick: bool) -> list[_common.Row]:
+async def sampling(service: Service, client: tinker.ServiceClient, tokens: int, *, quick: bool) -> list[_common.Row]:
     """Rows of samples a second, and of polls."""
     rows: list[_common.Row] = []
     sampler = await client.create_sampling_client(base_model=BASE)
-    prompt, params = types.ModelInput.from_ints(PROMPT), types.SamplingParams(max_tokens=TOKENS, stop=[])
-    straight = {"max_tokens": TOKENS, "ignore_eos": True}
+    prompt, params = types.ModelInput.from_ints(PROMPT), types.SamplingParams(max_tokens=tokens, stop=[])
+    straight = {"max_tokens": tokens, "ignore_eos": True}
     async with Fleet.connect(service.fleet.url) as fleet:
         for width, total in SAMPLES[quick]:
             polls.clear()
@@ -155,6 +155,7 @@ def training(client: tinker.ServiceClient, model: str, threads: int | None, *, q
             began = time.perf_counter()
             work()
             found[name].append(count * length / (time.perf_counter() - began))
+    _common.note(f"training tokens/s of each step: {found}")
     mid = {name: statistics.median(rates[1:]) for name, rates in found.items()}
     return [_common.compare("training tokens/s", mid["ours"], mid["plain"], bar=TRAINING_BAR, want="at least")]
 
@@ -196,14 +197,16 @@ def syncing(client: tinker.ServiceClient, *, quick: bool) -> list[_common.Row]:
     """Seconds from the request to save to the first token of the new weights."""
     training_client = client.create_lora_training_client(BASE, rank=RANK, train_unembed=False).result()
     prompt, params = types.ModelInput.from_ints(PROMPT), types.SamplingParams(max_tokens=1, stop=[])
-    took = []
+    saves, took = [], []
     for _ in range(2 if quick else 10):
         training_client.forward_backward(data_of(2, 32), "cross_entropy").result()
         training_client.optim_step(types.AdamParams(learning_rate=1e-4)).result()
         began = time.perf_counter()
         sampler = training_client.save_weights_and_get_sampling_client().result()
+        saves.append(time.perf_counter() - began)
         sampler.sample(prompt, 1, params).result()
         took.append(time.perf_counter() - began)
+    _common.note(f"until saved, s: {saves}; until the first token: {took}")
     return [_common.single("sync to first token, s", statistics.median(took), bar=SYNC_BAR_S, want="at most")]
 
 
@@ -215,10 +218,16 @@ async def measured(arguments: Any) -> list[_common.Row]:
         config = ServiceConfig(engine, FleetConfig(engines=arguments.engines), RouterConfig(), train, Path(data))
         async with serving(config) as service:
             client = tinker.ServiceClient(base_url=service.url, api_key="tml-benchmark")
-            rows = await sdk_alone(quick=arguments.quick)
-            rows += await sampling(service, client, quick=arguments.quick)
-            rows += await asyncio.to_thread(training, client, arguments.model, arguments.threads, quick=arguments.quick)
-            return rows + await asyncio.to_thread(syncing, client, quick=arguments.quick)
+            rows: list[_common.Row] = []
+            quick, parts = arguments.quick, arguments.parts.split(",")
+            if "sampling" in parts:
+                rows += await sdk_alone(arguments.tokens, quick=quick)
+                rows += await sampling(service, client, arguments.tokens, quick=quick)
+            if "training" in parts:
+                rows += await asyncio.to_thread(training, client, arguments.model, arguments.threads, quick=quick)
+            if "sync" in parts:
+                rows += await asyncio.to_thread(syncing, client, quick=quick)
+            return rows
 
 
 def main() -> int:
@@ -226,6 +235,8 @@ def main() -> int:
     options = _common.parser((__doc__ or "").partition("\n")[0])
     options.add_argument("--model", default=str(MODEL))
     options.add_argument("--profile", default="cpu", choices=["cpu", "gpu", "sim"])
+    options.add_argument("--tokens", type=int, default=32, help="of a sample")
+    options.add_argument("--parts", default=",".join(PARTS))
     options.add_argument("--engines", type=int, default=1)
     options.add_argument("--threads", type=int, default=1, help="of the learner and of the plain loop, on CPUs")
     arguments = options.parse_args()
