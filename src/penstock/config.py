@@ -161,7 +161,8 @@ class TrainConfig(Section):
     """`async`: largest trainer version minus the version that made a token, at the time of training on it."""
     kv: KV = "keep_in_flight"
     """Of requests in flight when weights change; see `Engine.update_weights`."""
-    micro_batch_tokens: Positive = 16_384
+    micro_batch_tokens: Positive | None = None
+    """Tokens in one forward and backward pass; default: 16,384 on CUDA, 2,048 on CPUs."""
     checkpoint_every: Positive = 20
     ranks: Positive = 1
     """Processes that share the model (FSDP2): each with a GPU of its own, or on CPUs."""

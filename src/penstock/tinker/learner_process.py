@@ -42,6 +42,7 @@ from penstock.tinker.children import run_child
 from penstock.tinker.models import ALPHA, Models
 from penstock.tinker.schema import JSON_TYPE, PROTO_TYPE
 from penstock.tinker.trainer import Sizes, decode, encode, joined
+from penstock.train.batching import default_device, micro_batch_tokens
 from penstock.train.interface import AdamSpec, Learner, LoraSpec
 from penstock.train.ranks import Ranks
 
@@ -356,7 +357,7 @@ async def _serve(given: str) -> AsyncGenerator[str]:
             return (await client.order(name, **arguments))[0]
 
         sizes, kept = Sizes(options.vocabulary, options.max_tokens), Answers(options.folder / "answers")
-        turn = TURN * options.train.micro_batch_tokens
+        turn = TURN * micro_batch_tokens(options.train, default_device())
         app = build_app(Operations(models, RemoteAdapters(call), kept, sizes, thread, turn, options.stall_s))
         watch = asyncio.create_task(_end_with(ranks), name="watch-ranks")
         stack.push_async_callback(cancelled, watch)

@@ -24,7 +24,7 @@ from transformers import AutoConfig
 
 from penstock.config import TrainConfig
 from penstock.errors import CheckpointError, StateError, UserError
-from penstock.train.batching import MicroBatch, micro_batches
+from penstock.train.batching import MicroBatch, default_device, micro_batch_tokens, micro_batches
 from penstock.train.checkpoint import LearnerState, read_tensors, write_tensors
 from penstock.train.fit import check_fits
 from penstock.train.interface import AdamSpec, Datum, Learner, LoraSpec, Outputs, StepFigures
@@ -69,7 +69,7 @@ class LocalLearner(Learner):
         self.config = config
         self._model_path = model_path
         self.versions = {None: 0}
-        self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = device or default_device()
         self._use_threads()
         torch.manual_seed(seed)
         self.policy = self._load_policy(model_path)
@@ -301,7 +301,8 @@ class LocalLearner(Learner):
             if datum.experts is not None:
                 self.policy.replay.check(torch.as_tensor(datum.experts).shape)
         ranks = 1 if self._group is None else self._group.size()
-        return micro_batches(data, loss, self.config.micro_batch_tokens, vocabulary=self.policy.vocabulary, ranks=ranks)
+        tokens = micro_batch_tokens(self.config, self.device)
+        return micro_batches(data, loss, tokens, vocabulary=self.policy.vocabulary, ranks=ranks)
 
     def _dtype_of(self, name: str) -> torch.dtype:
         """What engines take of a tensor of the checkpoint."""
