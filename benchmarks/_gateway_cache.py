@@ -12,7 +12,8 @@ import httpx
 
 from penstock import Fleet
 from penstock.gateway.server import serving
-from penstock.gateway.service import Gateway, GatewayOptions, Tenant
+from penstock.gateway.service import Gateway, Tenant
+from penstock.gateway.turn import GatewayOptions
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.tokenizer import load_tokenizer
 

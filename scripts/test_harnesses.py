@@ -163,7 +163,8 @@ async def play_real(harnesses: dict[str, list[str]], folder: Path) -> dict[str, 
     from http_engine import HTTPEngine  # noqa: PLC0415
     from nano_models import save_dense  # noqa: PLC0415
     from penstock.engine.launch import EngineProcess  # noqa: PLC0415
-    from penstock.gateway.service import Gateway, GatewayOptions, Tenant  # noqa: PLC0415
+    from penstock.gateway.service import Gateway, Tenant  # noqa: PLC0415
+    from penstock.gateway.turn import GatewayOptions  # noqa: PLC0415
     from penstock.rollout.chat_template import ChatTemplate  # noqa: PLC0415
     from penstock.rollout.tokenizer import load_tokenizer  # noqa: PLC0415
     from penstock.settings import EngineConfig  # noqa: PLC0415

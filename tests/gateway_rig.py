@@ -14,7 +14,8 @@ import httpx
 
 from penstock.gateway.app import build_app
 from penstock.gateway.graph import Limits
-from penstock.gateway.service import Gateway, GatewayOptions, Tenant
+from penstock.gateway.service import Gateway, Tenant
+from penstock.gateway.turn import GatewayOptions
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.tokenizer import Tokenizer
 from penstock.types import Sample, SamplingParams, VersionSpan

@@ -18,7 +18,8 @@ from http_engine import HTTPEngine
 from nano_models import logprobs_of, save_dense
 from penstock.engine.launch import EngineProcess
 from penstock.gateway.app import build_app
-from penstock.gateway.service import Gateway, GatewayOptions, Tenant
+from penstock.gateway.service import Gateway, Tenant
+from penstock.gateway.turn import GatewayOptions
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.tokenizer import load_tokenizer
 from penstock.settings import EngineConfig

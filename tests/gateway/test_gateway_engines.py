@@ -19,7 +19,8 @@ from http_engine import HTTPEngine
 from nano_models import changed, logprobs_of
 from penstock import Fleet
 from penstock.gateway.app import build_app
-from penstock.gateway.service import Gateway, GatewayOptions, Tenant
+from penstock.gateway.service import Gateway, Tenant
+from penstock.gateway.turn import GatewayOptions
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.environment import Environment, Task, Turn
 from penstock.rollout.generator import GeneratorInput

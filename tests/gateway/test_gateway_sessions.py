@@ -15,7 +15,8 @@ from gateway_rig import CALL, KEY, OTHER_KEY, THOUGHT, Engine, Rig, auth
 from penstock.errors import ConfigError
 from penstock.gateway import app
 from penstock.gateway.graph import Limits
-from penstock.gateway.service import Gateway, GatewayOptions, Tenant
+from penstock.gateway.service import Gateway, Tenant
+from penstock.gateway.turn import GatewayOptions
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.tokenizer import Tokenizer
 
@@ -133,7 +134,7 @@ def test_a_template_that_cannot_be_extended_makes_the_gateway_faithful(tmp_path:
     counting = chat_tokenizer(tmp_path, TEMPLATE.replace("{{ m.role }}", "{{ m.role }}{{ messages | length }}"))
     gateway = Gateway(Engine(counting), ChatTemplate(counting), GatewayOptions("m", 99), [Tenant("a", "k")])
     assert gateway.policy == "faithful"
-    assert gateway.template_faults
+    assert gateway.codec.template_faults
 
 
 # --- retries and streams ---------------------------------------------------------------------------------------------

@@ -93,7 +93,8 @@ async def _serve(
 ) -> None:
     from penstock.engine.client import DataClient  # noqa: PLC0415
     from penstock.gateway.server import serving  # noqa: PLC0415
-    from penstock.gateway.service import Gateway, GatewayOptions  # noqa: PLC0415
+    from penstock.gateway.service import Gateway  # noqa: PLC0415
+    from penstock.gateway.turn import GatewayOptions  # noqa: PLC0415
     from penstock.process import raise_file_limit  # noqa: PLC0415
     from penstock.rollout.chat_template import ChatTemplate  # noqa: PLC0415
     from penstock.rollout.tokenizer import load_tokenizer  # noqa: PLC0415
@@ -104,8 +105,8 @@ async def _serve(
     try:
         model, context = await _model(client)
         kept = Gateway(client, template, GatewayOptions(model, context, **options), tenants)
-        if kept.template_faults and options["policy"] == "extend":
-            typer.echo(f"policy faithful: the template cannot be extended ({kept.template_faults[0]})", err=True)
+        if kept.codec.template_faults and options["policy"] == "extend":
+            typer.echo(f"policy faithful: the template cannot be extended ({kept.codec.template_faults[0]})", err=True)
         async with serving(kept, host=host, port=port) as base:
             typer.echo(f"ready: gateway to {model} at {base}, policy {kept.policy}\nCtrl-C stops it.")
             await asyncio.Event().wait()

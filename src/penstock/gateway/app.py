@@ -170,7 +170,7 @@ class _Calls:
     async def count_tokens(self, http: Request, wire: Dialect) -> Response:
         session = self._session(http, keep=False)
         request = await self._read(wire, await _body(http))
-        parent, added, _ = await self._gateway.in_thread(lambda: self._gateway.prompt_of(session, request))
+        parent, added, _ = await self._gateway.in_thread(lambda: self._gateway.codec.prompt_of(session, request))
         return JSONResponse({"input_tokens": (parent.length if parent else 0) + len(added)})
 
     async def open_session(self, http: Request, tenant: Tenant) -> Response:

@@ -1,4 +1,4 @@
-"""Turns of harnesses: budgets, lineage, rendering, sampling, and answers that outlive their client.
+"""Sessions of tenants and their turns: keys, budgets, sampling, and answers that outlive their client.
 
 Towards engines there are only token ids, over our own client. So logprobs, versions, pauses and deaths of engines are
 what they are for every other rollout.
@@ -14,37 +14,22 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from penstock.errors import ConfigError, EngineHTTPError, PenstockError, RequestError, UserError
-from penstock.gateway.graph import Limits, Node, Place, Row, Session, digests_of, extended, new_id
-from penstock.gateway.messages import (
-    UNKNOWN_THREAD,
-    Answer,
-    ChatMessage,
-    ChatRequest,
-    GatewayError,
-    Tool,
-    ToolCall,
-    merged,
-)
+from penstock.gateway.graph import Limits, Row, Session, new_id
+from penstock.gateway.messages import Answer, ChatRequest, GatewayError
+from penstock.gateway.turn import GatewayOptions, TurnCodec
 from penstock.guard import new_key
-from penstock.parsing import whole_number
-from penstock.rollout.call_form import CallForm, after_reasoning, structured_outputs
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.multi_turn import Sampler
-from penstock.rollout.output_parser import OutputParser
-from penstock.rollout.tokenizer import PromptTooLongError
-from penstock.types import Sample, SamplingParams
 
-Policy = Literal["extend", "faithful"]
 MOST_NAME = 200
 """Characters of a session's name."""
 MOST_REPLAYED = 8
 """Answers of a session kept for a client that sends its request again although it has read the answer."""
 MOST_THREADS = 4
 """Threads that read, render and encode requests; each long body occupies one."""
-TOO_LONG = "context_length_exceeded"
 _SERVER_ERROR = 500
 T = TypeVar("T")
 
@@ -56,29 +41,6 @@ class Tenant:
     name: str
     key: str = field(repr=False)
     limits: Limits = field(default_factory=Limits)
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayOptions:
-    """How a gateway answers.
-
-    Attributes:
-        model: name it shows.
-        max_model_len: of the engines, in tokens.
-        policy: `extend` keeps sampled tokens; `faithful` renders each prompt as the template would.
-        sampling: parameters that replace the harness's own, such as `temperature`.
-        max_tokens: most tokens of a turn; None: as many as fit.
-        max_sessions: most sessions kept of each tenant.
-        force_calls: sample under a grammar where `tool_choice` forces a call.
-    """
-
-    model: str
-    max_model_len: int
-    policy: Policy = "extend"
-    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    max_tokens: int | None = None
-    max_sessions: int = 100_000
-    force_calls: bool = True
 
 
 @dataclass(slots=True)
@@ -109,6 +71,18 @@ class _Kept:
     tasks: set[asyncio.Task[Answer]] = field(default_factory=set["asyncio.Task[Answer]"])
     """Turns under way; of equal requests at once, `turns` has the latest alone."""
 
+    def budget(self) -> int | None:
+        """Return the tokens that one turn more may sample; None: any number. GatewayError: there are none."""
+        if self.limits.max_tokens is None:
+            return None
+        left = self.limits.max_tokens - self.session.sampled_tokens - self.reserved
+        if left < 1:  # turns under way may use the rest
+            raise GatewayError(
+                f"the budget of session {self.session.id} is used up: max_tokens={self.limits.max_tokens}",
+                code="budget_exceeded",
+            )
+        return left
+
 
 class Gateway:
     """Sessions of tenants over one model.
@@ -124,6 +98,7 @@ class Gateway:
         ConfigError: two tenants with one name or key, or an empty one.
 
     Attributes:
+        codec: of its turns.
         policy: in force.
     """
 
@@ -142,12 +117,10 @@ class Gateway:
             raise ConfigError("two tenants have the same name or the same key")
         self.options = options
         self.template = template
-        self.template_faults = template.faults()
-        self.policy: Policy = "faithful" if self.template_faults else options.policy
+        self.codec = TurnCodec(template, options)
+        self.policy = self.codec.policy
         sample: Any = client.sample
         self._sample = sample if adapter is None else partial(sample, adapter=adapter)
-        self._parser = OutputParser(template.tokenizer)
-        self._call_form = CallForm.of(template)
         self._tenants = {_digest(t.key): t for t in tenants}
         self._kept: dict[tuple[str, str], _Kept] = {}
         self._by_key: dict[bytes, _Kept] = {}
@@ -288,43 +261,11 @@ class Gateway:
         task.add_done_callback(lambda _: _forget_failed(kept, digest, turn))
         return turn
 
-    def prompt_of(self, session: Session, request: ChatRequest) -> tuple[Node | None, list[int], Place]:
-        """Return the turn that a request extends, the ids to add after it, and where its conversation was found.
-
-        It changes nothing and is slow for long conversations, so it runs in a thread.
-
-        Raises:
-            GatewayError: the prompt is much longer than the context, or continues an answer that is not known.
-        """
-        try:
-            return self._prompt_of(session, request)
-        except PromptTooLongError as error:
-            raise GatewayError(str(error), code=TOO_LONG) from error
-
-    def _prompt_of(self, session: Session, request: ChatRequest) -> tuple[Node | None, list[int], Place]:
-        request = self.whole(session, request)
-        given = merged(request.messages)
-        place = session.find(given, request.tools)
-        most = self.options.max_model_len
-        if self.policy == "faithful":
-            return (*self._rendered(place, request.tools), place)
-        tools = [tool.for_template() for tool in request.tools]
-        messages = [message.for_template() for message in place.messages]
-        if (parent := place.parent) is not None:
-            last = parent.sample.token_ids[-1:] or (-1,)
-            suffix = self.template.suffix(messages[place.seen :], tools, last_id=last[0], most=most)
-            if suffix is not None:
-                return parent, suffix, place
-            place = replace(place, cause="template")
-        return None, self.template.render(messages, tools, most=most), place
-
     async def _turn(self, kept: _Kept, request: ChatRequest) -> Answer:
-        session, asked, request = kept.session, request, self.whole(kept.session, request)
-        parent, added, place = await self.in_thread(lambda: self.prompt_of(session, request))
+        session, asked, request = kept.session, request, self.codec.whole(kept.session, request)
+        parent, added, place = await self.in_thread(lambda: self.codec.prompt_of(session, request))
         context = [*(parent.context() if parent else ()), *added]
-        params = self._params(kept, request, len(context))
-        if request.forced and self.options.force_calls:
-            params = replace(params, structured_outputs=self._grammar(request, context))
+        params = self.codec.params(request, context, kept.sampling, kept.budget())
         kept.reserved += params.max_tokens
         try:
             (sample,) = await self._sample(context, 1, params, f"{session.tenant}/{session.id}")
@@ -339,7 +280,7 @@ class Gateway:
             kept.reserved -= params.max_tokens
         if not sample.token_ids:  # a row cannot go on from nothing
             raise GatewayError("the turn was aborted before its first token; send it again", status=503, code="engine")
-        finish, node = sample.finish_reason, self._node(parent, added, sample, request, place, params)
+        finish, node = sample.finish_reason, self.codec.node(parent, added, sample, request, place, params)
         session.add(node, request.tools)
         return Answer(
             id=node.id,
@@ -350,111 +291,6 @@ class Gateway:
             request=replace(asked, messages=(), tools=request.tools, model=request.model or self.options.model),
             created=int(node.created),
         )
-
-    def whole(self, session: Session, request: ChatRequest) -> ChatRequest:
-        """Return a request that names the answer that it continues as one with the whole conversation."""
-        if not request.previous:
-            return request
-        node = session.nodes.get(request.previous)
-        if node is None:
-            code = UNKNOWN_THREAD if request.thread else "not_found"
-            raise GatewayError(f"session {session.id} has no response {request.previous!r}", status=404, code=code)
-        if request.thread:
-            messages = (*node.history(), *request.messages)
-            return replace(request, messages=messages, tools=node.tools, previous="")
-        system = [m for m in request.messages if m.role == "system"]
-        rest = [m for m in request.messages if m.role != "system"]
-        before = [m for m in node.history() if not system or m.role != "system"]
-        return replace(request, messages=(*system, *before, *rest), previous="")
-
-    def _rendered(self, place: Place, tools: Sequence[Tool]) -> tuple[Node | None, list[int]]:
-        """Render the conversation as a whole, and find the latest turn whose tokens it begins with."""
-        messages = [message.for_template() for message in place.messages]
-        most = self.options.max_model_len
-        ids = self.template.render(messages, [tool.for_template() for tool in tools], most=most)
-        for node in reversed(place.parent.path() if place.parent else []):
-            if node.length < len(ids) and ids[: node.length] == node.context():
-                return node, ids[node.length :]
-        return None, ids
-
-    def _params(self, kept: _Kept, request: ChatRequest, prompt_tokens: int) -> SamplingParams:
-        room = self.options.max_model_len - prompt_tokens
-        if room < 1:
-            raise GatewayError(
-                f"the prompt has {prompt_tokens} tokens, and the context length is {self.options.max_model_len}",
-                code=TOO_LONG,
-            )
-        limits = [room] if self.options.max_tokens is None else [room, self.options.max_tokens]
-        if request.max_tokens is not None:
-            limits.append(whole_number(request.max_tokens, "the limit of tokens", least=1, error=GatewayError))
-        if kept.limits.max_tokens is not None:
-            left = kept.limits.max_tokens - kept.session.sampled_tokens - kept.reserved
-            if left < 1:  # turns under way may use the rest
-                raise GatewayError(
-                    f"the budget of session {kept.session.id} is used up: max_tokens={kept.limits.max_tokens}",
-                    code="budget_exceeded",
-                )
-            limits.append(left)
-        given = {**request.sampling, **self.options.sampling, **kept.sampling}
-        most = min(limits)
-        params = SamplingParams.of({**given, "max_tokens": most, "detokenize": False})
-        return replace(params, stop_token_ids=tuple({*params.stop_token_ids, *self.template.end_ids}))
-
-    def _grammar(self, request: ChatRequest, context: Sequence[int]) -> dict[str, Any]:
-        """Return what makes the engine call one of the tools that have to be called, after its reasoning."""
-        if self._call_form is None:
-            raise GatewayError("tool_choice cannot force a call: this model's chat template shows no calls as JSON")
-        tools = {tool.name: tool.parameters for tool in request.tools if tool.name in request.forced}
-        calls = self._call_form.grammar(tools, single=request.single_call)
-        reasoning = self._parser.reasoning_before_calls(context)
-        if reasoning != "none":
-            calls = after_reasoning(calls, opened=reasoning == "open")
-        return structured_outputs(calls)
-
-    def _node(
-        self,
-        parent: Node | None,
-        added: Sequence[int],
-        sample: Sample,
-        request: ChatRequest,
-        place: Place,
-        params: SamplingParams,
-    ) -> Node:
-        prompt = added if parent is None else (*parent.sample.token_ids[-4:], *added)
-        message = self._message(prompt, sample, request.tools, params)
-        *_, before = digests_of(place.messages, request.tools)
-        cause = place.cause or ("template" if place.parent is not parent else "")
-        return Node(
-            id=new_id(),
-            parent=parent,
-            added=tuple(added),
-            sample=sample,
-            message=message,
-            inputs=place.messages[parent.seen if parent else 0 :],
-            seen=len(place.messages) + 1,
-            digest=extended(before, message),
-            length=(parent.length if parent else 0) + len(added) + len(sample.token_ids),
-            temperature=params.temperature,
-            cause=cause,
-            tools=parent.tools if parent is not None and parent.tools == request.tools else request.tools,
-            constrained=params.structured_outputs is not None,
-        )
-
-    def _message(
-        self, prompt: Sequence[int], sample: Sample, tools: Sequence[Tool], params: SamplingParams
-    ) -> ChatMessage:
-        ids = sample.token_ids
-        ends = (*self.template.end_ids, *params.stop_token_ids)
-        if sample.finish_reason == "stop" and ids and ids[-1] in ends:
-            ids = ids[:-1]
-        form = None if params.structured_outputs is None else self._call_form
-        parsed = self._parser.parse(prompt, ids, {tool.name: tool.parameters for tool in tools}, form)
-        text = parsed.text
-        if sample.finish_reason == "stop":
-            found = [at for stop in params.stop if (at := text.rfind(stop)) >= 0]
-            text = text[: min(found)] if found else text
-        calls = tuple(ToolCall(new_id(), name, arguments) for name, arguments in parsed.calls)
-        return ChatMessage("assistant", text, parsed.reasoning, calls)
 
     # --- report ------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ from penstock.errors import ConfigError
 from penstock.gateway.agent import Agent, AgentGenerator
 from penstock.gateway.graph import Limits
 from penstock.gateway.server import serving
-from penstock.gateway.service import Gateway, GatewayOptions, Tenant
+from penstock.gateway.service import Gateway, Tenant
+from penstock.gateway.turn import GatewayOptions
 from penstock.guard import new_key
 from penstock.process import raise_file_limit
 from penstock.rollout.chat_template import ChatTemplate

@@ -1,0 +1,211 @@
+"""What a turn asks of the engine, and what its sample becomes: requests to prompts and parameters, samples to nodes.
+
+Nothing here waits for an engine or changes a session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from penstock.gateway.graph import Node, Place, Session, digests_of, extended, new_id
+from penstock.gateway.messages import UNKNOWN_THREAD, ChatMessage, ChatRequest, GatewayError, Tool, ToolCall, merged
+from penstock.parsing import whole_number
+from penstock.rollout.call_form import CallForm, after_reasoning, structured_outputs
+from penstock.rollout.chat_template import ChatTemplate
+from penstock.rollout.output_parser import OutputParser
+from penstock.rollout.tokenizer import PromptTooLongError
+from penstock.types import Sample, SamplingParams
+
+Policy = Literal["extend", "faithful"]
+TOO_LONG = "context_length_exceeded"
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """How a gateway answers.
+
+    Attributes:
+        model: name it shows.
+        max_model_len: of the engines, in tokens.
+        policy: `extend` keeps sampled tokens; `faithful` renders each prompt as the template would.
+        sampling: parameters that replace the harness's own, such as `temperature`.
+        max_tokens: most tokens of a turn; None: as many as fit.
+        max_sessions: most sessions kept of each tenant.
+        force_calls: sample under a grammar where `tool_choice` forces a call.
+    """
+
+    model: str
+    max_model_len: int
+    policy: Policy = "extend"
+    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    max_tokens: int | None = None
+    max_sessions: int = 100_000
+    force_calls: bool = True
+
+
+class TurnCodec:
+    """Turns of one model. It depends on nothing but its arguments, so it can be shared.
+
+    Args:
+        template: of the model. If it cannot be extended, the policy is `faithful`.
+        options: see there.
+
+    Attributes:
+        policy: in force.
+        template_faults: why the template cannot be extended.
+    """
+
+    def __init__(self, template: ChatTemplate, options: GatewayOptions) -> None:
+        self.template = template
+        self.options = options
+        self.template_faults = template.faults()
+        self.policy: Policy = "faithful" if self.template_faults else options.policy
+        self._parser = OutputParser(template.tokenizer)
+        self._call_form = CallForm.of(template)
+
+    def prompt_of(self, session: Session, request: ChatRequest) -> tuple[Node | None, list[int], Place]:
+        """Return the turn that a request extends, the ids to add after it, and where its conversation was found.
+
+        It changes nothing and is slow for long conversations, so it runs in a thread.
+
+        Raises:
+            GatewayError: the prompt is much longer than the context, or continues an answer that is not known.
+        """
+        try:
+            return self._prompt_of(session, request)
+        except PromptTooLongError as error:
+            raise GatewayError(str(error), code=TOO_LONG) from error
+
+    def _prompt_of(self, session: Session, request: ChatRequest) -> tuple[Node | None, list[int], Place]:
+        request = self.whole(session, request)
+        given = merged(request.messages)
+        place = session.find(given, request.tools)
+        most = self.options.max_model_len
+        if self.policy == "faithful":
+            return (*self._rendered(place, request.tools), place)
+        tools = [tool.for_template() for tool in request.tools]
+        messages = [message.for_template() for message in place.messages]
+        if (parent := place.parent) is not None:
+            last = parent.sample.token_ids[-1:] or (-1,)
+            suffix = self.template.suffix(messages[place.seen :], tools, last_id=last[0], most=most)
+            if suffix is not None:
+                return parent, suffix, place
+            place = replace(place, cause="template")
+        return None, self.template.render(messages, tools, most=most), place
+
+    def whole(self, session: Session, request: ChatRequest) -> ChatRequest:
+        """Return a request that names the answer that it continues as one with the whole conversation."""
+        if not request.previous:
+            return request
+        node = session.nodes.get(request.previous)
+        if node is None:
+            code = UNKNOWN_THREAD if request.thread else "not_found"
+            raise GatewayError(f"session {session.id} has no response {request.previous!r}", status=404, code=code)
+        if request.thread:
+            messages = (*node.history(), *request.messages)
+            return replace(request, messages=messages, tools=node.tools, previous="")
+        system = [m for m in request.messages if m.role == "system"]
+        rest = [m for m in request.messages if m.role != "system"]
+        before = [m for m in node.history() if not system or m.role != "system"]
+        return replace(request, messages=(*system, *before, *rest), previous="")
+
+    def _rendered(self, place: Place, tools: Sequence[Tool]) -> tuple[Node | None, list[int]]:
+        """Render the conversation as a whole, and find the latest turn whose tokens it begins with."""
+        messages = [message.for_template() for message in place.messages]
+        most = self.options.max_model_len
+        ids = self.template.render(messages, [tool.for_template() for tool in tools], most=most)
+        for node in reversed(place.parent.path() if place.parent else []):
+            if node.length < len(ids) and ids[: node.length] == node.context():
+                return node, ids[node.length :]
+        return None, ids
+
+    def params(
+        self, request: ChatRequest, context: Sequence[int], sampling: Mapping[str, Any], budget: int | None
+    ) -> SamplingParams:
+        """Return the parameters of a turn.
+
+        Args:
+            request: of the turn.
+            context: its prompt.
+            sampling: parameters of the session, before all others.
+            budget: tokens that the session may still sample.
+
+        Raises:
+            GatewayError: the prompt fills the context, or a parameter is malformed.
+        """
+        room = self.options.max_model_len - len(context)
+        if room < 1:
+            raise GatewayError(
+                f"the prompt has {len(context)} tokens, and the context length is {self.options.max_model_len}",
+                code=TOO_LONG,
+            )
+        limits = [room] if self.options.max_tokens is None else [room, self.options.max_tokens]
+        if request.max_tokens is not None:
+            limits.append(whole_number(request.max_tokens, "the limit of tokens", least=1, error=GatewayError))
+        if budget is not None:
+            limits.append(budget)
+        given = {**request.sampling, **self.options.sampling, **sampling}
+        params = SamplingParams.of({**given, "max_tokens": min(limits), "detokenize": False})
+        params = replace(params, stop_token_ids=tuple({*params.stop_token_ids, *self.template.end_ids}))
+        if request.forced and self.options.force_calls:
+            params = replace(params, structured_outputs=self._grammar(request, context))
+        return params
+
+    def _grammar(self, request: ChatRequest, context: Sequence[int]) -> dict[str, Any]:
+        """Return what makes the engine call one of the tools that have to be called, after its reasoning."""
+        if self._call_form is None:
+            raise GatewayError("tool_choice cannot force a call: this model's chat template shows no calls as JSON")
+        tools = {tool.name: tool.parameters for tool in request.tools if tool.name in request.forced}
+        calls = self._call_form.grammar(tools, single=request.single_call)
+        reasoning = self._parser.reasoning_before_calls(context)
+        if reasoning != "none":
+            calls = after_reasoning(calls, opened=reasoning == "open")
+        return structured_outputs(calls)
+
+    def node(
+        self,
+        parent: Node | None,
+        added: Sequence[int],
+        sample: Sample,
+        request: ChatRequest,
+        place: Place,
+        params: SamplingParams,
+    ) -> Node:
+        """Return the node of a sample that continues `parent` by the tokens `added`."""
+        prompt = added if parent is None else (*parent.sample.token_ids[-4:], *added)
+        message = self._message(prompt, sample, request.tools, params)
+        *_, before = digests_of(place.messages, request.tools)
+        cause = place.cause or ("template" if place.parent is not parent else "")
+        return Node(
+            id=new_id(),
+            parent=parent,
+            added=tuple(added),
+            sample=sample,
+            message=message,
+            inputs=place.messages[parent.seen if parent else 0 :],
+            seen=len(place.messages) + 1,
+            digest=extended(before, message),
+            length=(parent.length if parent else 0) + len(added) + len(sample.token_ids),
+            temperature=params.temperature,
+            cause=cause,
+            tools=parent.tools if parent is not None and parent.tools == request.tools else request.tools,
+            constrained=params.structured_outputs is not None,
+        )
+
+    def _message(
+        self, prompt: Sequence[int], sample: Sample, tools: Sequence[Tool], params: SamplingParams
+    ) -> ChatMessage:
+        ids = sample.token_ids
+        ends = (*self.template.end_ids, *params.stop_token_ids)
+        if sample.finish_reason == "stop" and ids and ids[-1] in ends:
+            ids = ids[:-1]
+        form = None if params.structured_outputs is None else self._call_form
+        parsed = self._parser.parse(prompt, ids, {tool.name: tool.parameters for tool in tools}, form)
+        text = parsed.text
+        if sample.finish_reason == "stop":
+            found = [at for stop in params.stop if (at := text.rfind(stop)) >= 0]
+            text = text[: min(found)] if found else text
+        calls = tuple(ToolCall(new_id(), name, arguments) for name, arguments in parsed.calls)
+        return ChatMessage("assistant", text, parsed.reasoning, calls)
