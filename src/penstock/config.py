@@ -70,6 +70,10 @@ class AgentConfig(Section):
     policy: Literal["extend", "faithful"] = "extend"
     force_calls: bool = False
     """Sample under a grammar where a harness's `tool_choice` forces a call; such turns cannot be trained on."""
+    tool_parser: str | None = None
+    """Name of vLLM's parser of tool calls, for families without `<tool_call>`; null: our own."""
+    reasoning_parser: str | None = None
+    """Name of vLLM's parser of reasoning; null: none, or our own if `tool_parser` is null too."""
     keep_output: Annotated[int, Field(ge=0)] = 1000
     """Most commands whose output is kept, in `logs/agents` of the run folder."""
 

@@ -42,8 +42,9 @@ def trees() -> dict[str, ast.Module]:
 
 
 def imported() -> Iterator[tuple[str, str]]:
-    """Each name that the plugin imports from vLLM, as the table writes it, and the file."""
-    for file, tree in trees().items():
+    """Each name that the plugin and the gateway's parsers import from vLLM, as the table writes it, and the file."""
+    parsers = PLUGIN.parent / "rollout" / "vllm_parser.py"
+    for file, tree in {**trees(), parsers.name: ast.parse(parsers.read_text())}.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
                 yield from ((file, f"{node.module}:{alias.name}") for alias in node.names)

@@ -32,6 +32,13 @@ def gateway(
     temperature: Annotated[
         float | None, typer.Option(help="Instead of what a harness asks for.", min=0.0, show_default=False)
     ] = None,
+    tool_parser: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="vLLM's parser of tool calls, instead of our own.", show_default=False),
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(metavar="NAME", help="vLLM's parser of reasoning.", show_default=False)
+    ] = None,
     tenants: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="YAML: NAME: {key, max_turns, max_tokens, max_seconds}.", show_default=False),
@@ -58,7 +65,10 @@ def gateway(
     check_port(host, port)
     sampling: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
     options: dict[str, Any] = {"policy": policy, "sampling": sampling}
-    run_until_signal(_serve(url, tokenizer, found, router_key or None, host=host, port=port, options=options))
+    parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
+    run_until_signal(
+        _serve(url, tokenizer, found, router_key or None, host=host, port=port, options=options, parsers=parsers)
+    )
 
 
 def _tenants(file: Path | None) -> list[Tenant]:
@@ -90,6 +100,7 @@ async def _serve(
     host: str,
     port: int,
     options: dict[str, Any],
+    parsers: dict[str, str | None],
 ) -> None:
     from penstock.engine.client import DataClient  # noqa: PLC0415
     from penstock.gateway.server import serving  # noqa: PLC0415
@@ -98,13 +109,15 @@ async def _serve(
     from penstock.process import raise_file_limit  # noqa: PLC0415
     from penstock.rollout.chat_template import ChatTemplate  # noqa: PLC0415
     from penstock.rollout.tokenizer import load_tokenizer  # noqa: PLC0415
+    from penstock.rollout.vllm_parser import output_parser  # noqa: PLC0415
 
     template = ChatTemplate(await asyncio.to_thread(load_tokenizer, tokenizer))
+    parser = await asyncio.to_thread(output_parser, template.tokenizer, **parsers)
     raise_file_limit()
     client = DataClient(url, api_key=router_key)
     try:
         model, context = await _model(client)
-        kept = Gateway(client, template, GatewayOptions(model, context, **options), tenants)
+        kept = Gateway(client, template, GatewayOptions(model, context, **options), tenants, parser=parser)
         if kept.codec.template_faults and options["policy"] == "extend":
             typer.echo(f"policy faithful: the template cannot be extended ({kept.codec.template_faults[0]})", err=True)
         async with serving(kept, host=host, port=port) as base:

@@ -23,6 +23,8 @@ from penstock.gateway.turn import GatewayOptions, TurnCodec
 from penstock.guard import new_key
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.multi_turn import Sampler
+from penstock.rollout.output_parser import OutputParser
+from penstock.rollout.vllm_parser import VllmOutputParser
 
 MOST_NAME = 200
 """Characters of a session's name."""
@@ -93,6 +95,7 @@ class Gateway:
         options: see there.
         tenants: at least one.
         adapter: name of the LoRA adapter that every turn asks for.
+        parser: of answers; None: our own.
 
     Raises:
         ConfigError: two tenants with one name or key, or an empty one.
@@ -110,6 +113,7 @@ class Gateway:
         tenants: Sequence[Tenant],
         *,
         adapter: str | None = None,
+        parser: OutputParser | VllmOutputParser | None = None,
     ) -> None:
         if not tenants or not all(t.name and t.key for t in tenants):
             raise ConfigError("give at least one tenant, each with a name and a key")
@@ -117,7 +121,7 @@ class Gateway:
             raise ConfigError("two tenants have the same name or the same key")
         self.options = options
         self.template = template
-        self.codec = TurnCodec(template, options)
+        self.codec = TurnCodec(template, options, parser or OutputParser(template.tokenizer))
         self.policy = self.codec.policy
         sample: Any = client.sample
         self._sample = sample if adapter is None else partial(sample, adapter=adapter)

@@ -22,6 +22,7 @@ from penstock.rollout.environment import Environment, import_named
 from penstock.rollout.generator import Generator
 from penstock.rollout.multi_turn import Sampler
 from penstock.rollout.tokenizer import Tokenizer
+from penstock.rollout.vllm_parser import output_parser
 
 _WHOLE = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": None}
 """In place of what a harness asks for: logprobs over a part of the vocabulary cannot be trained on, and with a seed all
@@ -38,7 +39,7 @@ class AgentRollouts:
 
     Raises:
         ConfigError: there is no such callable or command, or both or neither are given; `engine.max_model_len` is not
-            given; or the tokenizer has no chat template.
+            given; the tokenizer has no chat template; or vLLM's parsers that are named cannot be had.
     """
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer, environment: Environment) -> None:
@@ -51,6 +52,7 @@ class AgentRollouts:
         self._rollout = config.rollout
         self._agent = _callable(given.callable) if given.callable is not None else _command(given.command)
         self._template = ChatTemplate(tokenizer)
+        self._parser = output_parser(tokenizer, tool_parser=given.tool_parser, reasoning_parser=given.reasoning_parser)
         self._environment = environment
         self._options = GatewayOptions(
             config.engine.served_model_name or config.engine.model,
@@ -74,7 +76,7 @@ class AgentRollouts:
         """
         raise_file_limit()
         tenant = Tenant("training", new_key())
-        gateway = Gateway(client, self._template, self._options, [tenant], adapter=adapter)
+        gateway = Gateway(client, self._template, self._options, [tenant], adapter=adapter, parser=self._parser)
         async with serving(gateway) as base_url:
             yield AgentGenerator(
                 gateway,

@@ -16,6 +16,7 @@ from penstock.rollout.call_form import CallForm, after_reasoning, structured_out
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.output_parser import OutputParser
 from penstock.rollout.tokenizer import PromptTooLongError
+from penstock.rollout.vllm_parser import VllmOutputParser
 from penstock.types import Sample, SamplingParams
 
 Policy = Literal["extend", "faithful"]
@@ -51,18 +52,21 @@ class TurnCodec:
     Args:
         template: of the model. If it cannot be extended, the policy is `faithful`.
         options: see there.
+        parser: of answers.
 
     Attributes:
         policy: in force.
         template_faults: why the template cannot be extended.
     """
 
-    def __init__(self, template: ChatTemplate, options: GatewayOptions) -> None:
+    def __init__(
+        self, template: ChatTemplate, options: GatewayOptions, parser: OutputParser | VllmOutputParser
+    ) -> None:
         self.template = template
         self.options = options
         self.template_faults = template.faults()
         self.policy: Policy = "faithful" if self.template_faults else options.policy
-        self._parser = OutputParser(template.tokenizer)
+        self._parser = parser
         self._call_form = CallForm.of(template)
 
     def prompt_of(self, session: Session, request: ChatRequest) -> tuple[Node | None, list[int], Place]:
@@ -160,8 +164,8 @@ class TurnCodec:
         tools = {tool.name: tool.parameters for tool in request.tools if tool.name in request.forced}
         calls = self._call_form.grammar(tools, single=request.single_call)
         reasoning = self._parser.reasoning_before_calls(context)
-        if reasoning != "none":
-            calls = after_reasoning(calls, opened=reasoning == "open")
+        if reasoning is not None:
+            calls = after_reasoning(calls, reasoning)
         return structured_outputs(calls)
 
     def node(

@@ -107,17 +107,22 @@ class CallForm:
         return end if text.startswith(self.after, end) else None
 
 
-def after_reasoning(calls: Grammar, *, opened: bool) -> Grammar:
-    """Let a model think before its calls.
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """The texts around reasoning. `is_open`: the prompt has opened it; else the model may."""
 
-    Args:
-        calls: grammar of the calls.
-        opened: the prompt has opened the reasoning; else the model may open it.
-    """
-    thinking = {"type": "tag", "begin": "" if opened else "<think>", "content": {"type": "any_text"}, "end": "</think>"}
+    start: str
+    end: str
+    is_open: bool
+
+
+def after_reasoning(calls: Grammar, reasoning: Reasoning) -> Grammar:
+    """Return a grammar of calls that lets a model think before them."""
+    begin = "" if reasoning.is_open else reasoning.start
+    thinking = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": reasoning.end}
     space = {"type": "regex", "pattern": "\\n{0,2}"}
     whole: Grammar = {"type": "sequence", "elements": [thinking, space, calls]}
-    return whole if opened else {"type": "or", "elements": [whole, calls]}
+    return whole if reasoning.is_open else {"type": "or", "elements": [whole, calls]}
 
 
 def structured_outputs(grammar: Grammar) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
-from penstock.rollout.call_form import CallForm, xml_arguments
+from penstock.rollout.call_form import CallForm, Reasoning, xml_arguments
 from penstock.rollout.tokenizer import Tokenizer
 
 _ARGUMENTS = re.compile(r'"arguments"\s*:\s*')
@@ -75,11 +75,11 @@ class OutputParser:
         text += self._decode(rest)
         return Parsed(text.strip("\n") if found or reasoning is not None else text, reasoning, tuple(found))
 
-    def reasoning_before_calls(self, prompt_ids: Sequence[int]) -> Literal["open", "possible", "none"]:
-        """Whether a prompt has opened the reasoning, or the model can."""
+    def reasoning_before_calls(self, prompt_ids: Sequence[int]) -> Reasoning | None:
+        """Return how reasoning is marked where a prompt has opened it, or the model can; None: it cannot."""
         if self._think is None or self._end_think is None:
-            return "none"
-        return "open" if self._is_open(prompt_ids) else "possible"
+            return None
+        return Reasoning("<think>", "</think>", is_open=self._is_open(prompt_ids))
 
     def _split_reasoning(self, prompt_ids: Sequence[int], ids: list[int]) -> tuple[str | None, list[int] | None]:
         begins = self._think is not None and self._is_open(prompt_ids)

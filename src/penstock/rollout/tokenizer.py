@@ -28,6 +28,11 @@ class Tokenizer:
         self._tokenizer = tokenizer
 
     @property
+    def huggingface(self) -> Any:
+        """The tokenizer as transformers has it."""
+        return self._tokenizer
+
+    @property
     def eos_token_id(self) -> int | None:
         """The id that ends a response, where there is one."""
         return self._tokenizer.eos_token_id
