@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 from typing import Any
 
@@ -61,7 +62,8 @@ class Harness:
             client = self.agent(how, f"be {which}")
         self.asked += 1
         client.user(f"sure {self.asked}")
-        self.rig.engine.texts = [SAYS[(how + i) % len(SAYS)] for i in range(4)]
+        said = [SAYS[(how + i) % len(SAYS)].replace("said", f"said {self.asked}{i}") for i in range(4)]
+        self.rig.engine.texts, before, sent = said, len(self.rig.engine.seen), _numbered(json.dumps(client.items))
         if kind == "retry":
             client.headers = {"Idempotency-Key": str(self.asked)}
             answer = await client.ask()
@@ -76,6 +78,8 @@ class Harness:
         else:
             answer = await client.ask()
         client.echo(answer, ECHOES[how % 3])
+        for context in self.rig.engine.seen[before:]:
+            assert _numbered(self.rig.tokenizer.decode(context)) == sent, "another conversation than the harness sent"
 
     async def _abort(self, client: Chat) -> dict[str, Any]:
         """Leave in the middle of a turn; the same request reads its answer later."""
@@ -111,6 +115,7 @@ class Harness:
                     trained[version] += 1
             assert sum(mask) == sum(node["tokens"] for node in row["nodes"] if node["trained"])
         assert trained == Counter(range(len(engine.seen)))
+        assert len(rows) == len(session.nodes) - len({node.parent.id for node in session.nodes.values() if node.parent})
         sampled = sum(map(len, engine.made))
         tenant = self.rig.gateway.tenant_of(KEY)
         assert tenant is not None
@@ -119,6 +124,11 @@ class Harness:
         assert (report["turns"], report["rows"]) == (len(engine.seen), len(rows))
         assert report["unscored_rows"] == len(rows)
         assert sum(report["breaks"].values()) == sum(bool(node.cause) for node in session.nodes.values())
+
+
+def _numbered(text: str) -> list[str]:
+    """Questions and answers of a conversation, in their order."""
+    return re.findall(r"(?:sure|no|said|told) \d+", text)
 
 
 def _replaced(value: Any, new: str, old: str = "be good") -> Any:
