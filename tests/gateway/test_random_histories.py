@@ -64,6 +64,7 @@ class Harness:
         client.user(f"sure {self.asked}")
         said = [SAYS[(how + i) % len(SAYS)].replace("said", f"said {self.asked}{i}") for i in range(4)]
         self.rig.engine.texts, before, sent = said, len(self.rig.engine.seen), _numbered(json.dumps(client.items))
+        goes_on = kind not in {"edit", "drop", "compact", "agent"} and '"assistant"' in json.dumps(client.items)
         if kind == "retry":
             client.headers = {"Idempotency-Key": str(self.asked)}
             answer = await client.ask()
@@ -78,6 +79,8 @@ class Harness:
         else:
             answer = await client.ask()
         client.echo(answer, ECHOES[how % 3])
+        *_, node = self.rig.session().nodes.values()
+        assert node.parent or not goes_on or self.rig.gateway.policy == "faithful", "a turn that extends no other"
         for context in self.rig.engine.seen[before:]:
             assert _numbered(self.rig.tokenizer.decode(context)) == sent, "another conversation than the harness sent"
 
