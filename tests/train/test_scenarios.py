@@ -12,9 +12,11 @@ import torch
 from penstock.config import EnvironmentConfig
 from penstock.errors import ConfigError, UserError
 from penstock.observe.run_folder import RunFolder
+from penstock.observe.summary import Reporter
 from penstock.rollout.environment import load_environment
 from penstock.rollout.gsm8k import GSM8K
-from penstock.train.scenarios.checks import training_checks
+from penstock.train.run import run
+from penstock.train.scenarios.checks import Result, training_checks
 from penstock.train.scenarios.run import RESULTS, run_scenario, stand_in
 from penstock.train.scenarios.table import SCENARIOS, check_machine, scenario_named
 from penstock.train.schedules import SCHEDULES, check_schedule
@@ -35,8 +37,10 @@ def test_there_are_the_sixteen_of_the_plan_and_every_schedule_is_among_them(tmp_
 @pytest.mark.parametrize(
     ("name", "profile", "gpus", "message"),
     [
-        ("colocated-tp1", "cpu", 0, "needs 4 NVIDIA GPUs: vLLM's CPU build cannot run it"),
-        ("colocated-tp1", "gpu", 1, "needs 4 NVIDIA GPUs, and this machine has 1"),
+        ("colocated-tp1", "cpu", 0, "needs 1-4 NVIDIA GPUs: vLLM's CPU build cannot run it"),
+        ("colocated-tp1", "gpu", 0, "needs 1-4 NVIDIA GPUs, and this machine has 0"),
+        ("colocated-tp2", "gpu", 1, "needs 2-4 NVIDIA GPUs, and this machine has 1"),
+        ("one-step-off", "gpu", 1, "needs a CPU, or 2 NVIDIA GPUs, and this machine has 1; give --cpu"),
         ("async", "gpu", 0, "needs a CPU, or an NVIDIA GPU, and this machine has 0; give --cpu"),
         ("megatron", "gpu", 8, r"needs a Megatron learner, which is not there yet \(and 5 NVIDIA GPUs\)"),
         ("cuda-ipc", "gpu", 1, ""),
@@ -54,6 +58,48 @@ def test_what_a_machine_cannot_run_is_said_in_one_line(
         assert "\n" not in str(caught.value)
     else:
         check_machine(scenario_named(name), profile)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "shape"),
+    [
+        ("colocated-tp1", 1, "1 of 4 engines"),
+        ("colocated-tp1", 3, "2 of 4 engines"),
+        ("colocated-tp1", 4, ""),
+        ("colocated-tp2", 2, "1 of 2 engines"),
+        ("moe", 1, "TP1 of TP2, colocated"),
+        ("moe", 2, "TP1 of TP2"),
+        ("moe", 3, ""),
+        ("non-colocated", 2, "1 of 2 engines"),
+        ("one-step-off", 2, "1 of 2 engines"),
+        ("async", 2, "1 of 2 engines"),
+        ("async", 3, ""),
+        ("lora", 1, "1 of 2 engines"),
+        ("cuda-ipc", 1, ""),
+    ],
+)
+def test_fewer_gpus_keep_the_shape_and_the_row_says_so(
+    name: str, gpus: int, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    chosen = SCENARIOS[name]
+    found = check_machine(chosen, "gpu")
+    config = chosen.config(profile="gpu", run_dir=tmp_path, model=MODEL, gpus=found)
+    check_schedule(config)
+    engines = config.fleet.engines * config.engine.tensor_parallel_size
+    assert max(engines, config.train.ranks) <= gpus
+    assert chosen.smaller_shape(config) == shape
+    assert Result(name, "gpu", [], 1.0, shape).row().startswith(f"{name} (gpu{', ' + shape if shape else ''}): ok")
+
+
+async def test_fp8_engines_on_cpus_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    overrides = ["engine.quantization=fp8"]
+    config = SCENARIOS["quantised"].config(profile="cpu", run_dir=tmp_path, model=MODEL, overrides=overrides)
+    with pytest.raises(ConfigError, match="choose int8, or engines on a GPU for fp8") as caught:
+        await run(config, resume=False, fresh=True, reporter=Reporter())
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
 
 
 def test_wrong_names_are_refused(tmp_path: Path) -> None:

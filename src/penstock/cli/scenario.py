@@ -59,8 +59,8 @@ def run_one(
         raise UserError("--cpu and --sim are two kinds of engines; give one of them")
     profile = "cpu" if cpu else "sim" if sim else "gpu"
     chosen = scenario_named(name)
-    check_machine(chosen, profile)
-    config = chosen.config(profile=profile, run_dir=run_dir, model=model, overrides=overrides or [])
+    gpus = check_machine(chosen, profile)
+    config = chosen.config(profile=profile, run_dir=run_dir, model=model, overrides=overrides or [], gpus=gpus)
     check_engine(config.engine)
     from penstock.train.scenarios.run import run_scenario  # noqa: PLC0415 - seconds: torch
 

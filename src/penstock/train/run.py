@@ -74,6 +74,7 @@ async def run(
             f"the weights in {config.learner_model} are quantised, and a learner trains floats: set train.model to the "
             "checkpoint that they were made of"
         )
+    _check_quantisation(config)
     check_trackers(config.trackers)
     path = config.run_dir / config.name
     environment = load_environment(config.environment, config.seed)
@@ -93,6 +94,14 @@ async def run(
             summary = await _run(config, folder, opened, both, launched or {}, resume=resume)
         await asyncio.to_thread(draw_plots, folder)
     return summary
+
+
+def _check_quantisation(config: RunConfig) -> None:
+    """Refuse fp8 engines on CPUs: vLLM computes fp8 there at 90 tokens a second, and rollouts end in timeouts."""
+    if config.engine.quantization == "fp8" and _starts_on_cpus(config):
+        raise ConfigError(
+            "engine.quantization: 'fp8' is far too slow for rollouts on CPUs; choose int8, or engines on a GPU for fp8"
+        )
 
 
 def _check_ranks(config: RunConfig, launched: Mapping[str, str]) -> None:
@@ -256,8 +265,12 @@ def _served_dtype(config: RunConfig) -> ServedDtype:
     Engines that Penstock starts on CPUs serve in fp32, whatever the checkpoint has, and would get rounded weights by
     `auto`. Of servers that others started, and of what a Ray cluster has, nothing is known.
     """
-    engine, fleet = config.engine, config.fleet
-    if engine.dtype != "auto" or fleet.attach:
-        return engine.dtype
-    here = engine.profile == "auto" and fleet.launcher == "local" and not torch.cuda.is_available()
-    return "float32" if here or engine.profile == "cpu" else "auto"
+    if config.engine.dtype != "auto" or config.fleet.attach:
+        return config.engine.dtype
+    return "float32" if _starts_on_cpus(config) else "auto"
+
+
+def _starts_on_cpus(config: RunConfig) -> bool:
+    """Whether engines that the run starts are of vLLM's CPU build, as far as it is known here."""
+    here = config.engine.profile == "auto" and config.fleet.launcher == "local" and not torch.cuda.is_available()
+    return here or config.engine.profile == "cpu"

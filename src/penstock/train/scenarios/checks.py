@@ -38,12 +38,14 @@ class Result:
         profile: of the engines.
         checks: its checklist.
         seconds: wall time, the engines' start included.
+        shape: what there was less of than in the plan; empty: all of it.
     """
 
     scenario: str
     profile: str
     checks: Sequence[Check]
     seconds: float
+    shape: str = ""
 
     @property
     def ok(self) -> bool:
@@ -53,7 +55,8 @@ class Result:
     def row(self) -> str:
         """One line to read."""
         points = ", ".join(f"{'' if check.ok else 'FAILED '}{check.name} {check.figure}" for check in self.checks)
-        return f"{self.scenario} ({self.profile}): {'ok' if self.ok else 'FAILED'} in {self.seconds:.0f} s: {points}"
+        kind = f"{self.profile}, {self.shape}" if self.shape else self.profile
+        return f"{self.scenario} ({kind}): {'ok' if self.ok else 'FAILED'} in {self.seconds:.0f} s: {points}"
 
     def to_json(self) -> dict[str, Any]:
         """As in scenarios.jsonl, with the versions of packages."""

@@ -37,7 +37,9 @@ async def run_scenario(scenario: Scenario, config: RunConfig, *, data: Path | No
         options = {"path": str(data or stand_in(config.run_dir / "gsm8k-stand-in")), "instruction": ""}
         config = config.model_copy(update={"environment": config.environment.model_copy(update={"options": options})})
     checks = await KINDS[scenario.kind](scenario, config)
-    result = Result(scenario.name, config.engine.profile, checks, time.monotonic() - began)
+    result = Result(
+        scenario.name, config.engine.profile, checks, time.monotonic() - began, scenario.smaller_shape(config)
+    )
     with (config.run_dir / RESULTS).open("a") as out:
         out.write(json.dumps(result.to_json()) + "\n")
     return result

@@ -45,7 +45,8 @@ class Scenario:
         name: on the command line.
         what: one line.
         keys: over `BASE`, by section.
-        gpus: that it needs; 0: vLLM's CPU build can run it.
+        gpus: of the plan's shape; 0: vLLM's CPU build can run it.
+        fewer: keys over `keys` on a machine with this many GPUs, or with more but fewer than the next entry.
         kind: `train`, or the name of a check in `fleets.py`.
         note: where its shape has fewer GPUs than the plan, and what stands in for what.
         missing: part of Penstock that it needs and that is not there yet.
@@ -56,18 +57,31 @@ class Scenario:
     what: str
     keys: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, "Mapping[str, Any]"])
     gpus: int = 0
+    fewer: Mapping[int, Mapping[str, Mapping[str, Any]]] = field(default_factory=lambda: SHARED)
     kind: str = "train"
     note: str = ""
     missing: str = ""
     gains: bool = True
 
-    def config(self, *, profile: str, run_dir: Path, model: Path = MODEL, overrides: Sequence[str] = ()) -> RunConfig:
-        """Return the whole configuration. UserError: there is no such model, or an override is wrong."""
+    @property
+    def least_gpus(self) -> int:
+        """The fewest GPUs that a smaller shape runs on, where the engines are of GPUs."""
+        return min(self.fewer, default=self.gpus)
+
+    def config(
+        self, *, profile: str, run_dir: Path, model: Path = MODEL, overrides: Sequence[str] = (), gpus: int = 0
+    ) -> RunConfig:
+        """Return the whole configuration, in a smaller shape if there are too few `gpus` (0: the plan's shape).
+
+        Raises:
+            UserError: there is no such model, or an override is wrong.
+        """
         if not model.is_dir():
             raise UserError(f"no model in {model}: run from a checkout of Penstock, or give --model FOLDER")
         tree: dict[str, Any] = {"name": self.name, "run_dir": run_dir}
         for section in BASE:
-            tree[section] = deepcopy({**BASE[section], **self.keys.get(section, {})})  # overrides change it
+            layers = (BASE, self.keys, self._fewer(gpus))
+            tree[section] = deepcopy({k: v for layer in layers for k, v in layer.get(section, {}).items()})
         tree["engine"] |= {"model": str(model), "profile": profile}
         if profile != "gpu":
             tree["train"]["threads"] = 1
@@ -77,7 +91,35 @@ class Scenario:
             apply_override(tree, override)
         return validate(RunConfig, tree)
 
+    def _fewer(self, gpus: int) -> Mapping[str, Mapping[str, Any]]:
+        """Return the keys of the smaller shape for so many GPUs; none for the plan's."""
+        fitting = [count for count in self.fewer if count <= gpus]
+        enough = not gpus or gpus >= (self.gpus or WHOLE)
+        return {} if enough or not fitting else self.fewer[max(fitting)]
 
+    def smaller_shape(self, config: RunConfig) -> str:
+        """Say what a configuration has less of than the plan: "1 of 4 engines"; empty if it has all."""
+        planned = {**BASE["fleet"], **self.keys.get("fleet", {})}["engines"]
+        tensor = self.keys.get("engine", {}).get("tensor_parallel_size", 1)
+        said = [
+            f"{config.fleet.engines} of {planned} engines" if config.fleet.engines < planned else "",
+            f"TP{config.engine.tensor_parallel_size} of TP{tensor}"
+            if config.engine.tensor_parallel_size < tensor
+            else "",
+            "colocated" if config.train.schedule == "colocated" != self.keys.get("train", {}).get("schedule") else "",
+        ]
+        return ", ".join(filter(None, said))
+
+
+SHARED = {
+    1: {"fleet": {"engines": 1}, "engine": {"gpu_memory_utilization": 0.4}},
+    2: {"fleet": {"engines": 1}},
+}
+"""On one GPU an engine shares it with the learner; on two each has its own."""
+APART = {2: SHARED[2]}
+"""Of schedules whose learner wants a GPU of its own."""
+WHOLE = 3
+"""GPUs of the base's two engines and a learner."""
 SIM = {"vocab-size": 100, "eos-token-id": 2, "eos-share": 0.1, "tokens-per-second": 5000.0}
 """Options of the simulated engine, which knows no model."""
 SLEEPING = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.5}
@@ -89,15 +131,17 @@ SCENARIOS: Mapping[str, Scenario] = {
         Scenario(
             "colocated-tp1", "4 engines of TP1 and an FSDP2 learner of 4 ranks take turns on 4 GPUs",
             {"train": {"schedule": "colocated", "ranks": 4}, "fleet": {"engines": 4}, "engine": SLEEPING}, gpus=4,
+            fewer={count: {"train": {"ranks": count}, "fleet": {"engines": count}} for count in (1, 2)},
         ),
-        Scenario("non-colocated", "learner and engines apart, in turns", {"train": {"schedule": "sync"}}),
+        Scenario("non-colocated", "learner and engines apart, in turns", {"train": {"schedule": "sync"}}, fewer=APART),
         Scenario(
             "remote-server", "a vLLM server that another process started, attached by its address",
             {"fleet": {"engines": 0}}, kind="remote_server",
+            fewer={1: {"engine": SHARED[1]["engine"]}, 2: {}},
         ),
         Scenario(
             "one-step-off", "batch N + 1 is generated while the learner trains on batch N",
-            {"train": {"schedule": "one_step_off"}},
+            {"train": {"schedule": "one_step_off"}}, fewer=APART,
         ),
         Scenario("async", "weights change in flight, at most one version of staleness"),
         Scenario(
@@ -118,10 +162,11 @@ SCENARIOS: Mapping[str, Scenario] = {
                 "train": {"schedule": "colocated", "ranks": 4}, "fleet": {"engines": 2},
                 "engine": {**SLEEPING, "tensor_parallel_size": 2},
             },
-            gpus=4,
+            gpus=4, fewer={2: {"train": {"ranks": 2}, "fleet": {"engines": 1}}},
         ),
         Scenario(
-            "megatron", "a Megatron learner of TP2 x PP2 beside engines", gpus=5, missing="a Megatron learner"
+            "megatron", "a Megatron learner of TP2 x PP2 beside engines", gpus=5, fewer={},
+            missing="a Megatron learner",
         ),
         Scenario(
             "moe", "an engine of experts in parallel; the learner replays the experts that it chose",
@@ -131,7 +176,12 @@ SCENARIOS: Mapping[str, Scenario] = {
                 },
                 "fleet": {"engines": 1},
             },
-            gpus=3, gains=False, note="--model FOLDER: a Qwen3-MoE; the sorter has no experts",
+            gpus=3, gains=False,
+            fewer={
+                1: {"engine": {**SLEEPING, "tensor_parallel_size": 1}, "train": {"schedule": "colocated"}},
+                2: {"engine": {"tensor_parallel_size": 1}},
+            },
+            note="--model FOLDER: a Qwen3-MoE; the sorter has no experts",
         ),
         Scenario(
             "lora", "an adapter is trained and served beside the base", {"train": {"lora": {"rank": 16},
@@ -144,7 +194,7 @@ SCENARIOS: Mapping[str, Scenario] = {
         ),
         Scenario("pause-keep", "a pause keeps requests in flight, and they go on", kind="pause_keep"),
         Scenario(
-            "native-sync", "vLLM's own weight transfer over NCCL", gpus=2, kind="native",
+            "native-sync", "vLLM's own weight transfer over NCCL", gpus=2, fewer={}, kind="native",
             missing="a scenario over `update_named_weights`; tests/gpu/test_gpu_native.py has the calls",
         ),
         Scenario(
@@ -153,7 +203,7 @@ SCENARIOS: Mapping[str, Scenario] = {
                 "fleet": {"engines": 1, "weight_transport": "cuda_ipc"},
                 "engine": {"gpu_memory_utilization": 0.4},
             },
-            gpus=1,
+            gpus=1, fewer={},
         ),
         Scenario(
             "gsm8k", "GSM8K's own files and reward",
@@ -179,8 +229,8 @@ def scenario_named(name: str) -> Scenario:
     return SCENARIOS[name]
 
 
-def check_machine(scenario: Scenario, profile: str) -> None:
-    """Refuse a scenario that this machine, or Penstock, cannot run.
+def check_machine(scenario: Scenario, profile: str) -> int:
+    """Refuse a scenario that this machine, or Penstock, cannot run; return its GPUs, 0 if engines are of no GPU.
 
     Raises:
         UserError: what is missing, in one line.
@@ -192,17 +242,19 @@ def check_machine(scenario: Scenario, profile: str) -> None:
     if scenario.gpus and profile != "gpu":
         raise UserError(f"scenario {scenario.name} needs {needs(scenario)}: vLLM's CPU build cannot run it")
     if profile != "gpu":
-        return
+        return 0
     import torch  # noqa: PLC0415 - seconds
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus < max(scenario.gpus, 1):
+    if gpus < scenario.least_gpus:
         advice = "" if scenario.gpus else "; give --cpu"
         raise UserError(f"scenario {scenario.name} needs {needs(scenario)}, and this machine has {gpus}{advice}")
+    return gpus
 
 
 def needs(scenario: Scenario) -> str:
     """What a machine has to have."""
-    if not scenario.gpus:
-        return "a CPU, or an NVIDIA GPU"
-    return f"{scenario.gpus} NVIDIA GPU{'s' if scenario.gpus > 1 else ''}"
+    least, most = scenario.least_gpus, scenario.gpus
+    if not most:
+        return "a CPU, or an NVIDIA GPU" if least == 1 else f"a CPU, or {least} NVIDIA GPUs"
+    return f"{least}-{most} NVIDIA GPUs" if least < most else f"{most} NVIDIA GPU{'s' if most > 1 else ''}"
