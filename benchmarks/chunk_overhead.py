@@ -27,8 +27,8 @@ import psutil
 
 from penstock.aio import all_or_first_error
 from penstock.engine.client import DataClient
-from penstock.engine.request import Partials, whole_of
-from penstock.engine.vanilla.requests import report_of
+from penstock.engine.partial import Partials, whole_of
+from penstock.engine.vanilla import report_of
 from penstock.fleet.fleet import Fleet
 from penstock.types import SamplingParams
 from penstock.wire import GENERATE, generate_body

@@ -40,7 +40,7 @@ from penstock.engine.client import GENERATE, DataClient
 from penstock.engine.control import ControlClient
 from penstock.engine.launch import EngineProcess
 from penstock.engine.openai import COMPLETIONS
-from penstock.engine.vanilla.requests import report_of
+from penstock.engine.vanilla import report_of
 from penstock.errors import EngineDeadError, PenstockError
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.member import State

@@ -10,12 +10,10 @@ from dataclasses import replace
 from typing import Any, Self
 
 from penstock.engine.capabilities import EngineInfo
-from penstock.engine.client import STREAM_CHUNK_TOKENS, DataClient
+from penstock.engine.client import STREAM_CHUNK_TOKENS, Counters, DataClient
 from penstock.engine.control import ControlClient
 from penstock.engine.interface import Engine
-from penstock.engine.request import Counters
-from penstock.engine.vanilla.control import VanillaControl, VersionHistory
-from penstock.engine.vanilla.requests import VanillaReplies
+from penstock.engine.vanilla import VanillaControl, VanillaReplies, VersionHistory
 from penstock.types import KV, NamedTensors, PauseMode, UpdateReport
 from penstock.weights.adapter_files import AdapterFiles
 from penstock.weights.manifest import as_named_tensors
@@ -68,7 +66,7 @@ class HTTPEngine(Engine):
         engine = cls(control, data, info)
         history.version = lambda: engine.weight_version
         engines = ((control.name, info.capabilities),)
-        data.state.unreported = VanillaReplies(lambda: engines, history)
+        data.unreported = VanillaReplies(lambda: engines, history)
         return engine
 
     @property

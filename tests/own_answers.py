@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.engine.request import Partials, whole_of
-from penstock.engine.vanilla.requests import report_of
+from penstock.engine.partial import Partials, whole_of
+from penstock.engine.vanilla import report_of
 from penstock.types import Sample, SamplingParams
 
 

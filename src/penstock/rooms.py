@@ -49,7 +49,7 @@ PLACES = {
     "policy.sticky-least-loaded": "penstock.router.other_policies:StickyLeastLoaded",
     "quantise.kept_scales": "penstock.plugin.quantised:keep_scales",
     "quantise.loader": "penstock.plugin.quantised:register_loader",
-    "quantise.options": "penstock.engine.quantisation:options_of",
+    "quantise.options": "penstock.engine.layouts:quantised_options",
     "quantise.schemes": "penstock.weights.quantise:find_schemes",
     "quantise.tensors": "penstock.weights.quantise:quantised",
     "replies.cores": "penstock.plugin.cores:collect_all_dp_replies",

@@ -24,7 +24,7 @@ ROOTS = ("fleet.fleet", "router.__main__", "plugin", "plugin.server", "plugin.mi
 SIDE_ROOMS = tuple(
     f"penstock.{room}"
     for room in (
-        "cli", "engine.experts", "engine.layouts", "engine.openai", "engine.quantisation", "engine.vanilla", "facade",
+        "cli", "engine.experts", "engine.layouts", "engine.openai", "engine.vanilla", "facade",
         "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.connect", "fleet.delivery", "fleet.detach",
         "fleet.elastic", "fleet.native", "fleet.owner", "fleet.ray", "fleet.remote", "fleet.service",
         "fleet.vllm_router", "gateway", "observe", "plugin.adapters", "plugin.broadcast", "plugin.cores",

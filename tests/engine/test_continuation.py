@@ -267,7 +267,7 @@ async def test_a_broken_answer_goes_on_from_what_had_arrived(shared, kind, after
 
 
 async def test_a_request_that_ends_every_engine_is_given_up(shared, monkeypatch):
-    monkeypatch.setattr("penstock.engine.request.RETRY_S", (0.0, 0.01, 0.02, 0.03))
+    monkeypatch.setattr("penstock.engine.client.RETRY_S", (0.0, 0.01, 0.02, 0.03))
     server, one = shared
     server.engine.faults.add(Fault(FaultKind.CUT, Phase.REQUEST, after_tokens=3, times=100))
     with pytest.raises(EngineDeadError, match="given up: 5 times an engine died under this request"):

@@ -13,7 +13,7 @@ from canned import LINES, answer, canned
 from penstock.engine.capabilities import Capabilities
 from penstock.engine.client import DataClient
 from penstock.engine.control import ControlClient, engine_stats
-from penstock.engine.vanilla.requests import VanillaReplies
+from penstock.engine.vanilla import VanillaReplies
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, RequestError
 from penstock.router.admin_client import RouterAdmin
 from penstock.types import EngineStats, GenerateBatch, GenerateOutput, SamplingParams
@@ -88,7 +88,7 @@ async def test_what_is_made_again_has_its_own_stop_string() -> None:
     made = {"choices": [{**choice, "weight_versions": versions}]}
     async with canned(answer([reported], LINES), answer(made), answer({"prompt": "abc"})) as server:
         data = DataClient(server.url, vocab_size=32)
-        data.state.unreported = VanillaReplies(lambda: [("e1", Capabilities(plugin=False))])
+        data.unreported = VanillaReplies(lambda: [("e1", Capabilities(plugin=False))])
         (sample,) = await data.sample([1], 1, SamplingParams(logprobs=False, stop=("b",), min_tokens=3))
         assert (sample.token_ids, sample.text) == ((7, 8, 9), "abc"), "a stop string before `min_tokens` ends nothing"
         await data.close()

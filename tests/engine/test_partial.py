@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import orjson
 import pytest
 
+from penstock.engine.client import DataClient
 from penstock.engine.openai import Stream, StreamDeduplicator, merged
-from penstock.engine.request import ClientState, Partial, Partials, whole_of
+from penstock.engine.partial import Partial, Partials, whole_of
 from penstock.errors import EngineError, RequestError
-from penstock.http import HttpTransport
 from penstock.types import Sample, SamplingParams, VersionSpan
 from penstock.wire import COMMENT, check_part, parts_of
 
@@ -242,7 +242,7 @@ async def test_a_report_that_is_none_is_named(text):
     async def lines():
         yield COMMENT + text
 
-    request = Stream(ClientState(HttpTransport("http://h:1"), 1), "/v1/completions", {}, headers={}, timeout_s=60)
+    request = Stream(DataClient("http://h:1"), "/v1/completions", {}, headers={}, timeout_s=60)
     with pytest.raises(EngineError, match="malformed report of the engine"):
         [event async for event in request.events_of(SimpleNamespace(lines=lines))]
 

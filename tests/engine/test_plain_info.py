@@ -15,7 +15,7 @@ from aiohttp import web
 
 from penstock.engine.capabilities import DEV_MODE, LACKING, PENSTOCK, Capabilities, EngineInfo, require
 from penstock.engine.launch import server_command
-from penstock.engine.vanilla.control import VanillaControl
+from penstock.engine.vanilla import VanillaControl
 from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, MissingCapabilityError, UserError
 from penstock.settings import EngineConfig
 from penstock.sim.config import SimConfig

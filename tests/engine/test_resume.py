@@ -11,7 +11,7 @@ from functools import cache
 import orjson
 import pytest
 
-from penstock.engine.request import Partials
+from penstock.engine.partial import Partials
 from penstock.wire import RESUME_ARG
 
 pytestmark = pytest.mark.vllm

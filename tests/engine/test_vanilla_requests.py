@@ -9,8 +9,7 @@ import pytest
 from canned import answer, canned
 
 from penstock.engine.client import DataClient
-from penstock.engine.vanilla.control import VersionHistory
-from penstock.engine.vanilla.requests import VanillaReplies
+from penstock.engine.vanilla import VanillaReplies, VersionHistory
 from penstock.errors import EngineError
 from penstock.types import Sample, SamplingParams, VersionSpan
 from penstock.wire import UNKNOWN_VERSION
@@ -29,7 +28,7 @@ async def asked(
     """The samples that a client makes of these answers, the bodies that it sent for them in `of`."""
     async with canned(*(answer({"choices": choices}) for choices in answers)) as server:
         data = DataClient(server.url, request_timeout_s=20.0)
-        data.state.unreported = VanillaReplies(tuple, history)
+        data.unreported = VanillaReplies(tuple, history)
         try:
             return await data.sample([1], PARAMS.n, PARAMS)
         finally:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from http_engine import HTTPEngine
 from nano_models import changed, logprobs_of, save_dense
 from penstock.engine.launch import EngineProcess
-from penstock.engine.quantisation import quantization_config
+from penstock.engine.layouts import quantization_config
 from penstock.errors import PenstockError
 from penstock.settings import EngineConfig
 from penstock.types import SamplingParams

@@ -12,7 +12,7 @@ from fleet_fakes import until
 from launched_rig import CONFIG, Launcher, launched
 from virtual_fleet import Network, VirtualEngines, open_fleet, virtual_time, without_sockets
 
-from penstock.engine.vanilla.control import VanillaControl
+from penstock.engine.vanilla import VanillaControl
 from penstock.errors import DeadlineError, EngineError, EngineStartError, PenstockError, StateError, UserError
 from penstock.fleet import attach
 from penstock.fleet.engines import LaunchedEngines

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.quantisation import quantization_config
+from penstock.engine.layouts import quantization_config
 from penstock.errors import WeightsError
 from penstock.weights.quantise import Scheme, find_schemes, quantised
 

@@ -106,7 +106,7 @@ async def _engine(
     if member is None and (load.other_key or beyond_reach(url, load.url)):
         return {**asdict(load), "state": _state(load, router, paused=False), "asked": False}
     api_key = api_key if member is None else member.api_key
-    from penstock.engine.vanilla.control import VanillaControl  # noqa: PLC0415
+    from penstock.engine.vanilla import VanillaControl  # noqa: PLC0415
 
     control = VanillaControl(load.name, load.url, api_key=api_key, timeout_s=ENGINE_TIMEOUT_S)
     try:

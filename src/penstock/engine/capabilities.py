@@ -92,7 +92,7 @@ LACKING: Mapping[Capability, tuple[str, str]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is: `GET /penstock/info`, or without our plugin what `vanilla.control.identify` finds out."""
+    """What an engine is: `GET /penstock/info`, or without our plugin what `vanilla.identify` finds out."""
 
     engine: str
     """`vllm`, or `sim`."""

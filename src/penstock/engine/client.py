@@ -1,4 +1,18 @@
-"""Generate over HTTP, from one engine or through the router in front of many."""
+"""Generate over HTTP, from one engine or through the router in front of many, also where engines die under a request.
+
+The engine reports what each sample has so far: token ids, logprobs, versions (`wire.PROGRESS_HEADER`). If it dies or
+releases the request, the client sends the request again with that (`wire.RESUME_ARG`). The next engine goes on where
+the other stopped (`plugin/hooks.py`). Its detokenizer, stop strings, logprobs and usage have the state that they
+would have had if it had made those tokens itself. So the answer is whole; a pause or a sleep does not even cut it.
+
+A cut does change three things:
+
+- With a seed, the random numbers begin anew behind the cut.
+- `presence_penalty` and `frequency_penalty` count tokens from the cut on.
+- Grammar-constrained output (`response_format`, structured outputs, a tool choice that is `required` or named) and
+  answers with prompt logprobs cannot be resumed, since the engine's grammar begins at its beginning. Their samples are
+  made again from the start; `Counters.wasted_tokens` counts the tokens that are lost.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +20,18 @@ import asyncio
 import operator
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, cast
+
+import orjson
 
 from penstock import wire
 from penstock.aio import all_or_first_error
-from penstock.engine.request import DEAD_STATUS, RETRY_S, ClientState, Continuation, Counters, whole_of
-from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, RequestError
-from penstock.http import MOST_DATA, HttpTransport, UnreachableError
+from penstock.engine.partial import Partials, whole_of
+from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, RequestError
+from penstock.http import MOST_DATA, HttpTransport, Reply, UnreachableError
 from penstock.rooms import plugged_in
 from penstock.types import GenerateBatch, GenerateOutput, Message, Sample, SamplingParams, SessionId
 from penstock.wire import BLOCK, GENERATE, prefix_hashes
@@ -23,13 +39,70 @@ from penstock.wire import BLOCK, GENERATE, prefix_hashes
 STREAM_CHUNK_TOKENS = 64
 LEAST_HASHED = 2 * BLOCK
 """Tokens: computing a shorter prompt again costs less than finding it."""
+DEAD_STATUS = frozenset({500, 502, 504})
+"""What vLLM answers when its engine core has died under a request, and proxies when vLLM itself has."""
+RETRY_S = (0.0, 0.25, 0.5, 1.0)
+"""Seconds before the request is sent again after its first, second, ... death without a new token. A dying vLLM answers
+500 for up to a second, and it takes a fleet as long to notice. After so many and one more the request is given up: what
+ends an engine ends the next one at the same token."""
+MAX_DEATHS = 20
+"""Of one request in all."""
+IDLE_ABORT_S = 0.1
+"""Wait before a request is sent again that an engine has aborted twice without a token."""
+NO_REPORTS = (
+    "answered without progress reports, so it runs without Penstock's plugin; attach it to a fleet "
+    "(docs/how-to/other-servers.md)"
+)
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a client did so that no token was lost, since it was made."""
+
+    continued: int = 0
+    """Requests sent again because an engine released or aborted them."""
+    deaths: int = 0
+    """Requests sent again because their engine died under them."""
+    requeued_tokens: int = 0
+    """Tokens that were made and went back to an engine as part of the prompt."""
+    wasted_tokens: int = 0
+    """Tokens that had arrived and were thrown away. Those made after an engine's last report before its death, at most
+    `stream_chunk_tokens` a sample, cannot be counted."""
+
+
+class Answer(NamedTuple):
+    """An engine's whole answer."""
+
+    body: Any
+    """As its endpoint has it; of the token endpoint without the tokens, which are in the request's `partials`."""
+    spans: list[Any] | None
+    """For each of its choices `[[version, start, end], ...]`; None where the engine does not say."""
+
+
+class UnreportedReplies:
+    """Refuses the replies of engines that report no progress, since they run without our plugin.
+
+    `engine/vanilla.py` reads them; it plugs in at `DataClient.unreported`.
+    """
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise MissingCapabilityError if an engine cannot do what a token request asks for."""
+
+    async def answer(self, request: Continuation, reply: Reply) -> Answer:
+        """Return the whole answer; a sample left cut makes the client send the request again."""
+        request.client.http.decode(await reply.read())  # what is not JSON, such as a proxy's page, is shown
+        raise EngineError(NO_REPORTS, engine=request.client.http.name)
+
+    def events(self, request: Any, reply: Reply) -> AsyncGenerator[dict[str, Any]]:  # noqa: ARG002
+        """Yield the events of a stream (`openai.Stream`)."""
+        raise EngineError(NO_REPORTS, engine=request.client.http.name)
 
 
 class DataClient:
     """Client of the generation endpoints. It sends each prompt as a request of its own, so a router can spread them.
 
-    A request returns its whole answer even if engines release it or die under it (`engine/request.py`). A request that
-    `abort_generation` ends has the finish reason `abort`.
+    A request returns its whole answer even if engines release it or die under it. A request that `abort_generation`
+    ends has the finish reason `abort`.
 
     Args:
         url: of an engine or of the router.
@@ -42,8 +115,10 @@ class DataClient:
         routed: a router may place the requests by shared prefixes. Hashing a prompt of 32k tokens takes 1 ms.
 
     Attributes:
-        state: what its requests share. `fleet` replaces its `unreported` for vLLM without our plugin.
+        counters: what it did so that no token was lost.
         kept: returns the weight versions whose update kept the KV cache.
+        unreported: reads the replies of engines without our plugin.
+        aborted_at: when the caller last asked to end all requests, by the loop's clock.
     """
 
     def __init__(
@@ -61,22 +136,20 @@ class DataClient:
         self.vocab_size = vocab_size
         self.request_timeout_s = request_timeout_s
         self.stream_chunk_tokens = stream_chunk_tokens
-        self.state = ClientState(self.http, stream_chunk_tokens)
-        self.kept: Callable[[], Collection[int]] = tuple
         self.routed = routed
+        self.counters = Counters()
+        self.kept: Callable[[], Collection[int]] = tuple
+        self.unreported = UnreportedReplies()
+        self.aborted_at = float("-inf")
 
     @cached_property
-    def _openai(self) -> Any:
+    def openai(self) -> Any:
+        """OpenAI's calls, `openai.OpenAICalls`."""
         return plugged_in("openai")(self)
-
-    @property
-    def counters(self) -> Counters:
-        """What the client did so that no token was lost."""
-        return self.state.counters
 
     def expect_aborts(self) -> None:
         """Accept that requests sent so far end early: the caller is about to abort them."""
-        self.state.aborted_at = asyncio.get_running_loop().time()
+        self.aborted_at = asyncio.get_running_loop().time()
 
     async def generate_batch(self, batch: GenerateBatch) -> GenerateOutput:
         """Complete a batch (R2); answers in input order, `n` samples of a prompt side by side."""
@@ -114,45 +187,22 @@ class DataClient:
             raise RequestError(f"num_samples is {num_samples}, and sampling parameter n is {given.n}; leave n out")
         return await self._generate(ids, replace(given, n=num_samples), session_id, adapter=adapter)
 
-    def completion(
-        self, body: Mapping[str, Any], session_id: SessionId | None = None
-    ) -> Coroutine[Any, Any, dict[str, Any]]:
-        """Call OpenAI's `/v1/completions`; see `openai.OpenAICalls.completion`."""
-        return self._openai.completion(body, session_id)
-
-    def chat_completion(
-        self, body: Mapping[str, Any], session_id: SessionId | None = None
-    ) -> Coroutine[Any, Any, dict[str, Any]]:
-        """Call OpenAI's `/v1/chat/completions`; see `openai.OpenAICalls`."""
-        return self._openai.chat_completion(body, session_id)
-
-    def completion_stream(
-        self, body: Mapping[str, Any], session_id: SessionId | None = None
-    ) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the chunks of OpenAI's `/v1/completions`; see `openai.OpenAICalls`."""
-        return self._openai.completion_stream(body, session_id)
-
-    def chat_completion_stream(
-        self, body: Mapping[str, Any], session_id: SessionId | None = None
-    ) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the chunks of OpenAI's `/v1/chat/completions`; see `openai.OpenAICalls`."""
-        return self._openai.chat_completion_stream(body, session_id)
-
     async def tokenize(self, prompt: Sequence[Message] | str) -> list[int]:
         """Return the token ids of a string, or of a chat with the opening of the assistant's turn."""
         body: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"messages": list(prompt)}
-        answer = await self._post_again("/tokenize", body, asyncio.get_running_loop().time() + self.request_timeout_s)
-        return list(answer["tokens"])
+        return list((await self._post_again("/tokenize", body, self._end()))["tokens"])
 
     async def detokenize(self, token_ids: Sequence[int], *, end: float | None = None) -> str:
         """Return the text of token ids, by `end` of the loop's clock; default: within a request's deadline."""
-        end = asyncio.get_running_loop().time() + self.request_timeout_s if end is None else end
-        answer = await self._post_again("/detokenize", {"tokens": list(token_ids)}, end)
-        return str(answer["prompt"])
+        end = self._end() if end is None else end
+        return str((await self._post_again("/detokenize", {"tokens": list(token_ids)}, end))["prompt"])
 
     async def close(self) -> None:
         """Close the connections for good; requests in flight fail and are not sent again."""
         await self.http.end()
+
+    def _end(self) -> float:
+        return asyncio.get_running_loop().time() + self.request_timeout_s
 
     async def _generate(
         self,
@@ -162,14 +212,14 @@ class DataClient:
         group_id: str | None = None,
         adapter: str | None = None,
     ) -> list[Sample]:
-        self.state.unreported.check(params)
-        end = asyncio.get_running_loop().time() + self.request_timeout_s
+        self.unreported.check(params)
+        end = self._end()
         hashes = prefix_hashes(token_ids) if self.routed and len(token_ids) >= LEAST_HASHED else None
         headers = wire.request_headers(
             len(token_ids), params, session_id, group_id=group_id, adapter=adapter, prefix_hashes=hashes
         )
         body = wire.generate_body(token_ids, params, adapter=adapter)
-        request = Continuation(self.state, GENERATE, body, headers=headers, timeout_s=self.request_timeout_s)
+        request = Continuation(self, GENERATE, body, headers=headers, timeout_s=self.request_timeout_s)
         answer = await request.answer()
         parts = [request.partials.get(i) for i in range(params.n)]
         made = [
@@ -207,8 +257,7 @@ class DataClient:
             try:
                 return await self.http.post(path, body, timeout_s=left)
             except (EngineDeadError, EngineHTTPError) as error:
-                died = isinstance(error, EngineDeadError) or error.status in DEAD_STATUS
-                if wait_s is None or not died or isinstance(error, UnreachableError):
+                if wait_s is None or not _died(error):
                     raise
                 await asyncio.sleep(wait_s)
         raise AssertionError("the last wait is None")
@@ -232,3 +281,142 @@ def _group_ids(prompts: Sequence[Sequence[int]]) -> list[str | None]:
     keys = [tuple(ids) for ids in prompts]
     repeated = {key: secrets.token_hex(8) for key, count in Counter(keys).items() if count > 1}
     return [repeated.get(key) for key in keys]
+
+
+def _died(error: EngineError) -> bool:
+    """Return whether an engine died under a call. A server that cannot be reached got nothing; another may not help."""
+    if isinstance(error, EngineHTTPError):
+        return error.status in DEAD_STATUS
+    return isinstance(error, EngineDeadError) and not isinstance(error, UnreachableError)
+
+
+class Continuation:
+    """One generation request with one prompt, sent until its answer is whole.
+
+    Args:
+        client: whose request it is.
+        path, body, headers: of the request.
+        timeout_s: seconds for the whole answer, all waiting included.
+
+    Attributes:
+        partials: what its samples have so far.
+        sent_at: when it was last sent, by the loop's clock.
+        reported: tokens that were reported since then.
+        passed_on: the caller has seen a part of its stream (`openai.Stream`).
+    """
+
+    def __init__(
+        self, client: DataClient, path: str, body: Mapping[str, Any], *, headers: Mapping[str, str], timeout_s: float
+    ) -> None:
+        self.client = client
+        self.path = path
+        self.body = body
+        self.headers = headers
+        self.partials = Partials()
+        self.sent_at = 0.0
+        self.reported = 0
+        self.passed_on = False
+        self._timeout_s = timeout_s
+        self._end = asyncio.get_running_loop().time() + timeout_s
+        self._deaths = self._deaths_in_all = self._idle_aborts = 0
+
+    async def answer(self) -> Answer:
+        """Return the whole answer.
+
+        Raises:
+            DeadlineError, EngineDeadError, EngineHTTPError: as of one call, or after too many deaths of engines.
+        """
+        headers = {**self.headers, wire.PROGRESS_HEADER: str(self.client.stream_chunk_tokens)}
+        while True:
+            try:
+                async with self.sent(headers) as reply:
+                    answer = await self._read(reply)
+            except EngineError as error:
+                await self.after_death(error)
+                continue
+            if not self.partials.cut:
+                return answer
+            await self.after_abort()
+
+    def left_s(self) -> float:
+        """Return the seconds that are left for it. DeadlineError: none."""
+        left = self._end - asyncio.get_running_loop().time()
+        if left <= 0:
+            raise DeadlineError(f"no answer within {self._timeout_s:g} s", seconds=self._timeout_s)
+        return left
+
+    def sent(self, headers: Mapping[str, str]) -> Any:
+        """Send the request with what its samples have; a context manager that gives the reply."""
+        left = self.left_s()
+        self.reported = 0
+        self.sent_at = asyncio.get_running_loop().time()
+        return self.client.http.stream("POST", self.path, self._data(), timeout_s=left, headers=headers)
+
+    def _data(self) -> bytes:
+        resume = self.partials.resume()
+        if resume is None:
+            return orjson.dumps(self.body)
+        body = dict(self.body)
+        if "sampling_params" in body:
+            params: dict[str, Any] = body["sampling_params"]
+            body["sampling_params"] = {**params, "extra_args": {wire.RESUME_ARG: resume}}
+        else:
+            given: Any = body.get("vllm_xargs")
+            extra = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+            body["vllm_xargs"] = {**extra, wire.RESUME_ARG: resume}
+        return orjson.dumps(body)
+
+    async def _read(self, reply: Reply) -> Answer:
+        if reply.content_type != wire.LINES_TYPE:
+            return await self.client.unreported.answer(self, reply)
+        async for line in reply.lines():
+            report: dict[str, Any] = self.client.http.decode(line)
+            self.reported += self.partials.add(report["samples"])
+            if "answer" in report:
+                if report["status"] >= 300:  # noqa: PLR2004 - HTTP's own boundary
+                    raise self.client.http.http_error(report["status"], orjson.dumps(report["answer"]))
+                return Answer(report["answer"], report["versions"])
+        raise EngineDeadError("its answer broke off", engine=self.client.http.name)
+
+    async def after_death(self, error: EngineError) -> None:
+        """Return when the request may be sent again; raise where that cannot help."""
+        if not _died(error):
+            raise error
+        self._deaths = 0 if self.reported else self._deaths
+        self._deaths_in_all += 1
+        if self._deaths == len(RETRY_S) or self._deaths_in_all == MAX_DEATHS:
+            if isinstance(error, EngineHTTPError):
+                raise error
+            raise EngineDeadError(
+                f"given up: {self._deaths_in_all} times an engine died under this request, the last: {error}"
+            ) from error
+        delay = RETRY_S[self._deaths]
+        self._deaths += 1
+        self.client.counters.deaths += 1
+        self._requeue()
+        if self.client.http.suspect is not None:
+            await self.client.http.suspect()
+        await asyncio.sleep(delay)
+
+    async def after_abort(self) -> None:
+        """Send it again at once: the engine or the router's gate holds it until generation is resumed."""
+        self.client.counters.continued += 1
+        self._idle_aborts = 0 if self.reported else self._idle_aborts + 1
+        self._requeue()
+        if self._idle_aborts > 1:
+            await asyncio.sleep(IDLE_ABORT_S)
+
+    def _requeue(self) -> None:
+        """Prepare the samples to be sent; raise where a stream that the caller has seen would begin again."""
+        for sample in self.partials:
+            if sample.ended:
+                continue
+            sample.finish = None
+            if sample.whole_only:
+                if self.passed_on:
+                    raise EngineError(
+                        "a stream was cut that cannot be resumed in the middle (grammar-constrained output, prompt "
+                        "logprobs, or an engine without Penstock's plugin); ask for it without stream"
+                    )
+                self.client.counters.wasted_tokens += sample.forget()
+            self.client.counters.requeued_tokens += len(sample.ids)

@@ -19,24 +19,18 @@ def add_experts(made: Made, answer: Any, prompt_tokens: int) -> Made:
     """Return the samples of an answer, each with what ended it, with the experts that the engine reports of them."""
     given = cast("Mapping[str, Any]", answer).get("choices") if isinstance(answer, dict) else None
     choices = cast("Sequence[Mapping[str, Any]]", given or ())
-    texts = {choice["index"]: choice["routed_experts"] for choice in choices if choice.get("routed_experts")}
-    return [(with_experts(sample, texts.get(i), prompt_tokens), stop) for i, (sample, stop) in enumerate(made)]
+    texts = {choice["index"]: text for choice in choices if (text := choice.get("routed_experts"))}
+    return [
+        (with_experts(sample, texts[i], prompt_tokens) if i in texts else sample, stop)
+        for i, (sample, stop) in enumerate(made)
+    ]
 
 
-def with_experts(sample: Sample, text: str | None, prompt_tokens: int) -> Sample:
-    """Return a sample with its experts, if the engine reports any.
+def with_experts(sample: Sample, text: str, prompt_tokens: int) -> Sample:
+    """Return a sample with its experts: `text` is a `.npy` file in base64, a row for each token of a forward pass.
 
-    Args:
-        sample: without them.
-        text: vLLM's `routed_experts`: a `.npy` file in base64, a row for each token that had a forward pass. Too few
-            rows cannot be laid beside the tokens, and are left out.
-        prompt_tokens: of the prompt.
-
-    Raises:
-        EngineError: it is no such array.
+    Too few rows cannot be laid beside the tokens, and are left out. EngineError: it is no such array.
     """
-    if text is None:
-        return sample
     import numpy as np  # noqa: PLC0415 - of engines that report experts alone
 
     with reading("routed experts of the engine", EngineError):

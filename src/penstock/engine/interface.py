@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.errors import RequestError
 from penstock.types import (
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from penstock.types import NamedTensors
 
 Body = Mapping[str, Any]
+T = TypeVar("T")
 
 
 class Engine(ABC):
@@ -100,7 +101,7 @@ class Engine(ABC):
 
     async def generate_batch(self, batch: GenerateBatch) -> GenerateOutput:
         """Complete a batch (R2); see `generate`."""
-        return await self.data.generate_batch(batch)
+        return await self.while_serving(self.data.generate_batch(batch))
 
     async def sample(
         self,
@@ -112,26 +113,35 @@ class Engine(ABC):
         adapter: str | None = None,
     ) -> list[Sample]:
         """Draw `num_samples` samples of one prompt, tokens in and tokens out, as one n-way request (R3)."""
-        return await self.data.sample(prompt_token_ids, num_samples, sampling_params, session_id, adapter=adapter)
+        work = self.data.sample(prompt_token_ids, num_samples, sampling_params, session_id, adapter=adapter)
+        return await self.while_serving(work)
 
     async def completion(self, body: Body, session_id: SessionId | None = None) -> dict[str, Any]:
-        """Call OpenAI's `/v1/completions`: the body as the API has it, the answer as it came (R7)."""
-        return await self.data.completion(body, session_id)
+        """Call OpenAI's `/v1/completions` (R7); see `openai.OpenAICalls.completion`."""
+        return await self.while_serving(self.data.openai.completion(body, session_id))
 
     async def chat_completion(self, body: Body, session_id: SessionId | None = None) -> dict[str, Any]:
         """Call OpenAI's `/v1/chat/completions`: the body as the API has it, the answer as it came."""
-        return await self.data.chat_completion(body, session_id)
+        return await self.while_serving(self.data.openai.chat_completion(body, session_id))
 
     def completion_stream(self, body: Body, session_id: SessionId | None = None) -> AsyncGenerator[dict[str, Any]]:
         """Yield the chunks of `/v1/completions`; the last chunk of each choice has its `weight_versions`.
 
         Through pauses and deaths of engines a reader sees one stream: nothing twice, nothing missing.
         """
-        return self.data.completion_stream(body, session_id)
+        return self.each_while_serving(self.data.openai.completion_stream(body, session_id))
 
     def chat_completion_stream(self, body: Body, session_id: SessionId | None = None) -> AsyncGenerator[dict[str, Any]]:
         """Yield the chunks of `/v1/chat/completions`; see `completion_stream`."""
-        return self.data.chat_completion_stream(body, session_id)
+        return self.each_while_serving(self.data.openai.chat_completion_stream(body, session_id))
+
+    async def while_serving(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what a request of `data` does; raise EngineDeadError as soon as no engine is left for it."""
+        return await work
+
+    def each_while_serving(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
+        """Yield what a stream of `data` does; raise as `while_serving`."""
+        return items
 
     # --- pause, resume, memory ---------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Refuse layouts of ranks that vLLM cannot run, before an engine is launched.
+"""Refuse what vLLM cannot run, before an engine is launched: layouts of ranks, and int8 or fp8.
 
 vLLM reports most of this itself, but half a minute into a start and from one of many processes. Some layouts it starts
 and then dies of. The rules are those of vLLM 0.26 to 0.32; what they need of a model is in its config.json.
@@ -15,10 +15,15 @@ from typing import Any, Literal, Self, cast
 
 from penstock.errors import ConfigError
 from penstock.parsing import parse_json
+from penstock.plugin import QUANTISING_LOADER
 from penstock.settings import EngineConfig
 
 RANK_BYTES = 256 * 2**20
 """Less than any rank needs on the CPU: with a model of 3 MiB its process has 490 MiB of its own (vLLM 0.32)."""
+
+OF_FLOATS = ("int8", "fp8")
+"""Values of `engine.quantization` for which Penstock quantises the checkpoint and every update, a scale for each row.
+Others are vLLM's own, under its names."""
 
 _LAUNCHERS = "an engine listens where its launcher finds it"
 _PLUGINS = "Penstock's own is there, without which it cannot update an engine"
@@ -46,19 +51,19 @@ NOT_EXTRA: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a model's config.json says of how it can be split. What is None refuses nothing.
-
-    `kv_heads` is None also where keys and values are latent (MLA), since each rank has them whole. `width` is that of
-    the dense feed-forward layers, `expert_width` that of one expert, `experts` the routed ones of a layer.
-    """
+    """What a model's config.json says of how it can be split. What is None refuses nothing."""
 
     layers: int | None = None
     heads: int | None = None
     kv_heads: int | None = None
+    """None also where keys and values are latent (MLA), since each rank has them whole."""
     width: int | None = None
+    """Of the dense feed-forward layers."""
     experts: int | None = None
+    """Routed ones of a layer."""
     expert_width: int | None = None
     vocabulary: int | None = None
+    quantised: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
@@ -82,74 +87,59 @@ class ModelShape:
             experts=experts,
             expert_width=(first("moe_intermediate_size") or width) if experts else None,
             vocabulary=first("vocab_size"),
+            quantised=config.get("quantization_config") is not None,
         )
 
 
-def read_shape(model: str) -> ModelShape | None:
-    """Read the shape of a checkpoint folder's model; None for a hub name, which vLLM resolves.
+def read_shape(model: str) -> ModelShape:
+    """Read the shape of a checkpoint folder's model; of a hub name, which vLLM resolves, nothing is known.
 
     Raises:
         ConfigError: its config.json is not JSON, or no object.
     """
     path = Path(model).expanduser() / "config.json"
     if not path.is_file():
-        return None
+        return ModelShape()
     config: Any = parse_json(path.read_bytes(), f"the checkpoint's {path}", ConfigError, loads=json.loads)
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must hold an object, not {type(config).__name__}; is the checkpoint whole?")
     return ModelShape.of(cast("Mapping[str, Any]", config))
 
 
-def machine_bytes() -> int | None:
-    """Return the memory of this machine with its swap; None where it is unknown."""
-    try:
-        meminfo = Path("/proc/meminfo").read_text()
-    except OSError:
-        return None
-    return 1024 * sum(map(int, re.findall(r"^(?:MemTotal|SwapTotal):\s+(\d+) kB$", meminfo, re.MULTILINE))) or None
-
-
-def check_extra_args(config: EngineConfig, refused: Mapping[str, str]) -> None:
-    """Raise ConfigError for an option of `refused`, with what that says to do instead."""
-    for name in config.extra_args:
-        option = name.removeprefix("--").replace("_", "-")
-        if option in refused:
-            raise ConfigError(f"extra_args: {option!r} cannot be passed by: {refused[option]}")
+def machine_bytes() -> int:
+    """Return the memory of this machine with its swap."""
+    sizes = re.findall(r"^(?:MemTotal|SwapTotal):\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    return 1024 * sum(map(int, sizes))
 
 
 def simulated_vocabulary(config: EngineConfig) -> int | None:
     """Return the vocabulary of the model that a simulated engine stands for, where its checkpoint is there."""
-    check_extra_args(config, OURS)
-    shape = read_shape(config.model)
-    return None if shape is None else shape.vocabulary
+    _check_extra_args(config, OURS)
+    return read_shape(config.model).vocabulary
 
 
-def check(config: EngineConfig, device: Literal["cpu", "gpu"]) -> ModelShape | None:
-    """Refuse an engine that cannot run on a device, see `check_layout`; return the shape of its model, if known."""
-    shape = read_shape(config.model)
-    check_layout(config, device, shape)
-    return shape
-
-
-def check_layout(config: EngineConfig, device: Literal["cpu", "gpu"], shape: ModelShape | None) -> None:
-    """Refuse what cannot run.
-
-    Args:
-        config: of the engine.
-        device: it is to run on.
-        shape: of its model; None where it is not known yet: then only the rules for every model are checked.
+def check(config: EngineConfig, device: Literal["cpu", "gpu"], shape: ModelShape | None = None) -> ModelShape:
+    """Return the shape of an engine's model; of a hub name only the rules for every model are checked.
 
     Raises:
-        ConfigError: with every reason, the numbers, and what to change.
+        ConfigError: the engine cannot run on `device`; with every reason, the numbers, and what to change.
     """
-    check_extra_args(config, NOT_EXTRA)
+    _check_extra_args(config, NOT_EXTRA)
+    shape = read_shape(config.model) if shape is None else shape
     tp, pp, dp = config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size
-    ep = config.enable_expert_parallel
-    if reasons := [reason for refused, reason in _rules(config, device == "cpu", shape or ModelShape()) if refused]:
-        expert = ", expert parallel" if ep else ""
+    if reasons := [reason for refused, reason in _rules(config, device == "cpu", shape) if refused]:
+        expert = ", expert parallel" if config.enable_expert_parallel else ""
         raise ConfigError(
             f"model {config.model} cannot be served with TP {tp}, PP {pp}, DP {dp}{expert}: {'; '.join(reasons)}"
         )
+    return shape
+
+
+def _check_extra_args(config: EngineConfig, refused: Mapping[str, str]) -> None:
+    for name in config.extra_args:
+        option = name.removeprefix("--").replace("_", "-")
+        if option in refused:
+            raise ConfigError(f"extra_args: {option!r} cannot be passed by: {refused[option]}")
 
 
 def _rules(config: EngineConfig, cpu: bool, m: ModelShape) -> tuple[tuple[object, str], ...]:  # noqa: FBT001
@@ -159,7 +149,7 @@ def _rules(config: EngineConfig, cpu: bool, m: ModelShape) -> tuple[tuple[object
     """
     tp, pp, dp = config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size
     ep, spread, dies = config.enable_expert_parallel, tp * dp, "vLLM's CPU build dies of"
-    needed, memory = tp * pp * dp * RANK_BYTES, machine_bytes() if cpu else None
+    needed, memory = tp * pp * dp * RANK_BYTES, machine_bytes()
     heads, replay = m.heads and m.heads % tp, config.enable_return_routed_experts
     return (
         (cpu and pp > 1,
@@ -170,9 +160,9 @@ def _rules(config: EngineConfig, cpu: bool, m: ModelShape) -> tuple[tuple[object
         (cpu and dp > 1 and not ep and m.experts,
          (f"it has experts, which the {dp} data-parallel replicas would share, and {dies} the first request; launch "
           "more engines there")),
-        (memory is not None and needed > memory,
+        (cpu and needed > memory,
          (f"its {tp * pp * dp} ranks (TP x PP x DP) are processes that need {needed / 2**30:.1f} GiB of memory before "
-          f"any weights, and this machine has {(memory or 0) / 2**30:.1f} GiB with its swap; ask for fewer")),
+          f"any weights, and this machine has {memory / 2**30:.1f} GiB with its swap; ask for fewer")),
         (cpu and config.enable_sleep_mode,
          "enable_sleep_mode is set, and vLLM's CPU build answers that it sleeps but frees no memory"),
         (replay and cpu,
@@ -196,3 +186,51 @@ def _rules(config: EngineConfig, cpu: bool, m: ModelShape) -> tuple[tuple[object
          (f"each expert's width of {m.expert_width} cannot be split evenly over {spread} ranks (TP x DP); "
           "enable_expert_parallel spreads whole experts")),
     )  # fmt: skip
+
+
+# --- int8 and fp8 ----------------------------------------------------------------------------------------------------
+
+
+def quantised_options(config: EngineConfig, device: Literal["cpu", "gpu"], shape: ModelShape) -> dict[str, Any]:
+    """Return vLLM's options for `engine.quantization`, with `quantization_config` for the model's own config.
+
+    Raises:
+        ConfigError: the model or the device cannot do that; with the reason, and what to choose.
+    """
+    name, own, cpu = config.quantization, config.quantization in OF_FLOATS, device == "cpu"
+    unread = config.load_format not in {"auto", "safetensors"}
+    for refused, why in (
+        (own and shape.quantised, f": the weights in {config.model} are quantised already; leave the key out"),
+        (own and cpu and shape.experts, " for a mixture of experts on CPUs; vLLM has that on GPUs alone"),
+        (own and unread, f" with load_format {config.load_format!r}; it reads safetensors"),
+        (not own and cpu and not shape.quantised,
+         " on CPUs, where vLLM quantises no floats by itself; choose int8 or fp8"),
+    ):  # fmt: skip
+        if refused:
+            raise ConfigError(f"engine.quantization: {name!r} cannot be had{why}")
+    if not own:
+        return {"quantization": name}
+    return {"load-format": QUANTISING_LOADER, "quantization_config": quantization_config(name, on_cpu=cpu)}
+
+
+def quantization_config(name: str | None, *, on_cpu: bool) -> dict[str, Any]:
+    """Return what a checkpoint's config.json would hold, in the format of compressed-tensors."""
+    kind = "int" if name == "int8" else "float"
+    weights = {"num_bits": 8, "type": kind, "strategy": "channel", "symmetric": True, "dynamic": False}
+    # vLLM's symmetric int8 kernel for CPUs with AMX takes no fp32 activations; the other one does, on any CPU.
+    shifted = on_cpu and kind == "int"
+    activations = {**weights, "strategy": "token", "symmetric": not shifted, "dynamic": True}
+    group = {"targets": [r"re:.*_proj$"], "weights": weights, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }
+
+
+def is_quantised(model: str) -> bool:
+    """Return whether a checkpoint folder holds quantised weights. A hub name says nothing here."""
+    return read_shape(model).quantised

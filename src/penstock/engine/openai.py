@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from functools import cached_property
 from typing import Any, cast
 
 import orjson
 
 from penstock import wire
 from penstock.aio import all_or_first_error
-from penstock.engine.client import LEAST_HASHED, DataClient
-from penstock.engine.request import Continuation
+from penstock.engine.client import LEAST_HASHED, Continuation, DataClient
 from penstock.errors import EngineDeadError, EngineError, RequestError
 from penstock.http import Reply
 from penstock.parsing import reading
@@ -59,7 +57,7 @@ class OpenAICalls:
         The last chunk of each choice has its `weight_versions`.
         """
         n: Any = body.get("n")
-        streams = [self._stream(COMPLETIONS, part, session_id) for part in split(body)]
+        streams = [self._request(COMPLETIONS, {**part, "stream": True}, session_id).chunks() for part in split(body)]
         async for chunk in merged(streams, choices_each=n if isinstance(n, int) else 1):
             yield chunk
 
@@ -67,7 +65,7 @@ class OpenAICalls:
         self, body: Mapping[str, Any], session_id: SessionId | None = None
     ) -> AsyncGenerator[dict[str, Any]]:
         """Yield the chunks of OpenAI `/v1/chat/completions`; see `completion_stream`."""
-        async for chunk in self._stream(CHAT, body, session_id):
+        async for chunk in self._request(CHAT, {**body, "stream": True}, session_id).chunks():
             yield chunk
 
     def _headers(self, path: str, body: Mapping[str, Any], session_id: SessionId | None) -> dict[str, str]:
@@ -92,14 +90,9 @@ class OpenAICalls:
             choice["weight_versions"] = versions if answer.spans is not None else None
         return answer.body
 
-    def _stream(
-        self, path: str, body: Mapping[str, Any], session_id: SessionId | None
-    ) -> AsyncGenerator[dict[str, Any]]:
-        return self._request(path, {**body, "stream": True}, session_id).chunks()
-
     def _request(self, path: str, body: Mapping[str, Any], session_id: SessionId | None) -> Stream:
         headers, client = self._headers(path, body, session_id), self._client
-        return Stream(client.state, path, body, headers=headers, timeout_s=client.request_timeout_s)
+        return Stream(client, path, body, headers=headers, timeout_s=client.request_timeout_s)
 
 
 def _refuse_stream(body: Mapping[str, Any], instead: str) -> None:
@@ -219,26 +212,19 @@ async def _interleaved(streams: Sequence[AsyncGenerator[Chunk]]) -> AsyncGenerat
 class Stream(Continuation):
     """One request whose answer may come as a stream."""
 
-    @cached_property
-    def _new(self) -> StreamDeduplicator:
-        return StreamDeduplicator()
-
-    @property
-    def passed_on(self) -> bool:
-        """The caller has seen a part of its stream."""
-        return self._new.passed_on
-
     async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
         """Yield the events of an OpenAI body with `stream`, each part once; raises as `answer` does.
 
         Each choice's last event has its `weight_versions`, in the form of vLLM's token endpoint.
         """
         headers = {**self.headers, wire.PROGRESS_HEADER: wire.STREAM_PROGRESS}
+        seen = StreamDeduplicator()
         while True:
             try:
                 async with self.sent(headers) as reply:
                     async for event in self._events(reply):
-                        if not self._ends_cut(event) and (new := self._new.of(event)) is not None:
+                        if not self._ends_cut(event) and (new := seen.of(event)) is not None:
+                            self.passed_on = True
                             yield new
             except EngineError as error:
                 await self.after_death(error)
@@ -246,7 +232,7 @@ class Stream(Continuation):
                 if not self.partials.cut:
                     return
                 await self.after_abort()
-            self._new.begin_again()
+            seen.begin_again()
 
     async def events_of(self, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
         """Yield a stream's events as the engine sends them; what comments report goes to `partials`.
@@ -298,8 +284,6 @@ class StreamDeduplicator:
     """
 
     def __init__(self) -> None:
-        self.passed_on = False
-        """The caller has seen something."""
         self._over = False
         """The event without choices, usage, was passed on: nothing after it is new."""
         self._head: dict[str, Any] = {}
@@ -320,7 +304,6 @@ class StreamDeduplicator:
         if not (new if choices else not self._over):
             return None
         self._over = not choices
-        self.passed_on = True
         return {**chunk, **self._head, "choices": new}
 
     def _choice(self, choice: dict[str, Any]) -> dict[str, Any] | None:

@@ -227,7 +227,7 @@ class Requests:
         for client in self._direct.values():
             await client.close()
 
-    async def _completion(self, target: Fleet | DataClient, body: Mapping[str, Any], lora: Any) -> dict[str, Any]:
+    async def _completion(self, target: Any, body: Mapping[str, Any], lora: Any) -> dict[str, Any]:
         try:
             return await target.completion(body)
         except EngineHTTPError as error:
@@ -268,7 +268,7 @@ class Requests:
         # An empty text may have no ids; the engine's own error is the clearest.
         return Prompt(prompt.text, self._tokenizer.encode(prompt.text) or None)
 
-    async def _engine(self, index: int) -> DataClient:
+    async def _engine(self, index: int) -> Any:
         engines = await self._fleet.engines(stats=False)
         if not 0 <= index < len(engines):
             raise UserError(f"there is no engine {index}; the fleet has engines 0 to {len(engines) - 1}")
@@ -283,7 +283,7 @@ class Requests:
                 name=engine.name,
                 routed=False,
             )
-        return self._direct[engine.url]
+        return self._direct[engine.url].openai
 
     def _text_of(self, token: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)

@@ -8,9 +8,8 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from penstock.engine.request import ClientState
-from penstock.engine.vanilla.control import VanillaControl, VersionHistory
-from penstock.engine.vanilla.requests import VanillaReplies
+from penstock.engine.client import DataClient
+from penstock.engine.vanilla import VanillaControl, VanillaReplies, VersionHistory
 from penstock.errors import ConfigError, EngineError, EngineHTTPError, PenstockError, UserError
 from penstock.fleet.elastic import place_of
 from penstock.fleet.member import CONNECT_S, Lifecycle, Member, State, connect_engine
@@ -39,8 +38,8 @@ class AttachedServers:
         self._served_as = served_as
         self._history = VersionHistory()
 
-    def serve(self, client: ClientState, roster: Roster) -> None:
-        """Let a client's requests reach servers without our plugin (`engine/vanilla/`)."""
+    def serve(self, client: DataClient, roster: Roster) -> None:
+        """Let a client's requests reach servers without our plugin (`engine/vanilla.py`)."""
         self._history.version = lambda: roster.version
         client.unreported = VanillaReplies(roster.asked, self._history)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
-from penstock.engine.client import DataClient
+from penstock.engine.client import Counters, DataClient
 from penstock.engine.interface import Engine
-from penstock.engine.request import Counters
 from penstock.errors import StateError
 from penstock.fleet.fan_out import FanOut
 from penstock.fleet.member import EngineStatus, State
@@ -21,13 +20,8 @@ from penstock.settings import EngineConfig, FleetConfig, RouterConfig, ServerSpe
 from penstock.types import (
     KV,
     AdapterStatus,
-    GenerateBatch,
-    GenerateOutput,
     NamedTensors,
     PauseMode,
-    Sample,
-    SamplingParams,
-    SessionId,
     UpdateReport,
 )
 from penstock.weights.manifest import as_named_tensors
@@ -223,52 +217,16 @@ class Fleet(Engine):
 
     # --- generation --------------------------------------------------------------------------------------------------
 
-    async def generate_batch(self, batch: GenerateBatch) -> GenerateOutput:
-        """Complete a batch, one request for each prompt; see `generate`."""
-        self._check_open()
-        return await while_engines_remain(self._roster, self.data.generate_batch(batch))
-
-    async def sample(
-        self,
-        prompt_token_ids: Sequence[int],
-        num_samples: int,
-        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
-        session_id: SessionId | None = None,
-        *,
-        adapter: str | None = None,
-    ) -> list[Sample]:
-        """`num_samples` samples of one prompt, as one n-way request (R3)."""
-        self._check_open()
-        work = self.data.sample(prompt_token_ids, num_samples, sampling_params, session_id, adapter=adapter)
-        return await while_engines_remain(self._roster, work)
-
-    async def completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
-        """OpenAI `/v1/completions`, each prompt to an engine of its own (R7); raises as `DataClient.completion`."""
-        self._check_open()
-        return await while_engines_remain(self._roster, self.data.completion(body, session_id))
-
-    async def chat_completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
-        """OpenAI `/v1/chat/completions`."""
-        self._check_open()
-        return await while_engines_remain(self._roster, self.data.chat_completion(body, session_id))
-
-    def completion_stream(
-        self, body: Mapping[str, Any], session_id: SessionId | None = None
-    ) -> AsyncGenerator[dict[str, Any]]:
-        """OpenAI `/v1/completions` as chunks, each prompt of the body from an engine of its own; see `Engine`."""
-        self._check_open()
-        return each_while_engines_remain(self._roster, self.data.completion_stream(body, session_id))
-
-    def chat_completion_stream(
-        self, body: Mapping[str, Any], session_id: SessionId | None = None
-    ) -> AsyncGenerator[dict[str, Any]]:
-        """OpenAI `/v1/chat/completions` as chunks; see `Engine`."""
-        self._check_open()
-        return each_while_engines_remain(self._roster, self.data.chat_completion_stream(body, session_id))
-
     async def while_serving(self, work: Coroutine[Any, Any, T]) -> T:
         """Return what a request of `data` does; raise EngineDeadError as soon as no engine is left for it."""
-        return await while_engines_remain(self._roster, work)
+        with closing(work):
+            self._check_open()
+            return await while_engines_remain(self._roster, work)
+
+    def each_while_serving(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
+        """Yield what a stream of `data` does; raise as `while_serving`."""
+        self._check_open()
+        return each_while_engines_remain(self._roster, items)
 
     @property
     def counters(self) -> Counters:

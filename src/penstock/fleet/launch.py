@@ -238,7 +238,7 @@ async def assemble(
     owned.callback(store.close)
     data = _data_client(router, roster, owned, terms)
     if attached is not None:
-        attached.serve(data.state, roster)
+        attached.serve(data, roster)
     operations = _operations(roster, store, terms, engines)
     join = attached.join if attached is not None else None
     supervisor = Supervisor(

@@ -19,7 +19,7 @@ from penstock.aio import cancelled, in_thread
 from penstock.engine.capabilities import smallest_vocabulary
 from penstock.engine.client import DataClient
 from penstock.engine.control import ControlClient
-from penstock.engine.vanilla.requests import VanillaReplies
+from penstock.engine.vanilla import VanillaReplies
 from penstock.errors import EngineDeadError, EngineError, PenstockError, StateError, UserError, error_from_json
 from penstock.fleet.adapters import FleetAdapters
 from penstock.fleet.calls import CallClient
@@ -125,7 +125,7 @@ async def adopt(client: FleetClient, url: str, terms: Terms) -> Fleet:
         data.http.back = roster.router_back
         data.kept = lambda: roster.kv_kept_versions
         data.http.suspect = control.probe_all
-        data.state.unreported = VanillaReplies(roster.asked)
+        data.unreported = VanillaReplies(roster.asked)
         owned.push_async_callback(data.close)
         follower = asyncio.create_task(roster.follow(client), name="follow-fleet")
         owned.push_async_callback(cancelled, follower)

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from penstock.engine.request import Partial
+from penstock.engine.partial import Partial
 from penstock.errors import EngineDeadError, RequestError, StateError
 from penstock.sim.adapters import Adapters, content_of
 from penstock.sim.config import SimConfig

@@ -12,7 +12,7 @@ from typing import Any, cast
 import orjson
 from aiohttp import web
 
-from penstock.engine.request import Partial
+from penstock.engine.partial import Partial
 from penstock.errors import EngineDeadError
 from penstock.sim.config import SimConfig
 from penstock.sim.engine import SimEngine

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from penstock.engine.request import Partial, sample_of, span_of
+from penstock.engine.partial import Partial, sample_of, span_of
 from penstock.errors import EngineDeadError
 from penstock.sim.config import SimConfig
 from penstock.sim.tokens import (

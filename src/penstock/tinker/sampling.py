@@ -14,7 +14,8 @@ import orjson
 
 from penstock import wire
 from penstock.aio import all_or_first_error
-from penstock.engine.request import Continuation, Partial, whole_of
+from penstock.engine.client import Continuation
+from penstock.engine.partial import Partial, whole_of
 from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, UserError
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.member import State
@@ -160,7 +161,7 @@ async def _ask(fleet: Fleet, request: _Request, adapter: str | None, index: int,
         len(request.prompt), request.params, None, group_id=group, adapter=adapter,
         prefix_hashes=wire.prefix_hashes(request.prompt) if len(request.prompt) >= 2 * wire.BLOCK else None,
     )  # fmt: skip
-    sent = Continuation(fleet.data.state, wire.GENERATE, body, headers=headers, timeout_s=REQUEST_S)
+    sent = Continuation(fleet.data, wire.GENERATE, body, headers=headers, timeout_s=REQUEST_S)
     answer = await fleet.while_serving(sent.answer())
     return _Answer(sent.partials.get(0), wire.padded(answer.spans or (), 1)[0], answer.body)
 

@@ -17,7 +17,7 @@ import torch
 from penstock.aio import abandonable
 from penstock.config import RunConfig
 from penstock.engine.launch import check_model
-from penstock.engine.quantisation import is_quantised
+from penstock.engine.layouts import is_quantised
 from penstock.errors import ConfigError, UserError
 from penstock.fleet.fleet import Fleet
 from penstock.hub import check_on_hub

@@ -15,7 +15,7 @@ from functools import partial
 from penstock.aio import abandonable
 from penstock.config import RunConfig
 from penstock.engine.interface import Engine
-from penstock.engine.quantisation import is_quantised
+from penstock.engine.layouts import is_quantised
 from penstock.errors import MissingCapabilityError, PenstockError, StateError, WeightsError
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
