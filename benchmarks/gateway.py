@@ -168,9 +168,9 @@ async def trained(side: Side, numbers: Iterable[int]) -> int:
     return found
 
 
-async def sessions(tokenizer: Path, *, quick: bool) -> list[_common.Row]:
+async def sessions(tokenizer: Path, *, quick: bool, waves: int = WAVES) -> list[_common.Row]:
     """Rows of many sessions at once."""
-    many, turns, waves = (50, 3, 2) if quick else (MANY, TURNS, WAVES)
+    many, turns, waves = (50, 3, 2) if quick else (MANY, TURNS, waves)
     turn_s = ANSWER_TOKENS / TURN_TOKENS_S
     told = in_rows = 0
     memory: list[float] = []
@@ -248,6 +248,7 @@ async def main() -> int:
     options = _common.parser((__doc__ or "").partition("\n")[0])
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--parts", default="peers,sessions,policies,cache", help="comma-separated")
+    options.add_argument("--waves", type=int, default=WAVES, help="of `sessions`; one takes about 100 s")
     args = options.parse_args()
     parts: list[str] = args.parts.split(",")
     rows: list[_common.Row] = []
@@ -257,7 +258,7 @@ async def main() -> int:
         if "peers" in parts:
             rows += await peers(folder, tokenizer, 1 if args.quick else args.rounds, quick=args.quick)
         if "sessions" in parts:
-            rows += await sessions(tokenizer, quick=args.quick)
+            rows += await sessions(tokenizer, quick=args.quick, waves=args.waves)
         if "policies" in parts:
             rows += await policies(folder)
         if "cache" in parts:

@@ -24,7 +24,7 @@ async def test_a_conversation_that_is_slow_to_encode_holds_up_nobody(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """The slow encoding ends only after another client was answered."""
-    rig = Rig(tokenizer)
+    rig = Rig(tokenizer, max_model_len=50_000)
     answered, encode = threading.Event(), tokenizer.encode_exact
 
     def slow(text: str, most: int | None = None) -> list[int]:
@@ -32,7 +32,7 @@ async def test_a_conversation_that_is_slow_to_encode_holds_up_nobody(
         return encode(text, most)
 
     monkeypatch.setattr(tokenizer, "encode_exact", slow)
-    given = {"messages": [{"role": "user", "content": "slow"}], "max_tokens": 9}
+    given = {"messages": [{"role": "user", "content": "slow" * 5000}], "max_tokens": 9}
     asking = asyncio.create_task(rig.http.post(path, json=given, timeout=60))
     await asyncio.sleep(0.1)
     assert (await rig.http.get("/health")).status_code == 200

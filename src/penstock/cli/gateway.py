@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -120,6 +121,8 @@ async def _serve(
         kept = Gateway(client, template, GatewayOptions(model, context, **options), tenants, parser=parser)
         if kept.codec.template_faults and options["policy"] == "extend":
             typer.echo(f"policy faithful: the template cannot be extended ({kept.codec.template_faults[0]})", err=True)
+        gc.collect()
+        gc.freeze()  # else each full collection walks what transformers imported, and all turns wait
         async with serving(kept, host=host, port=port) as base:
             typer.echo(f"ready: gateway to {model} at {base}, policy {kept.policy}\nCtrl-C stops it.")
             await asyncio.Event().wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import sys
 import tempfile
 from collections import deque
@@ -33,6 +34,8 @@ _WRAPPER = (
 )
 """Ends the command with us, however we end."""
 _TAIL = 2000
+_PLACE = re.compile(r"\{\w+\}")
+_PLACES = ("prompt", "model", "base_url", "api_key")
 _SECRETS = ("PENSTOCK_API_KEY", "PENSTOCK_GATEWAY_KEY", "VLLM_API_KEY")
 """Of our environment; an agent must not have them."""
 
@@ -57,7 +60,6 @@ class Episode:
 
     def environment(self) -> dict[str, str]:
         """Return the variables by which harnesses find the gateway."""
-        metadata = json.dumps(dict(self.task.metadata), default=str)
         return {
             "OPENAI_BASE_URL": f"{self.base_url}/v1",
             "OPENAI_API_BASE": f"{self.base_url}/v1",
@@ -67,7 +69,7 @@ class Episode:
             "PENSTOCK_MODEL": self.model,
             "PENSTOCK_PROMPT": self.task.prompt,
             "PENSTOCK_SESSION": self.session,
-            "PENSTOCK_TASK": json.dumps({"id": self.task.id, "metadata": json.loads(metadata)}),
+            "PENSTOCK_TASK": json.dumps({"id": self.task.id}),  # its metadata may hold the answer
         }
 
 
@@ -111,6 +113,9 @@ class AgentGenerator(Generator):
     ) -> None:
         if not callable(agent) and (isinstance(agent, str) or not agent):
             raise ConfigError(f"an agent's command is a list of words, got {agent!r}")
+        for word in () if callable(agent) else agent:
+            if _PLACE.fullmatch(word) and word[1:-1] not in _PLACES:
+                raise ConfigError(f"an agent's command has {word!r}; known: {', '.join(f'{{{p}}}' for p in _PLACES)}")
         self._gateway = gateway
         self._base_url = base_url
         self._tenant = tenant
@@ -118,6 +123,7 @@ class AgentGenerator(Generator):
         self._agent = agent
         self._places = Places(concurrency)
         self._timeout_s = timeout_s
+        self._late = f" within {timeout_s:g} s"
         self._log_dir = Path(tempfile.mkdtemp(prefix="penstock-agents-")) if log_dir is None else log_dir
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._limits = limits
@@ -187,13 +193,21 @@ class AgentGenerator(Generator):
     async def _play(self, episode: Episode) -> tuple[float | None, str | None]:
         """Run the agent; return its reward, and why it failed, if it did."""
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s) as deadline:
                 if callable(self._agent):
                     with user_code("the agent failed", PenstockError):
-                        return await self._agent(episode), None
+                        reward = await self._agent(episode)
+                        return (None, self._late) if deadline.expired() else (reward, None)
                 return None, await self._run(episode, self._agent)
         except TimeoutError:
-            return None, f" within {self._timeout_s:g} s"
+            return None, self._late
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            return None, ": it was cancelled"
+        except OSError as error:
+            return None, f": {error}"
         except PenstockError as error:
             return None, f": {error}"
 

@@ -65,7 +65,13 @@ def build_app(gateway: Gateway, *, keepalive_s: float = KEEPALIVE_S) -> Starlett
         counting = calls.on(anthropic, calls.count_tokens)
         routes.append(Route(f"{prefix}/v1/messages/count_tokens", counting, methods=["POST"]))
         routes.append(Route(f"{prefix}/v1/models", calls.on(chat, calls.models), methods=["GET"]))
-    return Starlette(routes=routes)
+    return Starlette(routes=routes, exception_handlers={404: _no_path})
+
+
+async def _no_path(http: Request, _: Exception) -> Response:
+    known = ", ".join(WIRES)
+    why = f"there is no path {http.url.path!r}; clients of OpenAI need a base URL that ends in /v1. Known: {known}"
+    return JSONResponse(WIRES["/v1/chat/completions"].error(GatewayError(why, code="not_found")), 404)
 
 
 class _Calls:

@@ -49,11 +49,12 @@ def event(name: str | None, data: Mapping[str, Any]) -> bytes:
 
 
 def dumps(data: Any) -> bytes:
-    """Write JSON; a model may call a tool with integers of more than 64 bits, which orjson cannot."""
+    """Write JSON; a model may call a tool with integers of over 64 bits or half a character, which orjson cannot."""
     try:
         return orjson.dumps(data)
     except TypeError:
-        return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+        text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+        return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
 
 
 def sampling_of(body: Mapping[str, Any], *, stop: str) -> dict[str, Any]:

@@ -112,18 +112,23 @@ class Session:
         equal meaning of all messages up to there decides.
         """
         given: list[ChatMessage] = []
-        cause = ""
+        cause, named = "", set[str]()
         for message in messages:
             ours = self._sent(message)
             difference = message.agrees(ours.message) if ours else ""
             cause = cause or difference
             given.append(ours.message if ours and not difference else message)
+            named |= {ours.id} if ours and not difference else set()
         digests = list(digests_of(given, tools))
         for i in range(len(given) - 1, -1, -1):
             if given[i].role == "assistant" and (nodes := self._by_digest.get(digests[i + 1])):
-                named = [node for node in nodes if node.id in messages[i].minted]
+                agreeing = [node for node in nodes if _agrees(given, node.history())]
+                if not agreeing:
+                    cause = cause or "edited reasoning"
+                    continue
+                best = max(agreeing, key=lambda node: len(named & {turn.id for turn in node.path()}))
                 lost = any(m.role == "assistant" for m in given[i + 1 :])
-                return Place((named or nodes)[-1], i + 1, tuple(given), (cause or "edited history") if lost else "")
+                return Place(best, i + 1, tuple(given), (cause or "edited history") if lost else "")
         return Place(None, 0, tuple(given), cause or self._why_root(given, digests))
 
     def add(self, node: Node, tools: Sequence[Tool]) -> None:
@@ -205,6 +210,11 @@ class Limits:
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
             raise UserError(f"max_seconds must be a number above 0, got {seconds!r}")
         return cls(**values)
+
+    def least(self, other: Limits) -> Limits:
+        """Return the lower limit of each kind."""
+        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
+        return Limits(**{name: min((v for v in pair if v is not None), default=None) for name, pair in pairs.items()})
 
     def check(self, session: Session, *, under_way: int, reserved: int) -> None:
         """Refuse the next turn of a session that is over its budget, with turns under way and their tokens."""
@@ -291,6 +301,12 @@ def digests_of(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> Iterat
 def extended(digest: bytes, message: ChatMessage) -> bytes:
     """Return the digest of a conversation with one message more."""
     return hashlib.blake2b(digest + message.key, digest_size=16).digest()
+
+
+def _agrees(given: Sequence[ChatMessage], history: Sequence[ChatMessage]) -> bool:
+    """Whether no answer of a conversation has another reasoning than the turns of equal meaning."""
+    pairs = zip(given, history, strict=False)
+    return not any(m.role == "assistant" and m is not ours and m.agrees(ours) for m, ours in pairs)
 
 
 def new_id() -> str:

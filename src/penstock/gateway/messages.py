@@ -20,6 +20,8 @@ MINTED = re.compile(r"(?:(?:call|toolu|fc|ctc|msg|rs|sig|resp)_|chatcmpl-)([0-9a
 """An id of ours: 24 hexadecimal digits, behind a prefix that says of what."""
 
 
+_EXACT = 2**53
+"""Whole numbers below it are exact as floats."""
 UNKNOWN_THREAD = "thread_not_found"
 
 
@@ -44,7 +46,7 @@ class ToolCall:
     def meaning(self) -> tuple[str, str]:
         """Name and arguments, equal for equal JSON."""
         try:
-            return self.name, json.dumps(json.loads(self.arguments), sort_keys=True)
+            return self.name, json.dumps(json.loads(self.arguments, parse_float=_number), sort_keys=True)
         except (ValueError, RecursionError):
             return self.name, self.arguments.strip()
 
@@ -88,7 +90,8 @@ class ChatMessage:
     def agrees(self, ours: ChatMessage) -> str:
         """Compare an assistant's message that came back with what we sent; return the difference, empty for none."""
         if [call.meaning for call in self.calls] != [call.meaning for call in ours.calls]:
-            rewritten = not self.calls and all(call.name in self.text for call in ours.calls)
+            written = not self.calls and all(call.id in self.minted for call in ours.calls)
+            rewritten = written and all(call.name in self.text for call in ours.calls)
             return "" if rewritten else "edited arguments"
         if self.text.strip() != ours.text.strip():
             return "edited text"
@@ -169,6 +172,12 @@ class Answer:
     output_tokens: int
     request: ChatRequest
     created: int
+
+
+def _number(text: str) -> float:
+    """Read a number of JSON; 1.0 is equal to 1."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < _EXACT else value
 
 
 def bare(wire_id: str) -> str:

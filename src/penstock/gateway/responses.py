@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -25,8 +24,7 @@ class ResponsesDialect(Dialect):
         messages = [ChatMessage("system", text)] if (text := str(body.get("instructions") or "")) else []
         given = body["input"]
         items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        for item in items:
-            _add(messages, item)
+        messages += _messages(items)
         choice = body.get("tool_choice")
         tools, notes = _tools(body.get("tools") or ())
         return ChatRequest(
@@ -78,18 +76,27 @@ class ResponsesDialect(Dialect):
         return event("response.failed", {"type": "response.failed", "response": failed})
 
 
-def _add(messages: list[ChatMessage], item: Mapping[str, Any]) -> None:
-    """Add an item; an assistant's joins the assistant's message before it."""
-    kind = item.get("type", "message")
-    if kind in _RESULTS:
-        messages.append(ChatMessage("tool", text_of(item.get("output")), call_id=bare(str(item["call_id"]))))
-    elif kind == "message" and item["role"] != "assistant":
-        role = "system" if item["role"] in {"system", "developer"} else "user"
-        messages.append(ChatMessage(role, text_of(item.get("content"))))
-    elif messages and messages[-1].role == "assistant" and not (kind == "reasoning" and messages[-1].text):
-        messages[-1] = _joined(messages[-1], _assistant(kind, item))
-    else:
-        messages.append(_assistant(kind, item))
+def _messages(items: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
+    """Read items; an assistant's in a row are one message, and reasoning behind a text begins the next."""
+    messages: list[ChatMessage] = []
+    run: list[ChatMessage] = []
+    for item in items:
+        kind = item.get("type", "message")
+        if kind in _RESULTS:
+            made = ChatMessage("tool", text_of(item.get("output")), call_id=bare(str(item["call_id"])))
+        elif kind == "message" and item["role"] != "assistant":
+            role = "system" if item["role"] in {"system", "developer"} else "user"
+            made = ChatMessage(role, text_of(item.get("content")))
+        else:
+            made = _assistant(kind, item)
+            if kind == "reasoning" and run and any(part.text for part in run):
+                messages.append(_joined(run))
+                run = []
+            run.append(made)
+            continue
+        messages += [*([_joined(run)] if run else []), made]
+        run = []
+    return [*messages, *([_joined(run)] if run else [])]
 
 
 def _assistant(kind: str, item: Mapping[str, Any]) -> ChatMessage:
@@ -111,14 +118,14 @@ def _assistant(kind: str, item: Mapping[str, Any]) -> ChatMessage:
     return ChatMessage("assistant", calls=(call,), minted=minted)
 
 
-def _joined(first: ChatMessage, second: ChatMessage) -> ChatMessage:
-    reasoning = first.reasoning if second.reasoning is None else (first.reasoning or "") + second.reasoning
-    return replace(
-        first,
-        text="\n".join(filter(None, (first.text, second.text))),
-        reasoning=reasoning,
-        calls=(*first.calls, *second.calls),
-        minted=(*first.minted, *second.minted),
+def _joined(parts: Sequence[ChatMessage]) -> ChatMessage:
+    thoughts = [part.reasoning for part in parts if part.reasoning is not None]
+    return ChatMessage(
+        "assistant",
+        "\n".join(part.text for part in parts if part.text),
+        "".join(thoughts) if thoughts else None,
+        tuple(call for part in parts for call in part.calls),
+        minted=tuple(name for part in parts for name in part.minted),
     )
 
 

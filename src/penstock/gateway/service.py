@@ -32,6 +32,8 @@ MOST_REPLAYED = 8
 """Answers of a session kept for a client that sends its request again although it has read the answer."""
 MOST_THREADS = 4
 """Threads that read, render and encode requests; each long body occupies one."""
+LONG_TEXT = 1 << 14
+"""Characters of a conversation from which a thread renders it."""
 _SERVER_ERROR = 500
 T = TypeVar("T")
 
@@ -156,7 +158,7 @@ class Gateway:
         Args:
             tenant: whose session it is.
             name: default: a new id.
-            limits: default: the tenant's.
+            limits: besides the tenant's; the lower one holds.
             sampling: parameters of all its turns, before the gateway's own and what the harness asks for.
 
         Raises:
@@ -216,7 +218,7 @@ class Gateway:
         self, tenant: Tenant, name: str, limits: Limits | None, sampling: Mapping[str, Any] | None = None
     ) -> _Kept:
         if (kept := self._kept.get((tenant.name, name))) is not None:
-            if limits not in (None, kept.limits):
+            if limits is not None and limits.least(tenant.limits) != kept.limits:
                 raise UserError(f"session {name} exists, and its limits cannot change")
             return kept
         if not (name.isascii() and name.isprintable()) or len(name) > MOST_NAME or "/" in name:
@@ -224,7 +226,7 @@ class Gateway:
         if self._counts[tenant.name] >= self.options.max_sessions:
             why = f"{self._counts[tenant.name]} sessions are kept; finish some"
             raise GatewayError(why, status=503, code="too_many_sessions")
-        kept = _Kept(Session(name, tenant.name), limits or tenant.limits, new_key(), sampling or {})
+        kept = _Kept(Session(name, tenant.name), (limits or Limits()).least(tenant.limits), new_key(), sampling or {})
         self._kept[tenant.name, name] = self._by_key[_digest(kept.key)] = kept
         self._counts[tenant.name] += 1
         return kept
@@ -267,7 +269,10 @@ class Gateway:
 
     async def _turn(self, kept: _Kept, request: ChatRequest) -> Answer:
         session, asked, request = kept.session, request, self.codec.whole(kept.session, request)
-        parent, added, place = await self.in_thread(lambda: self.codec.prompt_of(session, request))
+        if sum(len(m.text) for m in request.messages) > LONG_TEXT:
+            parent, added, place = await self.in_thread(lambda: self.codec.prompt_of(session, request))
+        else:  # a thread would cost more than the work: each change of threads may wait 5 ms for the interpreter's lock
+            parent, added, place = self.codec.prompt_of(session, request)
         context = [*(parent.context() if parent else ()), *added]
         params = self.codec.params(request, context, kept.sampling, kept.budget())
         kept.reserved += params.max_tokens
