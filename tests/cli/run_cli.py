@@ -38,7 +38,7 @@ def penstock(*args: str | Path, cwd: Path | None = None, **extra: str) -> subpro
 
 FORKER = """
 import json, os, sys, traceback
-import penstock.cli.main as cli, penstock.config, penstock.fleet.connect
+import penstock.cli.main as cli, penstock.config, penstock.fleet.attach
 for line in sys.stdin:
     asked = json.loads(line)
     if (child := os.fork()) == 0:

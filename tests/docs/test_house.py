@@ -25,8 +25,8 @@ SIDE_ROOMS = tuple(
     f"penstock.{room}"
     for room in (
         "cli", "engine.experts", "engine.layouts", "engine.openai", "engine.vanilla", "facade",
-        "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.connect", "fleet.delivery", "fleet.detach",
-        "fleet.elastic", "fleet.native", "fleet.owner", "fleet.ray", "fleet.remote", "fleet.service",
+        "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.delivery", "fleet.detach",
+        "fleet.elastic", "fleet.native", "fleet.ray", "fleet.remote", "fleet.service",
         "fleet.vllm_router", "gateway", "observe", "plugin.adapters", "plugin.broadcast", "plugin.cores",
         "plugin.delta", "plugin.disk", "plugin.input_patches", "plugin.ipc", "plugin.kept_kv", "plugin.native",
         "plugin.quantised", "plugin.served_adapters", "rollout", "router.figures", "router.merge",
@@ -35,7 +35,7 @@ SIDE_ROOMS = tuple(
         "weights.quantise", "weights.transfer",
     )
 )  # fmt: skip
-SPINE_FILES, SPINE_LINES = 67, 17_300
+SPINE_FILES, SPINE_LINES = 66, 17_000
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
 
 

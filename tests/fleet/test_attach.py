@@ -26,8 +26,6 @@ from penstock.fleet.attach import AttachedServers
 from penstock.fleet.member import Lifecycle, State
 from penstock.http import HttpTransport
 from penstock.router.admin_client import RouterAdmin
-from penstock.router.membership import EngineEntry
-from penstock.router.server import Router
 from penstock.settings import ServerSpec
 from penstock.sim.config import SimConfig
 from penstock.sim.faults import Fault, FaultKind, Phase
@@ -372,21 +370,6 @@ async def test_requests_that_wait_while_the_first_plain_server_joins_are_answere
         check(PROMPTS, await batch, PARAMS)
         assert (await stream)["choices"]
         assert second.engine.stats.generation_tokens > 0
-
-
-async def test_a_name_that_a_router_knows_is_given_to_no_other() -> None:
-    async with server() as first, server() as second:
-        router = Router()
-        await router.start("127.0.0.1", 0)
-        admin = RouterAdmin(router.url)
-        await admin.set_engines(0, [EngineEntry("e1", first.url)])
-        await admin.close()
-        try:
-            async with Fleet.connect(router.url, **QUICK) as fleet:
-                assert await fleet.attach(second.url) == ("e2",)
-                await check_serves(fleet, engines=2)
-        finally:
-            await router.close()
 
 
 async def test_servers_are_attached_to_a_fleet_that_serves() -> None:

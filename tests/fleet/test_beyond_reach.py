@@ -12,14 +12,12 @@ import pytest
 
 from penstock import Fleet
 from penstock.cli.status import status
-from penstock.errors import UserError
+from penstock.errors import EngineDeadError
 from penstock.fleet.service import beyond_reach
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
 from penstock.settings import RouterConfig
-from penstock.sim.config import SimConfig
-from penstock.sim.server import SimServer
 
 ELSEWHERE = "router.test"
 THERE = "as the user who owns the fleet, on the router's machine"
@@ -74,19 +72,12 @@ async def test_the_callers_key_goes_to_no_engine_that_it_is_not_for(
         address = router.url.replace("127.0.0.1", host)
         await asyncio.to_thread(status, address, api_key="secret", as_json=False)
         shown = capsys.readouterr().out
-        with pytest.raises(UserError, match=rf"engine e0 at {url} .*; call Fleet.connect {THERE}.* OpenAI client"):
+        with pytest.raises(EngineDeadError, match=rf"call Fleet.connect {THERE}.* OpenAI client"):
             await Fleet.connect(address, api_key="secret")
         assert not [head for head in heads if b"aiohttp" in head], "none but the router asks"
     [line] = [line for line in shown.splitlines() if url.removeprefix("http://") in line]
     assert line.split()[:3] == ["e0", "serving", "7"], shown
     assert THERE in shown
-
-
-async def test_who_may_not_change_the_router_is_told_what_to_do_instead() -> None:
-    config = SimConfig(tokens_per_second=500, max_model_len=512, api_key="secret")
-    async with SimServer(config) as server, router_of(server.url, "secret") as router:
-        with pytest.raises(UserError, match=rf"is held by others .*; call Fleet.connect {THERE}.* OpenAI client"):
-            await Fleet.connect(router.url, api_key="secret")
 
 
 @pytest.mark.parametrize(

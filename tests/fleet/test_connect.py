@@ -56,10 +56,8 @@ async def connected(servers: list[SimServer]) -> AsyncIterator[Fleet]:
         router = Router()
         await router.start("127.0.0.1", 0)
         stack.push_async_callback(router.close)
-        admin = RouterAdmin(router.url)
-        stack.push_async_callback(admin.close)
-        await admin.set_engines(0, [EngineEntry(f"e{i}", server.url) for i, server in enumerate(servers)])
-        opening = Fleet.connect(router.url, control_timeout_s=30.0, health_interval_s=0.1)
+        urls = [server.url for server in servers]
+        opening = Fleet.connect(urls, url=router.url, control_timeout_s=30.0, health_interval_s=0.1)
         yield await stack.enter_async_context(opening)
 
 
@@ -109,7 +107,9 @@ async def test_when_its_holder_has_ended_the_next_one_holds_a_fleet() -> None:
     async with engines(2) as servers, connected(servers) as first:
         await first.update_weights(GOOD)
         await first.teardown()
-        async with Fleet.connect(first.url) as second:
+        with pytest.raises(EngineDeadError, match=f"owns a fleet at {first.url}. Give the addresses of its engines"):
+            await Fleet.connect(first.url)
+        async with Fleet.connect([server.url for server in servers], url=first.url) as second:
             assert second.endpoint is not None
             assert (await second.update_weights(GOOD)).version == 2, "read from the engines"
             await check_serves(second, engines=2)
@@ -137,14 +137,12 @@ async def test_engines_that_do_not_agree_are_not_made_a_fleet() -> None:
 
 async def test_what_is_not_there_or_something_else() -> None:
     async with engines(1) as (server,):
-        with pytest.raises(UserError, match="is not a Penstock router; give the URLs of engines as a list"):
+        with pytest.raises(EngineDeadError, match="no process of yours on this machine owns a fleet at"):
             await Fleet.connect(server.url)
         with pytest.raises(UserError, match="two engines have the url"):
             await Fleet.connect([server.url, server.url])
     with pytest.raises(EngineDeadError):
         await Fleet.connect([server.url])
-    with pytest.raises(EngineDeadError):
-        await Fleet.connect(server.url)
     with pytest.raises(UserError, match="there are 0 engines"):
         await Fleet.connect([])
     with pytest.raises(ConfigError, match=r"unknown option 'min_engine'; did you mean 'min_engines'"):
@@ -155,7 +153,7 @@ async def test_what_is_not_there_or_something_else() -> None:
         Fleet.connect([server.url], host="::")
     with pytest.raises(ConfigError, match=r"attach, engines would have no effect: connect .* starts none"):
         Fleet.connect([server.url], engines=2, attach=["http://127.0.0.1:9"])
-    with pytest.raises(ConfigError, match="log_dir would have no effect"):
+    with pytest.raises(ConfigError, match="has chosen log_dir already"):
         Fleet.connect(server.url, log_dir="logs")
 
 

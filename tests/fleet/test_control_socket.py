@@ -301,7 +301,7 @@ def daemons(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[psutil.Process]
     def found() -> set[psutil.Process]:
         every = psutil.process_iter(["cmdline", "environ"])
         ours = (p for p in every if (p.info["environ"] or {}).get("PENSTOCK_TEST") == mark)
-        return {p for p in ours if "penstock.fleet.owner" in (p.info["cmdline"] or [])}
+        return {p for p in ours if "penstock.fleet.detach" in (p.info["cmdline"] or [])}
 
     return found
 
@@ -340,8 +340,8 @@ async def test_a_socket_of_a_fleet_that_was_killed_is_in_nobodys_way(fleet: Flee
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(str(path))
     assert path.exists()
-    with pytest.raises(UserError, match="asks for a key of its fleet alone"):
-        await Fleet.connect(fleet.url)  # by the router
+    with pytest.raises(EngineDeadError, match="no process of yours on this machine owns a fleet"):
+        await Fleet.connect(fleet.url)
     async with FleetClient(path) as link:
         with pytest.raises(EngineDeadError, match="nothing answers"):
             await link.state()

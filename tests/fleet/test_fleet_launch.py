@@ -76,9 +76,7 @@ async def ours() -> AsyncIterator[set[int]]:
 async def test_options_whole_or_by_name_and_a_teardown_that_may_be_repeated(ours: set[int], logs_go_to: Path) -> None:
     engine = EngineConfig(model="sim-model", profile="sim", max_model_len=128)
     router = RouterConfig(policy="round-robin")
-    opening = Fleet.launch(
-        engine, fleet=FleetConfig(engines=3), engines=2, router=router, api_key="k", seed=3, parallel_starts=1
-    )
+    opening = Fleet.launch(engine, fleet=FleetConfig(engines=3), engines=2, router=router, api_key="k", seed=3)
     fleet = await opening
     lines = [process.cmdline() for process in children("sim") if process.pid not in ours]
     assert len(lines) == 2
@@ -112,8 +110,6 @@ async def test_options_whole_or_by_name_and_a_teardown_that_may_be_repeated(ours
         ({"engines": 0}, "engines is 0 and there is nothing to attach"),
         ({"policy": "best"}, "'policy'"),
         ({"engines": 2, "min_engines": 3}, "min_engines is 3, more than the 2 engines"),
-        ({"parallel_starts": 0}, "parallel_starts must be at least 1"),
-        ({"parallel_starts": "2"}, "parallel_starts must be at least 1, got '2'"),
         ({"attach": "http://127.0.0.1:9"}, "'attach': .*, got 'http://127.0.0.1:9'"),
         ({"attach": 9}, "'attach': .*, got 9"),
         ({"api_key": 5}, "api_key must be a string, not of type int"),

@@ -138,7 +138,7 @@ async def test_a_native_update_that_the_router_does_not_hear_of_is_committed_too
     bench, router = await failing()
     await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
     router.failures["set"] = [BUSY]
-    await bench.operations.native_update({}, 1)
+    await bench.operations.native.update({}, 1)
     await bench.roster.check_router()
     bench.check_belief()
 
@@ -325,7 +325,7 @@ async def test_a_gate_that_was_left_closed_by_who_died_is_opened_by_who_connects
         try:
             await admin.set_engines(3, [EngineEntry("e0", server.url)])
             await admin.gate(closed=True)
-            async with Fleet.connect(router.url) as fleet:
+            async with Fleet.connect([server.url], url=router.url) as fleet:
                 out = await asyncio.wait_for(fleet.sample([1, 2], 1, {"max_tokens": 3}), 5.0)
                 assert len(out[0].token_ids) == 3
                 assert (await admin.engines()).epoch == 4

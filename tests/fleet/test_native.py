@@ -38,10 +38,10 @@ async def test_engines_that_take_weights_in_different_ways_are_told_nothing() ->
     ways = r"native weights in different ways: a, b by 'penstock_shm'; c by 'nccl'\. .* Nothing was changed$"
     for info in (JOIN, {}):
         with pytest.raises(MissingCapabilityError, match=f"^init_weight_update_communicator .*{ways}"):
-            await bench.operations.init_weight_transfer(info)
+            await bench.operations.native.init(info)
     for info in (NAMES, OURS):
         with pytest.raises(MissingCapabilityError, match=f"^update_named_weights .*{ways}"):
-            await bench.operations.native_update(info, 1)
+            await bench.operations.native.update(info, 1)
     assert bench.journal == []
     assert {member.state for member in bench.roster.members} == {State.PAUSED}
     assert bench.roster.highest_version == 0, "the number is free still"
@@ -59,8 +59,8 @@ async def test_a_launched_engine_beside_plain_vllm_outlives_a_native_call() -> N
 
 async def test_plain_engines_with_our_backend_take_what_launched_ones_do() -> None:
     bench = await bench_of(a=PENSTOCK, b=replace(PLAIN, weight_transfer="penstock_shm"))
-    await bench.operations.init_weight_transfer({})
-    await bench.operations.native_update(OURS, 1)
+    await bench.operations.native.init({})
+    await bench.operations.native.update(OURS, 1)
     bench.check_belief()
 
 
@@ -72,41 +72,41 @@ async def test_what_launched_engines_cannot_take_is_refused_and_none_dies_of_it(
     with pytest.raises(
         MissingCapabilityError, match=rf"^init_weight_update_communicator: .*{takes} \(engine a: no init"
     ):
-        await bench.operations.init_weight_transfer(JOIN)
+        await bench.operations.native.init(JOIN)
     bench.journal.clear()
     refused = rf"^update_named_weights: a, b accepted no .* \(names, dtype_names, shapes\): .*{takes}$"
     with pytest.raises(MissingCapabilityError, match=refused):
-        await bench.operations.native_update(NAMES, 1)
+        await bench.operations.native.update(NAMES, 1)
     assert bench.journal == []
     with pytest.raises(EngineHTTPError, match="no init"):
-        await bench.operations.init_weight_transfer({})  # that is not why
-    await bench.operations.native_update(OURS, 1)
+        await bench.operations.native.init({})  # that is not why
+    await bench.operations.native.update(OURS, 1)
     bench.check_belief()
 
 
 async def test_what_cannot_be_written_as_json_is_refused_and_none_dies_of_it() -> None:
     bench = await bench_of(a=PENSTOCK, b=PENSTOCK)
     with pytest.raises(UserError, match=r"^init_info cannot be written as JSON .*torch\.dtype.* Nothing was sent$"):
-        await bench.operations.init_weight_transfer({"dtype": torch.float32})
+        await bench.operations.native.init({"dtype": torch.float32})
     with pytest.raises(UserError, match=r"^update_info cannot be written as JSON .*torch\.dtype"):
-        await bench.operations.native_update({**OURS, "dtype": torch.float32}, 1)
+        await bench.operations.native.update({**OURS, "dtype": torch.float32}, 1)
     assert bench.journal == []
-    await bench.operations.native_update(OURS, 1)
+    await bench.operations.native.update(OURS, 1)
     bench.check_belief()
 
 
 async def test_engines_launched_with_another_backend_take_what_it_does_once_they_have_joined() -> None:
     """That they have another is not known here, but they take an init_info that ours refuses."""
     bench = await bench_of(a=PENSTOCK, b=PENSTOCK)
-    await bench.operations.init_weight_transfer(JOIN)
+    await bench.operations.native.init(JOIN)
     assert [bench.engine[name].calls["init"]["rank_offset"] for name in "ab"] == [1, 2]
-    await bench.operations.native_update(NAMES, 1)
+    await bench.operations.native.update(NAMES, 1)
     bench.check_belief()
     member = bench.roster.members[1]
     member.control = bench.engine["b"] = type(bench.engine["b"])("b", bench.journal)  # as one that was started anew
     bench.journal.clear()
     with pytest.raises(MissingCapabilityError, match=r"^update_named_weights: b accepted no "):
-        await bench.operations.native_update(NAMES, 2)
+        await bench.operations.native.update(NAMES, 2)
     assert bench.journal == []
 
 
@@ -116,7 +116,7 @@ async def test_kv_that_a_native_update_keeps_is_labelled() -> None:
         await bench.operations.pause(PauseMode.KEEP, clear_cache=clear_cache)
         if version == 3:
             await bench.operations.reset_prefix_cache()
-        await bench.operations.native_update(NAMES, version)
+        await bench.operations.native.update(NAMES, version)
         await bench.operations.resume()
     assert bench.roster.kv_kept_versions == {2}
     bench.check_belief()
@@ -132,7 +132,7 @@ async def test_a_server_that_rejoins_a_paused_fleet_keeps_no_prefix_for_a_native
     member.lifecycle.to(State.SYNCING, "test")
     await bench.operations.admit(member)
     assert bench.engine["b"].calls["pause"][:2] == (PauseMode.KEEP, True)
-    await bench.operations.native_update(NAMES, 1)
+    await bench.operations.native.update(NAMES, 1)
     assert bench.roster.kv_kept_versions == set()
     await bench.operations.resume()
     bench.check_belief()

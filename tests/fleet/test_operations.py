@@ -368,14 +368,14 @@ async def test_unknown_sleep_levels_and_tags(level: int) -> None:
 async def test_a_native_update_needs_a_pause_and_labels_every_engine() -> None:
     bench = await Bench("abc").started()
     with pytest.raises(StateError, match="pause generation before"):
-        await bench.operations.native_update({}, 1)
+        await bench.operations.native.update({}, 1)
     await pause(bench)
     bench.engine["b"].faults["native"] = "hang"
-    await bench.operations.native_update({}, 1)
+    await bench.operations.native.update({}, 1)
     assert bench.state("b") is State.DEAD
     bench.check_belief()
     with pytest.raises(UserError, match="not greater"):
-        await bench.operations.native_update({}, 1)
+        await bench.operations.native.update({}, 1)
 
 
 async def test_a_native_update_of_weights_that_sleep_is_refused_before_anyone_is_asked() -> None:
@@ -384,10 +384,10 @@ async def test_a_native_update_of_weights_that_sleep_is_refused_before_anyone_is
     await bench.operations.sleep(1)
     bench.journal.clear()
     with pytest.raises(StateError, match=r"wake_up\(\['weights'\]\) before an update"):
-        await bench.operations.native_update({}, 1)
+        await bench.operations.native.update({}, 1)
     assert bench.journal == []
     await bench.operations.wake_up(["weights"])
-    await bench.operations.native_update({}, 1)
+    await bench.operations.native.update({}, 1)
     assert bench.roster.version == 1
 
 
@@ -399,7 +399,7 @@ async def test_a_number_that_an_engine_may_have_served_is_given_to_no_other_weig
     if way == "native":
         await pause(bench)
         with pytest.raises(EngineDeadError):
-            await bench.operations.native_update({}, 1)
+            await bench.operations.native.update({}, 1)
     else:
         with pytest.raises(UpdateError):
             await bench.operations.update([], 1)

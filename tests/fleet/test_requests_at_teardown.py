@@ -14,8 +14,6 @@ from fleet_fakes import until
 from penstock import Fleet
 from penstock.engine.client import DataClient
 from penstock.errors import StateError
-from penstock.router.admin_client import RouterAdmin
-from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
@@ -30,12 +28,9 @@ async def found() -> AsyncIterator[tuple[Fleet, SimServer]]:
     async with SimServer(SimConfig(tokens_per_second=50, max_model_len=512)) as server:
         router = Router()
         await router.start("127.0.0.1", 0)
-        admin = RouterAdmin(router.url)
         try:
-            await admin.set_engines(0, [EngineEntry("e0", server.url)])
-            yield await Fleet.connect(router.url), server
+            yield await Fleet.connect([server.url], url=router.url), server
         finally:
-            await admin.close()
             await router.close()
 
 

@@ -242,7 +242,7 @@ async def test_what_the_fleet_itself_does_to_engines_is_put_right_by_nobody() ->
             await bench.operations.collective_rpc("save", 60.0, (), None)
             await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
             await asyncio.sleep(0.01)
-            await bench.operations.native_update({}, bench.roster.version + 1)
+            await bench.operations.native.update({}, bench.roster.version + 1)
             await bench.operations.resume()
             await bench.operations.sleep(1)
             await asyncio.sleep(0.01)

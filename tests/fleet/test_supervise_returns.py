@@ -156,7 +156,7 @@ async def test_weights_that_nobody_has_are_waited_for_until_the_next_update(capl
     bench = await Bench("ab").started()
     async with restarting(bench) as restarts:
         await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
-        await bench.operations.native_update({}, 5)
+        await bench.operations.native.update({}, 5)
         assert "weight version 5 came by update_named_weights, of which no copy is kept" in caplog.text
         await bench.operations.resume()
         bench.process["a"].kill()

@@ -15,8 +15,7 @@ from fleet_fakes import DEADLINE_S, Bench, FakeEngine, until
 
 from penstock.errors import EngineDeadError, EngineError, StateError, UpdateError, UserError, WeightsError
 from penstock.fleet.member import State
-from penstock.fleet.sync import bring_to_version
-from penstock.fleet.update import Updater, odd_ones_out
+from penstock.fleet.update import Updater, bring_to_version, odd_ones_out
 from penstock.types import KV, EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest
 
@@ -275,7 +274,7 @@ async def test_a_version_that_engines_cannot_be_told_is_refused_and_none_dies_of
     bench = await Bench("ab").started()
     await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
     bench.journal.clear()
-    for update in (bench.operations.update([], version), bench.operations.native_update({}, version)):
+    for update in (bench.operations.update([], version), bench.operations.native.update({}, version)):
         with pytest.raises(UserError, match=r"a weight version is an int below 2\*\*63, got "):
             await update
     assert bench.journal == []

@@ -20,8 +20,6 @@ from starlette.routing import Route
 
 from penstock import Fleet
 from penstock.asgi import listening_at, serving_app
-from penstock.router.admin_client import RouterAdmin
-from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
@@ -229,10 +227,7 @@ async def fleet_of(count: int = 1, **options: Any) -> AsyncIterator[tuple[Fleet,
         router = Router()
         await router.start("127.0.0.1", 0)
         stack.push_async_callback(router.close)
-        admin = RouterAdmin(router.url)
-        stack.push_async_callback(admin.close)
-        await admin.set_engines(0, [EngineEntry(f"e{i}", server.url) for i, server in enumerate(servers)])
-        fleet = Fleet.connect(router.url, control_timeout_s=30.0)
+        fleet = Fleet.connect([server.url for server in servers], url=router.url, control_timeout_s=30.0)
         yield await stack.enter_async_context(fleet), servers
 
 

@@ -52,7 +52,7 @@ class Delivery(Fetching):
 
     async def ready(
         self, members: Sequence[Member], manifest: WeightManifest
-    ) -> tuple[Sequence[Member], WeightManifest, Mapping[str, float]]:
+    ) -> tuple[Sequence[Member], Mapping[str, float]]:
         """Form the group and prepare; see `Fetching.ready`. Raises as `gather` does."""
         members = await self.gather(members)
         try:
@@ -64,7 +64,7 @@ class Delivery(Fetching):
             self.sender.interrupt("an engine does not prepare what is to be sent over it")
             members = await self.gather(updatable(members))
             prepared = await self._prepare(members, manifest)
-        return members, manifest, prepared
+        return members, prepared
 
     async def apply(
         self, members: Sequence[Member], manifest: WeightManifest, call: Call[EngineUpdate]

@@ -5,20 +5,27 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import re
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from penstock.errors import DeadlineError, EngineDeadError, EngineStartError, PenstockError, StateError, UserError
+from penstock.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineDeadError,
+    EngineStartError,
+    PenstockError,
+    StateError,
+    UserError,
+)
 from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.member import SERVABLE, Lifecycle, Member, State, Substate
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
 from penstock.fleet.supervise import Join, Supervisor
 from penstock.parsing import LARGEST, whole_number
-from penstock.settings import MOST_ENGINES, ServerSpec
+from penstock.settings import MOST_ENGINES, FleetConfig, ServerSpec, validate
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -61,8 +68,7 @@ class Elastic:
         roster: the engines.
         operations: admits and withdraws them, in turn with updates.
         supervisor: watches those that joined.
-        min_engines: so many stay.
-        drain_timeout_s: how long an engine may go on with what it has.
+        fleet: how many stay, and how long an engine may go on with what it has.
         engines: starts new ones; None: someone else started these.
         join: joins servers of others; None: none can be attached.
     """
@@ -72,20 +78,19 @@ class Elastic:
         roster: Roster,
         operations: Operations,
         supervisor: Supervisor,
+        fleet: FleetConfig,
         *,
-        min_engines: int,
-        drain_timeout_s: float,
         engines: LaunchedEngines | None,
         join: Join | None = None,
     ) -> None:
         self._roster = roster
         self._operations = operations
         self._supervisor = supervisor
-        self._min_engines = min_engines
-        self._drain_s = drain_timeout_s
+        self._min_engines = fleet.min_engines
+        self._drain_s = fleet.drain_timeout_s
         self._engines = engines
         self._join = join
-        self._numbers = itertools.count(_first_free(roster.members))
+        self._numbers = itertools.count(1 + max((int(member.name[1:]) for member in roster.members), default=-1))
         self._placed: dict[Lifecycle, tuple[str, ...]] = {}
         """GPUs of those that start and are no members yet."""
         self._attaching: set[str] = set()
@@ -175,16 +180,17 @@ class Elastic:
             logger.warning("engine %s did not start, and did not end in good order: %s", life.engine, error)
 
     @_until_closed
-    async def attach(self, servers: Sequence[ServerSpec]) -> tuple[str, ...]:
+    async def attach(self, servers: Iterable[str | ServerSpec]) -> tuple[str, ...]:
         """Let servers of others serve too; see `Fleet.attach`. Those that have answered join even if cancelled then."""
         if self._join is None:
             raise StateError("this fleet takes no servers of others")
+        specs = specs_of(servers)
         here = {place_of(member.url) for member in self._roster.members if member.state is not State.STOPPED}
-        if known := [spec.url for spec in servers if place_of(spec.url) in here | self._attaching]:
+        if known := [spec.url for spec in specs if place_of(spec.url) in here | self._attaching]:
             raise UserError(f"the server {known[0]} belongs to this fleet already; remove it first")
-        urls = {place_of(spec.url) for spec in servers}
+        urls = {place_of(spec.url) for spec in specs}
         self._attaching |= urls
-        joins = [asyncio.create_task(self._attach(self._join, spec)) for spec in servers]
+        joins = [asyncio.create_task(self._attach(self._join, spec)) for spec in specs]
         try:
             await asyncio.gather(*joins, return_exceptions=True)  # cancelled, it cancels them
         finally:
@@ -366,12 +372,6 @@ class Elastic:
         return await engines.place([*(m.gpus for m in there), *self._placed.values()])
 
 
-def _first_free(members: Iterable[Member]) -> int:
-    """Return the least N so that no engine has the name `eN` or one with a greater number."""
-    numbers = (re.fullmatch(r"e(\d+)", member.name) for member in members)  # a router may have given them
-    return 1 + max((int(match[1]) for match in numbers if match is not None), default=-1)
-
-
 def seconds(given: Any) -> float | None:
     """A `timeout_s` that a caller gave, checked before anything is done by it. Raises UserError where it is none."""
     if given is not None and not (isinstance(given, (int, float)) and 0 <= given <= LARGEST):
@@ -382,3 +382,28 @@ def seconds(given: Any) -> float | None:
 def place_of(url: str) -> str:
     """The same for two addresses of one server, as far as they show it: as two engines it would be updated twice."""
     return url.lower().replace("://localhost", "://127.0.0.1", 1)
+
+
+def specs_of(servers: Iterable[str | ServerSpec]) -> tuple[ServerSpec, ...]:
+    """Read what a caller gave: URLs, with `#dp=N` behind them where so many ranks are to be addressed, or specs.
+
+    Specs may come as dictionaries too, from another process.
+
+    Raises:
+        ConfigError: one is malformed.
+        UserError: one is named twice.
+    """
+    given: Iterable[object] = servers if isinstance(cast("object", servers), Iterable) else (servers,)
+    specs = tuple(s if isinstance(s, ServerSpec) else validate(ServerSpec, _fields(s)) for s in given)
+    places = [place_of(spec.url) for spec in specs]
+    if twice := next((spec.url for spec in specs if places.count(place_of(spec.url)) > 1), None):
+        raise UserError(f"the server {twice} is named twice; two engines have the url then")
+    return specs
+
+
+def _fields(server: object) -> Mapping[str, Any]:
+    if isinstance(server, Mapping):
+        return cast("Mapping[str, Any]", server)
+    if not isinstance(server, str):
+        raise ConfigError(f"a server is its URL or a ServerSpec, and not {server!r}; several are given one by one")
+    return {"url": server}

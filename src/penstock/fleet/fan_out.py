@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +18,31 @@ OnFailure = Callable[[Member, PenstockError], Awaitable[None]]
 
 TICK_S = 1.0
 """At most so much of one wait for a timer counts; an event loop that stands still makes one wait long."""
+
+
+class Changes:
+    """Wakes each wait for a condition whenever the state behind it changes."""
+
+    def __init__(self) -> None:
+        self.changes = 0
+        """How many there have been."""
+        self._changed = asyncio.Event()
+
+    def announce(self) -> None:
+        """Wake every `until`: something changed."""
+        self.changes += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def until(self, reached: Callable[[], bool], *, deadline_s: float | None = None) -> bool:
+        """Wait until `reached()`, evaluated after each change. False: it was not within the deadline."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not reached():
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +71,20 @@ class FanOut(Generic[T]):
             raise error
 
 
+async def ask(member: Member, call: Call[T], *, deadline_s: float) -> T:
+    """Return what one engine answers to `call`. Whatever goes wrong is a `PenstockError`."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await call(member.control)
+    except TimeoutError as error:
+        late = f"no answer within {deadline_s:g} s"
+        raise DeadlineError(late, seconds=deadline_s, engine=member.name) from error
+    except PenstockError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(f"answered something that cannot be read: {error!r}", engine=member.name) from error
+
+
 async def fan_out(
     members: Sequence[Member], call: Call[T], *, deadline_s: float, on_failure: OnFailure | None = None
 ) -> FanOut[T]:
@@ -61,28 +100,18 @@ async def fan_out(
     results: dict[str, T] = {}
     failures: dict[str, PenstockError] = {}
 
-    async def ask(member: Member) -> None:
+    async def outcome(member: Member) -> None:
         control = member.control
-        error: PenstockError
         try:
-            async with asyncio.timeout(deadline_s):
-                result = await call(control)
-        except TimeoutError:
-            error = DeadlineError(f"no answer within {deadline_s:g} s", seconds=deadline_s, engine=member.name)
-        except PenstockError as failed:
-            error = failed
-        except (KeyError, TypeError, ValueError) as malformed:
-            error = EngineError(f"answered something that cannot be read: {malformed!r}", engine=member.name)
-        else:
-            results[member.name] = result
-            return
-        failures[member.name] = error
-        if on_failure is not None and member.control is control:
-            await on_failure(member, error)
+            results[member.name] = await ask(member, call, deadline_s=deadline_s)
+        except PenstockError as error:
+            failures[member.name] = error
+            if on_failure is not None and member.control is control:
+                await on_failure(member, error)
 
     async with asyncio.TaskGroup() as group:
         for member in members:
-            group.create_task(ask(member))
+            group.create_task(outcome(member))
     names = [member.name for member in members]
     return FanOut(
         {name: results[name] for name in names if name in results},
@@ -90,31 +119,26 @@ async def fan_out(
     )
 
 
-class Occupation:
+class Occupation(Changes):
     """Calls of ours under way that may keep engines' cores from answering anything else."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.begun = 0
         """How many there have been."""
         self._calls = 0
-        self._begun = asyncio.Event()
-        self._over = asyncio.Event()
-        self._over.set()
 
     @contextmanager
     def going_on(self) -> Generator[None]:
         """While such a call is under way."""
         self._calls += 1
         self.begun += 1
-        self._over.clear()
-        self._begun.set()
+        self.announce()
         try:
             yield
         finally:
             self._calls -= 1
-            if not self._calls:
-                self._begun.clear()
-                self._over.set()
+            self.announce()
 
     @property
     def going(self) -> bool:
@@ -123,7 +147,7 @@ class Occupation:
 
     async def over(self) -> None:
         """Return when there is none."""
-        await self._over.wait()
+        await self.until(lambda: not self.going)
 
     async def without(self, seconds: float) -> None:
         """Return when there has been none for so many seconds in all, from now on.
@@ -135,19 +159,11 @@ class Occupation:
         while seconds > 0:
             await self.over()
             since, at_most = now(), min(seconds, TICK_S)
-            try:
-                async with asyncio.timeout(at_most):
-                    await self._begun.wait()
-            except TimeoutError:
-                seconds -= at_most
-            else:
-                seconds -= min(now() - since, at_most)
+            interrupted = await self.until(lambda: self.going, deadline_s=at_most)
+            seconds -= min(now() - since, at_most) if interrupted else at_most
 
 
-# --- One operation at a time -----------------------------------------------------------------------------------------
-
-
-class OperationQueue:
+class OperationQueue(Changes):
     """Runs operations one after another. A begun one runs to its end even where its caller is cancelled.
 
     Args:
@@ -155,16 +171,19 @@ class OperationQueue:
     """
 
     def __init__(self, occupation: Occupation) -> None:
-        self.busy = False
-        """An operation is under way."""
+        super().__init__()
         self._occupation = occupation
-        self._waiting: dict[asyncio.Future[bool], bool] = {}
-        """Those that wait for their turn, in order, and whether each is urgent."""
+        self._turns: list[object] = []
+        """Of the operations in their order; the first is under way, and keeps its place until it has ended."""
         self._passable = False
         self._passing = 0
-        self._passed = asyncio.Event()
         self._running: set[asyncio.Task[Any]] = set()
         self._closed = False
+
+    @property
+    def busy(self) -> bool:
+        """An operation is under way."""
+        return bool(self._turns)
 
     def check_open(self) -> None:
         """Raise StateError after `close`."""
@@ -195,31 +214,30 @@ class OperationQueue:
             occupies: an engine that does its part may answer nothing else meanwhile.
             urgent: it does not wait for an operation that is `passable`.
         """
-        with ExitStack() as never_began:
-            never_began.callback(after)
-            end_turn = await self._turn(urgent=urgent)
-            never_began.pop_all()
+        begun = False
 
-        async def run() -> T:
-            self.check_open()
-            with self._occupation.going_on() if occupies else nullcontext():
-                return await operation()
+        async def in_turn() -> T:
+            nonlocal begun
+            async with self._turn(urgent=urgent):
+                self.check_open()
+                begun = True
+                with self._occupation.going_on() if occupies else nullcontext():
+                    return await operation()
 
-        def done(task: asyncio.Task[T]) -> None:
+        def over(task: asyncio.Task[T]) -> None:
             self._running.discard(task)
-            end_turn()
             after()
-            if not task.cancelled():
-                task.exception()  # the caller may be gone; what it did to engines is logged
 
-        task = asyncio.create_task(run())
+        task = asyncio.create_task(in_turn())
         self._running.add(task)
-        task.add_done_callback(done)
+        task.add_done_callback(over)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if self._closed and task.cancelled():  # by `close`, not by the caller
                 raise StateError("this fleet was torn down in the middle of the operation") from None
+            if not begun:
+                task.cancel()
             raise
 
     async def run_unless_closed(self, operation: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -234,43 +252,25 @@ class OperationQueue:
     async def passable(self) -> AsyncGenerator[None]:
         """Let urgent operations run during this block of the present one, which waits for them at its end."""
         self._passable = True
-        for waiter, urgent in self._waiting.items():
-            if urgent and not waiter.done():
-                self._passing += 1
-                waiter.set_result(False)
+        self.announce()
         try:
             yield
         finally:
             self._passable = False
-            while self._passing:
-                self._passed.clear()
-                await self._passed.wait()
+            await self.until(lambda: not self._passing)
 
-    async def _turn(self, *, urgent: bool) -> Callable[[], None]:
-        """Wait for the turn, or for leave to pass; returns what ends it."""
-        if not self.busy:
-            self.busy = True
-            return self._release
-        if urgent and self._passable:
-            self._passing += 1
-            return self._end_passing
-        waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._waiting[waiter] = urgent
+    @asynccontextmanager
+    async def _turn(self, *, urgent: bool) -> AsyncGenerator[None]:
+        """Wait for the turn, or for leave to pass the operation that is under way."""
+        turn = object()
+        self._turns.append(turn)
+        passes = False
         try:
-            return self._release if await waiter else self._end_passing
-        except asyncio.CancelledError:
-            if not waiter.cancelled():  # it came just before
-                (self._release if waiter.result() else self._end_passing)()
-            raise
+            await self.until(lambda: self._turns[0] is turn or (urgent and self._passable))
+            passes = self._turns[0] is not turn
+            self._passing += passes
+            yield
         finally:
-            del self._waiting[waiter]
-
-    def _release(self) -> None:
-        next_one = next((waiter for waiter in self._waiting if not waiter.done()), None)
-        self.busy = next_one is not None
-        if next_one is not None:
-            next_one.set_result(True)
-
-    def _end_passing(self) -> None:
-        self._passing -= 1
-        self._passed.set()
+            self._passing -= passes
+            self._turns.remove(turn)
+            self.announce()

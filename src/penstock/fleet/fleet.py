@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from penstock.engine.client import Counters, DataClient
 from penstock.engine.interface import Engine
 from penstock.errors import StateError
-from penstock.fleet.fan_out import FanOut
 from penstock.fleet.member import EngineStatus, State
 from penstock.fleet.roster import Admin, Roster, each_while_engines_remain, while_engines_remain
 from penstock.fleet.update import recovered
@@ -27,45 +26,10 @@ from penstock.types import (
 from penstock.weights.manifest import as_named_tensors
 
 if TYPE_CHECKING:
-    import torch
-
     from penstock.fleet.launch import PendingFleet
+    from penstock.fleet.operations import Operations
 
 T = TypeVar("T")
-
-
-class FleetControl(Protocol):
-    """What is done with every engine: `operations.Operations` in the owner, `remote.py` in other processes."""
-
-    @property
-    def adapters(self) -> Any: ...  # noqa: D102
-    async def pause(  # noqa: D102 - as in Operations, all of them
-        self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None
-    ) -> None: ...
-    async def resume(self) -> None: ...  # noqa: D102
-    async def abort(self) -> None: ...  # noqa: D102
-    async def reset_prefix_cache(self) -> None: ...  # noqa: D102
-    async def sleep(self, level: int) -> None: ...  # noqa: D102
-    async def wake_up(self, tags: Sequence[str] | None) -> None: ...  # noqa: D102
-    async def collective_rpc(  # noqa: D102
-        self, method: str, timeout_s: float, args: Sequence[Any], kwargs: Mapping[str, Any] | None
-    ) -> FanOut[list[Any]]: ...
-    async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None: ...  # noqa: D102
-    async def native_update(self, update_info: Mapping[str, Any], version: int) -> None: ...  # noqa: D102
-    async def update(  # noqa: D102
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None, *, kv: KV = "recompute"
-    ) -> UpdateReport: ...
-    async def close(self) -> None: ...  # noqa: D102
-
-
-class FleetSize(Protocol):
-    """What is done with the number of engines: `elastic.Elastic` in the owner, `remote.py` in other processes."""
-
-    def add(self, count: int) -> Awaitable[tuple[str, ...]]: ...  # noqa: D102 - as in Elastic, all of them
-    def attach(self, servers: Sequence[ServerSpec]) -> Awaitable[tuple[str, ...]]: ...  # noqa: D102
-    def drain(self, engine: str | int, timeout_s: float | None = None) -> Awaitable[bool]: ...  # noqa: D102
-    def remove(self, engine: str | int, timeout_s: float | None = None) -> Awaitable[None]: ...  # noqa: D102
-    def replace(self, engine: str | int, timeout_s: float | None = None) -> Awaitable[str]: ...  # noqa: D102
 
 
 class Fleet(Engine):
@@ -78,10 +42,9 @@ class Fleet(Engine):
     def __init__(
         self,
         url: str,
-        *,
         roster: Roster,
-        operations: FleetControl,
-        elastic: FleetSize,
+        operations: Operations,
+        elastic: Any,
         data: DataClient,
         owned: AsyncExitStack,
         endpoint: Any = None,
@@ -106,7 +69,6 @@ class Fleet(Engine):
         fleet: FleetConfig | None = None,
         router: RouterConfig | None = None,
         api_key: str | None = None,
-        parallel_starts: int | None = None,
         detach: bool = False,
         **options: Any,
     ) -> PendingFleet:
@@ -123,7 +85,6 @@ class Fleet(Engine):
             router: see `RouterConfig`.
             api_key: what the router asks of clients from now on; default: nothing, it listens on 127.0.0.1 only.
                 Engines that are launched have a random key of the fleet's own; servers to attach keep this one.
-            parallel_starts: engines that start at the same time; default: all.
             detach: the fleet outlives this process, until `penstock fleet stop`; `connect` finds it.
             options: fields of `EngineConfig`, `FleetConfig` and `RouterConfig`, which go before those given whole.
 
@@ -137,9 +98,7 @@ class Fleet(Engine):
             options["engines"] = engines
         if attach:
             options["attach"] = attach
-        return launch(
-            model, options, fleet=fleet, router=router, api_key=api_key, parallel_starts=parallel_starts, detach=detach
-        )
+        return launch(model, options, fleet=fleet, router=router, api_key=api_key, detach=detach)
 
     @staticmethod
     def connect(
@@ -153,20 +112,19 @@ class Fleet(Engine):
         """Use engines that someone else started; they run on after `teardown`.
 
         Args:
-            target: the URL of a router, whose engines are taken; or a list of engine URLs, as `attach` of `launch` has
-                them, for which a router is started. If another process of yours on this machine owns the fleet behind
-                that router, it stays the owner, and calls go to it; else this process owns it from now on.
+            target: the URL of the router of a fleet that another process of yours on this machine owns: it stays the
+                owner, and calls go to it. Or a list of engine URLs, as `attach` of `launch` has them, which this
+                process owns from now on, behind a router that is started.
             api_key: what the router asks of clients; of engine URLs, what these ask for, and the router from now on.
             control_timeout_s: deadline of a control call.
             request_timeout_s: deadline of a generation request.
-            options: fields of `FleetConfig` but those of starting engines, and of `RouterConfig` where a router is
-                started. Of a fleet that another process owns, `stream_chunk_tokens` alone.
+            options: fields of `FleetConfig` but those of starting engines, and of `RouterConfig`; of a fleet that
+                another process owns, `stream_chunk_tokens` alone.
 
         Raises:
-            ConfigError: at once, for an unknown option or a wrong value; when entered, for one that the owner of the
-                fleet has chosen.
-            EngineDeadError: when entered, if no program answers there; `UserError`: it is not a router; `StateError`:
-                the engines serve different weight versions.
+            ConfigError: at once, for an unknown option, a wrong value, or one that the owner has chosen.
+            EngineDeadError: when entered, if no process here owns a fleet there, or an engine does not answer;
+                `StateError`: the engines serve different weight versions.
         """
         return plugged_in("connect")(
             target, options, api_key=api_key, control_timeout_s=control_timeout_s, request_timeout_s=request_timeout_s
@@ -289,7 +247,7 @@ class Fleet(Engine):
 
         A `rank_offset` in `init_info` is the first engine's; each later one's has the ranks of those before it added.
         """
-        await self._operations.init_weight_transfer(init_info)
+        await self._operations.native.init(init_info)
 
     async def update_named_weights(self, update_info: Mapping[str, Any], *, version: int) -> None:
         """Run vLLM's native update on every engine.
@@ -300,7 +258,7 @@ class Fleet(Engine):
             StateError: generation is not paused.
             UserError: `version` is not greater than the present one.
         """
-        await self._operations.native_update(update_info, version)
+        await self._operations.native.update(update_info, version)
 
     async def update_weights(
         self, named_tensors: NamedTensors, *, version: int | None = None, kv: KV = "recompute"
@@ -343,7 +301,7 @@ class Fleet(Engine):
             EngineDeadError, EngineHTTPError: no program answers there, or one that is no engine.
         """
         self._check_open()
-        return await self._elastic.attach(plugged_in("attach.specs")(servers))
+        return await self._elastic.attach(servers)
 
     async def drain(self, engine: str | int, *, timeout_s: float | None = None) -> bool:
         """Send an engine (by name or index) no new session; returns whether it has ended all it had in time.

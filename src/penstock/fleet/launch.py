@@ -58,12 +58,6 @@ class PendingFleet:
         """Explain to a caller who forgot to open it why it has no method of a fleet."""
         raise AttributeError(f"this fleet is not open yet, so it has no {name!r}; {_HOW}")
 
-    def __enter__(self) -> NoReturn:
-        raise StateError(f"a fleet is opened by a coroutine; {_HOW}")
-
-    def __exit__(self, *_: object) -> None:
-        """There as Python looks for it before it enters."""
-
     async def _open(self) -> Fleet:
         if self._begun:
             raise StateError("this fleet has been opened already; call launch or connect again for another")
@@ -88,22 +82,19 @@ def launch(
     model: object,
     options: Mapping[str, Any],
     *,
-    fleet: FleetConfig | None = None,
-    router: RouterConfig | None = None,
-    api_key: str | None = None,
-    parallel_starts: int | None = None,
-    detach: bool = False,
+    fleet: FleetConfig | None,
+    router: RouterConfig | None,
+    api_key: str | None,
+    detach: bool,
 ) -> PendingFleet:
     """Prepare what `Fleet.launch` describes."""
     refuse_unknown(options, EngineConfig, FleetConfig, RouterConfig)
     check_key(api_key)
-    if parallel_starts is not None and (type(parallel_starts) is not int or parallel_starts < 1):
-        raise ConfigError(f"parallel_starts must be at least 1, got {parallel_starts!r}")
     if not isinstance(model, (str, Path, EngineConfig)):
         raise ConfigError(f"model must be a checkpoint folder, a hub name or an EngineConfig, got {model!r}")
     given = model if isinstance(model, EngineConfig) else None
-    named = options if given is not None else {**options, "model": str(model)}
-    engine, of_fleet = section(EngineConfig, given, named), section(FleetConfig, fleet, options)
+    engine = section(EngineConfig, given, options if given is not None else {**options, "model": str(model)})
+    of_fleet = section(FleetConfig, fleet, options)
     if of_fleet.attach:
         plugged_in("attach.specs")(of_fleet.attach)
     count = of_fleet.engines + len(of_fleet.attach)
@@ -112,17 +103,14 @@ def launch(
     if of_fleet.min_engines > count:
         raise ConfigError(f"min_engines is {of_fleet.min_engines}, more than the {count} engines")
     gpus = _gpus(engine, of_fleet)
-    if len({name for names in gpus for name in names}) < sum(len(names) for names in gpus):
-        # vLLM measures what its GPU has free while it starts, so those that share one start one after another.
-        parallel_starts = 1
     of_router = section(RouterConfig, router, options)
     check_router(of_router, api_key)
     if of_router.kind == "vllm-router" and (ranks := [s.url for s in of_fleet.attach if (s.dp or 1) > 1]):
         raise ConfigError(f"vllm-router addresses no data-parallel ranks; leave dp out of {', '.join(ranks)}")
     terms = Terms(of_fleet, api_key, engine.control_timeout_s, engine.request_timeout_s)
     if detach:
-        return PendingFleet(lambda: plugged_in("detach")(engine, of_router, terms, parallel_starts))
-    return PendingFleet(lambda: _launched(engine, of_router, terms, gpus, parallel_starts))
+        return PendingFleet(lambda: plugged_in("detach")(engine, of_router, terms))
+    return PendingFleet(lambda: _launched(engine, of_router, terms, gpus))
 
 
 def _gpus(engine: EngineConfig, fleet: FleetConfig) -> Sequence[tuple[str, ...]]:
@@ -136,14 +124,11 @@ def _gpus(engine: EngineConfig, fleet: FleetConfig) -> Sequence[tuple[str, ...]]
 
 
 async def _launched(
-    engine: EngineConfig,
-    router_config: RouterConfig,
-    terms: Terms,
-    gpus: Sequence[tuple[str, ...]],
-    parallel_starts: int | None,
+    engine: EngineConfig, router_config: RouterConfig, terms: Terms, gpus: Sequence[tuple[str, ...]]
 ) -> Fleet:
     fleet, api_key = terms.fleet, terms.api_key
     plugged_in("control_socket.refuse_second")(router_config.url)
+    shared = len({name for names in gpus for name in names}) < sum(len(names) for names in gpus)
     key = new_key()
     engine_key = api_key if router_config.kind == "vllm-router" else key  # it sends its callers' key to engines
     async with AsyncExitStack() as owned:
@@ -155,7 +140,8 @@ async def _launched(
             if fleet.launcher == "ray"
             else LocalEngines(engine_key, logs.path),
             api_key=engine_key,
-            parallel_starts=parallel_starts or max(1, fleet.engines),
+            # vLLM measures what its GPU has free while it starts, so those that share one start one after another.
+            parallel_starts=1 if shared else max(1, fleet.engines),
             stop_timeout_s=fleet.stop_timeout_s,
         )
         owned.push_async_callback(engines.end_all)
@@ -211,18 +197,16 @@ async def assemble(
     owned: AsyncExitStack,
     terms: Terms,
     *,
-    epoch: int = -1,
     engines: LaunchedEngines | None = None,
     attached: Any = None,
 ) -> Fleet:
-    """Admit engines that are SYNCING, send them to the router, and watch them.
+    """Admit engines that are SYNCING, in the order of their index, send them to the router, and watch them.
 
     Args:
         router: in front of them.
-        members: in the order of their index.
+        members: the engines.
         owned: what ends with the fleet.
         terms: its settings.
-        epoch: of the set that the router has already.
         engines: restarts them, and starts more; None: someone else started them.
         attached: `attach.AttachedServers`, joins servers of others; None: those that died stay dead.
 
@@ -233,51 +217,32 @@ async def assemble(
     fleet = terms.fleet
     if not members or len(members) < fleet.min_engines:
         raise UserError(f"there are {len(members)} engines, the fleet needs at least {fleet.min_engines}")
-    roster = await _roster(router, members, epoch)
+    roster = await _roster(router, members)
     store = Stores(fleet, lambda: updatable(roster.members), terms.control_timeout_s)
     owned.callback(store.close)
-    data = _data_client(router, roster, owned, terms)
+    data = data_client(router.url, terms.api_key, roster, owned, terms)
     if attached is not None:
         attached.serve(data, roster)
-    operations = _operations(roster, store, terms, engines)
+    operations = Operations(
+        roster,
+        store,
+        min_engines=fleet.min_engines,
+        control_timeout_s=terms.control_timeout_s,
+        request_timeout_s=terms.request_timeout_s,
+        recovery_timeout_s=engines.config.start_timeout_s if engines is not None else 0.0,
+        max_adapters=fleet.max_adapters,
+        paused=roster.members[0].info.paused,
+    )
     join = attached.join if attached is not None else None
     supervisor = Supervisor(
         roster, admit=operations.admit, mend=operations.mend, fleet=fleet, engines=engines, join=join
     )
     _watch(router, roster, supervisor, owned, fleet)
     data.http.suspect = supervisor.probe_all
-    elastic = plugged_in("elastic")(
-        roster,
-        operations,
-        supervisor,
-        min_engines=fleet.min_engines,
-        drain_timeout_s=fleet.drain_timeout_s,
-        engines=engines,
-        join=join,
-    )
+    elastic = plugged_in("elastic")(roster, operations, supervisor, fleet, engines=engines, join=join)
     owned.push_async_callback(elastic.close)
-    return Fleet(
-        router.url,
-        roster=roster,
-        operations=operations,
-        elastic=elastic,
-        data=data,
-        owned=owned.pop_all(),
-        endpoint=plugged_in("control_socket")(router.url, roster, operations, elastic, admin_key=router.key),
-    )
-
-
-def _operations(roster: Roster, store: Stores, terms: Terms, engines: LaunchedEngines | None) -> Operations:
-    return Operations(
-        roster,
-        store,
-        min_engines=terms.fleet.min_engines,
-        control_timeout_s=terms.control_timeout_s,
-        request_timeout_s=terms.request_timeout_s,
-        recovery_timeout_s=engines.config.start_timeout_s if engines is not None else 0.0,
-        max_adapters=terms.fleet.max_adapters,
-        paused=roster.members[0].info.paused,
-    )
+    endpoint = plugged_in("control_socket")(router.url, roster, operations, elastic, admin_key=router.key)
+    return Fleet(router.url, roster, operations, elastic, data, owned.pop_all(), endpoint)
 
 
 def _watch(
@@ -303,10 +268,11 @@ async def reachable(fleet: Fleet) -> Fleet:
     return fleet
 
 
-def _data_client(router: OpenRouter, roster: Roster, owned: AsyncExitStack, terms: Terms) -> DataClient:
+def data_client(url: str, api_key: str | None, roster: Roster, owned: AsyncExitStack, terms: Terms) -> DataClient:
+    """Return a client of the requests that go through the router at `url`; it ends with `owned`."""
     data = DataClient(
-        router.url,
-        api_key=terms.api_key,
+        url,
+        api_key=api_key,
         request_timeout_s=terms.request_timeout_s,
         vocab_size=smallest_vocabulary(m.info for m in roster.members),
         stream_chunk_tokens=terms.fleet.stream_chunk_tokens,
@@ -317,7 +283,7 @@ def _data_client(router: OpenRouter, roster: Roster, owned: AsyncExitStack, term
     return data
 
 
-async def _roster(router: OpenRouter, members: Sequence[Member], epoch: int) -> Roster:
+async def _roster(router: OpenRouter, members: Sequence[Member]) -> Roster:
     """The engines as one fleet, in the state that they all are in; the router has them, and is gated as they are."""
     _agree("weight version", {m.name: m.weight_version for m in members})
     vocabularies = {m.name: m.info.vocab_size for m in members if m.info.vocab_size}
@@ -325,12 +291,7 @@ async def _roster(router: OpenRouter, members: Sequence[Member], epoch: int) -> 
     _agree("paused", {m.name: m.info.paused for m in members})
     paused = members[0].info.paused
     roster = Roster(
-        router.admin,
-        version=members[0].weight_version,
-        epoch=epoch,
-        closed=paused,
-        by_rank=router.ours,
-        gated=router.ours,
+        router.admin, version=members[0].weight_version, closed=paused, by_rank=router.ours, gated=router.ours
     )
     for member in members:
         if not roster.by_rank:

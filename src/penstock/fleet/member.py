@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -213,6 +213,7 @@ class Member:
         self.url, self.control, self.info, self.process = new.url, new.control, new.info, new.process
         self.api_key = new.api_key
         self.weight_version, self.foreign = new.weight_version, None
+        self.ranks = new.ranks if self.spec is not None else self.ranks
         if new.process is not None:
             self.torn, self.asleep = None, frozenset()  # it has loaded its weights again
 
@@ -326,6 +327,16 @@ async def connect_engine(
 def updatable(members: Iterable[Member]) -> list[Member]:
     """Return those that take part in the next update."""
     return [member for member in members if member.updatable]
+
+
+@contextmanager
+def foreign_to(members: Iterable[Member]) -> Generator[None]:
+    """While calls of ours come past our updates: what the engines count of them is read again after it."""
+    try:
+        yield
+    finally:
+        for member in members:
+            member.foreign = None
 
 
 def why(members: Iterable[Member]) -> str:

@@ -1,24 +1,32 @@
-"""VLLM's native weight calls over many engines: what each is sent, and what is refused before any is asked.
+"""VLLM's native weight calls over many engines.
 
 One call is for all of them, and an engine that fails what others have done is dead. So what some of them cannot take is
-found out first.
+found out before any is asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from penstock.engine.capabilities import PENSTOCK, require
 from penstock.engine.control import ControlClient
-from penstock.errors import EngineHTTPError, MissingCapabilityError
-from penstock.fleet.member import Member
+from penstock.errors import EngineHTTPError, MissingCapabilityError, StateError
+from penstock.fleet.member import Member, foreign_to
+from penstock.fleet.roster import Roster
 from penstock.http import as_json
+
+if TYPE_CHECKING:
+    from penstock.fleet.operations import Operations
+
+logger = logging.getLogger(__name__)
 
 OURS = PENSTOCK.weight_transfer
 """The backend that engines have which Penstock launches, unless their `extra_args` name another."""
 INIT, UPDATE = "init_weight_update_communicator", "update_named_weights"
+CALLS = 4
+"""Control calls that one update is."""
 _OURS_TAKES = (
     f"engines that Penstock launches take native weights by {OURS!r}, with an empty init_info and the update_info "
     '{"manifest": ...}. Call update_weights, which does all of that; or launch them with another backend, such as '
@@ -31,42 +39,79 @@ _ALIKE = (
 
 
 class NativeCalls:
-    """Checks the native calls of one fleet, and remembers which engines joined a trainer's communicator."""
+    """The native calls of one fleet.
 
-    def __init__(self) -> None:
+    Args:
+        operations: of the fleet, which these are two of.
+        roster: its engines.
+        timeout_s: deadline of a control call.
+    """
+
+    def __init__(self, operations: Operations, roster: Roster, timeout_s: float) -> None:
+        self._operations = operations
+        self._roster = roster
+        self._timeout_s = timeout_s
         self._joined: frozenset[ControlClient] = frozenset()
+        """Engines that joined a trainer's communicator."""
 
-    @contextmanager
-    def joining(
-        self, members: Sequence[Member], init_info: Mapping[str, Any]
-    ) -> Generator[dict[ControlClient, dict[str, Any]]]:
-        """Yield what each is sent of `init_info`: its own `rank_offset`, the ranks of those before it added.
+    async def init(self, init_info: Mapping[str, Any]) -> None:
+        """Call vLLM's `/init_weight_transfer_engine`; see `Fleet.init_weight_update_communicator`.
 
         Raises:
             MissingCapabilityError: one has no native transfer, or they have different ones; or, when they were asked,
                 all have refused since theirs is ours.
             UserError: `init_info` cannot be sent.
         """
-        _check_backends(members, INIT)
-        as_json("init_info", init_info)
-        infos: dict[ControlClient, dict[str, Any]] = {}
-        ranks = 0
-        for member in members:
-            infos[member.control] = dict(init_info)
-            if "rank_offset" in init_info:
-                infos[member.control]["rank_offset"] = init_info["rank_offset"] + ranks
-            tp, pp, dp = member.layout
-            ranks += tp * pp * dp
-        try:
-            yield infos
-        except EngineHTTPError as refused:
-            if init_info and all(_is_ours(member) for member in members):
-                raise MissingCapabilityError(f"{INIT}: {_OURS_TAKES} ({refused})") from refused
-            raise
-        # An empty one tells nothing: ours takes it too, for which there is nothing to join.
-        self._joined = frozenset(infos) if init_info else frozenset()
 
-    def check_update(self, members: Sequence[Member], update_info: Mapping[str, Any]) -> None:
+        async def run() -> None:
+            members = self._roster.live()
+            _check_backends(members, INIT)
+            as_json("init_info", init_info)
+            infos = _by_rank(members, init_info)
+            try:
+                with foreign_to(members):
+                    await self._operations.refusable(
+                        lambda engine: engine.init_weight_transfer(infos[engine]), "initialisation of weight transfer"
+                    )
+            except EngineHTTPError as refused:
+                if init_info and all(_is_ours(member) for member in members):
+                    raise MissingCapabilityError(f"{INIT}: {_OURS_TAKES} ({refused})") from refused
+                raise
+            # An empty one tells nothing: ours takes it too, for which there is nothing to join.
+            self._joined = frozenset(infos) if init_info else frozenset()
+
+        await self._operations.queue.run(run)
+
+    async def update(self, update_info: Mapping[str, Any], version: int) -> None:
+        """Run vLLM's own start, update and finish on engines that are paused; see `Fleet.update_named_weights`."""
+        operations, roster = self._operations, self._roster
+
+        async def run() -> None:
+            roster.check_version(version)
+            if not operations.paused:
+                raise StateError("pause generation before a native weight update: vLLM dies of one while it generates")
+            operations.check_weights_awake()
+            self._check_update(roster.live(), update_info)
+            if operations.kv_stays:
+                roster.keep_kv(version)
+            roster.highest_version = version  # an engine that fails on the way may have taken it
+            with foreign_to(roster.live()):
+                await roster.command(
+                    lambda engine: engine.native_update(update_info, version=version),
+                    what=f"native update to weight version {version}",
+                    deadline_s=CALLS * self._timeout_s,
+                    tears=True,
+                )
+            roster.commit(version)
+            await roster.push_or_defer(f"its engines serve weight version {version}")
+            logger.info(
+                "weight version %d came by update_named_weights, of which no copy is kept: an engine that dies now, or "
+                "is added, waits for the next update_weights", version,
+            )  # fmt: skip
+
+        await operations.queue.run(run)
+
+    def _check_update(self, members: Sequence[Member], update_info: Mapping[str, Any]) -> None:
         """Refuse what would leave every engine with an update begun and nothing to end it, of which they are dead.
 
         Raises:
@@ -85,6 +130,19 @@ class NativeCalls:
                 f"{UPDATE}: {', '.join(lacking)} accepted no {INIT} since the start, and update_info is without a "
                 f"manifest ({', '.join(update_info) or 'empty'}): {_OURS_TAKES}"
             )
+
+
+def _by_rank(members: Sequence[Member], init_info: Mapping[str, Any]) -> dict[ControlClient, dict[str, Any]]:
+    """What each is sent of `init_info`: its own `rank_offset`, the ranks of those before it added."""
+    infos: dict[ControlClient, dict[str, Any]] = {}
+    ranks = 0
+    for member in members:
+        infos[member.control] = dict(init_info)
+        if "rank_offset" in init_info:
+            infos[member.control]["rank_offset"] = init_info["rank_offset"] + ranks
+        tp, pp, dp = member.layout
+        ranks += tp * pp * dp
+    return infos
 
 
 def _is_ours(member: Member) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,10 @@ from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import CoreState
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError, UserError
 from penstock.fleet.fan_out import Call, FanOut, OperationQueue, fan_out
-from penstock.fleet.member import SERVABLE, Member, State, Substate, why
+from penstock.fleet.member import SERVABLE, Member, State, Substate, foreign_to, why
 from penstock.fleet.roster import Roster
 from penstock.fleet.stores import Stores
-from penstock.fleet.sync import MEMORY_TAGS, bring_in, put_right, resume, wrong_weights
-from penstock.fleet.update import Updater
+from penstock.fleet.update import MEMORY_TAGS, Updater, bring_in, put_right, resume, wrong_weights
 from penstock.rooms import plugged_in
 from penstock.types import KV, PauseMode, UpdateReport, check_kv
 from penstock.weights.manifest import WeightManifest
@@ -36,11 +35,6 @@ DROPS_WEIGHTS = 2
 
 class Operations:
     """Pause, resume, sleep, wake and update over a roster, and what they leave the fleet in.
-
-    Attributes:
-        paused: generation is paused by the user.
-        queue: for what else must not meet an operation.
-        adapters: the fleet's LoRA adapters.
 
     Args:
         roster: the engines.
@@ -66,6 +60,9 @@ class Operations:
         paused: bool = False,
     ) -> None:
         self.paused = paused
+        """Generation is paused by the user."""
+        self.kv_stays = paused
+        """The pause in force left the KV caches as they were, as far as is known."""
         self.queue = OperationQueue(roster.occupation)
         self._roster = roster
         self._store = store
@@ -78,12 +75,10 @@ class Operations:
         self._usable_from = 0
         """Weights older than this version are gone from memory (sleep level 2)."""
         self._updating = False
-        self._native = plugged_in("native")()
-        self._kv_stays = paused
-        """The pause in force left the KV caches as they were, as far as is known."""
         self._waiting_pause: _WaitingPause | None = None
+        self.native = plugged_in("native")(self, roster, control_timeout_s)
         self.adapters = plugged_in("adapters")(
-            roster, store, self.queue, self._check_weights_awake, most=max_adapters, timeout_s=control_timeout_s
+            roster, store, self.queue, self.check_weights_awake, most=max_adapters, timeout_s=control_timeout_s
         )
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None) -> None:
@@ -113,18 +108,18 @@ class Operations:
             async with self._gate_closed():
                 pausing = self._pause_engines(mode, clear_cache=clear_cache, timeout_s=timeout_s)
                 late = await (self._wait_for_requests(pausing, waiting) if mode is PauseMode.WAIT else pausing)
-                if late is None or late:
-                    await self._roster.command(resume, what="resume after the pause", deadline_s=self._control_s)
+                if late == ():
+                    self._move_all(State.PAUSED, f"pause_generation ({mode})")
+                    self.paused, self.kv_stays = True, not clear_cache
+                    return
+                await self._roster.command(resume, what="resume after the pause", deadline_s=self._control_s)
                 if late is None:
                     raise StateError("the pause was ended while it waited for requests; every engine goes on as before")
-                if late:
-                    raise DeadlineError(
-                        f"pause ({mode}): {', '.join(late)} did not pause within {timeout_s:g} s; every engine goes on "
-                        "as before. A pause that waits takes as long as the longest request in flight",
-                        seconds=timeout_s or 0.0,
-                    )
-                self._move_all(State.PAUSED, f"pause_generation ({mode})")
-                self.paused, self._kv_stays = True, not clear_cache
+                raise DeadlineError(
+                    f"pause ({mode}): {', '.join(late)} did not pause within {timeout_s:g} s; every engine goes on "
+                    "as before. A pause that waits takes as long as the longest request in flight",
+                    seconds=timeout_s or 0.0,
+                )
 
         try:
             await self.queue.run(run, waiting.over.set, occupies=False)  # engines that wait go on with their steps
@@ -164,7 +159,7 @@ class Operations:
             self._require("sleep", "sleep")
             async with self._gate_closed():
                 self._note_asleep(MEMORY_TAGS)
-                await self._refusable(lambda engine: engine.sleep(level), "sleep")
+                await self.refusable(lambda engine: engine.sleep(level), "sleep")
                 self._asleep = MEMORY_TAGS
                 if level == DROPS_WEIGHTS:
                     self._usable_from = self._roster.version + 1
@@ -184,7 +179,7 @@ class Operations:
             missing = [tag for tag in tags if tag in self._asleep] if tags and self._asleep else tags
             async with self._gate_closed():
                 if missing or not tags:
-                    await self._refusable(lambda engine: engine.wake_up(missing), "wake-up")
+                    await self.refusable(lambda engine: engine.wake_up(missing), "wake-up")
                 self._asleep -= set(tags or MEMORY_TAGS)
                 self._note_asleep(self._asleep)
                 if self.paused and not self._asleep:
@@ -197,7 +192,7 @@ class Operations:
         """End every request in flight with what it has; a pause that waits for them ends with it."""
 
         async def run() -> None:
-            await self._refusable(lambda engine: engine.abort(), "abort", needs="abort")
+            await self.refusable(lambda engine: engine.abort(), "abort", needs="abort")
 
         await self.queue.run(run, urgent=True)
 
@@ -205,10 +200,10 @@ class Operations:
         """Forget cached prefixes."""
 
         async def run() -> None:
-            await self._refusable(
+            await self.refusable(
                 lambda engine: engine.reset_prefix_cache(), "reset of the prefix cache", needs="caches"
             )
-            self._kv_stays = False
+            self.kv_stays = False
 
         await self.queue.run(run)
 
@@ -224,25 +219,13 @@ class Operations:
         self._require("rpc", "collective_rpc")
         if not (members := self._roster.live()):
             raise EngineDeadError(f"no engine is left now ({why(self._roster.members)})")
-        with self._roster.occupation.going_on(), _foreign_to(members):
+        with self._roster.occupation.going_on(), foreign_to(members):
             return await fan_out(
                 members,
                 lambda engine: engine.collective_rpc(method, timeout_s, args, kwargs),
                 # Longer than the client's own deadline, so that its message arrives.
                 deadline_s=timeout_s + 2.0,
             )
-
-    async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
-        """Call vLLM's native `/init_weight_transfer_engine`; see `Fleet.init_weight_update_communicator`."""
-
-        async def run() -> None:
-            members = self._roster.live()
-            with self._native.joining(members, init_info) as infos, _foreign_to(members):
-                await self._refusable(
-                    lambda engine: engine.init_weight_transfer(infos[engine]), "initialisation of weight transfer"
-                )
-
-        await self.queue.run(run)
 
     async def admit(self, member: Member) -> None:
         """Bring an engine that is SYNCING to the fleet's weights and state in its turn, and let it serve.
@@ -271,7 +254,7 @@ class Operations:
                     member.lifecycle.stay(None)
 
     async def mend(self, member: Member, said: CoreState, deadline_s: float) -> None:
-        """Put right what another process did to an engine, as its core `said`; see `sync.put_right`.
+        """Put right what another process did to an engine, as its core `said`; see `put_right`.
 
         Nothing is done while an operation is under way, or the fleet sleeps or ends; the next probe sees it again.
         `deadline_s` is the probe's: operations must not wait longer for a core that hangs.
@@ -307,10 +290,10 @@ class Operations:
         self._updating = True
 
         async def run() -> UpdateReport:
-            self._check_weights_awake()
+            self.check_weights_awake()
             self._require("plugin", "update_weights")
             number = self._roster.highest_version + 1 if version is None else version
-            check_version(number, self._roster)
+            self._roster.check_version(number)
             if kv == "keep_in_flight":
                 self._require("kv_in_flight", f"update_weights with kv={kv!r}")
             return await self._updater.run(publish, version=number, kv=kv)
@@ -327,34 +310,6 @@ class Operations:
             await self._roster.until(enough_or_none_to_come, deadline_s=self._recovery_s)
             never_began.pop_all()
         return await self.queue.run(run, over)
-
-    async def native_update(self, update_info: Mapping[str, Any], version: int) -> None:
-        """Run vLLM's own start, update and finish on engines that are paused."""
-
-        async def run() -> None:
-            check_version(version, self._roster)
-            if not self.paused:
-                raise StateError("pause generation before a native weight update: vLLM dies of one while it generates")
-            self._check_weights_awake()
-            self._native.check_update(self._roster.live(), update_info)
-            if self._kv_stays:
-                self._roster.keep_kv(version)
-            self._roster.highest_version = version  # an engine that fails on the way may have taken it
-            with _foreign_to(self._roster.live()):
-                await self._roster.command(
-                    lambda engine: engine.native_update(update_info, version=version),
-                    what=f"native update to weight version {version}",
-                    deadline_s=4 * self._control_s,  # four calls in one
-                    tears=True,
-                )
-            self._roster.commit(version)
-            await self._roster.push_or_defer(f"its engines serve weight version {version}")
-            logger.info(
-                "weight version %d came by update_named_weights, of which no copy is kept: an engine that dies now, or "
-                "is added, waits for the next update_weights", version,
-            )  # fmt: skip
-
-        await self.queue.run(run)
 
     async def close(self) -> None:
         """Let no further operation begin, and cancel the one that runs."""
@@ -376,20 +331,15 @@ class Operations:
     async def _weights_for(self, member: Member) -> WeightManifest | None:
         """Where an engine can have the fleet's version from; the trainer may be asked for it."""
         version = self._roster.version
-        asking = asyncio.create_task(in_thread(lambda: self._store.weights_for(member, version)))
-        try:
-            await asyncio.wait((asking,))
-        finally:  # should this be cancelled: the thread reads the trainer's tensors until it has ended
-            asking.cancel()
-            await asyncio.wait((asking,))
-        if asking.cancelled():
+        asking = in_thread(lambda: self._store.weights_for(member, version))
+        (found,) = await asyncio.gather(asking, return_exceptions=True)  # cancelled, it waits for the thread
+        if isinstance(found, BaseException):  # of the trainer's own code: anything
+            logger.warning("weight version %d was not given again: %r", version, found)
             return None
-        if (error := asking.exception()) is not None:  # of the trainer's own code: anything
-            logger.warning("weight version %d was not given again: %r", version, error)
-            return None
-        return asking.result()
+        return found
 
-    def _check_weights_awake(self) -> None:
+    def check_weights_awake(self) -> None:
+        """Raise StateError while the engines' weights sleep."""
         if "weights" in self._asleep:
             raise StateError("the engines sleep; wake_up(['weights']) before an update")
 
@@ -424,7 +374,8 @@ class Operations:
                 await cancelled(work)
         return None if work.cancelled() else work.result()
 
-    async def _refusable(self, call: Call[None], what: str, *, needs: Capability | None = None) -> None:
+    async def refusable(self, call: Call[None], what: str, *, needs: Capability | None = None) -> None:
+        """Have every engine do what all of them may refuse; see `Roster.command`."""
         if needs is not None:
             self._require(needs, what)
         await self._roster.command(call, what=what, deadline_s=self._control_s, refusable=True)
@@ -469,26 +420,3 @@ class _WaitingPause:
     """It is to end, and every engine to go on."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """It has paused the fleet, or every engine goes on."""
-
-
-@contextmanager
-def _foreign_to(members: Iterable[Member]) -> Generator[None]:
-    """While calls of ours come past our updates: what the engines count of them is read again after it."""
-    try:
-        yield
-    finally:
-        for member in members:
-            member.foreign = None
-
-
-def check_version(version: int, roster: Roster) -> None:
-    """Refuse what is no number, or names other weights already, be it on tokens of an update that did not commit."""
-    if type(version) is not int or version >= 2**63:  # engines would fail on it, and be dead
-        raise UserError(f"a weight version is an int below 2**63, got {version!r}; give int(...) of it")
-    if version <= roster.version:
-        raise UserError(f"weight version {version} is not greater than {roster.version}, which is in force")
-    if version <= roster.highest_version:
-        raise UserError(
-            f"weight version {version} is not greater than {roster.highest_version}, which engines may have served "
-            f"though it was not committed; take {roster.highest_version + 1}, or leave the number to the fleet"
-        )

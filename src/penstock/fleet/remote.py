@@ -6,18 +6,15 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from pydantic import TypeAdapter
 
 from penstock.aio import cancelled, in_thread
-from penstock.engine.capabilities import smallest_vocabulary
-from penstock.engine.client import DataClient
 from penstock.engine.control import ControlClient
 from penstock.engine.vanilla import VanillaReplies
 from penstock.errors import EngineDeadError, EngineError, PenstockError, StateError, UserError, error_from_json
@@ -25,23 +22,13 @@ from penstock.fleet.adapters import FleetAdapters
 from penstock.fleet.calls import CallClient
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.fan_out import FanOut
-from penstock.fleet.fleet import Fleet, FleetControl, FleetSize
-from penstock.fleet.launch import Terms
+from penstock.fleet.fleet import Fleet
+from penstock.fleet.launch import Terms, data_client
 from penstock.fleet.member import Lifecycle, Member, State
-from penstock.fleet.operations import Operations, check_version
+from penstock.fleet.native import NativeCalls
+from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
-from penstock.fleet.service import (
-    OF_ADAPTERS,
-    OF_ENGINES,
-    OPERATIONS,
-    PREFIX,
-    QUIET_S,
-    FleetState,
-    MemberState,
-    present,
-    socket_of,
-    state_of,
-)
+from penstock.fleet.service import CALLS, PREFIX, QUIET_S, FleetState, MemberState, present, socket_of, state_of
 from penstock.parsing import reading
 from penstock.router.admin_client import RouterAdmin
 from penstock.settings import ServerSpec
@@ -108,42 +95,29 @@ async def adopt(client: FleetClient, url: str, terms: Terms) -> Fleet:
         state = await client.state()
         admin = RouterAdmin(url, state.admin_key)
         owned.push_async_callback(admin.close)
-        roster = AdoptedRoster(admin, control_timeout_s=terms.control_timeout_s)
+        roster = AdoptedRoster(admin, client, control_timeout_s=terms.control_timeout_s)
         owned.push_async_callback(roster.close)
         await roster.take(state)
         roster.raise_if_lost()
         store = SharedMemoryStore()
         owned.callback(store.close)
-        control = RemoteControl(client, roster, store)
-        data = DataClient(
-            url,
-            api_key=terms.api_key or state.admin_key,
-            request_timeout_s=terms.request_timeout_s,
-            vocab_size=smallest_vocabulary(member.info for member in state.members),
-            stream_chunk_tokens=terms.fleet.stream_chunk_tokens,
-        )
-        data.http.back = roster.router_back
-        data.kept = lambda: roster.kv_kept_versions
-        data.http.suspect = control.probe_all
+        elastic = RemoteElastic(roster)
+        owned.push_async_callback(elastic.close)
+        data = data_client(url, terms.api_key or state.admin_key, roster, owned, terms)
+        data.http.suspect = elastic.probe_all
         data.unreported = VanillaReplies(roster.asked)
-        owned.push_async_callback(data.close)
         follower = asyncio.create_task(roster.follow(client), name="follow-fleet")
         owned.push_async_callback(cancelled, follower)
-        return Fleet(
-            url,
-            roster=roster,
-            operations=cast("FleetControl", control),
-            elastic=cast("FleetSize", control),
-            data=data,
-            owned=owned.pop_all(),
-        )
+        operations = cast("Operations", RemoteOperations(roster, store))
+        return Fleet(url, roster, operations, elastic, data, owned.pop_all())
 
 
 class AdoptedRoster(Roster):
     """The members as the owner last reported them. The owner alone changes them, and updates the router."""
 
-    def __init__(self, admin: RouterAdmin, *, control_timeout_s: float) -> None:
+    def __init__(self, admin: RouterAdmin, client: FleetClient, *, control_timeout_s: float) -> None:
         super().__init__(admin)
+        self._client = client
         self.router_returns = True
         self.lost: str | None = None
         """Why the owner cannot be reached any more."""
@@ -164,6 +138,25 @@ class AdoptedRoster(Roster):
         for member in known.values():
             if id(member.control) not in kept:
                 await member.control.close()
+
+    def check_reachable(self) -> None:
+        """Raise where the fleet was torn down here, or its owner is lost."""
+        if self._ended:
+            raise StateError("this fleet was torn down")
+        if self.lost is not None:
+            raise EngineDeadError(self.lost)
+
+    async def order(self, call: str, /, **arguments: Any) -> Any:
+        """Have the owner do it, and take the state after it."""
+        self.check_reachable()
+        try:
+            result, state = await self._client.order(call, **arguments)
+        except EngineDeadError as error:
+            if self.lost is not None:
+                raise EngineDeadError(self.lost) from error
+            raise
+        await self.take(state)
+        return result
 
     async def follow(self, client: FleetClient) -> None:
         """Take every state that comes, until the owner is gone; calls under way fail then."""
@@ -188,15 +181,14 @@ class AdoptedRoster(Roster):
     def _member(self, reported: MemberState, known: Member | None) -> Member:
         name, url, key = reported.name, reported.url, reported.api_key
         same = known is not None and (known.url, known.api_key) == (url, key)
+        control = known.control if known is not None and same else None
         member = Member(
-            name=name,
-            url=url,
-            control=known.control
-            if known is not None and same
-            else ControlClient(name, url, api_key=key, timeout_s=self._control_s),
-            info=reported.info,
-            lifecycle=Lifecycle.reported(name, reported.state, reported.reason),
-            weight_version=reported.weight_version,
+            name,
+            url,
+            control or ControlClient(name, url, api_key=key, timeout_s=self._control_s),
+            reported.info,
+            Lifecycle.reported(name, reported.state, reported.reason),
+            reported.weight_version,
             api_key=key,
             gpus=reported.gpus,
             warning=reported.warning,
@@ -210,26 +202,39 @@ def _report(result: Any) -> UpdateReport:
         return _REPORT.validate_python(result)
 
 
-def _forwarded(kind: type, name: str, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Return a method of `kind` that makes `call` with its arguments by their names."""
-    signature = inspect.signature(getattr(kind, name))
+class Remote:
+    """What the owner of a fleet has of a `kind` in `CALLS`: each method is a call, with the arguments by their names.
 
-    def forward(*args: Any, **options: Any) -> Awaitable[Any]:
-        arguments = signature.bind(None, *args, **options).arguments
-        return call(**{key: value for key, value in arguments.items() if key != "self"})
-
-    return forward
-
-
-class RemoteAdapters:
-    """`FleetAdapters` of a fleet that another process owns; its other methods of `OF_ADAPTERS` are calls to the owner.
+    A call ends with the operation, whose steps have deadlines, or when the owner is gone or hangs.
 
     Args:
+        kind: of the owner's object.
         call: makes a call to the owner.
     """
 
-    def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
+    def __init__(self, kind: type, call: Callable[..., Awaitable[Any]]) -> None:
+        self._kind = kind
         self._call = call
+        self._prefix, self._names = CALLS[kind]
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        if name not in self._names:
+            raise AttributeError(name)
+        signature = inspect.signature(getattr(self._kind, name))
+
+        def forward(*args: Any, **options: Any) -> Awaitable[Any]:
+            arguments = signature.bind(None, *args, **options).arguments
+            del arguments["self"]
+            return self._call(f"{self._prefix}{name}", **arguments)
+
+        return forward
+
+
+class RemoteAdapters(Remote):
+    """`FleetAdapters` of a fleet that another process owns."""
+
+    def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
+        super().__init__(FleetAdapters, call)
 
     async def update(
         self,
@@ -257,54 +262,54 @@ class RemoteAdapters:
         with reading("adapters of a fleet", EngineError):
             return _ADAPTERS.validate_python(await self._call("adapter_statuses"))
 
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        if name not in OF_ADAPTERS:
-            raise AttributeError(name)
-        return _forwarded(FleetAdapters, name, partial(self._call, f"adapter_{name}"))
+
+class RemoteElastic(Remote):
+    """`Elastic` of a fleet that another process owns."""
+
+    def __init__(self, roster: AdoptedRoster) -> None:
+        super().__init__(Elastic, roster.order)
+        self._roster = roster
+        self._probing: asyncio.Future[Any] | None = None
+
+    async def probe_all(self) -> None:
+        """Have every engine asked whether it is well, after a request has seen one die (`Supervisor.probe_all`)."""
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.ensure_future(self._call("probe_all"))
+        with suppress(PenstockError):  # `follow` handles an owner that is gone
+            await asyncio.shield(self._probing)
+
+    async def attach(self, servers: Iterable[str | ServerSpec]) -> tuple[str, ...]:
+        """See `Elastic.attach`."""
+        given = [spec.model_dump() if isinstance(spec, ServerSpec) else spec for spec in servers]
+        names = tuple(await self._call("attach", servers=given))
+        for member in self._roster.members:
+            if member.name in names and member.warning:
+                logger.warning(member.warning)
+        return names
+
+    async def close(self) -> None:
+        """Give up asking."""
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.wait((self._probing,))
 
 
-class RemoteControl:
-    """`Operations` and `Elastic` of a fleet that another process owns.
+class RemoteOperations(Remote):
+    """`Operations` of a fleet that another process owns."""
 
-    Every method of theirs in `OPERATIONS` and `OF_ENGINES` is a call to the owner, with the arguments by their names.
-    It ends with the operation, whose steps have deadlines, or when the owner is gone or hangs.
-    """
-
-    def __init__(self, client: FleetClient, roster: AdoptedRoster, store: SharedMemoryStore) -> None:
-        self._client = client
+    def __init__(self, roster: AdoptedRoster, store: SharedMemoryStore) -> None:
+        super().__init__(Operations, roster.order)
         self._roster = roster
         self._store = store
-        self.adapters = RemoteAdapters(self._call)
+        self.adapters = RemoteAdapters(roster.order)
+        self.native = Remote(NativeCalls, roster.order)
         self._update: asyncio.Task[UpdateReport] | None = None
-        self._probing: asyncio.Task[Any] | None = None
-        self._closed = False
-
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        kind = Operations if name in OPERATIONS else Elastic
-        if kind is Elastic and name not in OF_ENGINES:
-            raise AttributeError(name)
-        return _forwarded(kind, name, partial(self._call, name))
 
     async def collective_rpc(self, *args: Any) -> FanOut[list[Any]]:
         """See `Operations.collective_rpc`."""
         outcome = await self.__getattr__("collective_rpc")(*args)
         failures = {name: error_from_json(error) for name, error in outcome["failures"].items()}
         return FanOut(outcome["results"], failures)
-
-    async def probe_all(self) -> None:
-        """Have every engine asked whether it is well, after a request has seen one die (`Supervisor.probe_all`)."""
-        if self._probing is None or self._probing.done():
-            self._probing = asyncio.create_task(self._call("probe_all"), name="remote-probe")
-        with suppress(PenstockError):  # `follow` handles an owner that is gone
-            await asyncio.shield(self._probing)
-
-    async def attach(self, servers: Sequence[ServerSpec]) -> tuple[str, ...]:
-        """See `Elastic.attach`."""
-        names = tuple(await self._call("attach", servers=[spec.model_dump() for spec in servers]))
-        for member in self._roster.members:
-            if member.name in names and member.warning:
-                logger.warning(member.warning)
-        return names
 
     async def update(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None, *, kv: KV = "recompute"
@@ -313,20 +318,16 @@ class RemoteControl:
 
         The owner keeps the memory, for engines that return after this process has ended.
         """
-        self._check_open()  # a lost owner may only stand still, and its engines may read what would be written
+        self._roster.check_reachable()  # a lost owner may stand still, and its engines read what would be written
         if self._update is not None and not self._update.done():
             raise StateError("a weight update is under way; await it before the next one")
         number = self._roster.highest_version + 1 if version is None else version
-        check_version(number, self._roster)
+        self._roster.check_version(number)
         self._update = asyncio.create_task(self._publish_and_apply(named_tensors, number, kv), name="remote-update")
         return await asyncio.shield(self._update)
 
     async def close(self) -> None:
-        """Let no further call begin, and wait for an update under way: it reads what is ours."""
-        self._closed = True
-        if self._probing is not None:
-            self._probing.cancel()
-            await asyncio.wait((self._probing,))
+        """Wait for an update under way: it reads what is ours."""
         if self._update is not None:
             await asyncio.wait((self._update,))
 
@@ -344,20 +345,3 @@ class RemoteControl:
         report = _report(result)
         longer = {name: published + report.seconds[name] for name in ("publish", "total")}
         return replace(report, seconds={**report.seconds, **longer})
-
-    async def _call(self, call: str, /, **arguments: Any) -> Any:
-        self._check_open()
-        try:
-            result, state = await self._client.order(call, **arguments)
-        except EngineDeadError as error:
-            if self._roster.lost is not None:
-                raise EngineDeadError(self._roster.lost) from error
-            raise
-        await self._roster.take(state)
-        return result
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StateError("this fleet was torn down")
-        if self._roster.lost is not None:
-            raise EngineDeadError(self._roster.lost)

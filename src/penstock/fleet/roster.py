@@ -19,7 +19,7 @@ from penstock.errors import (
     StateError,
     UserError,
 )
-from penstock.fleet.fan_out import Call, FanOut, Occupation, fan_out
+from penstock.fleet.fan_out import Call, Changes, FanOut, Occupation, ask, fan_out
 from penstock.fleet.member import SERVABLE, EngineStatus, Member, State, why
 from penstock.router.admin_client import RouterState
 from penstock.router.membership import EngineEntry
@@ -44,7 +44,7 @@ class Admin(Protocol):
     async def engines(self) -> RouterState: ...  # noqa: D102
 
 
-class Roster:
+class Roster(Changes):
     """The members, and the router's view of them.
 
     The router always gets the full set under a growing epoch, so that it converges whatever was lost before.
@@ -55,11 +55,11 @@ class Roster:
         admin: Admin,
         *,
         version: int = 0,
-        epoch: int = -1,
         closed: bool = False,
         by_rank: bool = True,
         gated: bool = True,
     ) -> None:
+        super().__init__()
         self.by_rank = by_rank
         """The router can address data-parallel ranks of one server one by one."""
         self.members: tuple[Member, ...] = ()
@@ -72,8 +72,6 @@ class Roster:
         """Versions that were put in force with the KV cache kept."""
         self.checksums: Mapping[tuple[int, int, int], Collection[str]] = {}
         """Checksums of the fleet's weights by engine layout; empty where no engine has reported any."""
-        self.changes = 0
-        """Grows with each change that was announced."""
         self.router_returns = False
         """A supervisor restarts the router when it ends, and calls `restore`."""
         self.router_uncertain = False
@@ -86,14 +84,12 @@ class Roster:
         self._closed = closed
         self._confirmed: bool | None = None
         """The state of the gate that the router has confirmed; None: a call has not been answered."""
-        self._epoch = epoch
+        self._epoch = -1
         self._announced = False
         self._ended = False
-        self._restored = 0
         self._calls = 0
         """How many calls to the router have begun."""
         self._calling = asyncio.Lock()
-        self._changed = asyncio.Event()
 
     def live(self) -> tuple[Member, ...]:
         """Return a snapshot of those whose weights are confirmed: SERVING, PAUSED or DRAINING."""
@@ -108,12 +104,12 @@ class Roster:
         return self._ended or (not self.live() and not any(m.is_restarting for m in self.members))
 
     def raise_if_lost(self) -> None:
-        """Raise EngineDeadError where no engine is left and none is coming back, StateError where the fleet ends."""
+        """Raise `lost_error` where no engine is left and none is coming back, or the fleet ends."""
         if self.is_lost():
             raise self.lost_error()
 
     def lost_error(self) -> PenstockError:
-        """Return what `raise_if_lost` raises."""
+        """Return the EngineDeadError or, where the fleet ends, the StateError that a request gets."""
         if self._ended:
             return StateError("this fleet was torn down")
         return EngineDeadError(f"no engine is left, and none is coming back ({why(self.members)})")
@@ -149,6 +145,22 @@ class Roster:
         if member not in self.members:
             self.members = (*self.members, member)
 
+    def check_version(self, version: int) -> None:
+        """Refuse what is no number, or names other weights already, be it on tokens of an update that did not commit.
+
+        Raises:
+            UserError: why.
+        """
+        if type(version) is not int or version >= 2**63:  # engines would fail on it, and be dead
+            raise UserError(f"a weight version is an int below 2**63, got {version!r}; give int(...) of it")
+        if version <= self.version:
+            raise UserError(f"weight version {version} is not greater than {self.version}, which is in force")
+        if version <= self.highest_version:
+            raise UserError(
+                f"weight version {version} is not greater than {self.highest_version}, which engines may have served "
+                f"though it was not committed; take {self.highest_version + 1}, or leave the number to the fleet"
+            )
+
     def commit(self, version: int, checksums: Mapping[tuple[int, int, int], Collection[str]] | None = None) -> None:
         """Make `version` the fleet's: every live engine has confirmed it."""
         self.version = version
@@ -157,22 +169,6 @@ class Roster:
         for member in self.live():
             member.weight_version = version
         self.announce()
-
-    def announce(self) -> None:
-        """Wake every `until`: something changed."""
-        self.changes += 1
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def until(self, reached: Callable[[], bool], *, deadline_s: float | None = None) -> bool:
-        """Wait until `reached()`, evaluated after each change. False: it was not within the deadline."""
-        try:
-            async with asyncio.timeout(deadline_s):
-                while not reached():
-                    await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
 
     async def statuses(self, *, stats: bool = True) -> tuple[EngineStatus, ...]:
         """Return the status of every engine that ever joined; without `stats` none of them is asked."""
@@ -237,7 +233,6 @@ class Roster:
             await self._push()
             if not closed:
                 await self._set_gate(closed=False)
-            self._restored += 1
             self.router_uncertain = False
         self.announce()
 
@@ -301,27 +296,22 @@ class Roster:
         self._announced = True
 
     async def _call(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Make a call to the router; where it is gone and comes back, `restore` has done it instead."""
-        restored, done = self._restored, False
+        """Make a call to the router; where it is gone and comes back, `restore` does it instead."""
+        done = False
         try:
             async with self._calling:
-                restored = self._restored  # one that was under way has sent what was before this
-                self._calls += 1
-                await call()
-                done = True
+                try:
+                    self._calls += 1
+                    await call()
+                    done = True
+                finally:
+                    if not done:
+                        self.router_uncertain = True
+                        self.announce()
         except (DeadlineError, EngineDeadError):
-            self.router_uncertain = True
-            self.announce()
-            if not self.router_returns:
+            await self.until(lambda: not self.router_uncertain or not self.router_returns, deadline_s=ROUTER_BACK_S)
+            if self.router_uncertain:
                 raise
-            await self.until(lambda: self._restored > restored or not self.router_returns, deadline_s=ROUTER_BACK_S)
-            if self._restored == restored:
-                raise
-            done = True
-        finally:
-            if not done:
-                self.router_uncertain = True
-                self.announce()
 
     # --- the engines -------------------------------------------------------------------------------------------------
 
@@ -346,8 +336,9 @@ class Roster:
             self.announce()
             await self.push_or_defer(f"engine {member.name} died")
         if torn and member.process is None:
-            released = await fan_out((member,), lambda engine: engine.release(), deadline_s=SILENCING_S)
-            for error in released.failures.values():
+            try:
+                await ask(member, lambda engine: engine.release(), deadline_s=SILENCING_S)
+            except PenstockError as error:
                 logger.warning("engine %s may make tokens of unconfirmed weights: %s", member.name, error)
 
     def tears(self, call: Call[T]) -> Call[T]:
@@ -388,6 +379,7 @@ class Roster:
             EngineHTTPError: all refused, and `refusable`.
         """
         members = self.live()
+        asked = {m.name: m.control for m in members}
 
         async def failed(member: Member, error: PenstockError) -> None:
             spared = (refusable and isinstance(error, EngineHTTPError)) or (
@@ -396,17 +388,17 @@ class Roster:
             if not spared:
                 await self.mark_dead(member, f"{what} failed: {error}", torn=tears)
 
-        made = self.tears(call) if tears else call
-        asked = {m.name: m.control for m in members}
-        outcome = await fan_out(members, made, deadline_s=deadline_s, on_failure=failed)
-        same = (m for m in members if m.control is asked[m.name])  # others have been restarted
-        failed_alive = [m for m in same if m.name in outcome.failures and m.state in SERVABLE]
-        refused = [] if may_be_late else failed_alive
-        if refused and outcome.results:
-            for member in refused:  # the others did it: this engine is in another state than the fleet
-                await self.mark_dead(member, f"{what} failed: {outcome.failures[member.name]}")
-        elif refused:
+        outcome = await fan_out(members, self.tears(call) if tears else call, deadline_s=deadline_s, on_failure=failed)
+        # Of those that were spared and not restarted meanwhile:
+        refused = [
+            m
+            for m in members
+            if not may_be_late and m.name in outcome.failures and m.state in SERVABLE and m.control is asked[m.name]
+        ]
+        if refused and not outcome.results:
             raise outcome.failures[refused[0].name]
+        for member in refused:  # the others did it: this engine is in another state than the fleet
+            await self.mark_dead(member, f"{what} failed: {outcome.failures[member.name]}")
         if members and not self.live():
             raise EngineDeadError(f"{what}: no engine is left ({why(members)})")
         if not members:

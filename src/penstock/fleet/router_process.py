@@ -9,6 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -38,7 +39,9 @@ class RouterProcess:
 
     def __init__(self, url: str, child: ChildProcess) -> None:
         self.url = url
-        self._child = child
+        self.wait = child.wait
+        self.kill = child.kill
+        self.stop = partial(child.stop, STOP_S)
 
     @classmethod
     async def launch(
@@ -57,28 +60,20 @@ class RouterProcess:
             EngineStartError: it ended or was not ready within `START_S` seconds; it is gone, and the message holds the
                 telling lines of its log.
         """
-        options: list[str] = []
+        argv = [sys.executable, "-m", "penstock.router"]
         for name, value in config.model_dump(exclude={"kind", "url"}).items():
             option = name.replace("_", "-")
-            if isinstance(value, bool):
-                options.append(f"--{option}" if value else f"--no-{option}")
-            else:
-                options += [f"--{option}", str(value)]
-        env: dict[str, str] = {}
-        # Not on the command line, which every user of the machine can read.
-        for option, name, key in (
-            ("--api-key-env", API_KEY_ENV, api_key),
-            ("--admin-key-env", ADMIN_KEY_ENV, admin_key),
-        ):
-            if key:
-                options += [option, name]
-                env[name] = key
+            argv += [f"--{'' if value else 'no-'}{option}"] if isinstance(value, bool) else [f"--{option}", str(value)]
+        # Keys are not on the command line, which every user of the machine can read.
+        keys = {("--api-key-env", API_KEY_ENV): api_key, ("--admin-key-env", ADMIN_KEY_ENV): admin_key}
+        env = {name: key for (_, name), key in keys.items() if key}
+        argv += [word for words, key in keys.items() if key for word in words]
         read_fd, write_fd = os.pipe()
         async with AsyncExitStack() as failed:
             failed.callback(os.close, read_fd)
             try:
                 child = await ChildProcess.start(
-                    [sys.executable, "-m", "penstock.router", *options, "--ready-fd", str(write_fd)],
+                    [*argv, "--ready-fd", str(write_fd)],
                     name="router",
                     log=log_dir / "router.log",
                     env=env,
@@ -92,18 +87,6 @@ class RouterProcess:
             url = await _ready(child, read_fd)
             failed.pop_all()
         return cls(url, child)
-
-    async def wait(self) -> int:
-        """Wait until it has ended; returns its exit status."""
-        return await self._child.wait()
-
-    async def stop(self) -> None:
-        """End it."""
-        await self._child.stop(STOP_S)
-
-    def kill(self) -> None:
-        """SIGKILL to its whole process group."""
-        self._child.kill()
 
 
 async def _ready(child: ChildProcess, pipe: int) -> str:
@@ -162,11 +145,10 @@ class RouterGuard:
         self, router: RouterProcess, relaunch: Callable[[Mapping[str, Any]], Awaitable[RouterProcess]]
     ) -> None:
         self._router = router
+        self._relaunch = relaunch
         self._policy: Mapping[str, Any] = {}
         self._dead_answers: dict[str, int] = {}
-        self._relaunch = relaunch
         self._watch: asyncio.Task[None] | None = None
-        self._probe_engines: Callable[[], Awaitable[None]] | None = None
 
     def watch(
         self, roster: Roster, fleet: FleetConfig, probe_engines: Callable[[], Awaitable[None]] | None = None
@@ -176,8 +158,7 @@ class RouterGuard:
         Where an answer told the router that an engine's core is dead, `probe_engines` is called.
         """
         roster.router_returns = True
-        self._probe_engines = probe_engines
-        self._watch = asyncio.create_task(self._guard(roster, fleet), name="guard-router")
+        self._watch = asyncio.create_task(self._guard(roster, fleet, probe_engines), name="guard-router")
 
     async def stop(self) -> None:
         """End the router. Raises what broke the watch, if something did."""
@@ -187,20 +168,23 @@ class RouterGuard:
         finally:
             await self._router.stop()
 
-    async def _guard(self, roster: Roster, fleet: FleetConfig) -> None:
-        budget = RestartBudget(None, STEADY_S, BACKOFF_S)
-
+    async def _guard(
+        self, roster: Roster, fleet: FleetConfig, probe_engines: Callable[[], Awaitable[None]] | None
+    ) -> None:
         async def until_ended() -> None:
-            hung = asyncio.create_task(self._until_hung(roster, fleet), name="health-router")
+            hung = asyncio.create_task(self._until_hung(roster, fleet, probe_engines), name="health-router")
             try:
                 status = await self._router.wait()
             finally:
                 await cancelled(hung)
             logger.warning("the router ended with status %d", status)
 
+        budget = RestartBudget(None, STEADY_S, BACKOFF_S)
         await keep_running(until_ended, lambda: self._restart(roster), budget, asyncio.sleep)
 
-    async def _until_hung(self, roster: Roster, fleet: FleetConfig) -> None:
+    async def _until_hung(
+        self, roster: Roster, fleet: FleetConfig, probe_engines: Callable[[], Awaitable[None]] | None
+    ) -> None:
         clock = asyncio.get_running_loop().time
         answered, missed, late = clock(), 0, False
         # By number, since a sleep of ours is no silence of the router's, and by time, since a call has a deadline too.
@@ -212,7 +196,8 @@ class RouterGuard:
                 state = await roster.check_router(fleet.hang_timeout_s / HUNG_CHECKS)
                 self._policy = state.policy
                 answered, missed = clock(), 0
-                await self._check_deaths(state)
+                if self._has_met_dead_engines(state) and probe_engines is not None:
+                    await probe_engines()
             except (DeadlineError, TimeoutError):
                 missed, late = missed + 1, True
             except PenstockError:
@@ -221,11 +206,9 @@ class RouterGuard:
         logger.warning("the router has not answered for %g s: it is ended", fleet.hang_timeout_s)
         self._router.kill()  # a stopped process would take no other signal
 
-    async def _check_deaths(self, state: RouterState) -> None:
+    def _has_met_dead_engines(self, state: RouterState) -> bool:
         known, self._dead_answers = self._dead_answers, {load.name: load.dead_answers for load in state.engines}
-        grew = any(count > known.get(name, 0) for name, count in self._dead_answers.items())
-        if grew and self._probe_engines is not None:
-            await self._probe_engines()
+        return any(count > known.get(name, 0) for name, count in self._dead_answers.items())
 
     async def _restart(self, roster: Roster) -> bool:
         try:
@@ -247,12 +230,7 @@ _ADDRESS = {"kind", "url", "host", "port"}
 
 
 def check_router(config: RouterConfig, api_key: str | None) -> None:
-    """Refuse what can be known to be wrong before anything starts.
-
-    Raises:
-        ConfigError: the router would be open to other machines without a key, vllm-router has no URL, or an option
-            would have no effect.
-    """
+    """Raise ConfigError for what can be known to be wrong before anything starts."""
     if config.url is None:
         if config.kind == "vllm-router":
             raise ConfigError(
@@ -272,21 +250,16 @@ def check_router(config: RouterConfig, api_key: str | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OpenRouter:
-    """A router that a fleet runs behind.
-
-    Attributes:
-        url: where it listens.
-        admin: its control side.
-        guard: keeps its process up; None where someone else started it.
-        key: what its admin calls need; None: nothing.
-        ours: it is Penstock's; another's workers are URLs, and it has no gate.
-    """
+    """A router that a fleet runs behind."""
 
     url: str
     admin: Admin
     guard: RouterGuard | None = None
+    """Keeps its process up; None where someone else started it."""
     key: str | None = field(default=None, repr=False)
+    """What its admin calls need; None: nothing."""
     ours: bool = True
+    """It is Penstock's; another's workers are URLs, and it has no gate."""
 
 
 async def open_router(

@@ -24,14 +24,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from penstock.engine.control import EngineInfo
 from penstock.errors import EngineError, StateError, UserError
-from penstock.fleet.attach import specs_of
+from penstock.fleet.adapters import FleetAdapters, LoraPaths
 from penstock.fleet.calls import Call, CallServer
 from penstock.fleet.elastic import Elastic, seconds
-from penstock.fleet.lora_paths import LoraPaths
 from penstock.fleet.member import State
+from penstock.fleet.native import NativeCalls
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
-from penstock.settings import ServerSpec, validate
 from penstock.types import PauseMode
 from penstock.weights.manifest import WeightManifest
 
@@ -223,32 +222,19 @@ def shown(state: FleetState) -> dict[str, Any]:
 # --- the server ------------------------------------------------------------------------------------------------------
 
 
-OPERATIONS = (
-    *("pause", "resume", "abort", "reset_prefix_cache", "sleep", "wake_up"),
-    *("collective_rpc", "init_weight_transfer", "native_update"),
-)
-OF_ADAPTERS = ("update_from", "load", "unload", "pause", "resume", "wait", "pin", "statuses")
-"""Calls of `FleetAdapters`, as `adapter_NAME`."""
-OF_ENGINES = ("probe_all", "add", "attach", "drain", "remove", "replace")
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _specs(servers: Any) -> tuple[ServerSpec, ...]:
-    return specs_of(validate(ServerSpec, spec) for spec in servers)
-
-
+CALLS: Mapping[type, tuple[str, tuple[str, ...]]] = {
+    Operations: ("", ("pause", "resume", "abort", "reset_prefix_cache", "sleep", "wake_up", "collective_rpc")),
+    NativeCalls: ("native_", ("init", "update")),
+    FleetAdapters: ("adapter_", ("update_from", "load", "unload", "pause", "resume", "wait", "pin", "statuses")),
+    Elastic: ("", ("probe_all", "add", "attach", "drain", "remove", "replace")),
+}
+"""Methods that other processes can call, and the first letters of these calls."""
 READ: Mapping[str, Callable[[Any], Any]] = {
     "mode": PauseMode,
     "timeout_s": seconds,
     "manifest": WeightManifest.from_json,
-    "servers": _specs,
 }
-"""By name of an argument: its value from JSON."""
-
-
+"""By name of an argument: its value from JSON. Others are what they are."""
 COPIED = ("name", "url", "state", "weight_version", "is_restarting", "gpus", "info", "warning", "api_key")
 """What a `MemberState` has of its `Member`."""
 
@@ -334,11 +320,12 @@ class Endpoint:
             await asyncio.wait((stopping, working))
 
     def _calls(self) -> dict[str, Call]:
-        """Name the calls of `Operations` and `Elastic`; some arguments are read from JSON before."""
-        operations, elastic = self._operations, self._elastic
-        calls: dict[str, Call] = {name: getattr(operations, name) for name in OPERATIONS}
-        calls |= {name: getattr(elastic, name) for name in OF_ENGINES}
-        calls |= {f"adapter_{name}": getattr(operations.adapters, name) for name in OF_ADAPTERS}
+        """Name the calls; some arguments are read from JSON before."""
+        operations = self._operations
+        calls: dict[str, Call] = {}
+        for part in (operations, operations.native, operations.adapters, self._elastic):
+            prefix, names = CALLS[type(part)]
+            calls |= {f"{prefix}{name}": getattr(part, name) for name in names}
         calls["update"] = operations.update_from
         return {name: self._read(call) for name, call in calls.items()} | {"engines": self._wait, "stop": self._stop}
 
@@ -348,7 +335,7 @@ class Endpoint:
         def made(**arguments: Any) -> Awaitable[Any]:
             if self.stopping.is_set():
                 raise StateError("this fleet is being stopped")
-            return call(**{name: READ.get(name, _same)(value) for name, value in arguments.items()})
+            return call(**{name: READ[name](value) if name in READ else value for name, value in arguments.items()})
 
         return made
 

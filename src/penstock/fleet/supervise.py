@@ -8,6 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,11 +83,7 @@ async def keep_running(
 ) -> None:
     """Restart a process each time it ends; returns when its budget is exhausted.
 
-    Args:
-        until_ended: returns when the process has ended.
-        restart: starts it; False: that failed, and is tried again after the next wait.
-        budget: of the restarts.
-        sleep: waits.
+    `restart` returns False where it failed; it is tried again after the next wait.
     """
     while True:
         await until_ended()
@@ -220,36 +217,32 @@ class Supervisor:
 
     async def _until_dead(self, member: Member) -> None:
         """Return when the engine is DEAD, and gone where its process is ours. A watch that breaks is its death."""
-        watches: list[Coroutine[Any, Any, None]] = [self._until_gone(member), self._until_unwell(member)]
+        watches = [self._until_unwell(member)]
         if member.state is State.SYNCING:
             watches.append(self._admitted(member))
-        tasks = [asyncio.create_task(watch, name=f"watch-{member.name}") for watch in watches]
-        gone, *watching = tasks
+        tasks = [asyncio.create_task(self._dead_if_broken(member, watch)) for watch in watches]
         try:
-            while not gone.done():
-                await asyncio.wait((gone, *watching), return_when=asyncio.FIRST_COMPLETED)
-                for task in [task for task in watching if task.done()]:
-                    watching.remove(task)
-                    await self._mark_dead_if_broken(member, task)
-            await gone
+            if member.process is None:
+                await self._roster.until(lambda: member.state not in WATCHED)
+            else:
+                status = await member.process.wait()
+                await self._roster.mark_dead(member, f"its process exited with status {status}")
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            for task in watching:
-                await self._mark_dead_if_broken(member, task)
 
-    async def _until_gone(self, member: Member) -> None:
-        if member.process is None:
-            await self._roster.until(lambda: member.state not in WATCHED)
-            return
-        status = await member.process.wait()
-        await self._roster.mark_dead(member, f"its process exited with status {status}")
-
-    async def _mark_dead_if_broken(self, member: Member, watch: asyncio.Task[None]) -> None:
-        if not watch.cancelled() and (error := watch.exception()) is not None:
+    async def _dead_if_broken(self, member: Member, watch: Coroutine[Any, Any, None]) -> None:
+        async def broken(_type: object, error: BaseException | None, _trace: object) -> bool:
+            if not isinstance(error, Exception):
+                return False
             logger.error("a watch of engine %s broke: %r", member.name, error, exc_info=error)
             await self._roster.mark_dead(member, f"its watch broke: {error!r}")
+            return True
+
+        async with AsyncExitStack() as stack:
+            stack.push_async_exit(broken)
+            await watch
 
     async def _until_unwell(self, member: Member) -> None:
         """Probe an engine now and then, and at once when its core's connection breaks, until it is DEAD."""
@@ -279,10 +272,10 @@ class Supervisor:
             if not isinstance(error, DeadlineError):
                 await self._roster.mark_dead(member, f"health check failed: {error}")
 
-        async def ask(engine: ControlClient) -> None:
+        async def both(engine: ControlClient) -> None:
             await all_or_first_error((engine.health(PROBE_ALL_S), engine.state()))
 
-        await fan_out(self._roster.live(), ask, deadline_s=PROBE_ALL_S, on_failure=failed)
+        await fan_out(self._roster.live(), both, deadline_s=PROBE_ALL_S, on_failure=failed)
 
     # --- return ------------------------------------------------------------------------------------------------------
 
@@ -300,34 +293,26 @@ class Supervisor:
                 break
             except PenstockError:
                 await self._sleep(self._fleet.health_interval_s)
-        member.lifecycle.to(State.LAUNCHING, "answers again")
-        try:
-            new = await join(member.lifecycle, spec, [member])
-        except PenstockError:  # it is DEAD, with the reason
-            return False
-        await self._adopt(member, new)
-        return True
+        return await self._again(member, "answers again", lambda: join(member.lifecycle, spec, [member]))
 
     async def _restart(self, member: Member, engines: LaunchedEngines) -> bool:
         """Restart a DEAD engine; True: it is SYNCING."""
-        member.lifecycle.to(State.LAUNCHING, "restarted")
+        return await self._again(member, "restarted", lambda: engines.start(member.lifecycle, member.gpus))
+
+    async def _again(self, member: Member, reason: str, start: Callable[[], Awaitable[Member]]) -> bool:
+        member.lifecycle.to(State.LAUNCHING, reason)
         self._roster.announce()
         try:
-            new = await engines.start(member.lifecycle, member.gpus)
+            new = await start()
         except PenstockError as error:
             if member.state is not State.DEAD:
                 member.lifecycle.to(State.DEAD, f"did not start: {error}")
             return False
-        await self._adopt(member, new)
-        return True
-
-    async def _adopt(self, member: Member, new: Member) -> None:
         old = member.control
         member.adopt_process(new)  # with nothing awaited since it answered: a death now is of this process
-        if member.spec is not None:
-            member.ranks = new.ranks
         self._roster.announce()
         await old.close()
+        return True
 
 
 # --- The health probe of one engine ----------------------------------------------------------------------------------
@@ -381,35 +366,37 @@ async def probe(control: ControlClient, occupation: Occupation, *, hang_s: float
 
 async def _server(control: ControlClient, hang_s: float) -> None:
     answer = asyncio.ensure_future(control.health(YOUNG * hang_s))
-    silence = asyncio.create_task(_ticks(hang_s))
     try:
-        await asyncio.wait((answer, silence), return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
+        if not await _answered(answer, _ticks(hang_s)):
             raise DeadlineError(f"no answer to a health check in {hang_s:g} s", seconds=hang_s)
         await answer
     finally:
-        await _ended(answer, silence)
+        await _ended(answer)
 
 
 async def _core(control: ControlClient, occupation: Occupation, hang_s: float) -> CoreState | None:
-    answer = asyncio.ensure_future(_answer(control, occupation))
-    silent_s = 0.0
+    answer = asyncio.ensure_future(_state(control, occupation))
+    missed = 0
     try:
-        for missed in range(1, YOUNG + 1):
-            silence = asyncio.create_task(occupation.without(hang_s))
-            try:
-                await asyncio.wait((answer, silence), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                await _ended(silence)
-            if answer.done():
-                return await answer
-            silent_s = missed * hang_s
-            if not await _is_young(control, hang_s):
-                break
+        while not await _answered(answer, occupation.without(hang_s)):
+            missed += 1
+            if missed == YOUNG or not await _is_young(control, hang_s):
+                silent_s = missed * hang_s
+                why = f"its core has answered nothing for {silent_s:g} s, though its server is well"
+                raise CoreSilentError(why, seconds=silent_s)
+        return await answer
     finally:
         await _ended(answer)
-    why = f"its core has answered nothing for {silent_s:g} s, though its server is well"
-    raise CoreSilentError(why, seconds=silent_s)
+
+
+async def _answered(answer: asyncio.Future[Any], silence: Coroutine[Any, Any, None]) -> bool:
+    """Whether an answer comes before a silence is too long."""
+    waiting = asyncio.ensure_future(silence)
+    try:
+        await asyncio.wait((answer, waiting), return_when=asyncio.FIRST_COMPLETED)
+        return answer.done()
+    finally:
+        await _ended(waiting)
 
 
 async def _ticks(seconds: float) -> None:
@@ -425,7 +412,7 @@ async def _ended(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _answer(control: ControlClient, occupation: Occupation) -> CoreState | None:
+async def _state(control: ControlClient, occupation: Occupation) -> CoreState | None:
     broken = 0
     while True:
         await occupation.over()
