@@ -58,6 +58,12 @@ class PendingFleet:
         """Explain to a caller who forgot to open it why it has no method of a fleet."""
         raise AttributeError(f"this fleet is not open yet, so it has no {name!r}; {_HOW}")
 
+    def __enter__(self) -> NoReturn:
+        raise StateError(f"a fleet is opened by a coroutine; {_HOW}")
+
+    def __exit__(self, *_: object) -> None:
+        """There as Python looks for it before it enters."""
+
     async def _open(self) -> Fleet:
         if self._begun:
             raise StateError("this fleet has been opened already; call launch or connect again for another")

@@ -237,14 +237,6 @@ class Operations:
         """
         plugin = member.info.capabilities.plugin
         while (version := await self.queue.run(lambda: self._admit(member))) is not None:
-            member.lifecycle.stay(
-                Substate.AWAITING_WEIGHTS,
-                f"waits for the next update_weights: no process has the fleet's weights of version {version} any more "
-                "(broadcast, cuda_ipc and update_named_weights keep no copy; see fleet.weight_host_copy)"
-                if plugin
-                else f"waits until its owner gives it weight version {version}",
-            )
-            self._roster.announce()
             try:
                 await self._roster.until(
                     lambda: self._roster.version != version, deadline_s=None if plugin else RECHECK_S
@@ -319,14 +311,23 @@ class Operations:
     async def _admit(self, member: Member) -> int | None:
         """None: it serves. Else the version that it has to wait to be over, the fleet's in this turn.
 
-        One read before the turn may be over already, and the next update would begin before the engine waits for it.
+        It is marked as waiting within the turn: the next update may begin right after it, and is to take it along.
         """
         await self.adapters.give(member)
         roster, paused, asleep = self._roster, self.paused, self._asleep
         stale = member.weight_version != roster.version or member.torn is not None
         current = await self._weights_for(member) if stale else None
-        serves = await bring_in(member, roster, current, paused=paused, asleep=asleep, deadline_s=self._control_s)
-        return None if serves else roster.version
+        if await bring_in(member, roster, current, paused=paused, asleep=asleep, deadline_s=self._control_s):
+            return None
+        member.lifecycle.stay(
+            Substate.AWAITING_WEIGHTS,
+            f"waits for the next update_weights: no process has the fleet's weights of version {roster.version} any "
+            "more (broadcast, cuda_ipc and update_named_weights keep no copy; see fleet.weight_host_copy)"
+            if member.info.capabilities.plugin
+            else f"waits until its owner gives it weight version {roster.version}",
+        )
+        roster.announce()
+        return roster.version
 
     async def _weights_for(self, member: Member) -> WeightManifest | None:
         """Where an engine can have the fleet's version from; the trainer may be asked for it."""

@@ -217,9 +217,9 @@ class Supervisor:
 
     async def _until_dead(self, member: Member) -> None:
         """Return when the engine is DEAD, and gone where its process is ours. A watch that breaks is its death."""
-        watches = [self._until_unwell(member)]
+        watches = [self._until_unwell]
         if member.state is State.SYNCING:
-            watches.append(self._admitted(member))
+            watches.append(self._admitted)
         tasks = [asyncio.create_task(self._dead_if_broken(member, watch)) for watch in watches]
         try:
             if member.process is None:
@@ -232,7 +232,7 @@ class Supervisor:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _dead_if_broken(self, member: Member, watch: Coroutine[Any, Any, None]) -> None:
+    async def _dead_if_broken(self, member: Member, watch: Callable[[Member], Awaitable[None]]) -> None:
         async def broken(_type: object, error: BaseException | None, _trace: object) -> bool:
             if not isinstance(error, Exception):
                 return False
@@ -242,7 +242,7 @@ class Supervisor:
 
         async with AsyncExitStack() as stack:
             stack.push_async_exit(broken)
-            await watch
+            await watch(member)
 
     async def _until_unwell(self, member: Member) -> None:
         """Probe an engine now and then, and at once when its core's connection breaks, until it is DEAD."""
