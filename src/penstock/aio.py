@@ -1,4 +1,4 @@
-"""Run coroutines together, run work in a thread, and cancel tasks without losing what they raised."""
+"""Run coroutines together, work in a thread, and waits for changes; cancel tasks without losing what they raised."""
 
 from __future__ import annotations
 
@@ -69,3 +69,28 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
     await asyncio.wait((task,))
     if not task.cancelled() and (error := task.exception()) is not None:
         raise error
+
+
+class Changes:
+    """Wakes each wait for a condition whenever the state behind it changes."""
+
+    def __init__(self) -> None:
+        self.changes = 0
+        """How many there have been."""
+        self._changed = asyncio.Event()
+
+    def announce(self) -> None:
+        """Wake every `until`: something changed."""
+        self.changes += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def until(self, reached: Callable[[], bool], *, deadline_s: float | None = None) -> bool:
+        """Wait until `reached()`, evaluated after each change. False: it was not within the deadline."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not reached():
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True

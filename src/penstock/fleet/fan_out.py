@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from penstock.aio import Changes
 from penstock.engine.control import ControlClient
 from penstock.errors import DeadlineError, EngineError, FanOutError, PenstockError, StateError
 from penstock.fleet.member import Member
@@ -18,31 +19,6 @@ OnFailure = Callable[[Member, PenstockError], Awaitable[None]]
 
 TICK_S = 1.0
 """At most so much of one wait for a timer counts; an event loop that stands still makes one wait long."""
-
-
-class Changes:
-    """Wakes each wait for a condition whenever the state behind it changes."""
-
-    def __init__(self) -> None:
-        self.changes = 0
-        """How many there have been."""
-        self._changed = asyncio.Event()
-
-    def announce(self) -> None:
-        """Wake every `until`: something changed."""
-        self.changes += 1
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def until(self, reached: Callable[[], bool], *, deadline_s: float | None = None) -> bool:
-        """Wait until `reached()`, evaluated after each change. False: it was not within the deadline."""
-        try:
-            async with asyncio.timeout(deadline_s):
-                while not reached():
-                    await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Cor
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
+from penstock.aio import Changes
 from penstock.engine.capabilities import Capabilities
 from penstock.engine.control import ControlClient
 from penstock.errors import (
@@ -19,7 +20,7 @@ from penstock.errors import (
     StateError,
     UserError,
 )
-from penstock.fleet.fan_out import Call, Changes, FanOut, Occupation, ask, fan_out
+from penstock.fleet.fan_out import Call, FanOut, Occupation, ask, fan_out
 from penstock.fleet.member import SERVABLE, EngineStatus, Member, State, why
 from penstock.router.admin_client import RouterState
 from penstock.router.membership import EngineEntry
