@@ -39,7 +39,7 @@ $(TINKER)/.ready: requirements/tinker-tests.lock
 	@touch $@
 
 test-tinker: $(READY) $(TINKER)/.ready ## the Tinker service under recipes of the cookbook and on PostgreSQL (3 minutes)
-	@PYTHONPATH=$(TINKER) $(BIN)/pytest -m slow tests/tinker/test_cookbook.py tests/tinker/test_api_database.py
+	@PYTHONPATH=$(CURDIR)/$(TINKER) $(BIN)/pytest -m slow tests/tinker/test_cookbook.py tests/tinker/test_api_database.py
 
 bench: $(READY) ## every benchmark, one JSON document each
 	@status=0; for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file || status=1; done; exit $$status

@@ -1,49 +1,136 @@
 """The Tinker service as its SDK sees it: sampling, training and putting new weights on the engines.
 
-python benchmarks/tinker_service.py [--model PATH] [--profile cpu] [--tokens 32] [--parts training,sync] [--quick]
+python benchmarks/tinker_service.py [--model 0.6b] [--profile gpu] [--parts sampling,training] [--out FILE] [--quick]
 
-samples/s: `asample` of `--tokens` at 1, 64 and 512 under way, through the SDK, against the same prompts straight to the
-fleet's router, both from this process: the SDK's own cost is part of ours, and is named apart: the SDK's rate against a
-stub that answers at once (`_tinker_stub.py`). retrieve_future: polls for each sample.
-tokens/s: `forward_backward` and `optim_step` against a plain peft loop in this process, with as many threads. sync:
-from `save_weights_for_sampler` to the first token under the new weights.
+sampling: `asample` of `--tokens` with 1, 64 and 512 under way, against the same prompts straight to the fleet's router,
+both from this process, turn by turn. The bar is for the SDK's two requests sent by a plain HTTP client. The SDK itself
+is measured too, against the service and against a stub that answers at once (`_tinker_stub.py`), which is its own cost.
+training: `forward_backward` and `optim_step` by the SDK, against a plain peft loop in this process, turn by turn.
+sync: from `save_weights_and_get_sampling_client` to the first token under the new weights.
 
+SIGTERM, or a limit of time, ends it early; what was measured until then is printed, and stands in `--out` all along.
 It is not called tinker.py, since Python would then import it in place of the SDK.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import _common
+import _dummy_models
+import aiohttp
 import httpx
+import orjson
 import torch
 
 import tinker
 from penstock import Fleet
 from penstock.config import EngineConfig, FleetConfig, RouterConfig, TrainConfig
+from penstock.tinker.schema import pb
 from penstock.tinker.service import Service, ServiceConfig, serving
 from tinker import types
 
 MODEL = Path(__file__).parent.parent / "examples" / "models" / "sorter-0.8m"
-BASE = "base"
+BASE, KEY = "base", "tml-benchmark"
 PARTS = ("sampling", "training", "sync")
 RANK = 16
 SAMPLES_BAR, TRAINING_BAR, POLLS_BAR, SYNC_BAR_S = 0.85, 0.9, 1.2, 0.3
 PROMPT = list(range(5, 21))
-SAMPLES = {True: ((1, 8), (64, 128)), False: ((1, 64), (64, 1024), (512, 2048))}
+SAMPLES = {True: ((1, 8), (64, 128)), False: ((1, 32), (64, 512), (512, 2048))}
 """Samples under way and in all, where it is to be quick and where not."""
+ROUNDS = 3
 polls: Counter[str] = Counter()
 """Requests of the SDK, by the last part of their path."""
+Side = Callable[[], Awaitable[Any]]
+
+
+class Findings:
+    """The rows that were measured, kept in a file as they come."""
+
+    def __init__(self, benchmark: str, out: Path | None, **beside: Any) -> None:
+        self.benchmark, self.out, self.beside = benchmark, out, beside
+        self.rows: list[_common.Row] = []
+
+    def add(self, *rows: _common.Row, **beside: Any) -> None:
+        """Keep rows, and what shall stand beside them."""
+        self.rows += rows
+        self.beside |= beside
+        for row in rows:
+            _common.note(f"{row.case}: {row.ours:.4g}" + ("" if row.ratio is None else f", ratio {row.ratio:.3f}"))
+        if self.out is not None:
+            document = {**_common.document(self.benchmark, self.rows), **self.beside}
+            self.out.write_text(json.dumps(document, indent=2))
+
+    def report(self, *, whole: bool) -> int:
+        """Print the document; the exit status."""
+        self.add(whole=whole)
+        return max(_common.report(self.benchmark, self.rows, **self.beside), int(not whole))
+
+
+def parser(description: str) -> Any:
+    """A parser of the options that benchmarks of the service share."""
+    options = _common.parser(description.partition("\n")[0])
+    options.add_argument("--model", default=str(MODEL), help=f"folder, or one of {', '.join(_dummy_models.SHAPES)}")
+    options.add_argument("--profile", default="cpu", choices=["cpu", "gpu", "sim"])
+    options.add_argument("--engines", type=int, default=1)
+    options.add_argument("--threads", type=int, default=1, help="of the learner and of the plain loop, on CPUs")
+    options.add_argument("--out", type=Path, help="the document is kept here as it grows")
+    return options
+
+
+def model_in(folder: Path, model: str) -> str:
+    """The folder of a model; one of made-up shapes is written, with random weights."""
+    if model not in _dummy_models.SHAPES:
+        return model
+    from safetensors.torch import save_file  # noqa: PLC0415
+
+    path = _dummy_models.save(folder, model)
+    chance = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.ones(shape, dtype=torch.bfloat16)
+        if "norm" in name
+        else torch.randn(shape, generator=chance).mul_(0.02).bfloat16()
+        for name, shape in _dummy_models.shapes(path)
+    }
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return str(path)
+
+
+@asynccontextmanager
+async def service_of(arguments: Any, longest: int, keys: str | None = None) -> AsyncGenerator[tuple[Service, str]]:
+    """Run a service while the block runs; gives it, and the folder of its model."""
+    with tempfile.TemporaryDirectory(prefix="tinker-") as folder:
+        model = model_in(Path(folder), arguments.model)
+        file = Path(folder) / "keys.yaml"
+        if keys is not None:
+            file.touch(mode=0o600)
+            file.write_text(keys)
+        engine = EngineConfig(model=model, profile=arguments.profile, served_model_name=BASE, max_model_len=longest)
+        config = ServiceConfig(
+            engine,
+            FleetConfig(engines=arguments.engines),
+            RouterConfig(),
+            TrainConfig(threads=arguments.threads),
+            Path(folder) / "data",
+            keys=None if keys is None else file,
+        )
+        _common.note("the service starts")
+        async with serving(config) as service:
+            yield service, model
+
+
+# --- sampling --------------------------------------------------------------------------------------------------------
 
 
 def count_requests() -> None:
@@ -57,7 +144,7 @@ def count_requests() -> None:
     httpx.AsyncClient.send = counted  # pyright: ignore[reportAttributeAccessIssue]
 
 
-async def rate(one: Callable[[], Awaitable[Any]], width: int, total: int) -> tuple[float, list[float]]:
+async def rate(one: Side, width: int, total: int) -> tuple[float, list[float]]:
     """Calls a second with `width` under way, and the seconds of each."""
     took: list[float] = []
     left = iter(range(total))
@@ -90,41 +177,93 @@ async def stub(tokens: int) -> AsyncGenerator[str]:
         await process.wait()
 
 
-async def sdk_alone(tokens: int, *, quick: bool) -> list[_common.Row]:
-    """Rows of samples a second that the SDK takes where the service costs next to nothing; no bar is ours."""
-    rows: list[_common.Row] = []
-    prompt, params = types.ModelInput.from_ints(PROMPT), types.SamplingParams(max_tokens=tokens, stop=[])
-    async with stub(tokens) as url:
-        client = tinker.ServiceClient(base_url=url, api_key="tml-benchmark")
-        sampler = await client.create_sampling_client(base_model=BASE)
-        for width, total in SAMPLES[quick]:
-            found, _ = await rate(lambda: sampler.sample(prompt, 1, params), width, total)
-            _common.note(f"the SDK alone, {width} under way: {found:.1f} samples/s")
-            rows.append(_common.single(f"samples/s of the SDK alone, {width} under way", found, bar=0, want="at least"))
-        await client.close("success")
-    return rows
+@asynccontextmanager
+async def plain_client(url: str, tokens: int) -> AsyncGenerator[Side]:
+    """Gives what takes a sample with the SDK's two requests, and next to nothing besides."""
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(f"{url}/api/v1/", headers={"X-API-Key": KEY}, connector=connector) as http:
+
+        async def post(path: str, body: Any) -> bytes:
+            headers = {"Content-Type": "application/json"}
+            async with http.post(path, data=orjson.dumps(body), headers=headers) as answer:
+                data = await answer.read()
+                assert answer.status == 200, data  # noqa: S101
+                return data
+
+        session = orjson.loads(await post("create_session", {"tags": [], "sdk_version": tinker.__version__}))
+        created = {"session_id": session["session_id"], "sampling_session_seq_id": 0, "base_model": BASE}
+        sampler = orjson.loads(await post("create_sampling_session", created))["sampling_session_id"]
+        body = {
+            "sampling_session_id": sampler,
+            "num_samples": 1,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
+            "sampling_params": {"max_tokens": tokens, "stop": []},
+        }
+        numbers = itertools.count(1)
+
+        async def sample() -> None:
+            request = orjson.loads(await post("asample", body | {"seq_id": next(numbers)}))["request_id"]
+            (found,) = pb.SampleResponse.FromString(await post("retrieve_future", {"request_id": request})).sequences
+            assert len(found.tokens) == 4 * tokens  # noqa: S101
+
+        yield sample
 
 
-async def sampling(service: Service, client: tinker.ServiceClient, tokens: int, *, quick: bool) -> list[_common.Row]:
+async def sampling(service: Service, arguments: Any, found: Findings) -> None:
     """Rows of samples a second, and of polls."""
-    rows: list[_common.Row] = []
-    sampler = await client.create_sampling_client(base_model=BASE)
+    tokens: int = arguments.tokens
     prompt, params = types.ModelInput.from_ints(PROMPT), types.SamplingParams(max_tokens=tokens, stop=[])
     straight = {"max_tokens": tokens, "ignore_eos": True}
-    async with Fleet.connect(service.fleet.url) as fleet:
-        for width, total in SAMPLES[quick]:
-            polls.clear()
-            ours, took = await rate(lambda: sampler.sample(prompt, 1, params), width, total)
-            each = polls["retrieve_future"] / total
-            peer, _ = await rate(lambda: fleet.sample(PROMPT, 1, straight), width, total)
-            took.sort()
-            p50, p99 = took[len(took) // 2], took[int(len(took) * 0.99)]
-            _common.note(
-                f"{width} under way: {ours:.1f} samples/s (straight {peer:.1f}), p50 {p50:.3f} p99 {p99:.3f} s"
-            )
-            rows.append(_common.compare(f"samples/s, {width} under way", ours, peer, bar=SAMPLES_BAR, want="at least"))
-            rows.append(_common.single(f"retrieve_future a sample, {width}", each, bar=POLLS_BAR, want="at most"))
-    return rows
+    client = tinker.ServiceClient(base_url=service.url, api_key=KEY)
+    sampler = await client.create_sampling_client(base_model=BASE)
+    async with Fleet.connect(service.fleet.url) as fleet, plain_client(service.url, tokens) as plain:
+        sides: dict[str, Side] = {
+            "service": plain,
+            "straight": lambda: fleet.sample(PROMPT, 1, straight),
+            "SDK": lambda: sampler.sample(prompt, 1, params),
+        }
+        async with stub(tokens) as url:
+            against_stub = tinker.ServiceClient(base_url=url, api_key=KEY)
+            stubbed = await against_stub.create_sampling_client(base_model=BASE)
+            sides["SDK alone"] = lambda: stubbed.sample(prompt, 1, params)
+            for width, total in SAMPLES[arguments.quick]:
+                await at_width(sides, width, total, 1 if arguments.quick else ROUNDS, found)
+            await against_stub.close("success")
+    await client.close("success")
+
+
+async def at_width(sides: dict[str, Side], width: int, total: int, rounds: int, found: Findings) -> None:
+    """Rows of all sides with so many samples under way."""
+    rates: dict[str, list[float]] = defaultdict(list)
+    took: dict[str, list[float]] = defaultdict(list)
+    polled = 0.0
+    for one in sides.values():  # connections, and the engine's first batch of this size
+        await rate(one, width, width)
+    for _ in range(rounds):  # turn by turn, so that what else the machine does meets all
+        for name, one in sides.items():
+            if name == "SDK":
+                polls.clear()
+            speed, seconds = await rate(one, width, total)
+            if name == "SDK":
+                polled = polls["retrieve_future"] / total
+            rates[name].append(speed)
+            took[name] += seconds
+    mid = {name: statistics.median(speeds) for name, speeds in rates.items()}
+    shown = {
+        name: {"p50": statistics.median(all_), "p99": sorted(all_)[int(len(all_) * 0.99)], "rates": rates[name]}
+        for name, all_ in took.items()
+    }
+    at = f"{width} under way"
+    found.add(
+        _common.compare(f"samples/s, {at}", mid["service"], mid["straight"], bar=SAMPLES_BAR, want="at least"),
+        _common.compare(f"samples/s through the SDK, {at}", mid["SDK"], mid["straight"], bar=0, want="at least"),
+        _common.single(f"samples/s of the SDK alone, {at}", mid["SDK alone"], bar=0, want="at least"),
+        _common.single(f"retrieve_future a sample, {at}", polled, bar=POLLS_BAR, want="at most"),
+        **{f"seconds, {at}": shown},
+    )
+
+
+# --- training --------------------------------------------------------------------------------------------------------
 
 
 def data_of(count: int, length: int) -> list[types.Datum]:
@@ -136,28 +275,29 @@ def data_of(count: int, length: int) -> list[types.Datum]:
     ]
 
 
-def training(client: tinker.ServiceClient, model: str, threads: int | None, *, quick: bool) -> list[_common.Row]:
-    """Tokens a second of steps, against a plain loop over the same data."""
-    steps, count, length = (2, 4, 64) if quick else (6, 64, 256)
-    data = data_of(count, length)
-    mine = client.create_lora_training_client(BASE, rank=RANK, train_unembed=False).result()
-
-    def ours() -> None:
-        evaluated = mine.forward_backward(data, "cross_entropy")
-        stepped = mine.optim_step(types.AdamParams(learning_rate=1e-4))
-        evaluated.result()
-        stepped.result()
-
-    theirs = plain_step(model, data, threads)
-    found: dict[str, list[float]] = {"ours": [], "plain": []}
-    for _ in range(steps):  # turn by turn, so that what else the machine does meets both
-        for name, work in (("ours", ours), ("plain", theirs)):
-            began = time.perf_counter()
-            work()
-            found[name].append(count * length / (time.perf_counter() - began))
-    _common.note(f"training tokens/s of each step: {found}")
-    mid = {name: statistics.median(rates[1:]) for name, rates in found.items()}
-    return [_common.compare("training tokens/s", mid["ours"], mid["plain"], bar=TRAINING_BAR, want="at least")]
+async def training(client: tinker.ServiceClient, model: str, arguments: Any, found: Findings) -> None:
+    """Rows of tokens a second of steps, against a plain loop over the same data."""
+    threads: int | None = arguments.threads
+    for count, length in ((4, 64),) if arguments.quick else ((64, 256), (4, 64)):
+        data = data_of(count, length)
+        mine = await client.create_lora_training_client(BASE, rank=RANK, train_unembed=False)
+        theirs = await asyncio.to_thread(plain_step, model, data, threads)
+        rates: dict[str, list[float]] = {"ours": [], "plain": []}
+        for _ in range(2 if arguments.quick else 7):  # turn by turn, so that what else the machine does meets both
+            for name, speeds in rates.items():
+                began = time.perf_counter()
+                if name == "ours":
+                    evaluated = mine.forward_backward(data, "cross_entropy")
+                    stepped = mine.optim_step(types.AdamParams(learning_rate=1e-4))
+                    await evaluated
+                    await stepped
+                else:
+                    await asyncio.to_thread(theirs)
+                speeds.append(count * length / (time.perf_counter() - began))
+        mid = {name: statistics.median(each[1:]) for name, each in rates.items()}
+        case = f"training tokens/s, {count} sequences of {length}"
+        row = _common.compare(case, mid["ours"], mid["plain"], bar=TRAINING_BAR, want="at least")
+        found.add(row, **{f"{case}, each step": rates})
 
 
 def plain_step(model: str, data: list[types.Datum], threads: int | None) -> Callable[[], None]:
@@ -193,56 +333,50 @@ def plain_step(model: str, data: list[types.Datum], threads: int | None) -> Call
     return step
 
 
-def syncing(client: tinker.ServiceClient, *, quick: bool) -> list[_common.Row]:
-    """Seconds from the request to save to the first token of the new weights."""
-    training_client = client.create_lora_training_client(BASE, rank=RANK, train_unembed=False).result()
+# --- new weights -----------------------------------------------------------------------------------------------------
+
+
+async def syncing(client: tinker.ServiceClient, arguments: Any, found: Findings) -> None:
+    """A row of seconds from the request to save to the first token of the new weights."""
+    training_client = await client.create_lora_training_client(BASE, rank=RANK, train_unembed=False)
     prompt, params = types.ModelInput.from_ints(PROMPT), types.SamplingParams(max_tokens=1, stop=[])
     saves, took = [], []
-    for _ in range(2 if quick else 10):
-        training_client.forward_backward(data_of(2, 32), "cross_entropy").result()
-        training_client.optim_step(types.AdamParams(learning_rate=1e-4)).result()
+    for _ in range(2 if arguments.quick else 11):
+        evaluated = training_client.forward_backward(data_of(2, 32), "cross_entropy")
+        await training_client.optim_step(types.AdamParams(learning_rate=1e-4))
+        await evaluated
         began = time.perf_counter()
-        sampler = training_client.save_weights_and_get_sampling_client().result()
+        sampler = await training_client.save_weights_and_get_sampling_client()
         saves.append(time.perf_counter() - began)
-        sampler.sample(prompt, 1, params).result()
+        await sampler.sample(prompt, 1, params)
         took.append(time.perf_counter() - began)
-    _common.note(f"until saved, s: {saves}; until the first token: {took}")
-    return [_common.single("sync to first token, s", statistics.median(took), bar=SYNC_BAR_S, want="at most")]
+    row = _common.single("sync to first token, s", statistics.median(took[1:]), bar=SYNC_BAR_S, want="at most")
+    found.add(row, **{"until saved, s": saves, "until the first token, s": took})
 
 
-async def measured(arguments: Any) -> list[_common.Row]:
-    """All rows."""
-    engine = EngineConfig(model=arguments.model, profile=arguments.profile, served_model_name=BASE, max_model_len=512)
-    train = TrainConfig(threads=arguments.threads)
-    with tempfile.TemporaryDirectory(prefix="tinker-") as data:
-        config = ServiceConfig(engine, FleetConfig(engines=arguments.engines), RouterConfig(), train, Path(data))
-        async with serving(config) as service:
-            client = tinker.ServiceClient(base_url=service.url, api_key="tml-benchmark")
-            rows: list[_common.Row] = []
-            quick, parts = arguments.quick, arguments.parts.split(",")
-            if "sampling" in parts:
-                rows += await sdk_alone(arguments.tokens, quick=quick)
-                rows += await sampling(service, client, arguments.tokens, quick=quick)
-            if "training" in parts:
-                rows += await asyncio.to_thread(training, client, arguments.model, arguments.threads, quick=quick)
-            if "sync" in parts:
-                rows += await asyncio.to_thread(syncing, client, quick=quick)
-            return rows
+async def measured(arguments: Any, found: Findings) -> None:
+    """All rows, one part after another."""
+    parts = arguments.parts.split(",")
+    async with service_of(arguments, 512) as (service, model):
+        if "sampling" in parts:
+            await sampling(service, arguments, found)
+        client = tinker.ServiceClient(base_url=service.url, api_key=KEY)
+        if "sync" in parts:
+            await syncing(client, arguments, found)
+        if "training" in parts:
+            await training(client, model, arguments, found)
+        await client.close("success")
 
 
 def main() -> int:
     """Measure, and print the document."""
-    options = _common.parser((__doc__ or "").partition("\n")[0])
-    options.add_argument("--model", default=str(MODEL))
-    options.add_argument("--profile", default="cpu", choices=["cpu", "gpu", "sim"])
+    options = parser(__doc__ or "")
     options.add_argument("--tokens", type=int, default=32, help="of a sample")
     options.add_argument("--parts", default=",".join(PARTS))
-    options.add_argument("--engines", type=int, default=1)
-    options.add_argument("--threads", type=int, default=1, help="of the learner and of the plain loop, on CPUs")
     arguments = options.parse_args()
     count_requests()
-    rows = asyncio.run(measured(arguments))
-    return _common.report("tinker", rows, profile=arguments.profile, engines=arguments.engines)
+    found = Findings("tinker", arguments.out, profile=arguments.profile, engines=arguments.engines)
+    return found.report(whole=asyncio.run(_common.until_ended(measured(arguments, found))))
 
 
 if __name__ == "__main__":

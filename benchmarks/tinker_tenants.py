@@ -1,6 +1,6 @@
 """Tenants of the Tinker service that train and sample at once, against one tenant with the same work in all.
 
-python benchmarks/tinker_tenants.py [--model PATH] [--profile cpu] [--tenants 8] [--quick]
+python benchmarks/tinker_tenants.py [--model 0.6b] [--profile gpu] [--tenants 8] [--out FILE] [--quick]
 
 A tenant's round: samples with the weights of the round before, meanwhile `forward_backward` and `optim_step`, then its
 adapter goes to the engines in place. One tenant has rounds of as many samples and data as all the others together.
@@ -12,18 +12,14 @@ from __future__ import annotations
 import asyncio
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import _common
-from tinker_service import BASE, MODEL, PROMPT, RANK, data_of
+from tinker_service import BASE, PROMPT, RANK, Findings, data_of, parser, service_of
 
 import tinker
-from penstock.config import EngineConfig, FleetConfig, RouterConfig, TrainConfig
-from penstock.tinker.service import ServiceConfig, serving
 from tinker import types
 
 BAR = 0.9
@@ -85,34 +81,22 @@ class Tenant:
         self._sampling = await self._training.save_weights_and_get_sampling_client(kind="inflight")
 
 
-async def measured(arguments: Any) -> list[_common.Row]:
+async def measured(arguments: Any, found: Findings) -> None:
     """The one row."""
     work, count = GPU if arguments.profile == "gpu" else CPU, arguments.tenants
-    longest = max(512, 2 * work.length)
-    engine = EngineConfig(
-        model=arguments.model, profile=arguments.profile, served_model_name=BASE, max_model_len=longest
-    )
-    train = TrainConfig(threads=arguments.threads)
     names = [f"tenant{number}" for number in range(count + 1)]
-    with tempfile.TemporaryDirectory(prefix="tenants-") as folder:
-        keys = Path(folder) / "keys.yaml"
-        keys.touch(mode=0o600)
-        keys.write_text("".join(f"{name}: {{key: tml-of-{name}}}\n" for name in names))
-        config = ServiceConfig(
-            engine, FleetConfig(engines=arguments.engines), RouterConfig(), train, Path(folder) / "data", keys=keys
-        )
-        async with serving(config) as service:
-            many = [Tenant(service.url, f"tml-of-{name}", work) for name in names[1:]]
-            groups = {"one": [Tenant(service.url, f"tml-of-{names[0]}", work.times(count))], "many": many}
-            rates = await compared(groups, work.times(count), 2 if arguments.quick else 6)
-    case = f"{count} tenants that train and sample, tokens/s"
-    return [_common.compare(case, rates["many"], rates["one"], bar=BAR, want="at least")]
+    keys = "".join(f"{name}: {{key: tml-of-{name}}}\n" for name in names)
+    async with service_of(arguments, max(512, 2 * work.length), keys) as (service, _):
+        many = [Tenant(service.url, f"tml-of-{name}", work) for name in names[1:]]
+        groups = {"one": [Tenant(service.url, f"tml-of-{names[0]}", work.times(count))], "many": many}
+        await compared(groups, work.times(count), 2 if arguments.quick else 6, found)
 
 
-async def compared(groups: dict[str, list[Tenant]], work: Work, rounds: int) -> dict[str, float]:
+async def compared(groups: dict[str, list[Tenant]], work: Work, rounds: int, found: Findings) -> None:
     """Median tokens a second of each group's rounds, the first left out; the groups take turns."""
     tenants = [tenant for group in groups.values() for tenant in group]
     rates: dict[str, list[float]] = {name: [] for name in groups}
+    case = f"{len(groups['many'])} tenants that train and sample, tokens/s"
     try:
         await asyncio.gather(*(tenant.open() for tenant in tenants))
         for _ in range(rounds + 1):
@@ -121,23 +105,21 @@ async def compared(groups: dict[str, list[Tenant]], work: Work, rounds: int) -> 
                 await asyncio.gather(*(tenant.round() for tenant in group))
                 took = time.perf_counter() - began
                 rates[name].append((work.samples * work.tokens + work.data * work.length) / took)
+            found.rows.clear()
+            mid = {name: statistics.median(each[1:] or each) for name, each in rates.items()}
+            row = _common.compare(case, mid["many"], mid["one"], bar=BAR, want="at least")
+            found.add(row, **{"tokens/s of each round": rates})
     finally:
         await asyncio.gather(*(tenant.close() for tenant in tenants))
-    _common.note(f"tokens/s of each round: {rates}")
-    return {name: statistics.median(found[1:]) for name, found in rates.items()}
 
 
 def main() -> int:
     """Measure, and print the document."""
-    options = _common.parser((__doc__ or "").partition("\n")[0])
-    options.add_argument("--model", default=str(MODEL))
-    options.add_argument("--profile", default="cpu", choices=["cpu", "gpu", "sim"])
-    options.add_argument("--engines", type=int, default=1)
+    options = parser(__doc__ or "")
     options.add_argument("--tenants", type=int, default=8)
-    options.add_argument("--threads", type=int, default=1, help="of the learner, on CPUs")
     arguments = options.parse_args()
-    rows = asyncio.run(measured(arguments))
-    return _common.report("tinker_tenants", rows, profile=arguments.profile, engines=arguments.engines)
+    found = Findings("tinker_tenants", arguments.out, profile=arguments.profile, engines=arguments.engines)
+    return found.report(whole=asyncio.run(_common.until_ended(measured(arguments, found))))
 
 
 if __name__ == "__main__":
