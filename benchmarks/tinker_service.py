@@ -340,7 +340,8 @@ async def syncing(client: tinker.ServiceClient, arguments: Any, found: Findings)
     """A row of seconds from the request to save to the first token of the new weights."""
     training_client = await client.create_lora_training_client(BASE, rank=RANK, train_unembed=False)
     prompt, params = types.ModelInput.from_ints(PROMPT), types.SamplingParams(max_tokens=1, stop=[])
-    saves, took = [], []
+    saves: list[float] = []
+    took: list[float] = []
     for _ in range(2 if arguments.quick else 11):
         evaluated = training_client.forward_backward(data_of(2, 32), "cross_entropy")
         await training_client.optim_step(types.AdamParams(learning_rate=1e-4))
