@@ -47,13 +47,7 @@ class FleetAdapter:
 class FleetAdapters:
     """The adapters of a fleet's engines, by name. What changes engines has its turn among the operations.
 
-    Args:
-        roster: the engines.
-        store: says where engines can read files.
-        queue: of the fleet's operations.
-        check_awake: raises if the engines sleep.
-        most: names that are kept; one more evicts the one that was used least recently.
-        timeout_s: deadline of a control call.
+    `most` names are kept; one more evicts the one that was used least recently. `timeout_s`: of a control call.
     """
 
     def __init__(

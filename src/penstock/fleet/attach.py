@@ -42,10 +42,7 @@ OF_STARTS = frozenset({"engines", "attach", "launcher", "stop_timeout_s"}) | {
 class AttachedServers:
     """Joins servers of others to one fleet.
 
-    Args:
-        api_key: what they ask for, since they were started with it; the same that the router asks of clients.
-        control_timeout_s: deadline of a control call.
-        served_as: what clients of the fleet call its model; None: unknown.
+    `api_key` is what they were started with and the router asks of clients. `served_as`: what clients call the model.
     """
 
     def __init__(self, *, api_key: str | None, control_timeout_s: float, served_as: str | None = None) -> None:

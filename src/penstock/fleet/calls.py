@@ -26,14 +26,7 @@ Call = Callable[..., Awaitable[Any]]
 
 
 class CallServer:
-    """Serves calls on a Unix socket.
-
-    Args:
-        prefix: of every path.
-        calls: by name; each takes its arguments by keyword.
-        more: added to every answer.
-        routes: adds other paths.
-    """
+    """Serves `calls`, which take their arguments by keyword, on a Unix socket; adds `more` to every answer."""
 
     def __init__(
         self,
@@ -88,13 +81,7 @@ def _plain(value: Any) -> Any:
 
 
 class CallClient:
-    """Calls to the process that listens at a Unix socket.
-
-    Args:
-        path: of the socket.
-        prefix: of the server's paths.
-        server: what errors call the process.
-    """
+    """Calls to the process that listens at a Unix socket; errors call it `server`."""
 
     def __init__(self, path: Path, prefix: str, server: str) -> None:
         self._http = HttpTransport("http://localhost", server=server, unix_socket=path)

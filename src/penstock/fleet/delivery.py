@@ -32,14 +32,7 @@ SENDINGS = 4
 
 
 class Delivery(Fetching):
-    """Sends versions to the engines. It keeps one group for as long as the same engines are there.
-
-    Args:
-        sender: sends what was published to it.
-        roster: the engines; a death that it learns of cuts the group at once.
-        deadline_s: seconds that each engine has for each call.
-        clock: monotonic seconds.
-    """
+    """Sends versions to the engines. It keeps one group for as long as the same engines are there."""
 
     def __init__(
         self, sender: BroadcastStore, roster: Roster, deadline_s: float, clock: Clock = time.monotonic

@@ -64,13 +64,7 @@ def _until_closed(
 class Elastic:
     """Changes the number of engines. No other engine, no request and no update is disturbed by it.
 
-    Args:
-        roster: the engines.
-        operations: admits and withdraws them, in turn with updates.
-        supervisor: watches those that joined.
-        fleet: how many stay, and how long an engine may go on with what it has.
-        engines: starts new ones; None: someone else started these.
-        join: joins servers of others; None: none can be attached.
+    `engines` starts new ones (None: someone else started these); `join` joins servers of others (None: it cannot).
     """
 
     def __init__(

@@ -75,12 +75,7 @@ class LocalEngines:
 class LaunchedEngines:
     """Starts engines, again where they died, and ends all that it started.
 
-    Args:
-        config: of every engine.
-        factory: starts their processes.
-        api_key: what they ask for from now on.
-        parallel_starts: so many start at the same time.
-        stop_timeout_s: seconds between SIGTERM and SIGKILL.
+    `api_key` is what they ask for; SIGKILL follows SIGTERM after `stop_timeout_s` seconds.
     """
 
     def __init__(
@@ -218,11 +213,6 @@ def assign(config: EngineConfig, engines: int, gpus: Sequence[str]) -> list[tupl
 
 def place(config: EngineConfig, gpus: Sequence[str], taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
     """GPUs of one engine more: those with the fewest engines on them, the last ones first.
-
-    Args:
-        config: of each engine.
-        gpus: that there are.
-        taken: those of each engine that is there.
 
     Raises:
         ConfigError: there is no room, as far as `gpu_memory_utilization` lets engines share.

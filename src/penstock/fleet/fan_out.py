@@ -66,12 +66,8 @@ async def fan_out(
 ) -> FanOut[T]:
     """Make `call` on every member at once and wait for every outcome; a failure of one does not touch the others.
 
-    Args:
-        members: a snapshot; an engine that joins later is not asked.
-        call: the control call, such as `lambda engine: engine.resume()`.
-        deadline_s: seconds that each engine has; then its outcome is a `DeadlineError`.
-        on_failure: awaited for a failed engine as soon as it has failed, while others may still be at work; not where
-            the engine has been restarted since it was asked.
+    Each has `deadline_s` seconds; then its outcome is a `DeadlineError`. `on_failure` is awaited as soon as an engine
+    has failed, while others may still be at work, unless it has been restarted since it was asked.
     """
     results: dict[str, T] = {}
     failures: dict[str, PenstockError] = {}
@@ -140,11 +136,7 @@ class Occupation(Changes):
 
 
 class OperationQueue(Changes):
-    """Runs operations one after another. A begun one runs to its end even where its caller is cancelled.
-
-    Args:
-        occupation: notes that an operation may keep engines from answering anything else.
-    """
+    """Runs operations one after another. A begun one runs to its end even where its caller is cancelled."""
 
     def __init__(self, occupation: Occupation) -> None:
         super().__init__()
@@ -184,11 +176,8 @@ class OperationQueue(Changes):
     ) -> T:
         """Run `operation` in its turn, and `after` when it is over or never began.
 
-        Args:
-            operation: what to run.
-            after: called at the end.
-            occupies: an engine that does its part may answer nothing else meanwhile.
-            urgent: it does not wait for an operation that is `passable`.
+        An engine may answer nothing else while an operation `occupies` it. An `urgent` one does not wait for one that
+        is `passable`.
         """
         begun = False
 

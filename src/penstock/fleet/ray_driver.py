@@ -155,13 +155,9 @@ class RayDriver:
         self._watches: set[asyncio.Task[None]] = set()
 
     async def open(self, address: str, cpus: float, folder: str, group: str | None) -> dict[str, Any]:
-        """Join a cluster, or start one of this machine.
+        """Join a cluster at `address` (as `ray.init` takes it), or start one of this machine (`local`) in `folder`.
 
-        Args:
-            address: as `ray.init` takes it; `local` starts one.
-            cpus: that a new one has at least.
-            folder: of a new one's files.
-            group: id of a placement group of it that engines go to; None: each gets its own.
+        A new one has at least `cpus`. Engines go to the placement group `group`, an id; None: each gets its own.
 
         Returns:
             `{"ip", "nodes"}`: Ray's address of this machine, and the resources of each node.

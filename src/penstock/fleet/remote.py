@@ -206,10 +206,6 @@ class Remote:
     """What the owner of a fleet has of a `kind` in `CALLS`: each method is a call, with the arguments by their names.
 
     A call ends with the operation, whose steps have deadlines, or when the owner is gone or hangs.
-
-    Args:
-        kind: of the owner's object.
-        call: makes a call to the owner.
     """
 
     def __init__(self, kind: type, call: Callable[..., Awaitable[Any]]) -> None:

@@ -319,11 +319,8 @@ class Roster(Changes):
     async def mark_dead(self, member: Member, reason: str, *, torn: bool = False) -> None:
         """Make an engine that failed DEAD: it leaves the router's set, and its process ends. The first reason stays.
 
-        Args:
-            member: it.
-            reason: why.
-            torn: its weights may be half written. A later caller than the first may learn this. If the process is not
-                ours to end, the engine is paused at least, for clients that do not come by this router.
+        `torn` weights may be half written; a later caller may be the one to learn this. A process that is not ours to
+        end is paused at least, for clients that do not come by this router.
         """
         torn = torn or member.control in self._tearing
         if torn and member.torn is None:

@@ -49,11 +49,7 @@ class RouterProcess:
     ) -> Self:
         """Start a router and return when it listens.
 
-        Args:
-            config: its options.
-            log_dir: of its log.
-            api_key: what clients must send; None: nothing.
-            admin_key: what calls that change the router must send; None: `api_key`.
+        Clients must send `api_key` (None: nothing); calls that change the router `admin_key` (None: `api_key`).
 
         Raises:
             ConfigError: it refused its options, such as a port that is taken.
@@ -136,9 +132,7 @@ async def settle(roster: Roster, interval_s: float) -> None:
 class RouterGuard:
     """Holds a router's process, and restarts it when it ends.
 
-    Args:
-        router: it runs.
-        relaunch: starts another one on the same address, with the policy that the old one reported last.
+    `relaunch` starts another one on the same address, with the policy that the old one reported last.
     """
 
     def __init__(

@@ -242,12 +242,7 @@ COPIED = ("name", "url", "state", "weight_version", "is_restarting", "gpus", "in
 class Endpoint:
     """The control socket of one fleet. The fleet opens it, and closes it when everything else has ended.
 
-    Args:
-        url: of the fleet's router, whose port names the socket.
-        roster: the engines.
-        operations: what can be done with all of them.
-        elastic: what can be done with their number.
-        admin_key: of the router's admin calls.
+    The port in the router's `url` names the socket.
     """
 
     STOPPED = "the fleet was told to stop, by `penstock fleet stop` or another program"

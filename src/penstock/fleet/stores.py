@@ -53,13 +53,7 @@ class Lending(Protocol):
 
 
 class Stores:
-    """One store for each transport that is used, made when it is first used; itself a store.
-
-    Args:
-        settings: `weight_transport` and what goes with it.
-        members: the engines as they are now.
-        timeout_s: deadline of a control call, in seconds.
-    """
+    """One store for each transport that is used, made when it is first used; itself a store."""
 
     def __init__(self, settings: FleetConfig, members: Callable[[], Sequence[Member]], timeout_s: float) -> None:
         if settings.weight_transport == "delta":

@@ -99,15 +99,9 @@ async def keep_running(
 class Supervisor:
     """Watches every member that it is given, until `release` or `stop`.
 
-    Args:
-        roster: the members.
-        admit: brings an engine that is SYNCING to the fleet's weights and lets it serve.
-        mend: puts right what another process did to an engine, given what its core says and a deadline in seconds.
-        fleet: intervals and budgets.
-        engines: restarts dead engines; None: they were started by someone else.
-        join: joins servers of others that answer again; None: they stay dead.
-        clock: of the budgets, in seconds.
-        sleep: waits before a restart.
+    `admit` brings an engine that is SYNCING to the fleet's weights and lets it serve. `mend` puts right what another
+    process did to an engine, given what its core says and a deadline in seconds. Without `engines`, which restarts dead
+    ones, or `join`, which joins servers of others that answer again, they stay dead.
     """
 
     def __init__(
@@ -339,15 +333,9 @@ class CoreSilentError(DeadlineError):
 
 
 async def probe(control: ControlClient, occupation: Occupation, *, hang_s: float) -> CoreState | None:
-    """Ask an engine's server and its core at once, and wait for both.
+    """Ask an engine's server and its core at once; None where the core is alive and says something else.
 
-    Args:
-        control: of the engine.
-        occupation: the calls during which it may be silent.
-        hang_s: it hangs after so many seconds without an answer, those of such calls not counted.
-
-    Returns:
-        What the core says of itself; None where it is alive and says something else.
+    It hangs after `hang_s` seconds without an answer, those of the calls in `occupation` not counted.
 
     Raises:
         CoreSilentError: its core hangs; DeadlineError: its server does.

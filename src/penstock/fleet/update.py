@@ -31,13 +31,7 @@ ANSWER_S = 10.0
 
 
 class Fetching:
-    """Brings a version to engines that fetch it themselves; `fleet/delivery.py` sends one to them instead.
-
-    Args:
-        roster: the engines.
-        deadline_s: seconds that each engine has for each step.
-        clock: monotonic seconds.
-    """
+    """Brings a version to engines that fetch it themselves; `fleet/delivery.py` sends one to them instead."""
 
     def __init__(self, roster: Roster, deadline_s: float, clock: Clock) -> None:
         self.roster = roster
@@ -91,14 +85,8 @@ class Fetching:
 class Updater:
     """Brings new weights to every engine of a fleet.
 
-    Attributes:
-        roster: the engines.
-        store: where the trainer's tensors go.
-        gate: `async with gate():` closes the router's gate, and on the way out, however that is, puts it where the
-            fleet wants it.
-        min_engines: the update counts as committed if at least so many engines made it.
-        deadline_s: seconds that each engine has for each step.
-        clock: monotonic seconds.
+    `async with gate():` closes the router's gate, and on the way out, however that is, puts it where the fleet wants
+    it. An update counts as committed if at least `min_engines` made it; each has `deadline_s` seconds for each step.
     """
 
     roster: Roster
@@ -319,13 +307,9 @@ async def resume(engine: ControlClient) -> None:
 async def bring_to_version(
     member: Member, roster: Roster, current: WeightManifest | None, *, deadline_s: float
 ) -> bool:
-    """Make an engine that serves nothing yet confirm the fleet's version.
+    """Make an engine that is SYNCING confirm the fleet's version; `current` is the last that was committed here.
 
-    Args:
-        member: SYNCING; what it has as loaded is version 0.
-        roster: whose version it is to have.
-        current: the last version that was committed here.
-        deadline_s: seconds for each of two calls.
+    What it has as loaded is version 0. Each of two calls has `deadline_s` seconds.
 
     Returns:
         False where the bytes of that version are nowhere, or it has no plugin to take them: it can join after the next
@@ -383,13 +367,7 @@ async def bring_in(
 ) -> bool:
     """Bring an engine that is SYNCING to the fleet's weights and state, and let it serve.
 
-    Args:
-        member: it.
-        roster: of the fleet.
-        current: see `bring_to_version`.
-        paused: the fleet is.
-        asleep: memory tags that the fleet has given back.
-        deadline_s: seconds for each call.
+    `asleep`: memory tags that the fleet has given back. Each call has `deadline_s` seconds.
 
     Returns:
         False where it has to wait for weights; nothing else was done then.
@@ -442,11 +420,7 @@ def wrong_weights(member: Member, state: CoreState) -> str | None:
 async def put_right(member: Member, roster: Roster, *, paused: bool, deadline_s: float) -> None:
     """Put right what another process did to an engine: resume it, pause it again, or end it for its weights' sake.
 
-    Args:
-        member: it, while no operation runs.
-        roster: of the fleet.
-        paused: the fleet is.
-        deadline_s: seconds for each of two calls.
+    No operation may run; each of two calls has `deadline_s` seconds.
     """
 
     async def as_the_fleet(engine: ControlClient) -> None:
