@@ -13,16 +13,17 @@ A client that lost its engine sends what its samples have as `RESUME_ARG`, and t
 
 from __future__ import annotations
 
-import math
 import re
 import reprlib
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
-from typing import Any, TypedDict, TypeGuard, cast
+from typing import Annotated, Any, Literal, TypedDict
 
 import orjson
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, Strict, TypeAdapter, ValidationError
 
 from penstock.errors import EngineError, RequestError
 from penstock.types import FinishReason, SamplingParams, SessionId
@@ -256,10 +257,32 @@ def name_tokens(answer: bytes) -> bytes:
 
 # --- Samples that an engine resumes ----------------------------------------------------------------------------------
 
-PART_KEYS = frozenset({"ids", "logprobs", "versions", "finish", "stop_reason"})
-"""Of each sample in `RESUME_ARG`; `logprobs` is a list of a report's texts."""
-ENDS = (None, "stop", "length", "abort", "repetition")
-"""Finish reasons of a resumed sample; after vLLM's `error` a sample goes on."""
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+_Positions = Annotated[list[tuple[int, _Finite, int, str | None]], Field(min_length=1)]
+_LOGPROBS = TypeAdapter(list[_Positions], config=ConfigDict(strict=True))
+
+
+class _Notes(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    adapter: str = ""
+    adapter_version: int = 0
+    kv_kept: bool = False
+
+
+_Version = Annotated[int, Field(ge=UNKNOWN_VERSION)]
+_Lax = Strict(strict=False)  # JSON has no tuples
+_Stretch = Annotated[tuple[_Version, PositiveInt], _Lax] | Annotated[tuple[_Version, PositiveInt, _Notes], _Lax]
+
+
+class _Part(BaseModel):
+    """One sample of `RESUME_ARG`, as `engine.partial.Partial.as_json` makes it; after vLLM's `error` it goes on."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    ids: list[int]
+    logprobs: list[str]
+    versions: list[_Stretch]
+    finish: Literal["stop", "length", "abort", "repetition"] | None
+    stop_reason: int | str | None
 
 
 def parts_of(text: Any, samples: int) -> list[Any]:
@@ -268,7 +291,11 @@ def parts_of(text: Any, samples: int) -> list[Any]:
     Raises:
         RequestError: it is no JSON list of at most `samples` parts; anyone can send it.
     """
-    parts = _list_in(text)
+    try:
+        parts: Any = orjson.loads(text)
+    except orjson.JSONDecodeError as error:  # too deep a nesting, and what is no text, too
+        raise RequestError(f"{RESUME_ARG}: {reprlib.repr(text)} is no JSON: {error}") from error
+    _require(isinstance(parts, list), f"{reprlib.repr(text)} is no list")
     _require(len(parts) <= samples, f"{len(parts)} samples where the request asks for {samples}")
     return parts
 
@@ -277,89 +304,44 @@ def check_part(part: Any, *, room: int, vocab_size: int, logprobs: bool) -> list
     """Check one sample wholly, since vLLM's core checks nothing of it and would die.
 
     Args:
-        part: as `engine.partial.Partial.as_json` makes it, if it is right.
+        part: of `RESUME_ARG`.
         room: most tokens that the sample may have.
         vocab_size: all token ids are below.
         logprobs: the request asks for them, so each token needs one.
 
     Returns:
-        Its logprobs, for each token `[[token id, logprob, rank, text], ...]`; empty where it has none.
+        Its logprobs, for each token `[(token id, logprob, rank, text), ...]`; empty where it has none.
 
     Raises:
         RequestError: it does not fit.
     """
-    _require(_has_keys(part, PART_KEYS), f"{reprlib.repr(part)} has not just {sorted(PART_KEYS)}")
-    ids, versions, finish, reason = part["ids"], part["versions"], part["finish"], part["stop_reason"]
-    _require(_is_list(ids), f"ids is no list but {reprlib.repr(ids)}")
-    wrong = [token for token in ids if not _is_token(token, vocab_size)]
+    with _malformed():
+        given = _Part.model_validate(part)
+        positions = [position for chunk in given.logprobs for position in _LOGPROBS.validate_json(chunk)]
+    ids, tokens = given.ids, [entry[0] for position in positions for entry in position]
+    wrong = [token for token in (*ids, *tokens) if not 0 <= token < vocab_size]
     _require(not wrong, f"token {reprlib.repr(wrong[:1])} lies outside the vocabulary [0, {vocab_size})")
-    _require(finish in ENDS, f"the finish reason {reprlib.repr(finish)} is none of {ENDS}")
-    _require(not ids or len(ids) <= room - (finish is None), f"{len(ids)} tokens leave no room for another")
-    _require(reason is None or type(reason) in (int, str), f"the stop reason {reprlib.repr(reason)} is no text or id")
-    covers = (
-        _is_list(versions) and all(map(_is_stretch, versions)) and sum(stretch[1] for stretch in versions) == len(ids)
-    )
-    _require(covers, f"the versions {reprlib.repr(versions)} do not cover {len(ids)} tokens")
-    chunks = part["logprobs"]
-    _require(_is_list(chunks), f"logprobs is no list but {reprlib.repr(chunks)}")
-    positions = [position for chunk in chunks for position in _list_in(chunk)]
+    _require(not ids or len(ids) <= room - (given.finish is None), f"{len(ids)} tokens leave no room for another")
+    covered = sum(stretch[1] for stretch in given.versions)
+    _require(covered == len(ids), f"the versions {reprlib.repr(part['versions'])} do not cover {len(ids)} tokens")
     enough = len(positions) == len(ids) or not (positions or logprobs)
     _require(enough, f"{len(ids)} tokens but {len(positions)} logprobs")
     for token, position in zip(ids, positions, strict=False):
-        fits = _is_list(position) and position and all(_is_entry(entry, vocab_size) for entry in position)
-        fits = fits and position[0][0] == token
-        _require(fits, f"the logprobs {reprlib.repr(position)} are not those of token {token}")
+        _require(position[0][0] == token, f"the logprobs {reprlib.repr(position)} are not those of token {token}")
     return positions
 
 
-def _list_in(text: Any) -> list[Any]:
+@contextmanager
+def _malformed() -> Generator[None]:
     try:
-        found = orjson.loads(text)
-    except orjson.JSONDecodeError as error:  # too deep a nesting, and what is no text, too
-        raise RequestError(f"{RESUME_ARG}: {reprlib.repr(text)} is no JSON: {error}") from error
-    _require(_is_list(found), f"{reprlib.repr(text)} is no list")
-    return found
+        yield
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"][:2])) or "a sample"
+        raise RequestError(f"{RESUME_ARG}: {where}: {first['msg']}, got {reprlib.repr(first['input'])}") from error
 
 
-def _is_list(value: Any) -> TypeGuard[list[Any]]:
-    return isinstance(value, list)
-
-
-def _has_keys(value: Any, keys: frozenset[str]) -> bool:
-    return isinstance(value, dict) and cast("dict[str, Any]", value).keys() == keys
-
-
-def _is_token(value: Any, vocab_size: int) -> bool:
-    return type(value) is int and 0 <= value < vocab_size
-
-
-def _is_stretch(value: Any) -> bool:
-    if not _is_list(value) or [type(number) for number in value[:2]] != [int, int]:
-        return False
-    return value[0] >= UNKNOWN_VERSION and value[1] > 0 and (len(value) == 2 or _are_notes(value[2:]))  # noqa: PLR2004
-
-
-def _are_notes(rest: list[Any]) -> bool:
-    if len(rest) != 1 or not isinstance(rest[0], dict):
-        return False
-    notes = cast("dict[Any, Any]", rest[0])
-    return (
-        all(type(notes[key]) is kind for key, kind in _NOTES.items() if key in notes) and notes.keys() <= _NOTES.keys()
-    )
-
-
-_NOTES = {"adapter": str, "adapter_version": int, "kv_kept": bool}
-
-
-def _is_entry(value: Any, vocab_size: int) -> bool:
-    if not _is_list(value) or len(value) != 4 or not _is_token(value[0], vocab_size):  # noqa: PLR2004 - id, logprob, rank, text
-        return False
-    _, logprob, rank, text = value
-    finite = type(logprob) in (int, float) and math.isfinite(logprob)
-    return finite and type(rank) is int and (text is None or isinstance(text, str))
-
-
-def _require(fits: Any, message: str) -> None:
+def _require(fits: bool, message: str) -> None:  # noqa: FBT001 - a condition
     if not fits:
         raise RequestError(f"{RESUME_ARG}: {message}")
 

@@ -76,7 +76,7 @@ def checked(part, *, room=8, logprobs=True):
 
 
 def test_what_engines_tell_can_be_taken_up():
-    assert checked(TAKEN_UP) == [[[7, -0.5, 1, None]], [[8, -9999.0, 2, "h"], [9, -0.25, 1, "i"]]]
+    assert checked(TAKEN_UP) == [[(7, -0.5, 1, None)], [(8, -9999.0, 2, "h"), (9, -0.25, 1, "i")]]
     assert checked({**TAKEN_UP, "logprobs": []}, logprobs=False) == []
     for finish, reason in (("stop", 8), ("stop", "hi"), ("length", None), ("abort", None), ("repetition", "twice")):
         assert len(checked({**TAKEN_UP, "finish": finish, "stop_reason": reason}, room=2)) == 2
@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_not_taken_up(wrong):
 
 @pytest.mark.parametrize("part", [None, 5, "x", [], {}, {"ids": []}])
 def test_what_is_no_part_is_not_taken_up(part):
-    with pytest.raises(RequestError, match="has not just"):
+    with pytest.raises(RequestError, match="penstock_resume: "):
         checked(part)
 
 
@@ -130,7 +130,7 @@ def test_what_is_no_list_of_the_requests_samples_is_not_read(text):
 
 def test_logprobs_that_nobody_asked_for_are_checked_too():
     with pytest.raises(RequestError, match="not those of token 7"):
-        checked({**TAKEN_UP, **entry("x", -1.0, 1, "a")}, logprobs=False)
+        checked({**TAKEN_UP, **entry(9, -1.0, 1, "a")}, logprobs=False)
 
 
 def test_tokens_need_room():

@@ -11,9 +11,15 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from penstock import AsyncVLLM
 from penstock.errors import ConfigError, EngineError, RequestError
-from penstock.facade.calls import completion_fields, prompts_of
-from penstock.facade.engine_args import changed_fields, launch_options, model_metadata
-from penstock.facade.outputs import Prompt, request_output
+from penstock.facade.forms import (
+    Prompt,
+    changed_fields,
+    completion_fields,
+    launch_options,
+    model_metadata,
+    prompts_of,
+    request_output,
+)
 from penstock.settings import EngineConfig
 
 

@@ -64,13 +64,9 @@ def engine_stats(text: str, engine: str) -> EngineStats:
             f"engine {engine} does not say how busy it is: its /metrics lacks {', '.join(missing)}; start it without "
             "--disable-log-stats"
         )
-    return EngineStats(
-        running=int(sum(values[RUNNING])),
-        waiting=int(sum(values[WAITING])),
-        kv_cache_usage=sum(values[KV_USAGE]) / len(values[KV_USAGE]),
-        generation_tokens=int(sum(values[GENERATED])),
-        preemptions=int(sum(values[PREEMPTIONS])),
-    )
+    running, waiting, usage, generated, preemptions = (sum(values[name]) for name in _SERIES)
+    usage /= len(values[KV_USAGE])
+    return EngineStats(int(running), int(waiting), usage, int(generated), int(preemptions))
 
 
 class AdapterRefusedError(EngineHTTPError, WeightsError):
@@ -167,72 +163,28 @@ class ControlClient:
             clear_cache: recompute KV at resume.
             timeout_s: deadline in seconds; default: that of every control call.
         """
-        timeout_s = timeout_s or self.timeout_s
         body = {"mode": mode.value, "clear_cache": clear_cache}
-        if await self._at_core("/penstock/pause", body, timeout_s) is _NO_CORE:
-            params = {"mode": mode.value, "clear_cache": str(clear_cache).lower()}
-            await self.http.post("/pause", timeout_s=timeout_s, params=params)
+        otherwise = f"/pause?mode={mode.value}&clear_cache={str(clear_cache).lower()}"
+        await self._at_core("/penstock/pause", body, timeout_s, otherwise=otherwise)
 
-    async def load_adapter(
-        self, name: str, version: int, source: Mapping[str, Any], *, timeout_s: float, kv: KV = "recompute"
-    ) -> EngineUpdate:
-        """Put a version of an adapter in force between two steps (`weights.adapter_files.AdapterFiles.source`).
-
-        AdapterRefusedError: it does not fit; what was in force stays.
-        """
-        body = {"name": name, "version": version, "source": dict(source), "kv": kv}
-        try:
-            answer: Any = await self.http.post(f"{ADAPTERS}/load", body, timeout_s=timeout_s)
-        except EngineHTTPError as error:
-            if error.status == BAD_REQUEST:
-                raise AdapterRefusedError(str(error), status=error.status, engine=self.name) from error
-            raise
-        seconds = {str(k): float(v) for k, v in answer["seconds"].items()}
-        return EngineUpdate(self.name, seconds, int(answer["preempted"]), checksum="", kept=int(answer["kept"]))
-
-    async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter. EngineHTTPError with status 409: it has requests in flight."""
-        await self._post(f"{ADAPTERS}/unload", {"name": name})
-
-    async def adapters(self) -> dict[str, AdapterLoad]:
-        """Return the adapters that requests can ask for, by name."""
-        answer: Any = await self.http.get(ADAPTERS, timeout_s=self.timeout_s)
-        return {str(name): AdapterLoad(**given) for name, given in answer.items()}
-
-    async def pause_adapter(self, name: str) -> None:
-        """Stop an adapter's requests at a token; they wait, and new ones too."""
-        await self._adapter("pause", name)
-
-    async def resume_adapter(self, name: str) -> None:
-        """Let an adapter's requests go on; harmless if it is not paused."""
-        await self._adapter("resume", name)
-
-    async def _adapter(self, step: str, name: str) -> None:
-        path, body = f"{ADAPTERS}/{step}", {"name": name}
-        if await self._at_core(path, body, self.timeout_s) is _NO_CORE:
-            await self._post(path, body)
+    async def resume(self) -> None:
+        """Resume."""
+        await self._at_core("/penstock/resume", {}, otherwise="/resume")
 
     async def release(self, *, timeout_s: float | None = None) -> None:
         """Pause for good, and cut what is in flight, so that our clients continue it on other engines.
 
         A request of another client ends with the finish reason `abort`.
         """
-        params = {"mode": PauseMode.ABORT.value, "release": "true"}
-        await self.http.post("/pause", timeout_s=timeout_s or self.timeout_s, params=params)
-
-    async def resume(self) -> None:
-        """Resume."""
-        if await self._at_core("/penstock/resume", {}, self.timeout_s) is _NO_CORE:
-            await self._post("/resume")
+        await self._post(f"/pause?mode={PauseMode.ABORT.value}&release=true", timeout_s=timeout_s)
 
     async def is_paused(self) -> bool:
         """Return whether the scheduler is paused."""
-        answer = await self.http.get("/is_paused", timeout_s=self.timeout_s)
-        return bool(answer["is_paused"])
+        return bool((await self.http.get("/is_paused", timeout_s=self.timeout_s))["is_paused"])
 
     async def state(self) -> CoreState:
         """Ask the engine's core, between two of its steps. UnreachableError: the core is gone."""
-        answer: Any = await self._at_core("/penstock/core", {}, self.timeout_s)
+        answer: Any = await self._ask_core("/penstock/core", {}, self.timeout_s)
         if answer is not _NO_CORE:
             return CoreState(**{name: answer[name] for name in _CORE_FIELDS if name in answer})
         paused = await self.is_paused()
@@ -257,18 +209,17 @@ class ControlClient:
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes, recomputing running requests. EngineError: it did not do so."""
-        answer = await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+        answer = await self._post("/reset_prefix_cache?reset_running_requests=true")
         if answer is not None and answer.get("success") is False:
             raise EngineError("answered that it could not reset its prefix cache", engine=self.name)
 
     async def sleep(self, level: int) -> None:
         """Free memory."""
-        await self._post("/sleep", params={"level": str(level)})
+        await self._post(f"/sleep?level={level}")
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
         """Take memory back."""
-        query = "?" + "&".join(f"tags={tag}" for tag in tags) if tags else ""
-        await self._post("/wake_up" + query)
+        await self._post("/wake_up" + ("?" + "&".join(f"tags={tag}" for tag in tags) if tags else ""))
 
     async def collective_rpc(
         self, method: str, timeout_s: float, args: Sequence[Any], kwargs: Mapping[str, Any] | None
@@ -282,38 +233,21 @@ class ControlClient:
         )
         return list(answer["results"]) if answer else []
 
-    async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
-        """Call vLLM's native /init_weight_transfer_engine (R18)."""
-        await self._post("/init_weight_transfer_engine", {"init_info": dict(init_info)})
-
-    async def native_update(self, update_info: Mapping[str, Any], *, version: int) -> None:
-        """Do vLLM's native start, update, finish (R18).
-
-        Raises:
-            StateError: the engine is not paused: vLLM 0.26 to 0.32 dies of a start while requests run.
-        """
-        if not await self.is_paused():
-            raise StateError(f"engine {self.name}: pause generation before a native weight update")
-        await self._post("/start_weight_update")
-        await self._post("/update_weights", {"update_info": dict(update_info)})
-        await self._post("/finish_weight_update", {"weight_version": str(version)})
-        await self._label(version)
+    # --- weights -----------------------------------------------------------------------------------------------------
 
     async def join_group(self, group: Mapping[str, Any]) -> None:
         """Let every worker begin to join a group (`weights.group.GroupSpec` as JSON), while the engine generates.
 
-        Raises:
-            WeightsError: it cannot.
+        WeightsError: it cannot.
         """
-        await self._weights("group", group, refused=(BAD_REQUEST, NOT_FOUND))
+        await self._offer("group", group, refused=(BAD_REQUEST, NOT_FOUND))
 
     async def prepare_weights(self, manifest: WeightManifest) -> None:
         """Let the engine map and check a version while it generates; nothing changes in what it serves.
 
-        Raises:
-            WeightsError: names, shapes, dtypes or checksums do not fit.
+        WeightsError: names, shapes, dtypes or checksums do not fit.
         """
-        await self._weights("prepare", {"manifest": manifest.to_json()}, refused=(BAD_REQUEST,))
+        await self._offer("prepare", {"manifest": manifest.to_json()}, refused=(BAD_REQUEST,))
 
     async def apply_weights(self, version: int, *, kv: KV = "recompute") -> EngineUpdate:
         """Pause (keep), load the prepared version, label it, resume: one call, so that it queues once.
@@ -324,7 +258,7 @@ class ControlClient:
             TransferError: the bytes did not all come. It stays paused until a version was prepared and applied whole.
         """
         try:
-            answer: Any = await self._weights("apply", {"version": version, "kv": kv})
+            answer: Any = await self._at_core("/penstock/weights/apply", {"version": version, "kv": kv})
         except EngineHTTPError as error:
             if error.error_type == TORN:
                 raise TransferError(str(error)) from error
@@ -333,13 +267,7 @@ class ControlClient:
         if confirmed != version:
             message = f"applied weight version {version} but says it serves {confirmed}"
             raise EngineHTTPError(message, status=200, engine=self.name)
-        return EngineUpdate(
-            engine=self.name,
-            seconds={str(k): float(v) for k, v in answer["seconds"].items()},
-            preempted=int(answer["preempted"]),
-            checksum=str(answer["checksum"]),
-            kept=int(answer["kept"]),
-        )
+        return self._update_of(answer)
 
     async def token_loss(self, version: int, *, timeout_s: float) -> TokenLoss | None:
         """Return what an update cost this engine, as soon as its rate is back; None: it was not measured.
@@ -347,14 +275,73 @@ class ControlClient:
         After `timeout_s` seconds the measurement ends, and the loss so far is returned.
         """
         body = {"version": version, "timeout_s": timeout_s}
-        answer: Any = await self._weights("loss", body, timeout_s=timeout_s + self.timeout_s)
+        answer: Any = await self._at_core("/penstock/weights/loss", body, timeout_s + self.timeout_s)
         return None if answer is None else TokenLoss(**answer)
+
+    async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
+        """Call vLLM's native /init_weight_transfer_engine (R18)."""
+        await self._post("/init_weight_transfer_engine", {"init_info": dict(init_info)})
+
+    async def native_update(self, update_info: Mapping[str, Any], *, version: int) -> None:
+        """Do vLLM's native start, update, finish (R18).
+
+        StateError: the engine is not paused: vLLM 0.26 to 0.32 dies of a start while requests run.
+        """
+        if not await self.is_paused():
+            raise StateError(f"engine {self.name}: pause generation before a native weight update")
+        await self._post("/start_weight_update")
+        await self._post("/update_weights", {"update_info": dict(update_info)})
+        await self._post("/finish_weight_update", {"weight_version": str(version)})
+        await self._label(version)
+
+    # --- adapters ----------------------------------------------------------------------------------------------------
+
+    async def load_adapter(
+        self, name: str, version: int, source: Mapping[str, Any], *, timeout_s: float, kv: KV = "recompute"
+    ) -> EngineUpdate:
+        """Put a version of an adapter in force between two steps (`weights.adapter_files.AdapterFiles.source`).
+
+        AdapterRefusedError: it does not fit; what was in force stays.
+        """
+        body = {"name": name, "version": version, "source": dict(source), "kv": kv}
+        try:
+            return self._update_of(await self._post(f"{ADAPTERS}/load", body, timeout_s=timeout_s))
+        except EngineHTTPError as error:
+            if error.status == BAD_REQUEST:
+                raise AdapterRefusedError(str(error), status=error.status, engine=self.name) from error
+            raise
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. EngineHTTPError with status 409: it has requests in flight."""
+        await self._post(f"{ADAPTERS}/unload", {"name": name})
+
+    async def adapters(self) -> dict[str, AdapterLoad]:
+        """Return the adapters that requests can ask for, by name."""
+        answer: Any = await self.http.get(ADAPTERS, timeout_s=self.timeout_s)
+        return {str(name): AdapterLoad(**given) for name, given in answer.items()}
+
+    async def pause_adapter(self, name: str) -> None:
+        """Stop an adapter's requests at a token; they wait, and new ones too."""
+        await self._at_core(f"{ADAPTERS}/pause", {"name": name})
+
+    async def resume_adapter(self, name: str) -> None:
+        """Let an adapter's requests go on; harmless if it is not paused."""
+        await self._at_core(f"{ADAPTERS}/resume", {"name": name})
 
     async def close(self) -> None:
         """Close the connections."""
         await self.http.close()
         if self._core is not None:
             await self._core.close()
+
+    def _update_of(self, answer: Any) -> EngineUpdate:
+        return EngineUpdate(
+            engine=self.name,
+            seconds={str(k): float(v) for k, v in answer["seconds"].items()},
+            preempted=int(answer["preempted"]),
+            checksum=str(answer.get("checksum", "")),
+            kept=int(answer["kept"]),
+        )
 
     async def _label(self, version: int) -> None:
         if (await self.info()).weight_version != version:  # vLLM 0.26 takes no label
@@ -369,25 +356,29 @@ class ControlClient:
         if url is not None and self._core is None:
             self._core = HttpTransport(url, api_key=self._key, name=self.name)
 
-    async def _weights(
-        self, step: str, body: Mapping[str, Any], *, refused: Sequence[int] = (), timeout_s: float | None = None
-    ) -> Any:
-        """Do a step of an update. WeightsError: the engine refused it with one of the statuses `refused`."""
-        path = f"/penstock/weights/{step}"
+    async def _offer(self, step: str, body: Mapping[str, Any], *, refused: Sequence[int]) -> None:
         try:
-            timeout_s = timeout_s or self.timeout_s
-            answer: Any = await self._at_core(path, body, timeout_s)
-            return await self.http.post(path, body, timeout_s=timeout_s) if answer is _NO_CORE else answer
+            await self._at_core(f"/penstock/weights/{step}", body)
         except EngineHTTPError as error:
             if error.status in refused:
                 raise WeightsError(str(error)) from error
             raise
 
-    async def _at_core(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
+    async def _at_core(
+        self, path: str, body: Mapping[str, Any], timeout_s: float | None = None, *, otherwise: str | None = None
+    ) -> Any:
+        """Ask the core; where it cannot be reached, the API server, under the same path or at `otherwise` of vLLM."""
+        answer = await self._ask_core(path, body, timeout_s or self.timeout_s)
+        if answer is not _NO_CORE:
+            return answer
+        if otherwise is None:
+            return await self._post(path, body, timeout_s=timeout_s)
+        return await self._post(otherwise, timeout_s=timeout_s)
+
+    async def _ask_core(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
         """Ask the core; `_NO_CORE` where only the API server can be reached (a proxy, a mapped port).
 
-        Raises:
-            UnreachableError: the core has answered before, so it is gone.
+        UnreachableError: the core has answered before, so it is gone.
         """
         if self._core is None:
             return _NO_CORE
@@ -402,7 +393,5 @@ class ControlClient:
         self._core_answered = True
         return answer
 
-    async def _post(
-        self, path: str, body: Mapping[str, Any] | None = None, *, params: Mapping[str, str] | None = None
-    ) -> Any:
-        return await self.http.post(path, body, timeout_s=self.timeout_s, params=params)
+    async def _post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
+        return await self.http.post(path, body, timeout_s=timeout_s or self.timeout_s)

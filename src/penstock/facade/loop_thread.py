@@ -20,7 +20,7 @@ _ENDED = "it was shut down while this call was under way"
 
 
 class LoopThread:
-    """Runs coroutines for other threads until it is closed.
+    """Runs coroutines for other threads until it is closed; after that every call is a StateError.
 
     The thread is a daemon: a program that forgets to close it ends all the same.
     """
@@ -35,11 +35,7 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start `work`; cancelling the future cancels it, and closing the thread cancels the future.
-
-        Raises:
-            StateError: the thread is closed.
-        """
+        """Start `work`; cancelling the future cancels it, and closing the thread cancels the future."""
         with self._changing:
             if self._closing:
                 work.close()
@@ -50,10 +46,9 @@ class LoopThread:
         return future
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for what `work` returns or raises. Whatever interrupts the wait (Ctrl-C) cancels it.
+        """Wait for what `work` returns or raises. An interrupt of the wait (Ctrl-C) cancels it.
 
-        Raises:
-            StateError: the thread is closed, or it is this very thread, which would wait for itself.
+        StateError also in this very thread, which would wait for itself.
         """
         if threading.current_thread() is self._thread:
             work.close()
@@ -67,11 +62,7 @@ class LoopThread:
             future.cancel()
 
     async def result(self, work: Coroutine[Any, Any, T]) -> T:
-        """The same, awaited in an event loop of the caller's.
-
-        Raises:
-            StateError: the thread is closed.
-        """
+        """Await what `work` returns or raises, in an event loop of the caller's."""
         future = self.submit(work)
         try:
             return await asyncio.wrap_future(future)
@@ -82,11 +73,7 @@ class LoopThread:
             raise
 
     def close(self, last: Coroutine[Any, Any, None] | None = None) -> None:
-        """Do a last thing, cancel what runs, and end the thread. Waits for it, but not from that thread itself.
-
-        Raises:
-            StateError: it is closed.
-        """
+        """Do a last thing, cancel what runs, and end the thread. Waits for it, but not from that thread itself."""
         with self._changing:
             ended = self.submit(last if last is not None else asyncio.sleep(0))
             self._closing = True
@@ -111,4 +98,4 @@ class LoopThread:
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
             for future in tuple(self._open):
-                future.cancel()  # or who waits for it would wait for ever
+                future.cancel()  # or its caller would wait for ever

@@ -6,25 +6,46 @@ Names and arguments are those of `torchrl.modules.llm.AsyncVLLM` (TorchRL 0.14),
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import urlsplit
 
+from penstock.aio import all_or_first_error
+from penstock.engine.client import DataClient
 from penstock.engine.launch import resolve_profile
-from penstock.errors import ConfigError, EngineError, RequestError, StateError, UserError
-from penstock.facade.calls import Requests
-from penstock.facade.engine_args import changed_fields, launch_options, model_metadata
+from penstock.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineDeadError,
+    EngineError,
+    EngineHTTPError,
+    RequestError,
+    UserError,
+)
+from penstock.facade.balancer import LoadBalancer
+from penstock.facade.forms import (
+    Prompt,
+    changed_fields,
+    completion_fields,
+    launch_options,
+    model_metadata,
+    params_of,
+    prompts_of,
+    request_output,
+)
 from penstock.facade.loop_thread import LoopThread
+from penstock.fleet.adapters import stamp_of
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.member import RANK, State
+from penstock.fleet.member import SERVABLE, State
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.router.admin_client import RouterAdmin
 from penstock.settings import EngineConfig
 from penstock.types import UpdateReport
-from penstock.wire import prefix_hashes
 
 if TYPE_CHECKING:
     import torch
@@ -34,9 +55,16 @@ T = TypeVar("T")
 
 RPC_S = 60.0
 """Deadline of `collective_rpc` where none is given."""
+LOAD_S = 120.0
+"""Deadline of one adapter on one engine: a few hundred megabytes from a slow disk."""
+NOT_FOUND = 404
 _NO_COMPILATION = '{"mode": 0}'
 _AWAY = frozenset({State.DEAD, State.LAUNCHING, State.SYNCING, State.STOPPED})
 """States in which an engine has no request and no cache."""
+
+
+class GenerationTimeoutError(DeadlineError, TimeoutError):
+    """`timeout_seconds` passed; the engines have cancelled the requests."""
 
 
 class AsyncVLLM:
@@ -65,9 +93,12 @@ class AsyncVLLM:
         self.fleet = fleet
         self._loop = loop
         self._tokenizer = tokenizer
-        model = config.served_model_name or config.model
-        self._requests = Requests(fleet, model, self._tokenizer, config.request_timeout_s)
-        self._end = weakref.finalize(self, _end, loop, fleet, self._requests)
+        self._decode = lru_cache(maxsize=None)(partial(_text_of, tokenizer))
+        self._direct: dict[str, DataClient] = {}
+        self._adapters: dict[str, tuple[str, Any]] = {}
+        """By name its path, and its files as they were loaded last. A request for it then asks no engine about it."""
+        self._loading = asyncio.Lock()
+        self._end = weakref.finalize(self, _end, loop, fleet, self._direct)
 
     # --- starting and ending -----------------------------------------------------------------------------------------
 
@@ -117,13 +148,9 @@ class AsyncVLLM:
     def launch(
         cls, engine_args: AsyncEngineArgs, num_replicas: int = 1, *, api_key: str | None = None, **options: Any
     ) -> Self:
-        """Start engines with vLLM's own arguments; returns when they serve. Raises as `from_pretrained`.
+        """Start engines with vLLM's own arguments, where they differ from its defaults; see `from_pretrained`.
 
-        Args:
-            engine_args: what is not as vLLM has it by default is taken over.
-            num_replicas: engines.
-            api_key: what the router asks of clients from now on.
-            options: as `kwargs` of `from_pretrained`; they go before `engine_args`.
+        `options` are as its `kwargs`, and go before `engine_args`.
         """
         given, more = launch_options(changed_fields(engine_args)), launch_options(options)
         extra = {**given.get("extra_args", {}), **more.get("extra_args", {})}
@@ -202,27 +229,111 @@ class AsyncVLLM:
                 "SamplingParams(structured_outputs=...)"
             )
         return self.call(
-            self._requests.generate(
-                prompts,
-                sampling_params,
-                prompt_token_ids=prompt_token_ids,
-                lora_request=lora_request,
-                timeout_seconds=timeout_seconds,
-                actor_index=actor_index,
-            )
+            self._generate(prompts, sampling_params, prompt_token_ids, lora_request, timeout_seconds, actor_index)
         )
 
     async def generate_async(
-        self, prompts: Any = None, sampling_params: Any = None, **options: Any
+        self,
+        prompts: Any = None,
+        sampling_params: Any = None,
+        *,
+        prompt_token_ids: Any = None,
+        lora_request: Any = None,
+        timeout_seconds: float | None = None,
+        actor_index: int | None = None,
     ) -> RequestOutput | list[RequestOutput]:
-        """`generate` for coroutines of any event loop; its cancellation is one on the engines too.
+        """`generate` for coroutines of any event loop; its cancellation is one on the engines too."""
+        return await self._loop.result(
+            self._generate(prompts, sampling_params, prompt_token_ids, lora_request, timeout_seconds, actor_index)
+        )
 
-        Args:
-            prompts: as in `generate`.
-            sampling_params: as in `generate`.
-            options: `prompt_token_ids`, `lora_request`, `timeout_seconds` and `actor_index` of `generate`.
+    async def _generate(
+        self, prompts: Any, sampling_params: Any, ids: Any, lora: Any, timeout_s: float | None, index: int | None
+    ) -> RequestOutput | list[RequestOutput]:
+        given, batch = prompts_of(prompts, ids)
+        params = params_of(sampling_params, len(given))
+        sampling = {id(one): completion_fields(one) for one in params}
+        # TorchRL's own: no or negative seconds are no limit.
+        limit = timeout_s if timeout_s is not None and timeout_s > 0 else None
+        try:
+            async with asyncio.timeout(limit):
+                items = [self.tokenized(prompt) for prompt in given]
+                target = self.fleet if index is None else await self._engine(index)
+                served = self.engine_args.served_model_name or self.engine_args.model
+                model = served if lora is None else await self._load(lora)
+                base = {"model": model, "return_token_ids": True, "return_tokens_as_token_ids": True}
+                bodies = (
+                    {**base, "prompt": p.text or "" if p.ids is None else list(p.ids), **sampling[id(one)]}
+                    for p, one in zip(items, params, strict=True)
+                )
+                answers = await all_or_first_error(self._completion(target, body, lora) for body in bodies)
+        except TimeoutError as error:
+            seconds = limit or 0.0
+            raise GenerationTimeoutError(
+                f"{len(given)} prompts were not answered within timeout_seconds={seconds:g}; they have been cancelled",
+                seconds=seconds,
+            ) from error
+        outputs = [request_output(*each, lora, self._decode) for each in zip(answers, items, params, strict=True)]
+        return outputs if batch else outputs[0]
+
+    async def _completion(self, target: Any, body: Mapping[str, Any], lora: Any) -> dict[str, Any]:
+        try:
+            return await target.completion(body)
+        except EngineHTTPError as error:
+            if lora is None or error.status != NOT_FOUND:
+                raise
+            return await target.completion({**body, "model": await self._load(lora, again=True)})
+
+    async def _load(self, lora: Any, *, again: bool = False) -> str:
+        """Load a `vllm.lora.request.LoRARequest` where its files changed, or `again` where an engine has lost it.
+
+        Files that this process does not see are loaded once for each `lora_int_id`.
+
+        Returns:
+            The name that requests ask for.
+
+        Raises:
+            RequestError: it is no LoRARequest, or its name stands for another path here.
+            MissingCapabilityError: an engine was launched without `enable_lora`.
+            WeightsError: the engines refused it.
         """
-        return await self._loop.result(self._requests.generate(prompts, sampling_params, **options))
+        name, path = getattr(lora, "lora_name", None), getattr(lora, "lora_path", None)
+        if not isinstance(name, str) or not isinstance(path, str):
+            raise RequestError(f"lora_request must be vLLM's LoRARequest, got {type(lora).__name__}")
+        async with self._loading:
+            # Files that are not to be seen from here are loaded anew where vLLM would: under another id.
+            now = path, stamp_of(path) or getattr(lora, "lora_int_id", None)
+            known = self._adapters.get(name)
+            if known is not None and known[0] != path:
+                raise RequestError(f"adapter {name!r} is {known[0]}; give {path} another name")
+            if again or known != now:
+                await self.fleet.load_adapter(name, path, timeout_s=LOAD_S)
+                self._adapters[name] = now
+        return name
+
+    def tokenized(self, prompt: Prompt) -> Prompt:
+        """Return a prompt with its ids, by which the router compares prompts; without a tokenizer, engines tokenize."""
+        if prompt.ids is not None or prompt.text is None or self._tokenizer is None:
+            return prompt
+        # An empty text may have no ids; the engine's own error is the clearest.
+        return Prompt(prompt.text, self._tokenizer.encode(prompt.text) or None)
+
+    async def _engine(self, index: int) -> Any:
+        engines = await self.fleet.engines(stats=False)
+        if not 0 <= index < len(engines):
+            raise UserError(f"there is no engine {index}; the fleet has engines 0 to {len(engines) - 1}")
+        engine = engines[index]
+        if engine.state not in SERVABLE:  # no router keeps a request from weights that it has not confirmed
+            raise EngineDeadError(f"it is {engine.state}: {engine.reason}", engine=engine.name)
+        if engine.url not in self._direct:
+            self._direct[engine.url] = DataClient(
+                engine.url,
+                api_key=self.fleet.key_of(engine.name),
+                request_timeout_s=self.engine_args.request_timeout_s,
+                name=engine.name,
+                routed=False,
+            )
+        return self._direct[engine.url].openai
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer, of transformers. ConfigError: simulated engines have none."""
@@ -230,22 +341,22 @@ class AsyncVLLM:
             raise ConfigError(f"{self.engine_args.model} has no tokenizer here")
         return self._tokenizer
 
-    # --- stats and control -----------------------------------------------------------------------------------------
+    # --- stats and control -------------------------------------------------------------------------------------------
 
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
-        """Requests running or waiting on an engine, or for each engine; see `Fleet.get_num_unfinished_requests`."""
+        """Return the requests running or waiting on an engine, or for each engine."""
         if actor_index is not None:
             return self.call(self.fleet.get_num_unfinished_requests(actor_index))
         return [requests for requests, _ in self.engine_stats()]
 
     def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
-        """Fraction of KV blocks in use on an engine, or for each engine."""
+        """Return the fraction of KV blocks in use on an engine, or for each engine."""
         if actor_index is not None:
             return self.call(self.fleet.get_cache_usage(actor_index))
         return [usage for _, usage in self.engine_stats()]
 
     def engine_stats(self) -> list[tuple[int, float]]:
-        """Unfinished requests and share of KV blocks in use, by engine index; 0 for an engine that does not serve."""
+        """Return unfinished requests and share of KV blocks in use, by engine index; 0 for one that does not serve."""
         stats: list[tuple[int, float]] = []
         for engine in self.call(self.fleet.engines()):
             if engine.stats is not None:
@@ -274,8 +385,6 @@ class AsyncVLLM:
         """Run a coroutine of `fleet` where it belongs, and wait for it: `service.call(service.fleet.drain("e0"))`."""
         return self._loop.run(work)
 
-    # --- placement ---------------------------------------------------------------------------------------------------
-
     def create_load_balancer(self, strategy: str | Sequence[str] | None = None, **kwargs: Any) -> LoadBalancer:
         """Place requests by other policies from now on; see `LoadBalancer`, whose arguments these are.
 
@@ -295,31 +404,25 @@ class AsyncVLLM:
         return self.call(answer())
 
     def engine_names(self) -> list[str]:
-        """Names by index."""
+        """Return the engines' names by index."""
         return [engine.name for engine in self.call(self.fleet.engines(stats=False))]
-
-    def token_ids(self, prompt: str | Sequence[int]) -> Sequence[int] | None:
-        """Ids of a prompt; None for text without a tokenizer here (simulated engines)."""
-        if not isinstance(prompt, str):
-            return prompt
-        return None if self._tokenizer is None else self._tokenizer.encode(prompt)
 
     # --- weights, as TorchRL's vLLMUpdaterV2 asks for them -----------------------------------------------------------
 
     def get_tp_size(self) -> int:
-        """Tensor-parallel ranks of an engine."""
+        """Return the tensor-parallel ranks of an engine."""
         return self.fleet.tp_size
 
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Names, dtypes and shapes of the tensors that `update_weights` wants."""
+        """Return names, dtypes and shapes of the tensors that `update_weights` wants."""
         return model_metadata(self.engine_args, self.fleet.dtype)
 
     def get_master_address(self) -> str:
-        """Host of the router. TorchRL asks for it; weights use no process group here."""
+        """Return the host of the router. TorchRL asks for it; weights use no process group here."""
         return urlsplit(self.fleet.url).hostname or ""
 
     def get_master_port(self) -> int:
-        """Port of the router; see `get_master_address`."""
+        """Return the port of the router; see `get_master_address`."""
         return urlsplit(self.fleet.url).port or 0
 
     def init_weight_update_group(self) -> None:
@@ -330,103 +433,21 @@ class AsyncVLLM:
         return self.call(self.fleet.update_weights(weights))
 
 
-DEFAULT_STRATEGIES = ("prefix-aware", "requests")
-"""As in TorchRL."""
-
-
-class LoadBalancer:
-    """TorchRL's load balancer: sets the policies of the service's router, and places single requests by them.
-
-    The balancer made last applies to every request of the service, also after a restart of the router.
-
-    Attributes:
-        strategies: in order; a policy without a preference leaves the choice to the next, at last to `requests`.
-
-    Args:
-        service: an `AsyncVLLM`.
-        strategy: a policy of `RouterConfig.policy`, or several; default: `prefix-aware`, then `requests`.
-        prefix_length: shortest shared prefix, in tokens, for which `prefix-aware` prefers an engine. Prefixes are
-            compared in steps of 64 tokens, of prompts of at least 128.
-        overload_threshold: `prefix-aware` skips an engine with more than this many times the mean of requests.
-
-    Raises:
-        RequestError: `service` is something else.
-        UserError: there is no such policy, or a value is out of range; the policy stays as it was.
-    """
-
-    def __init__(
-        self,
-        service: AsyncVLLM,
-        strategy: str | Sequence[str] | None = None,
-        prefix_length: int = 8,
-        overload_threshold: float = 1.5,
-    ) -> None:
-        if not hasattr(service, "ask_router"):
-            raise RequestError(f"a LoadBalancer needs a penstock.AsyncVLLM, got {type(service).__name__}")
-        self.strategies = (
-            [strategy] if isinstance(strategy, str) else list(DEFAULT_STRATEGIES if strategy is None else strategy)
-        )
-        self._service = service
-        service.ask_router(
-            lambda admin: admin.set_policy(
-                self.strategies, prefix_length=prefix_length, overload_threshold=overload_threshold
-            )
-        )
-
-    def select_actor(
-        self,
-        prompt: str | Sequence[int] | None = None,
-        request_context: Mapping[str, Any] | None = None,
-    ) -> int:
-        """Place a request: the index of the engine to send it to, as `actor_index` of `generate`.
-
-        The router counts the choice, so the next one follows from it: `round-robin` names each engine in turn.
-
-        Args:
-            prompt: of the request: text or token ids.
-            request_context: ignored, as in TorchRL.
-
-        Raises:
-            StateError: it would have to wait: a gate is closed, or no engine is up.
-        """
-        del request_context
-        ids = self._service.token_ids(prompt) if prompt else None
-        count, hashes = (0, None) if ids is None else (len(ids), prefix_hashes(ids))
-        name = self._service.ask_router(lambda admin: admin.choose(prompt_tokens=count, prefix_hashes=hashes))
-        names = self._service.engine_names()
-        engine = (name or "").partition(RANK)[0]  # to the router, each data-parallel rank is one
-        if engine not in names:
-            raise StateError("a request would have to wait now: generation is paused, or no engine is up")
-        return names.index(engine)
-
-    def get_stats(self) -> dict[str, Any]:
-        """Return the policies in force, the load of each engine, and the placements of each policy so far."""
-        state = self._service.ask_router(lambda admin: admin.engines())
-        stats = self._service.engine_stats()
-        return {
-            "strategies": str(state.policy["policy"]).split(","),
-            "primary_strategy": str(state.policy["policy"]).partition(",")[0],
-            "num_actors": len(stats),
-            "prefix_length": state.policy["prefix_length"],
-            "overload_threshold": state.policy["overload_threshold"],
-            "placements": dict(state.placements),
-            "actor_stats": [
-                {"actor_index": i, "pending_requests": requests, "cache_usage": share}
-                for i, (requests, share) in enumerate(stats)
-            ],
-        }
-
-
 def _tokenizer(config: EngineConfig) -> Tokenizer | None:
     return None if resolve_profile(config) == "sim" else load_tokenizer(config.tokenizer or config.model)
 
 
-def _end(loop: LoopThread, fleet: Fleet, requests: Requests) -> None:
-    """End loop, fleet and requests; the last reference's end calls it too, in any thread."""
+def _text_of(tokenizer: Tokenizer | None, token: int) -> str | None:
+    return None if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
+
+
+def _end(loop: LoopThread, fleet: Fleet, direct: Mapping[str, DataClient]) -> None:
+    """End loop, fleet and connections; the last reference's end calls it too, in any thread."""
 
     async def end() -> None:
         try:
-            await requests.close()
+            for client in direct.values():
+                await client.close()
         finally:
             await fleet.teardown()
 

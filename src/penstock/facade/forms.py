@@ -1,0 +1,351 @@
+"""vLLM's forms in ours and back: engine arguments, prompts and sampling parameters; answers of `/v1/completions`."""
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from penstock.engine.launch import resolve_profile
+from penstock.errors import ConfigError, EngineError, RequestError
+from penstock.settings import EngineConfig, FleetConfig, RouterConfig, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
+    from vllm import RequestOutput
+    from vllm.logprobs import Logprob
+
+# vLLM is imported in functions, since it takes seconds. A caller that sends its SamplingParams has it.
+
+# --- engine arguments ------------------------------------------------------------------------------------------------
+
+OWN = frozenset(name for section in (EngineConfig, FleetConfig, RouterConfig) for name in section.model_fields)
+"""Options of `Fleet.launch`; where vLLM has one of the same name, it means the same."""
+_REFUSED = {
+    "engines": "num_replicas says how many there are",
+    "worker_extension_cls": "engines have Penstock's own; reach vLLM's methods with collective_rpc",
+    "weight_transfer_config": "update_weights brings its own transport",
+    "distributed_executor_backend": "each engine is a process of its own; vLLM picks how its workers run",
+}
+
+
+def launch_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of `Fleet.launch`; those that only vLLM knows are in `extra_args`, as on a command line.
+
+    Args:
+        given: fields of vLLM's AsyncEngineArgs, and of EngineConfig, FleetConfig and RouterConfig, by name.
+
+    Raises:
+        ConfigError: an unknown name (with the nearest known one), one that Penstock decides itself, or a value that
+            has no form on a command line.
+    """
+    if refused := next((name for name in given if name in _REFUSED), None):
+        raise ConfigError(f"{refused} cannot be chosen: {_REFUSED[refused]}")
+    options = {name: value for name, value in given.items() if name in OWN}
+    theirs = {name: value for name, value in given.items() if name not in OWN}
+    if theirs:
+        known = {field.name for field in fields(_vllm().AsyncEngineArgs)}
+        if unknown := next((name for name in theirs if name not in known), None):
+            raise ConfigError(f"unknown option {unknown!r}; {did_you_mean(unknown, sorted(known | OWN))}")
+        extra = {key: text for name, value in theirs.items() for key, text in _argument(name, value).items()}
+        options["extra_args"] = {**extra, **options.get("extra_args", {})}
+    return options
+
+
+def changed_fields(engine_args: Any) -> dict[str, Any]:
+    """Return the model and all other fields of vLLM's `AsyncEngineArgs` that differ from their defaults.
+
+    ConfigError: it is something else.
+    """
+    if not is_dataclass(engine_args) or isinstance(engine_args, type) or not hasattr(engine_args, "model"):
+        raise ConfigError(f"engine_args must be vllm.AsyncEngineArgs, got {type(engine_args).__name__}")
+    given: Any = engine_args
+    plain = type(given)(model=given.model)
+    found = {f.name: getattr(given, f.name) for f in fields(given)}
+    return {name: value for name, value in found.items() if name == "model" or value != getattr(plain, name)}
+
+
+def _vllm() -> Any:
+    try:
+        import vllm  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError("AsyncVLLM speaks vLLM's own types: pip install 'penstock[vllm]'") from error
+    return vllm
+
+
+def _argument(name: str, value: Any) -> dict[str, Any]:
+    option = name.replace("_", "-")
+    if value is None:
+        return {}
+    if value is False:
+        return {f"no-{option}": True}
+    if isinstance(value, (str, int, float)):
+        return {option: value}
+    if is_dataclass(value) and not isinstance(value, type):  # a config object: what is not as by default
+        defaults = {f.name: f.default if f.default is not MISSING else None for f in fields(value)}
+        value = {k: given for k, given in asdict(value).items() if given is not None and given != defaults.get(k)}
+    try:
+        return {option: orjson.dumps(value).decode()}
+    except TypeError as error:
+        raise ConfigError(
+            f"{name}={value!r} has no form on a command line; give a string, a number, a dict or a list"
+        ) from error
+
+
+def model_metadata(config: EngineConfig, served: str | None) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Return dtype and shape of each tensor of an update, by checkpoint name, in the dtype that the engine serves.
+
+    From the checkpoint's headers, or from the model's config where only that is at hand.
+
+    Args:
+        config: of the engine.
+        served: the dtype that the engines say they compute in. This machine may have other devices than theirs.
+
+    Raises:
+        ConfigError: the engine is a simulated one.
+    """
+    if resolve_profile(config) == "sim":
+        raise ConfigError("a simulated engine has no model; there is no metadata of one")
+    import torch  # noqa: PLC0415 - heavy
+
+    from penstock.plugin.spec import expected_weights  # noqa: PLC0415 - imports torch
+    from penstock.weights.pack import dtype_name  # noqa: PLC0415 - the same
+
+    dtype: Any = served or config.dtype
+    arguments = _vllm().AsyncEngineArgs(model=config.model, dtype=dtype, load_format=config.load_format)
+    model = arguments.create_model_config()
+    dtype = getattr(torch, dtype_name(model.dtype))
+    return {name: (dtype, torch.Size(shape)) for name, shape in expected_weights(model).shapes.items()}
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+
+FORMS = "a string, token ids, a TextPrompt or TokensPrompt, or a list of those"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt: text, ids, or both where the ids are those of the text."""
+
+    text: str | None = None
+    ids: Sequence[int] | None = None
+
+
+def prompts_of(prompts: Any, prompt_token_ids: Any) -> tuple[list[Prompt], bool]:
+    """Read what was given for either argument of `generate`; a flat list of integers is one prompt.
+
+    Returns:
+        At least one prompt, and whether a list of them was given.
+
+    Raises:
+        RequestError: both or neither, an empty list, or none of the known forms.
+    """
+    if (prompts is None) == (prompt_token_ids is None):
+        which = "neither" if prompts is None else "both"
+        raise RequestError(f"give exactly one of prompts and prompt_token_ids; got {which}")
+    name, given = ("prompts", prompts) if prompt_token_ids is None else ("prompt_token_ids", prompt_token_ids)
+    if isinstance(given, (str, Mapping)) or _is_ids(given):
+        return [_one(given, name)], False
+    if not isinstance(given, Sequence):
+        raise RequestError(f"{name} must be {FORMS}, got {type(given).__name__}")
+    if not given:
+        raise RequestError(f"{name} is empty; give at least one prompt")
+    return [_one(item, f"{name}[{i}]") for i, item in enumerate(given)], True
+
+
+def _one(given: Any, where: str) -> Prompt:
+    if isinstance(given, str):
+        return Prompt(text=given)
+    if _is_ids(given):
+        return Prompt(ids=given)
+    if isinstance(given, Mapping):
+        text, ids = given.get("prompt"), given.get("prompt_token_ids")
+        if unknown := sorted(name for name in given if name not in {"prompt", "prompt_token_ids"} and given[name]):
+            raise RequestError(f"{where} has {', '.join(unknown)}, which engines are not sent; give text or token ids")
+        if (_is_ids(ids) or ids is None) and (isinstance(text, str) or (text is None and ids is not None)):
+            return Prompt(text=text, ids=ids)
+    shown = f"{given!r:.80}"
+    raise RequestError(f"{where} is {shown}; it must be text, token ids, a TextPrompt or a TokensPrompt")
+
+
+def _is_ids(given: Any) -> bool:
+    known = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
+    return known and len(given) > 0 and all(type(i) is int for i in given)
+
+
+# --- sampling parameters ---------------------------------------------------------------------------------------------
+
+_ALWAYS = (
+    "n", "max_tokens", "temperature", "top_p", "top_k", "min_p",
+    "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+"""Sent even where they are vLLM's defaults: in the place of what is not said, a server puts the model's own."""
+_IF_SET = (
+    "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "logprobs", "prompt_logprobs", "skip_special_tokens",
+    "spaces_between_special_tokens", "include_stop_str_in_output", "allowed_token_ids", "bad_words", "logit_bias",
+    "structured_outputs", "thinking_token_budget", "repetition_detection", "watermarking",
+)  # fmt: skip
+_OURS = frozenset({
+    "detokenize", "extra_args", "output_kind", "skip_clone", "output_text_buffer_length", "skip_reading_prefix_cache",
+    "stream_interval",
+})  # fmt: skip
+"""Read here, or about the way of an answer inside vLLM: it comes whole. vLLM sets `skip_reading_prefix_cache` itself
+where prompt logprobs are asked for."""
+
+
+def params_of(given: Any, count: int) -> list[Any]:
+    """Return one `vllm.SamplingParams` for each of `count` prompts; default: vLLM's own."""
+    if given is None:
+        given = _vllm().SamplingParams()
+    each = [*given] if isinstance(given, (list, tuple)) else [given] * count
+    if len(each) != count:
+        raise RequestError(f"sampling_params has {len(each)} entries for {count} prompts; give one, or one for each")
+    return each
+
+
+def completion_fields(params: Any) -> dict[str, Any]:
+    """Return the sampling part of a completion's body.
+
+    RequestError: `params` is no `vllm.SamplingParams`, or sets what a completion cannot say.
+    """
+    names: Any = getattr(params, "__struct_fields__", None)
+    if names is None or not {*_ALWAYS, "prompt_logprobs"} <= {*names}:
+        raise RequestError(f"sampling_params must be vllm.SamplingParams, got {type(params).__name__}")
+    plain = type(params)()
+    body: dict[str, Any] = {name: getattr(params, name) for name in _ALWAYS}
+    for name in names:
+        value, default = getattr(params, name), getattr(plain, name)
+        same = value is default or (default is not None and value == default)  # arrays, whose default is None, too
+        if same or name in _ALWAYS or name in _OURS or name.startswith("_"):
+            continue
+        if name not in _IF_SET:
+            raise RequestError(f"sampling parameter {name}={value!r} cannot be sent to an engine; leave it out")
+        body[name] = _as_json(value)
+    if params.extra_args:
+        body["vllm_xargs"] = dict(params.extra_args)
+    return body
+
+
+def _as_json(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        given = {f.name: getattr(value, f.name) for f in fields(value) if not f.name.startswith("_")}
+        return {name: _as_json(item) for name, item in given.items() if item is not None}
+    if isinstance(value, Mapping):
+        return {str(name): _as_json(item) for name, item in value.items()}
+    return value
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+Decode = Callable[[int], str | None]
+"""A token id to its text, where that is known."""
+ID_PREFIX = "token_id:"
+"""Before an id in the place of a token's text, with `return_tokens_as_token_ids`: texts of two tokens may be equal."""
+
+
+def request_output(answer: Mapping[str, Any], prompt: Prompt, params: Any, lora: Any, decode: Decode) -> RequestOutput:
+    """Return one prompt's answer as vLLM's offline API has it, finished.
+
+    `weight_versions` of its outputs (vLLM 0.32) are exact; vLLM 0.26 has no such field, so they are an extra attribute.
+
+    Args:
+        answer: with token ids, in the body and in the place of tokens' texts.
+        prompt: as it was given.
+        params: the `vllm.SamplingParams` of the request.
+        lora: its LoRARequest, or None.
+        decode: makes `Logprob.decoded_token`.
+
+    Raises:
+        EngineError: the answer lacks what was asked for.
+    """
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    if len(choices) != params.n:
+        raise EngineError(f"asked for {params.n} samples, got {len(choices)}")
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    answered = choices[0].get("prompt_token_ids")
+    ids = prompt.ids if answered is None else answered
+    return _vllm().RequestOutput(
+        request_id=str(answer["id"]),
+        prompt=prompt.text,
+        prompt_token_ids=None if ids is None else list(ids),
+        prompt_logprobs=None if params.prompt_logprobs is None else _prompt_logprobs(choices[0]),
+        outputs=[_completion_output(choice, params, lora, decode) for choice in choices],
+        finished=True,
+        lora_request=lora,
+        num_cached_tokens=details.get("cached_tokens"),
+    )
+
+
+def _completion_output(choice: Mapping[str, Any], params: Any, lora: Any, decode: Decode) -> Any:
+    from vllm import outputs  # noqa: PLC0415
+
+    ids: list[int] | None = choice.get("token_ids")
+    if ids is None:
+        raise EngineError("the answer has no token ids; the engine must follow return_token_ids (vLLM 0.26 or newer)")
+    logprobs = total = None
+    if params.logprobs is not None:
+        logprobs = _sample_logprobs(choice, ids, params.logprobs, decode)
+        total = sum(entry[token].logprob for token, entry in zip(ids, logprobs, strict=True))
+    output = outputs.CompletionOutput(
+        index=choice["index"],
+        text=choice["text"] if params.detokenize else "",
+        token_ids=ids,
+        cumulative_logprob=total,
+        logprobs=logprobs,
+        finish_reason=choice["finish_reason"],
+        stop_reason=choice.get("stop_reason"),
+        lora_request=lora,
+    )
+    span_of = getattr(outputs, "WeightVersionSpan", dict)  # vLLM 0.26 has none
+    names = ("version", "start", "end")
+    spans = [span_of(**{name: span[name] for name in names}) for span in choice.get("weight_versions") or ()]
+    output.weight_versions = spans  # pyright: ignore[reportAttributeAccessIssue] - vLLM 0.26
+    return output
+
+
+def _sample_logprobs(
+    choice: Mapping[str, Any], ids: Sequence[int], most: int, decode: Decode
+) -> list[dict[int, Logprob]]:
+    given = choice.get("logprobs") or {}
+    values = given.get("token_logprobs") or ()
+    tops = (given.get("top_logprobs") if most else None) or [None] * len(ids)
+    if not len(values) == len(tops) == len(ids):
+        raise EngineError(f"the answer has {len(ids)} tokens but {len(values)} logprobs")
+    return [_position(*position, most, decode) for position in zip(ids, values, tops, strict=True)]
+
+
+def _position(
+    token: int, value: float, named: Mapping[str, float] | None, most: int, decode: Decode
+) -> dict[int, Logprob]:
+    """Return the sampled token first, as in vLLM, then the likeliest.
+
+    Where the sampled token is none of the likeliest, the API does not say its rank: None.
+    """
+    from vllm.logprobs import Logprob  # noqa: PLC0415
+
+    try:
+        top = {int(name.removeprefix(ID_PREFIX)): other for name, other in (named or {}).items()}
+    except ValueError as error:
+        raise EngineError(f"the likeliest tokens come by their text and not their id: {error}") from error
+    among = 0 < len(top) <= most or most < 0
+    rank = 1 + sum(other > value for other in top.values()) if among else None
+    entry = {token: Logprob(value, rank, decode(token))}
+    likeliest = sorted(((other, lp) for other, lp in top.items() if other != token), key=lambda pair: -pair[1])
+    for place, (other, lp) in enumerate(likeliest, 1):
+        entry[other] = Logprob(lp, place + (rank is not None and place >= rank), decode(other))
+    return entry
+
+
+def _prompt_logprobs(choice: Mapping[str, Any]) -> list[dict[int, Logprob] | None]:
+    from vllm.logprobs import Logprob  # noqa: PLC0415
+
+    given = choice.get("prompt_logprobs")
+    if given is None:
+        raise EngineError("the engine gives no prompt logprobs; leave out SamplingParams(prompt_logprobs=...)")
+    return [
+        None if position is None else {int(token): Logprob(**entry) for token, entry in position.items()}
+        for position in given
+    ]
