@@ -335,9 +335,11 @@ async def test_beams_have_no_versions_rather_than_wrong_ones(live):
     [
         ({"ids": [10_000]}, "outside the vocabulary"),
         # vLLM would decode it behind a token that is part of a character, and its output handler die of it.
-        ({"logprobs": ['[[["x", -1.0, 1, "a"]]]']}, "not those of token 4"),
-        ({"versions": [["x", 1]]}, "do not cover 1 tokens"),
-        ({"finish": "zzz"}, "finish reason 'zzz'"),
+        ({"logprobs": ['[[[5, -1.0, 1, "a"]]]']}, "not those of token 4"),
+        ({"logprobs": ['[[["x", -1.0, 1, "a"]]]']}, "should be a valid integer"),
+        ({"versions": [[0, 2]]}, "do not cover 1 tokens"),
+        ({"versions": [["x", 1]]}, "should be a valid integer"),
+        ({"finish": "zzz"}, "got 'zzz'"),
     ],
 )
 async def test_what_cannot_be_taken_up_here_is_a_400(live, wrong, message):
