@@ -1,15 +1,16 @@
 """Schedules beside each other: samples a second under heavy-tailed lengths, and wall time to a fixed accuracy.
 
-    python benchmarks/schedules.py --profile gpu --seeds 0 1 2 --results FILE     two GPUs: one engine, one learner
-    python benchmarks/schedules.py --profile gpu --schedules colocated --results FILE    one GPU, in turns
+    python benchmarks/schedules.py --profile gpu --size 0.6b --seeds 0 1 --results FILE    two GPUs: engine and learner
+    python benchmarks/schedules.py --profile gpu --size 0.6b --schedules colocated --results FILE    one GPU, in turns
     python benchmarks/schedules.py --profile gpu --to-accuracy 0.6 --seeds 0 --results FILE
     python benchmarks/schedules.py --quick                                        simulated engines
 
 Every run starts from the same weights; the engines stay up between runs. A short run comes first and counts for none:
 it bears the compilation of kernels, which would be the first schedule's. `--results` keeps a line for each run, so that
 seeds can be added later; the rows are medians over all of its lines. Lengths are drawn from a Pareto distribution by
-the prompt, so each schedule makes the same ones: most are short, a few reach `--max-tokens`. With `--to-accuracy` the
-policy decides its lengths itself, and accuracy is measured every `--every` steps.
+the prompt, so each schedule makes the same ones: most are short, a few reach `--max-tokens`. With `--size` the model
+has random weights in the shape of that Qwen3, and a reward is a coin thrown by the response, so that all of it is
+trained on. With `--to-accuracy` the policy decides its lengths itself, and accuracy is measured every `--every` steps.
 
 Bars: `async` makes at least 1.6 times the samples a second of `sync`, and `one_step_off` at least as many as `sync`.
 """
@@ -31,13 +32,14 @@ from pathlib import Path
 from typing import Any
 
 import _common
+import _dummy_models
 from _common import Row
 
 from penstock.config import RunConfig
 from penstock.fleet.fleet import Fleet
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter
-from penstock.rollout.environment import load_environment
+from penstock.rollout.environment import Task, load_environment
 from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.rollout.tokenizer import load_tokenizer
 from penstock.train.grpo import Trainee
@@ -67,10 +69,34 @@ class HeavyTailed(SingleTurnGenerator):
         return await super()._sample(prompt_ids, n, params, session)
 
 
+class Coin(HeavyTailed):
+    """Rewards of 0 and 1 that the response's text decides, as a model of random weights solves no task."""
+
+    def _reward(self, task: Task, text: str) -> float:
+        del task
+        return float(_digest(text) % 2)
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
 def heavy_tailed(name: str, most: int) -> int:
     """Length in tokens, from `most / 32` to `most`, of a Pareto distribution; a function of `name`."""
-    draw = (int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) + 1) / 2**64
+    draw = (_digest(name) + 1) / 2**64
     return min(most, max(1, math.ceil(most / 32 * draw ** (-1 / TAIL))))
+
+
+def random_model(folder: Path, size: str) -> Path:
+    """Write random weights in a shape of Qwen3, with the sorter's tokenizer."""
+    import torch  # noqa: PLC0415 - the other runs need no torch here
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+
+    path = _dummy_models.save(folder, size)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16).save_pretrained(path)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(path)
+    return path
 
 
 def config_of(given: argparse.Namespace, schedule: str, seed: int, folder: Path) -> RunConfig:
@@ -79,6 +105,9 @@ def config_of(given: argparse.Namespace, schedule: str, seed: int, folder: Path)
     tree: dict[str, Any] = {section: dict(keys) for section, keys in BASE.items()}
     tree |= {"name": f"{schedule}-{seed}", "seed": max(seed, 0), "run_dir": folder}
     tree["engine"] |= {"model": str(given.model), "profile": given.profile, "max_model_len": given.max_tokens + 64}
+    if given.size:
+        samples = given.groups * tree["rollout"]["group_size"]
+        tree["engine"] |= {"dtype": "auto" if given.profile == "gpu" else "float32", "max_num_seqs": samples}
     if schedule == "colocated":
         tree["engine"] |= {"enable_sleep_mode": True, "gpu_memory_utilization": 0.4}
     if given.profile == "sim":
@@ -93,13 +122,14 @@ def config_of(given: argparse.Namespace, schedule: str, seed: int, folder: Path)
     return RunConfig.model_validate(tree)
 
 
-async def one_run(config: RunConfig, fleet: Fleet, learner: Learner, target: float | None) -> dict[str, Any]:
+async def one_run(config: RunConfig, fleet: Fleet, learner: Learner, given: argparse.Namespace) -> dict[str, Any]:
     """Train once on engines that are up; the learner starts from the model, under the engines' next version."""
     if fleet.weight_version:
         learner.versions[None] = fleet.weight_version + 1
     environment = load_environment(config.environment, config.seed)
     params = SamplingParams(max_tokens=config.rollout.max_tokens)
-    generator = SingleTurnGenerator if target is not None else HeavyTailed
+    target = given.to_accuracy
+    generator = SingleTurnGenerator if target is not None else Coin if given.size else HeavyTailed
     folder = RunFolder.create(config.run_dir / config.name, config)
 
     async def loads() -> Mapping[str, int]:
@@ -146,10 +176,10 @@ async def measure(given: argparse.Namespace, folder: Path, results: Path) -> Non
                 LocalLearner, str(given.model), config.train, seed=seed,
                 served_dtype=config.engine.dtype,
             )  # fmt: skip
-            found = await one_run(config, fleet, learner, given.to_accuracy)
+            found = await one_run(config, fleet, learner, given)
             if seed == WARM_UP:
                 continue
-            found |= {"profile": given.profile, "engines": given.engines}
+            found |= {"profile": given.profile, "engines": given.engines, "model": given.size or given.model.name}
             _common.note(json.dumps(found))
             with results.open("a") as out:
                 out.write(json.dumps(found) + "\n")
@@ -176,7 +206,8 @@ def main() -> int:
     options.add_argument("--profile", choices=("sim", "cpu", "gpu"), default="sim")
     options.add_argument("--schedules", nargs="+", default=["sync", "one_step_off", "async"])
     options.add_argument("--seeds", nargs="+", type=int, default=[0])
-    options.add_argument("--model", type=Path, default=MODEL)
+    options.add_argument("--model", type=Path, default=MODEL, help="folder of a sorter")
+    options.add_argument("--size", choices=sorted(_dummy_models.SHAPES), help="random weights of this shape instead")
     options.add_argument("--engines", type=int, default=1)
     options.add_argument("--steps", type=int, default=20)
     options.add_argument("--groups", type=int, default=32)
@@ -191,6 +222,8 @@ def main() -> int:
     if "colocated" in given.schedules and len(given.schedules) > 1:
         options.error("colocated has another layout than the others: measure it by itself, into the same --results")
     with tempfile.TemporaryDirectory() as scratch:
+        if given.size:
+            given.model = random_model(Path(scratch), given.size)
         results = given.results or Path(scratch) / "results.jsonl"
         asyncio.run(measure(given, Path(scratch), results))
         runs = [json.loads(line) for line in results.read_text().splitlines()]
