@@ -35,8 +35,10 @@ SIDE_ROOMS = tuple(
         "weights.quantise", "weights.transfer",
     )
 )  # fmt: skip
-SPINE_FILES, SPINE_LINES = 66, 17_000
+SPINE_FILES, SPINE_LINES = 66, 16_900
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
+SOURCE_FILES, SOURCE_LINES = 246, 48_400
+"""The most that `src` has now; the target is 230 files and 38,000 lines."""
 
 
 @cache
@@ -90,6 +92,40 @@ def spine() -> set[str]:
     return found
 
 
+@cache
+def classes() -> dict[str, ast.ClassDef]:
+    found = (node for module in FILES for node in ast.walk(tree(module)) if isinstance(node, ast.ClassDef))
+    return {node.name: node for node in found}
+
+
+def base_names(node: ast.ClassDef) -> list[str]:
+    return [ast.unparse(base).partition("[")[0] for base in node.bases]
+
+
+def own_members(node: ast.ClassDef) -> set[str]:
+    """Methods, fields, and what methods set on `self`."""
+    found = {part.name for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)}
+    for part in ast.walk(node):
+        if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store) and ast.unparse(part.value) == "self":
+            found.add(part.attr)
+    for part in node.body:
+        targets = (
+            part.targets if isinstance(part, ast.Assign) else [part.target] if isinstance(part, ast.AnnAssign) else []
+        )
+        found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def members(node: ast.ClassDef) -> set[str]:
+    bases = [classes()[name] for name in base_names(node) if name in classes()]
+    return own_members(node).union(*map(members, bases))
+
+
+def implementations(protocol: ast.ClassDef) -> list[str]:
+    wanted = members(protocol)
+    return [name for name, node in classes().items() if "Protocol" not in base_names(node) and wanted <= members(node)]
+
+
 def test_files_and_functions_are_short() -> None:
     assert {module: size for module in FILES if (size := lines(module)) > 500} == {}
     sizes = dict(functions())
@@ -118,6 +154,18 @@ def test_the_spine_does_not_grow() -> None:
     modules = spine()
     assert len(modules) <= SPINE_FILES, sorted(modules)
     assert sum(map(lines, modules)) <= SPINE_LINES
+
+
+def test_the_source_does_not_grow() -> None:
+    assert len(FILES) <= SOURCE_FILES
+    assert sum(map(lines, FILES)) <= SOURCE_LINES
+
+
+def test_protocols_have_several_implementations() -> None:
+    protocols = {name: node for name, node in classes().items() if "Protocol" in base_names(node)}
+    found = {name: implementations(node) for name, node in protocols.items() if "__call__" not in own_members(node)}
+    assert found
+    assert {name: of for name, of in found.items() if len(of) <= 1} == {}
 
 
 def test_the_spine_imports_no_side_room() -> None:
