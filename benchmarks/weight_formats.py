@@ -15,16 +15,16 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import _common
 import torch
 
-from penstock.plugin.core import HostBytes
-from penstock.plugin.sources import Source, make_source
+from penstock.plugin.core import check_bytes
+from penstock.rooms import plugged_in
 from penstock.weights.delta import DeltaStore
 from penstock.weights.disk import DiskStore
 from penstock.weights.manifest import WeightManifest
+from penstock.weights.pack import Source
 
 CHANGED = (0.01, 0.05, 1.0)
 BYTES_BARS = {0.01: 0.03, 0.05: 0.10, 1.0: 0.75}
@@ -51,13 +51,11 @@ class Engine:
         self.model = torch.nn.Module()
         for name, tensor in tensors.items():
             self.model.register_parameter(name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
-        self.worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: self.model), device="cpu")
-        self._bytes = HostBytes()
         self._sources: dict[str, Source] = {}
 
     def prepare(self, manifest: WeightManifest) -> WeightManifest:
         """Both halves."""
-        local = self._bytes.check(manifest)
+        local = check_bytes(manifest)
         self._source(local).prepare(local)
         return local
 
@@ -69,7 +67,7 @@ class Engine:
 
     def _source(self, manifest: WeightManifest) -> Source:
         if manifest.transport not in self._sources:
-            self._sources[manifest.transport] = make_source(manifest.transport, self.worker)
+            self._sources[manifest.transport] = plugged_in(f"source.{manifest.transport}")(torch.device("cpu"))
         return self._sources[manifest.transport]
 
 

@@ -27,12 +27,10 @@ SIDE_ROOMS = tuple(
         "cli", "engine.experts", "engine.layouts", "engine.openai", "engine.vanilla", "facade",
         "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.delivery", "fleet.detach",
         "fleet.elastic", "fleet.native", "fleet.ray", "fleet.remote", "fleet.service",
-        "fleet.vllm_router", "gateway", "observe", "plugin.adapters", "plugin.broadcast", "plugin.cores",
-        "plugin.delta", "plugin.disk", "plugin.input_patches", "plugin.ipc", "plugin.kept_kv", "plugin.native",
-        "plugin.quantised", "plugin.served_adapters", "rollout", "router.figures", "router.merge",
+        "fleet.vllm_router", "gateway", "observe", "plugin.adapters", "plugin.cores", "plugin.kept_kv", "plugin.native",
+        "plugin.quantised", "rollout", "router.figures", "router.merge",
         "router.other_policies", "router.workers", "sim", "token_meter", "train", "weights.broadcast",
-        "weights.collective", "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group",
-        "weights.quantise", "weights.transfer",
+        "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group", "weights.transfer",
     )
 )  # fmt: skip
 SPINE_FILES, SPINE_LINES = 66, 16_900
@@ -179,7 +177,7 @@ def test_every_place_of_a_side_room_is_asked_for_and_filled() -> None:
     assert {place for place in PLACES if any(re.fullmatch(pattern, place) for pattern in patterns)} == set(PLACES)
     assert [place for place in PLACES if not callable(plugged_in(place))] == []
     of_spine = {module for name in PLACES.values() if not (module := name.partition(":")[0]).startswith(SIDE_ROOMS)}
-    assert of_spine == {"penstock.plugin.sources", "penstock.router.policies"}
+    assert of_spine == {"penstock.router.policies", "penstock.weights.shared_memory"}
 
 
 def test_the_walks_of_the_architecture_name_files_of_the_spine() -> None:

@@ -33,7 +33,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 
 from nano_models import save_biased, save_dense, save_moe, save_routed
 from penstock.errors import TransferError
-from penstock.plugin import reload
+from penstock.plugin import worker as loading
 from penstock.plugin.direct import DirectPlan, make_plan, written
 from penstock.weights.manifest import TensorEntry
 
@@ -122,13 +122,13 @@ class Bench:
     def plan(self) -> DirectPlan | None:
         return make_plan(self.model, self.entries)
 
-    def loader(self, plan: DirectPlan | None) -> reload.Loader:
+    def loader(self, plan: DirectPlan | None) -> loading.Loader:
         """One that has this plan to prove, as if it ran on a GPU."""
-        loader = reload.Loader(worker(self, CPU))
+        loader = loading.Loader(worker(self, CPU))
         loader._plan = plan
         return loader
 
-    def load(self, loader: reload.Loader, source: Any = None) -> bool:
+    def load(self, loader: loading.Loader, source: Any = None) -> bool:
         """Load what was sent."""
         source = source or Sent(self.sent)
         with torch.no_grad(), instead(torch.accelerator, "synchronize", lambda: None):
@@ -213,12 +213,12 @@ def cut_and_repeat(bench: Bench) -> bool:
                 raise TransferError("the trainer is gone")
             yield item
 
-    reload.begin(bench.model)
+    loading.begin(bench.model)
     with suppress(TransferError):
-        reload.receive(bench.model, cut())
-    reload.begin(bench.model)
-    reload.receive(bench.model, iter(bench.sent.items()))
-    reload.finish(bench.model, bench.config.model_config)
+        loading.receive(bench.model, cut())
+    loading.begin(bench.model)
+    loading.receive(bench.model, iter(bench.sent.items()))
+    loading.finish(bench.model, bench.config.model_config)
     return bench.loaded()
 
 
@@ -295,10 +295,10 @@ def frees(bench: Bench) -> list[int]:
     calls: list[None] = []
     counts: list[int] = []
     with instead(torch.cuda, "empty_cache", lambda: calls.append(None)):
-        reload.finish(OnGPU(), bench.config.model_config)
+        loading.finish(OnGPU(), bench.config.model_config)
         counts.append(len(calls))
-        reload.begin(bench.model)
-        reload.finish(bench.model, bench.config.model_config)
+        loading.begin(bench.model)
+        loading.finish(bench.model, bench.config.model_config)
         counts.append(len(calls))
     return counts
 

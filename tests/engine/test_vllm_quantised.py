@@ -14,9 +14,9 @@ from nano_models import changed, logprobs_of, save_dense
 from penstock.engine.launch import EngineProcess
 from penstock.engine.layouts import quantization_config
 from penstock.errors import PenstockError
+from penstock.plugin.quantised import find_schemes, quantised
 from penstock.settings import EngineConfig
 from penstock.types import SamplingParams
-from penstock.weights.quantise import find_schemes, quantised
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 

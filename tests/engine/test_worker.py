@@ -63,11 +63,11 @@ def test_what_cannot_be_loaded_is_told_from_what_did_not_come(loads: bool) -> No
 
 
 def test_a_group_that_cannot_be_joined_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.plugin import broadcast
+    from penstock.weights import group
 
-    monkeypatch.setattr(broadcast, "Group", Failing)
+    monkeypatch.setattr(group, "Group", Failing)
     parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
-    joining = worker(vllm_config=SimpleNamespace(parallel_config=parallel))
+    joining = worker(device="cpu", vllm_config=SimpleNamespace(parallel_config=parallel))
     assert joining.penstock_join_group(GROUP) == "RuntimeError: out of memory"
 
 

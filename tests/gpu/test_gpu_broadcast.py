@@ -23,9 +23,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 RECEIVER = """
 import json, os, signal, sys, time
 import torch
-from penstock.weights.collective import Group
+from penstock.weights.group import Group
 from penstock.weights.checksum import device_sums
-from penstock.weights.group import GroupSpec
+from penstock.weights.broadcast import GroupSpec
 from penstock.weights.manifest import WeightManifest
 from penstock.weights.transfer import receive
 
@@ -49,7 +49,7 @@ for line in sys.stdin:
             spec = GroupSpec.from_json(order["group"])
             group = Group(spec, spec.rank_offset, device)
             began = time.perf_counter()
-            group.join()
+            group.form()
             tell(["joined", time.perf_counter() - began])
             continue
         manifest = WeightManifest.from_json(order["manifest"])

@@ -9,16 +9,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from penstock.errors import WeightsError
-from penstock.plugin.ipc import IpcSource
 from penstock.weights.checksum import device_sums
-from penstock.weights.cuda_ipc import CudaIpcStore
+from penstock.weights.cuda_ipc import CudaIpcStore, IpcSource
 from penstock.weights.manifest import WeightManifest
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -29,7 +27,7 @@ MIB = 2**20
 def worker(connection: Any, device: str) -> None:
     """An engine's worker: it prepares and loads what it is told, and answers with sums of what it has in force."""
     torch.cuda.set_device(device)
-    source = IpcSource(SimpleNamespace(device=torch.device(device)))
+    source = IpcSource(torch.device(device))
     live: dict[str, torch.Tensor] = {}
     while (asked := connection.recv()) is not None:
         what, data = asked

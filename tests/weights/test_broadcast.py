@@ -19,19 +19,18 @@ import pytest
 import torch
 
 from penstock.errors import StateError, TransferError, WeightsError
-from penstock.weights import collective
-from penstock.weights.broadcast import BroadcastStore, rank_offsets, world_size
+from penstock.weights import group as group_module
+from penstock.weights.broadcast import BroadcastStore, GroupSpec, rank_offsets
 from penstock.weights.checksum import device_sums
-from penstock.weights.group import GroupSpec
 from penstock.weights.manifest import ALIGNMENT, TensorEntry, WeightManifest
 from penstock.weights.transfer import PACKED_BELOW, cut, describe
 
 RECEIVER = """
 import json, sys, os, signal
 import torch
-from penstock.weights.collective import Group
+from penstock.weights.group import Group
 from penstock.weights.checksum import device_sums
-from penstock.weights.group import GroupSpec
+from penstock.weights.broadcast import GroupSpec
 from penstock.weights.manifest import WeightManifest
 from penstock.weights.transfer import receive
 
@@ -51,7 +50,7 @@ for line in sys.stdin:
         if "group" in order:
             spec = GroupSpec.from_json(order["group"])
             group = Group(spec, spec.rank_offset, torch.device("cpu"))
-            group.join()
+            group.form()
             tell("joined")
             continue
         manifest = WeightManifest.from_json(order["manifest"])
@@ -232,8 +231,7 @@ def test_who_does_not_come_is_named(ends: Ends) -> None:
         receiver.tell({"group": spec})
     group = ends.store._group
     assert group is not None
-    assert group._rendezvous is not None
-    assert group._rendezvous.missing(["here/1", "here/2"], 60) == []  # so that none of these two is late
+    assert group.missing(["here/1", "here/2"], 60) == []  # so that none of these two is late
     with pytest.raises(TransferError, match="not formed"):
         ends.store.form()
     assert ends.store.absent(layouts) == [1]  # its second worker
@@ -251,13 +249,12 @@ def test_a_rank_that_does_not_connect_holds_the_trainer_no_longer_than_it_may(
         connecting.set()
         held.wait()
 
-    monkeypatch.setattr(collective.Group, "_tcp", stuck)
+    monkeypatch.setattr(group_module.Group, "_connect_backend", stuck)
     store = BroadcastStore(timeout_s=timeout_s)
     store.publish(1, model(1))
     store.invite([(1, 1, 1)])
     assert store._group is not None
-    assert store._group._rendezvous is not None
-    store._group._rendezvous.set("here/1")
+    store._group.set("here/1")
     said: list[str] = []
 
     def form() -> None:
@@ -413,8 +410,8 @@ from types import SimpleNamespace
 
 import torch
 
-from penstock.weights.collective import Group
-from penstock.weights.group import GroupSpec
+from penstock.weights.group import Group
+from penstock.weights.broadcast import GroupSpec
 
 def abort():
     time.sleep(0.5)  # as NCCL's takes a while, outside Python
@@ -443,7 +440,7 @@ def test_a_process_that_ends_lets_the_abort_of_its_group_come_back_first() -> No
     ],
 )
 def test_every_rank_belongs_to_exactly_one_worker(layouts: Any, offsets: list[int], size: int) -> None:
-    assert (rank_offsets(layouts), world_size(layouts)) == (offsets, size)
+    assert rank_offsets(layouts) == [*offsets, size]
     taken = [0]
     for offset, layout in zip(offsets, layouts, strict=True):
         taken += range(offset, offset + math.prod(layout))

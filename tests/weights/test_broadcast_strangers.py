@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +16,8 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from penstock.errors import TransferError
-from penstock.weights.broadcast import BroadcastStore
-from penstock.weights.collective import Group, _NcclStore
-from penstock.weights.group import GroupSpec, Rendezvous, RendezvousClient
+from penstock.weights.broadcast import BroadcastStore, GroupSpec
+from penstock.weights.group import Group, NcclStore, listen
 from penstock.weights.transfer import receive
 
 ATTACKER = """
@@ -55,6 +55,14 @@ def store() -> Any:
     store.close()
 
 
+SPEC = GroupSpec("127.0.0.1", 1, 2, 1, "an epoch", "tcp", 20.0, "key")
+
+
+def member(told: Any, **other: Any) -> Group:
+    spec = GroupSpec.from_json({**told, **other})
+    return Group(spec, spec.rank_offset, torch.device("cpu"))
+
+
 def in_thread(work: Any) -> threading.Thread:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -74,19 +82,18 @@ def test_a_stranger_neither_joins_nor_reads_nor_disturbs(store: BroadcastStore) 
         assert found["bytes"] <= 4 * 32, "a random number for each connection, and nothing else"
         got: dict[str, torch.Tensor] = {}
         spec = GroupSpec.from_json(told)
-        member = Group(spec, spec.rank_offset, torch.device("cpu"))
+        receiver = Group(spec, spec.rank_offset, torch.device("cpu"))
 
         def take_part() -> None:
-            member.join()
-            coming = receive(member, manifest.tensors, bucket_bytes=2**20, place=lambda _: None)
+            receiver.form()
+            coming = receive(receiver, manifest.tensors, bucket_bytes=2**20, place=lambda _: None)
             got.update({entry.name: tensor.clone() for entry, tensor in coming})
 
         taking = in_thread(take_part)
         store.form()
-        again = RendezvousClient(
-            spec.address, spec.port, spec.key, 10.0
-        )  # the strangers' connections keep no member out
-        again.close()
+        again = Group(spec, spec.rank_offset, torch.device("cpu"))
+        again.connect()  # the strangers' connections keep no member out
+        again.end("it only knocked")
         store._bucket_bytes = 2**20
         store.send()
         taking.join(60)
@@ -99,15 +106,13 @@ def test_a_stranger_neither_joins_nor_reads_nor_disturbs(store: BroadcastStore) 
 def test_who_does_not_know_the_key_is_no_member(store: BroadcastStore) -> None:
     store.publish(1, [("w", torch.ones(3))])
     (told,) = store.invite([(1, 1, 1)])
-    for key in ("", "guess", told["epoch"], told["key"][:-1]):
+    for key in ("guess", told["epoch"], told["key"][:-1]):
         with pytest.raises(OSError):  # noqa: PT011 - however the connection ends
-            RendezvousClient(told["address"], told["port"], key, 10.0)
-    wrong = GroupSpec.from_json({**told, "key": "guess", "timeout_s": 5.0})
+            member(told, key=key).connect()
     with pytest.raises(TransferError):
-        Group(wrong, 1, torch.device("cpu")).join()
+        member(told, key="guess", timeout_s=5.0).form()
     assert store._group is not None
-    assert store._group._rendezvous is not None
-    assert store._group._rendezvous.missing(["here/1"], 0.0) == ["here/1"]
+    assert store._group.missing(["here/1"], 0.0) == ["here/1"]
 
 
 def test_a_member_takes_nothing_from_who_does_not_have_the_key() -> None:
@@ -124,7 +129,7 @@ def test_a_member_takes_nothing_from_who_does_not_have_the_key() -> None:
 
         answering = in_thread(answer)
         with pytest.raises(ConnectionRefusedError, match="does not have the group's key"):
-            RendezvousClient("127.0.0.1", fake.getsockname()[1], "key", 10.0)
+            member(SPEC.to_json(), port=fake.getsockname()[1]).connect()
         answering.join(10)
 
 
@@ -133,14 +138,19 @@ def test_the_key_of_a_group_is_good_for_that_group_alone(store: BroadcastStore) 
     first, second = store.invite([(1, 1, 1)])[0], store.invite([(1, 1, 1)])[0]
     assert first["key"] != second["key"]
     with pytest.raises(OSError):  # noqa: PT011
-        RendezvousClient(second["address"], second["port"], first["key"], 10.0)
+        member(second, key=first["key"]).connect()
 
 
 def test_torch_takes_our_store_for_one_of_its_own() -> None:
     """NCCL needs GPUs; gloo asks more of a store than NCCL does."""
-    rendezvous = Rendezvous("127.0.0.1", "key")
-    client = RendezvousClient("127.0.0.1", rendezvous.port, "key", 10.0)
-    stores = [_NcclStore(rendezvous, 20.0), _NcclStore(client, 20.0)]
+    listener = listen("127.0.0.1")
+    spec = replace(SPEC, port=listener.getsockname()[1])
+    trainer = Group(spec, 0, torch.device("cpu"), listener)
+    one = member(spec.to_json())
+    one.connect()
+    one.set("here/1")
+    assert trainer.missing(["here/1"], 20.0) == []
+    stores = [NcclStore(trainer), NcclStore(one)]
     sums: list[float] = [0.0, 0.0]
 
     def rank(number: int) -> None:
@@ -153,6 +163,6 @@ def test_torch_takes_our_store_for_one_of_its_own() -> None:
     other = in_thread(lambda: rank(1))
     rank(0)
     other.join(20)
-    client.close()
-    rendezvous.end("done")
+    one.end("done")
+    trainer.end("done")
     assert sums == [3.0, 3.0]

@@ -7,15 +7,13 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from penstock.errors import StateError, WeightsError
-from penstock.plugin.ipc import IpcSource
-from penstock.weights.cuda_ipc import CudaIpcStore, Lease, borrow
+from penstock.weights.cuda_ipc import CudaIpcStore, IpcSource, Lease, borrow
 from penstock.weights.manifest import TensorEntry, WeightManifest
 
 CHILD = "from penstock.weights.cuda_ipc import Lease; print(Lease().path, flush=True); input()"
@@ -112,7 +110,7 @@ def test_without_a_gpu_both_sides_say_so():
         store.publish(1, [("w", torch.ones(2))])
     with pytest.raises(WeightsError, match="of GPUs"):
         CudaIpcStore(("cpu",))
-    source = IpcSource(SimpleNamespace(device=torch.device("cpu")))
+    source = IpcSource(torch.device("cpu"))
     with pytest.raises(WeightsError, match="engine on a GPU"):
         source.prepare(MANIFEST)
     store.close()

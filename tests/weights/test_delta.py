@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import WeightsError
-from penstock.plugin.delta import DeltaBase
 from penstock.weights import delta, shared_memory
-from penstock.weights.delta import DeltaStore
+from penstock.weights.delta import DeltaBase, DeltaStore
 from penstock.weights.disk import VersionFile
 from penstock.weights.manifest import TensorEntry, WeightManifest
 from penstock.weights.pack import read
@@ -108,7 +107,7 @@ def test_an_engine_without_memory_for_a_version_keeps_its_descriptors(store, mon
     larger = published(store, 2, {"a": torch.ones(90_000)})
     with monkeypatch.context() as patched:
         patched.setattr(shared_memory, "sealed_memory", no_memory)
-        patched.setattr("penstock.plugin.delta.os.close", closed.append)
+        patched.setattr("penstock.weights.delta.os.close", closed.append)
         for _ in range(2):
             with pytest.raises(OSError, match="Cannot allocate"):
                 engine.update(larger)

@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from penstock.errors import StateError, WeightsError
-from penstock.plugin.core import HostBytes
-from penstock.plugin.disk import DiskSource
-from penstock.weights.disk import DiskStore, VersionFile, open_version
+from penstock.weights.disk import DiskSource, DiskStore, VersionFile, check_file, open_version
 from penstock.weights.manifest import WeightManifest
 
 TENSORS = {
@@ -53,7 +51,7 @@ def files(store: DiskStore) -> list[str]:
 
 
 def loaded(manifest: WeightManifest) -> dict[str, torch.Tensor]:
-    source = DiskSource(None)
+    source = DiskSource(torch.device("cpu"))
     source.prepare(manifest)
     return {entry.name: tensor.clone() for entry, tensor in source.tensors(manifest, lambda _: None)}
 
@@ -198,7 +196,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_of_ours(store, when, m
     read_into = VersionFile.read_into
     monkeypatch.setattr(VersionFile, "read_into", shrink)
     with pytest.raises(WeightsError, match="the file has shrunk"):
-        loaded(manifest) if when == "loaded" else HostBytes().check(manifest)
+        loaded(manifest) if when == "loaded" else check_file(manifest)
 
 
 def test_nothing_is_written_through_a_link(store, tmp_path):

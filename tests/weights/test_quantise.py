@@ -9,7 +9,7 @@ import torch
 
 from penstock.engine.layouts import quantization_config
 from penstock.errors import WeightsError
-from penstock.weights.quantise import Scheme, find_schemes, quantised
+from penstock.plugin.quantised import Scheme, find_schemes, quantised
 
 INT8 = quantization_config("int8", on_cpu=False)
 ENTRIES = [

@@ -24,12 +24,10 @@ from penstock.plugin import compat
 from penstock.plugin.core_http import CoreServer, Route, respond
 from penstock.plugin.patches import attempt
 from penstock.plugin.pause import PauseState, StepCap, clear_kv, mode_in_core
-from penstock.plugin.spec import WeightSpec, check_tensors, expected_weights
+from penstock.plugin.spec import WeightSpec, expected_weights
 from penstock.rooms import plugged_as, plugged_in
 from penstock.types import KV, TokenLoss
-from penstock.weights import shared_memory
 from penstock.weights.manifest import WeightManifest
-from penstock.weights.shared_memory import open_mapping
 
 SPEC_TIMEOUT_S = 600.0
 """For the core to end its step and find its tensors; callers have deadlines of their own."""
@@ -108,26 +106,14 @@ def control_of(core: Any) -> CoreControl:
     return control or core.__dict__.setdefault("_penstock_control", CoreControl(core))
 
 
-class HostBytes:
-    """Checks the bytes of versions on the host, by transport."""
+def check_bytes(manifest: WeightManifest) -> WeightManifest:
+    """Read every byte of a version that the host can read, and return the manifest for the workers.
 
-    def __init__(self) -> None:
-        self._checks: dict[str, Any] = {}
-
-    def check(self, manifest: WeightManifest) -> WeightManifest:
-        """Read every byte that the host can read, and return the manifest for the workers.
-
-        Raises:
-            WeightsError: bytes are gone, are not those that were sent, or hold NaN or infinity.
-        """
-        if manifest.transport == shared_memory.TRANSPORT:
-            buffer = memoryview(open_mapping(manifest.location.get("path", ""), manifest.extent))
-            check_tensors(manifest.tensors, lambda entry: buffer[entry.offset : entry.offset + entry.nbytes])
-        elif manifest.transport in plugged_as("check"):
-            if manifest.transport not in self._checks:
-                self._checks[manifest.transport] = plugged_in(f"check.{manifest.transport}")()
-            return self._checks[manifest.transport].bring(manifest)
-        return manifest
+    Raises:
+        WeightsError: bytes are gone, are not those that were sent, or hold NaN or infinity.
+    """
+    kind = manifest.transport
+    return plugged_in(f"check.{kind}")(manifest) if kind in plugged_as("check") else manifest
 
 
 class CoreControl:
@@ -162,7 +148,6 @@ class CoreControl:
         }
         self._foreign = 0
         self._spec: WeightSpec | None = None
-        self._bytes = HostBytes()
         self._server: CoreServer | None = None
 
     def in_core(self, work: Callable[[], Any]) -> Future[Any]:
@@ -213,7 +198,7 @@ class CoreControl:
     def _checked(self, body: Any) -> dict[str, Any]:
         manifest = WeightManifest.from_json(field(body, "manifest"))
         self._known_spec().check(manifest)
-        return self._bytes.check(manifest).to_json()
+        return check_bytes(manifest).to_json()
 
     def _known_spec(self) -> WeightSpec:
         # Found between two steps: to build a model without weights, transformers changes torch's default dtype.

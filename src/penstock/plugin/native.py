@@ -13,7 +13,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from penstock.plugin import reload
+from penstock.plugin import worker
 from penstock.weights.manifest import WeightManifest
 from penstock.weights.pack import read
 from penstock.weights.shared_memory import open_mapping
@@ -42,18 +42,18 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
 
     def start_weight_update(self) -> None:
         """Put the layers into loading state; until `finish_weight_update` the model cannot run."""
-        reload.begin(self.model)
+        worker.begin(self.model)
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
         """Load every tensor of the manifest."""
         manifest = WeightManifest.from_json(update_info.manifest)
         mapping = open_mapping(manifest.location["path"], manifest.extent)
         tensors = read(memoryview(mapping), manifest.tensors)
-        reload.receive(self.model, ((name, tensor.to(self.device)) for name, tensor in tensors))
+        worker.receive(self.model, ((name, tensor.to(self.device)) for name, tensor in tensors))
 
     def finish_weight_update(self) -> None:
         """Take the layers out of loading state, with the loaded weights in force."""
-        reload.finish(self.model, self.model_config)
+        worker.finish(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Nothing is held between updates."""

@@ -4,11 +4,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import zlib
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,8 @@ from penstock.errors import WeightsError
 from penstock.rooms import plugged_in
 from penstock.weights.checkpoint_names import checkpoint_tensors
 from penstock.weights.checksum import device_sums
-from penstock.weights.manifest import SUMS, TensorEntry, WeightManifest
-from penstock.weights.pack import all_finite, dtype_name, view
+from penstock.weights.manifest import SUMS, WeightManifest
+from penstock.weights.pack import dtype_name
 
 TIED_HEAD = "lm_head.weight"
 FLOATS = frozenset({"float32", "bfloat16", "float16"})
@@ -52,25 +49,6 @@ class WeightSpec:
             if entry.dtype not in self.dtypes[name]:
                 allowed = " or ".join(sorted(self.dtypes[name]))
                 raise WeightsError(f"tensor {name!r} is {entry.dtype}; the engine takes {allowed}: cast before sending")
-
-
-def check_tensors(entries: Iterable[TensorEntry], read: Callable[[TensorEntry], memoryview]) -> None:
-    """Raise WeightsError where a tensor's checksum differs, or a value is not finite. `read` gets a tensor's bytes."""
-
-    def check(entry: TensorEntry) -> None:
-        data = read(entry)
-        if (found := zlib.crc32(data)) != entry.checksum:
-            message = f"tensor {entry.name!r} has the checksum {found:08x}, its manifest says {entry.checksum:08x}"
-            raise WeightsError(message)
-        if not all_finite(view(data, replace(entry, offset=0))):
-            raise WeightsError(f"tensor {entry.name!r} holds NaN or infinity")
-
-    # A thread for each tensor and not torch's pool for each: for tensors of a few kilobytes that one costs more than it
-    # brings. Half of the cores, since the engine generates meanwhile.
-    threads = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        for _ in pool.map(check, entries):
-            pass
 
 
 def expected_weights(model_config: Any) -> WeightSpec:

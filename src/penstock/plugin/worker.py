@@ -1,22 +1,32 @@
-"""The methods that our code adds to vLLM's workers: they load weights, and join the groups that bring them."""
+"""What our code adds to vLLM's workers: it loads versions, by copies (`direct.py`) or by vLLM's reload."""
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    layerwise,
+)
+from vllm.platforms import current_platform
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, WeightsError
+from penstock.plugin.compat import without_adapters
+from penstock.plugin.direct import DirectPlan, Proof, make_plan
 from penstock.plugin.patches import attempt
-from penstock.plugin.reload import Loader
-from penstock.plugin.sources import Source, make_source
-from penstock.plugin.spec import checksum_of_sums, weights_checksum
-from penstock.rooms import plugged_in
+from penstock.plugin.spec import checksum_of_sums, schemes_of, weights_checksum
+from penstock.rooms import plugged_as, plugged_in
 from penstock.weights.checksum import warm_up
 from penstock.weights.manifest import WeightManifest
+from penstock.weights.pack import Source
 
 
 class WorkerExtension:
@@ -26,10 +36,12 @@ class WorkerExtension:
     """
 
     def penstock_source(self, transport: str) -> Source:
-        """The source of a transport; one for the worker's whole life."""
+        """The source of a transport; one for the worker's whole life. WeightsError: there is none of that name."""
         sources: dict[str, Source] = self.__dict__.setdefault("_penstock_sources", {})
         if transport not in sources:
-            sources[transport] = make_source(transport, self)
+            if transport not in (known := plugged_as("source")):
+                raise WeightsError(f"this engine has no transport {transport!r}; it has {', '.join(known)}")
+            sources[transport] = plugged_in(f"source.{transport}")(torch.device(self.device))
         return sources[transport]
 
     def penstock_warm_up(self) -> None:
@@ -46,11 +58,14 @@ class WorkerExtension:
             self.__dict__.setdefault("_penstock_loader", Loader(self)).prepare(version)
             self._penstock_manifest = version
 
-        return _text_of(attempt(work, "preparing a weight version")[1])
+        return _problem(work, "preparing a weight version")
 
     def penstock_join_group(self, group: dict[str, Any]) -> str | None:
         """Begin to join a group (`GroupSpec` as JSON), in a thread; return why it cannot be joined, if so."""
-        return _text_of(attempt(lambda: plugged_in("group.join")(self, group), "joining a group")[1])
+        parallel = self.vllm_config.parallel_config
+        # Not `data_parallel_rank`, which vLLM resets to 0 in the workers of dense models.
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        return _problem(lambda: self.penstock_source("broadcast").join(group, rank), "joining a group")
 
     def penstock_prepared(self) -> int | None:
         """The version that `penstock_load` would load."""
@@ -64,9 +79,9 @@ class WorkerExtension:
             `{"checksum", "seconds": {"load", "checksum"}}`. On failure the model must not run: `{"error"}` until a
             version was loaded whole, or `{"fault"}` for good.
         """
-        manifest: WeightManifest | None = getattr(self, "_penstock_manifest", None)
-        if manifest is None or manifest.version != version:
+        if self.penstock_prepared() != version:
             return {"error": f"weight version {version} is not prepared here"}
+        manifest = self._penstock_manifest
 
         def work() -> dict[str, Any]:
             began = time.perf_counter()
@@ -82,7 +97,7 @@ class WorkerExtension:
 
     def penstock_load_adapter(self, order: dict[str, Any]) -> str | None:
         """Load a LoRA adapter (`adapters.load_adapter`); return why it cannot be loaded, if so. No step may run."""
-        return _text_of(attempt(lambda: plugged_in("adapters.load")(self, order), "loading an adapter")[1])
+        return _problem(lambda: plugged_in("adapters.load")(self, order), "loading an adapter")
 
     def penstock_unload_adapter(self, number: int) -> None:
         """Forget a LoRA adapter."""
@@ -112,12 +127,135 @@ def _forget_adapters(manager: Any) -> None:
     manager._last_mapping = None  # noqa: SLF001 - the device's own table of slots is gone
 
 
-def _text_of(error: Exception | None) -> str | None:
+def _problem(work: Callable[[], None], what: str) -> str | None:
+    error = attempt(work, what)[1]
+    return None if error is None else _text_of(error)
+
+
+def _text_of(error: Exception | None) -> str:
     """An error's message; of one that is not ours the type too, since its message may say little."""
-    return (
-        None
-        if error is None
-        else str(error)
-        if isinstance(error, PenstockError)
-        else f"{type(error).__name__}: {error}"
-    )
+    return str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
+
+
+class Loader:
+    """Loads versions into one worker's model; it keeps the plan for tensors of the same names and shapes."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._plan: DirectPlan | None = None
+        self._proved = False
+        self._planned: tuple[Any, ...] | None = None
+        self._schemes: dict[str, Any] | None = None
+
+    def prepare(self, manifest: WeightManifest) -> None:
+        """Make the plan, unless it is made; the weights in force stay as they are."""
+        planned = tuple((e.name, e.dtype, e.shape) for e in manifest.tensors)
+        if self._worker.device.type != "cuda" or planned == self._planned:
+            return  # kernels of CPUs keep packed copies of the weights
+        with without_adapters(self._model):
+            self._plan = make_plan(self._model, manifest.tensors)
+        self._planned, self._proved = planned, False
+
+    def load(self, manifest: WeightManifest, source: Source) -> bool:
+        """Put every tensor of a prepared manifest in force; the engine must be paused.
+
+        Returns:
+            Whether what is in force was compared with what was sent.
+
+        Raises:
+            TransferError: the model is torn, and must not run.
+        """
+        if self._plan is None or not self._proved:
+            self._reload(manifest, source)
+            return False
+        with torch.no_grad():
+            for entry, tensor in source.tensors(manifest, self._plan.place):
+                self._plan.put(entry.name, tensor)
+        torch.accelerator.synchronize()
+        return source.compares
+
+    def _reload(self, manifest: WeightManifest, source: Source) -> None:
+        """Load by vLLM's reload, which proves the plan or ends it."""
+        proof = None if self._plan is None else Proof(self._plan)
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for entry, tensor in source.tensors(manifest, lambda _: None):
+                # Copied in any case: vLLM keeps tensors until their layer is complete, some until `finish`, and what
+                # a source yields is valid until the next one.
+                copy = tensor.to(self._worker.device, copy=True)
+                if proof is not None:
+                    proof.note(entry.name, copy)
+                yield entry.name, copy
+
+        if self._schemes is None:
+            self._schemes = schemes_of(self._worker.model_config)
+        begin(self._model)
+        receive(self._model, plugged_in("quantise.tensors")(self._schemes, tensors()) if self._schemes else tensors())
+        finish(self._model, self._worker.model_config)
+        if proof is not None:
+            with without_adapters(self._model):
+                self._proved = proof.holds(self._model)
+            self._plan = self._plan if self._proved else None
+
+    @property
+    def _model(self) -> Any:
+        return self._worker.model_runner.get_model()
+
+
+# --- vLLM's reload, as its native updates (`native.py`) use it too ---------------------------------------------------
+
+
+def begin(model: Any) -> None:
+    """Put the layers into loading state; until `finish` the model cannot run."""
+    with without_adapters(model):
+        if current_platform.is_cpu():
+            _rebuild_experts(model)
+        initialize_layerwise_reload(model)
+
+
+def receive(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Load checkpoint tensors into a model that `begin` has prepared. After an error it can begin again."""
+    with without_adapters(model), ExitStack() as undo:
+        undo.callback(_put_back, model)  # else the next reload would count what came of this one as its own
+        model.load_weights(tensors)
+        undo.pop_all()
+
+
+def finish(model: Any, model_config: Any) -> None:
+    """Take the layers out of loading state, with the loaded weights in force."""
+    with without_adapters(model):
+        finalize_layerwise_reload(model, model_config)
+        if current_platform.is_cpu():
+            _pack_again(model)
+    if next(model.parameters()).device.type == "cuda":
+        torch.cuda.empty_cache()  # torch would keep what the largest layers took meanwhile
+
+
+def _put_back(model: Any) -> None:
+    """Give layers that wait for tensors those that they had."""
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load():
+            layerwise._place_kernel_tensors(layer, info)  # noqa: SLF001 - vLLM has no call that ends a reload halfway
+            info.reset()
+
+
+# Two repairs. On CPU vLLM computes with packed copies of weights, and its reload leaves some of them stale (seen on
+# 0.32.0). Both end with the release that repacks in `finalize_layerwise_reload` (no issue names them; RFC 54477 would
+# replace it).
+
+
+def _rebuild_experts(model: torch.nn.Module) -> None:
+    """Take their kernel away: `UnquantizedFusedMoEMethod` packs again only without one."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def _pack_again(model: torch.nn.Module) -> None:
+    """Pack tied heads: the reload fills the embedding, and never packs the `ParallelLMHead` that shares its weight."""
+    for module in model.modules():
+        weight: Any = getattr(module, "weight", None)
+        if hasattr(module, "cpu_linear") and weight.numel() > 0:
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)

@@ -5,6 +5,7 @@ A server without Penstock's plugin (`SimConfig.plain`) has those that vLLM has w
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from enum import StrEnum
@@ -62,7 +63,7 @@ async def group(http: web.Request) -> web.Response:
         return json_answer({"error": "a simulated engine of several data-parallel ranks takes no broadcast"}, 400)
     body = await json_body(http)
     try:
-        engine.weights.group.join(body)
+        await asyncio.to_thread(engine.weights.group.join, body, 0)  # it may have to import torch
     except WeightsError as error:
         return json_answer({"error": str(error)}, 400)
     return json_answer({"ok": True})

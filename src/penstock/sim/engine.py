@@ -18,7 +18,7 @@ from penstock.sim.config import SimConfig
 from penstock.sim.faults import Died, FaultKind, FaultPlan, Phase
 from penstock.sim.scheduler import Scheduler, SimRequest, SimSequence, StepPlan
 from penstock.sim.tokens import Weights
-from penstock.sim.update import WeightState, check_manifest, checksum_of
+from penstock.sim.update import WeightState, check_manifest, checksum_of, receive_broadcast
 from penstock.token_meter import TokenMeter
 from penstock.types import KV, PauseMode, Sample, SamplingParams, TokenLoss
 from penstock.weights.broadcast import TRANSPORT as BROADCAST
@@ -279,7 +279,7 @@ class SimEngine:
         """
         await self.at(Phase.PREPARE)
         if manifest.transport == BROADCAST:
-            self.weights.group.check(manifest)
+            self.weights.group.prepare(manifest)
         self.weights.prepared = (manifest, check_manifest(manifest, self.config.tensor_specs))
 
     async def apply(self, version: int, *, kv: KV = "recompute") -> dict[str, Any]:
@@ -328,7 +328,7 @@ class SimEngine:
         await self.at(Phase.LOAD)
         await asyncio.sleep(self.config.load_seconds)
         if manifest.transport == BROADCAST:
-            checksum = checksum_of(await weights.group.receive(manifest))
+            checksum = checksum_of(await receive_broadcast(weights.group, manifest))
         self.check_alive()
         weights.unfit, weights.identity, weights.checksum = None, version, checksum
         if self.faults.take(Phase.LOAD, FaultKind.WRONG_LABEL) is None:

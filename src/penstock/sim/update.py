@@ -10,25 +10,19 @@ import hashlib
 import itertools
 import math
 import os
-import threading
 import zlib
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from penstock.errors import StateError, TransferError, WeightsError
+from penstock.errors import StateError, WeightsError
 from penstock.types import TensorSpec
 from penstock.weights import delta, disk
-from penstock.weights.group import GroupSpec
+from penstock.weights.broadcast import BroadcastSource
 from penstock.weights.manifest import TensorEntry, WeightManifest
 from penstock.wire import INITIAL_VERSION, UNKNOWN_VERSION, version_of_tokens
-
-if TYPE_CHECKING:
-    from penstock.weights.collective import Group
 
 _HALF_EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00}
 """All exponent bits set: infinity, and NaN above it."""
@@ -120,59 +114,22 @@ def _has_nan(raw: bytes, dtype: str) -> bool:
     return exponent is not None and any(half & exponent == exponent for half in array("H", raw))
 
 
-class SimGroup:
-    """The engine's place in a broadcast group, as its one worker. Needs torch from the first `join` on."""
+async def receive_broadcast(source: BroadcastSource, manifest: WeightManifest) -> tuple[TensorEntry, ...]:
+    """Receive a version: its tensors with the CRC-32 of what came.
 
-    def __init__(self) -> None:
-        self._group: Group | None = None
+    Raises:
+        TransferError: it was cut, or is not what was sent.
+    """
 
-    def join(self, body: Any) -> None:
-        """Begin to join a group, in the place of the one before it. Raises WeightsError where it cannot."""
-        spec = GroupSpec.from_json(body)
-        if spec.backend != "tcp":
-            raise WeightsError(f"the simulated engine has no GPU, and the group runs over {spec.backend}")
-        if self._group is not None:
-            self._group.end(f"group {spec.epoch} takes its place")
-            self._group = None
-        threading.Thread(target=self._join, args=(spec,), name="sim-join", daemon=True).start()
-
-    def check(self, manifest: WeightManifest) -> None:
-        """Raise WeightsError unless the engine is in the group over which a version will be sent."""
-        group, epoch = self._group, manifest.location.get("epoch")
-        if group is None or group.spec.epoch != epoch or group.cut is not None or not group.ready:
-            raise WeightsError(f"this engine is not in group {epoch}, over which the weights come")
-
-    async def receive(self, manifest: WeightManifest) -> tuple[TensorEntry, ...]:
-        """Receive a version: its tensors with the CRC-32 of what came.
-
-        Raises:
-            TransferError: it was cut, or is not what was sent.
-        """
-        group = self._group
-        if group is None:
-            raise TransferError("this engine is in no group")
-        return await asyncio.to_thread(_receive, group, manifest)
-
-    def _join(self, spec: GroupSpec) -> None:
+    def receive() -> tuple[TensorEntry, ...]:
         import torch  # noqa: PLC0415 - the simulated engine must start without it
 
-        from penstock.weights.collective import Group  # noqa: PLC0415
+        return tuple(
+            replace(entry, checksum=zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()))
+            for entry, tensor in source.tensors(manifest, lambda _: None)
+        )
 
-        self._group = Group(spec, spec.rank_offset, torch.device("cpu"))
-        with suppress(TransferError):  # the trainer finds this rank absent
-            self._group.join()
-
-
-def _receive(group: Group, manifest: WeightManifest) -> tuple[TensorEntry, ...]:
-    import torch  # noqa: PLC0415
-
-    from penstock.weights.transfer import receive  # noqa: PLC0415
-
-    bucket_bytes = int(manifest.location["bucket_bytes"])
-    return tuple(
-        replace(entry, checksum=zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()))
-        for entry, tensor in receive(group, manifest.tensors, bucket_bytes=bucket_bytes, place=lambda _: None)
-    )
+    return await asyncio.to_thread(receive)
 
 
 class WeightState:
@@ -188,7 +145,7 @@ class WeightState:
         """The version of the last update, if that kept the KV cache."""
         self.unfit: str | None = None
         """Why generation would kill the engine: an update failed half-way."""
-        self.group = SimGroup()
+        self.group = BroadcastSource()
         """Receives what is broadcast."""
         self.prepared: tuple[WeightManifest, str] | None = None
         """The version offered last, and the checksum it will have."""

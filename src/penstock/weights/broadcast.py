@@ -1,4 +1,4 @@
-"""The trainer's side of the transport `broadcast`: a store that sends a version to a group of all engines' workers.
+"""The transport `broadcast`: the trainer's store sends a version to a group of all engines' workers, which receive it.
 
 The group is formed while the engines generate, kept while the same engines are there, and formed again with those that
 are left. Engines may differ in size.
@@ -9,44 +9,86 @@ from __future__ import annotations
 import math
 import secrets
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from penstock.errors import StateError, TransferError, WeightsError
 from penstock.guard import new_key
-from penstock.weights.group import BUCKET_BYTES, GroupSpec, Rendezvous
+from penstock.parsing import reading
 from penstock.weights.manifest import TensorEntry, WeightManifest
 
 if TYPE_CHECKING:
     import torch
 
-    from penstock.weights.collective import Group
+    from penstock.weights.group import Group
+    from penstock.weights.pack import Place
 
 TRANSPORT = "broadcast"
 TRAINER_RANK = 0
+BUCKET_BYTES = 256 * 2**20
+"""What travels in one group of collectives. At the 370 GB/s of NVLink it takes 0.7 ms, against some 20 us for
+launching it; an engine that has no place for a tensor needs memory for two buckets, beside its KV cache."""
+Backend = Literal["nccl", "tcp"]
 Layout = tuple[int, int, int]
 """TP, PP and DP ranks of one engine."""
 
 
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """One group, and where in it an engine is.
+
+    Attributes:
+        address: where the trainer listens, which is rank 0.
+        port: of that.
+        world_size: the trainer and every worker of every engine.
+        rank_offset: rank of the first worker of the engine that gets this.
+        epoch: names the group; there is another one after every change of membership.
+        backend: `nccl` among GPUs, `tcp` among CPUs.
+        timeout_s: seconds for forming it, and for sending one version over it.
+        key: what members prove to have; never shown.
+    """
+
+    address: str
+    port: int
+    world_size: int
+    rank_offset: int
+    epoch: str
+    backend: Backend
+    timeout_s: float
+    key: str = field(repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """As it goes over the wire."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: object) -> Self:
+        """Read what `to_json` wrote. Raises WeightsError where a field is missing or makes no sense."""
+        fields: Any = data
+        kinds: dict[str, Any] = {"port": int, "world_size": int, "rank_offset": int, "timeout_s": float}
+        with reading("group", WeightsError):
+            spec = cls(**{name: kinds.get(name, str)(fields[name]) for name in cls.__slots__})
+        if spec.backend not in get_args(Backend):
+            raise WeightsError(f"a group's backend is one of {', '.join(get_args(Backend))}, got {spec.backend!r}")
+        if not (0 < spec.rank_offset < spec.world_size and 0 < spec.port < 2**16 and 0 < spec.timeout_s < float("inf")):
+            raise WeightsError(f"malformed group {spec}: 0 < rank_offset < world_size, a port and a timeout are needed")
+        if not spec.key:
+            raise WeightsError(f"malformed group {spec}: it has no key")
+        return spec
+
+
 def rank_offsets(layouts: Sequence[Layout]) -> list[int]:
-    """Return the rank of each engine's first worker, shape `[len(layouts)]`: the trainer is 0, the engines follow.
+    """Return the rank of each engine's first worker, and last the size of the group: the trainer is 0, engines follow.
 
     Within an engine a worker's rank is the offset + `dp_rank * tp * pp + its rank among the tp * pp of its replica`.
 
     Raises:
         WeightsError: an engine with no worker.
     """
-    return _ends(layouts)[:-1]
-
-
-def world_size(layouts: Sequence[Layout]) -> int:
-    """Count the ranks of the whole group: the trainer and every worker. Raises as `rank_offsets` does."""
-    return _ends(layouts)[-1]
-
-
-def _ends(layouts: Sequence[Layout]) -> list[int]:
     for place, layout in enumerate(layouts):
         if min(layout) < 1:
             raise WeightsError(f"engine {place} of {len(layouts)} has {layout} TP, PP and DP ranks; each is at least 1")
@@ -95,8 +137,7 @@ class BroadcastStore:
         again = list(named_tensors) if iter(named_tensors) is named_tensors else named_tensors
         entries, device = describe(again)
         self._offer = (entries, again, device)
-        location = {"bucket_bytes": str(self._bucket_bytes)}
-        return WeightManifest(version=version, transport=TRANSPORT, location=location, tensors=entries)
+        return WeightManifest(version, TRANSPORT, {"bucket_bytes": str(self._bucket_bytes)}, entries)
 
     def adopt(self, manifest: WeightManifest) -> WeightManifest:
         """Refuse: another process cannot send over this one's group. Raises WeightsError."""
@@ -132,35 +173,35 @@ class BroadcastStore:
         Raises:
             TransferError: this host cannot listen on the address.
         """
-        from penstock.weights.collective import Group  # noqa: PLC0415 - the core must import without torch
+        from penstock.weights.group import Group, listen  # noqa: PLC0415 - the core must import without torch
 
         if self._offer is None:
             raise StateError("publish before a group is formed: the tensors' device decides over what it runs")
         self.interrupt("another group takes its place")
+        *offsets, size = rank_offsets(layouts)
         device = self._offer[2]
-        key = new_key()
-        rendezvous = Rendezvous(self._address, key)
+        listener = listen(self._address)
         spec = GroupSpec(
             address=self._address,
-            port=rendezvous.port,
-            world_size=world_size(layouts),
+            port=int(listener.getsockname()[1]),
+            world_size=size,
             rank_offset=TRAINER_RANK + 1,
             epoch=secrets.token_hex(8),
             backend="nccl" if device.type == "cuda" else "tcp",
             timeout_s=self._timeout_s,
-            key=key,
+            key=new_key(),
         )
-        self._group = Group(spec, TRAINER_RANK, device, rendezvous)
-        return [spec.at(offset).to_json() for offset in rank_offsets(layouts)]
+        self._group = Group(spec, TRAINER_RANK, device, listener)
+        return [replace(spec, rank_offset=offset).to_json() for offset in offsets]
 
     def form(self) -> None:
         """Form the group with the engines that were invited. TransferError: it could not be; see `absent`."""
-        self._present_group().lead()
+        self._present_group().form()
 
     def absent(self, layouts: Sequence[Layout]) -> list[int]:
         """Return which of the invited engines did not come, where `form` failed for that."""
         ranks = set(self._group.absent) if self._group is not None else set[int]()
-        ends = [*rank_offsets(layouts), world_size(layouts)]
+        ends = rank_offsets(layouts)
         return [i for i in range(len(layouts)) if ranks & set(range(ends[i], ends[i + 1]))]
 
     def formed(self) -> bool:
@@ -202,3 +243,81 @@ class BroadcastStore:
         if self._group is None:
             raise TransferError("there is no group; invite the engines first")
         return self._group
+
+
+class BroadcastSource:
+    """A worker's side: the group that it joined last. Over NCCL tensors go where `place` says, without a copy.
+
+    Args:
+        device: the worker's; None: it has host memory alone.
+    """
+
+    compares = True
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+        self._group: Group | None = None
+
+    def join(self, body: object, rank: int) -> None:
+        """Begin to join a group, in the place of the one before it.
+
+        Args:
+            body: `GroupSpec` as JSON.
+            rank: of this worker among those of its engine.
+
+        Raises:
+            WeightsError: it cannot.
+        """
+        import torch  # noqa: PLC0415 - the core must import without torch
+
+        from penstock.weights.group import Group  # noqa: PLC0415
+
+        spec = GroupSpec.from_json(body)
+        if spec.rank_offset + rank >= spec.world_size:
+            raise WeightsError(
+                f"this worker would be rank {spec.rank_offset + rank} of {spec.world_size}: the engine has more "
+                "workers than was said"
+            )
+        device = torch.device("cpu")
+        if spec.backend == "nccl":
+            if self._device is None or self._device.type != "cuda":
+                raise WeightsError("this worker has no GPU, and the group runs over nccl")
+            device = self._device
+        if self._group is not None:
+            self._group.end(f"group {spec.epoch} takes its place")
+        self._group = Group(spec, spec.rank_offset + rank, device)
+        threading.Thread(target=_join, args=(self._group,), name="penstock-join", daemon=True).start()
+
+    def prepare(self, manifest: WeightManifest) -> None:
+        """Raise WeightsError unless the worker is in the group over which this version will be sent."""
+        self._group_of(manifest)
+
+    def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        """Yield every tensor as it arrives. TransferError: it was cut, or is not what was sent; the model is torn."""
+        from penstock.weights.transfer import receive  # noqa: PLC0415 - the core must import without torch
+
+        try:
+            group = self._group_of(manifest)
+        except WeightsError as error:  # it ended since `prepare`; the trainer knows, and forms another one
+            raise TransferError(str(error)) from error
+        bucket_bytes = int(manifest.location["bucket_bytes"])
+        coming = receive(group, manifest.tensors, bucket_bytes=bucket_bytes, place=place)
+        # Host memory has room for all of it, and vLLM's reload cannot go on where it was cut: it begins at the end.
+        yield from list(coming) if group.spec.backend == "tcp" else coming
+
+    def _group_of(self, manifest: WeightManifest) -> Group:
+        group, epoch = self._group, manifest.location.get("epoch")
+        if group is None or group.spec.epoch != epoch:
+            has = "none" if group is None else f"group {group.spec.epoch}"
+            raise WeightsError(f"this worker is not in group {epoch}, over which the weights come, but in {has}")
+        if group.cut is not None or not group.ready:
+            raise WeightsError(group.cut or f"group {epoch} is not formed yet")
+        return group
+
+
+def _join(group: Group) -> None:
+    from penstock.weights.checksum import warm_up  # noqa: PLC0415 - the core must import without torch
+
+    warm_up(group.device)
+    with suppress(TransferError):  # kept in `group.cut`, and the trainer finds this rank absent
+        group.form()

@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,8 @@ from penstock.weights.manifest import ALIGNMENT, DTYPE_BYTES, TensorEntry, Weigh
 
 if TYPE_CHECKING:
     import torch
+
+    from penstock.weights.pack import Place
 
 TRANSPORT = "disk"
 DTYPES = {
@@ -304,6 +306,40 @@ class DiskStore:
 def open_version(manifest: WeightManifest) -> VersionFile:
     """Open the file of a version. WeightsError: it is gone, or too short."""
     return VersionFile(manifest.location.get("folder", ""), manifest.location.get("file", ""), manifest.extent)
+
+
+def check_file(manifest: WeightManifest) -> WeightManifest:
+    """Read every byte in the engine's core. WeightsError: they are gone, not those that were sent, or not finite."""
+    from penstock.weights.pack import check_tensors  # noqa: PLC0415 - the core must import without torch
+
+    with open_version(manifest) as file:
+        check_tensors(manifest.tensors, lambda entry: file.read(entry.offset, entry.nbytes))
+    return manifest
+
+
+class DiskSource:
+    """A worker's side: it reads the file, whose bytes the core has checked."""
+
+    compares = False
+
+    def __init__(self, device: torch.device) -> None:
+        del device
+
+    def prepare(self, manifest: WeightManifest) -> None:
+        """Open the file: a worker may be on another host than the core."""
+        open_version(manifest).close()
+
+    def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        """Yield all tensors in one memory, as large as the largest."""
+        from penstock.weights.pack import view  # noqa: PLC0415 - the core must import without torch
+
+        del place
+        buffer = memoryview(bytearray(max((entry.nbytes for entry in manifest.tensors), default=0)))
+        with open_version(manifest) as file:
+            for entry in manifest.tensors:
+                part = buffer[: entry.nbytes]
+                file.read_into(part, entry.offset)
+                yield entry, view(part, replace(entry, offset=0))
 
 
 def in_order(

@@ -1,323 +1,499 @@
-"""The group over which weights are broadcast: its description, and the keyed port where its members meet.
+"""One group of the trainer and the workers, beside the process groups that they have: formed, used, cut.
+
+Every member has one connection to the trainer's port, over which go who is here, what NCCL's ranks tell each other, why
+the group ended and, among CPUs, the weights themselves. Its end says that the other side is gone: no rank waits in a
+collective for one that will not come. `torch.distributed`'s own default group is left alone, since the trainer has one.
 
 The key is random and another one for every group. Engines get it in the body of a control call, which asks for their
 own key. Both ends of a connection prove that they have it (HMAC-SHA256 over a random number of each) before either
-says anything else, so a stranger neither joins, nor reads, nor takes the trainer's place. Over these connections go
-who is here, NCCL's unique id, why the group ended, and, among CPUs, the weights themselves.
-
-What remains: the bytes are neither encrypted nor signed, so the network between hosts has to be trusted. NCCL opens
-ports of its own, which accept a number of 64 random bits out of the unique id.
+says anything else, so a stranger neither joins, nor reads, nor takes the trainer's place. The bytes are neither
+encrypted nor signed, so the network between hosts has to be trusted. NCCL opens ports of its own, which accept a number
+of 64 random bits out of the unique id.
 """
+# ruff: noqa: SLF001 - torch names with an underscore what its own init_process_group makes groups of
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
+import atexit
 import hmac
+import os
 import secrets
 import socket
-import struct
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, Self, get_args
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, BinaryIO
+from weakref import WeakSet
 
-from penstock.errors import TransferError, WeightsError
+import torch
+from torch.distributed import Store
+from torch.distributed import distributed_c10d as c10d
+
+from penstock.errors import TransferError
 from penstock.guard import Strangers, shut
-from penstock.parsing import reading
+from penstock.weights.broadcast import GroupSpec
 
-Backend = Literal["nccl", "tcp"]
-
-BUCKET_BYTES = 256 * 2**20
-"""What travels in one group of collectives. At the 370 GB/s of NVLink it takes 0.7 ms, against some 20 us for
-launching it; an engine that has no place for a tensor needs memory for two buckets, beside its KV cache."""
 HANDSHAKE_S, STRANGERS = 10.0, 1024
 """Seconds that a connection has to prove itself, and how many there may be that have not: members come all at once."""
-BACKLOG = 4096
-"""A worker opens two connections or more; with a shorter queue hundreds of workers lost each other's."""
-MARGIN_S = 5.0
-"""What an answer may take besides the time that was asked for."""
-MAX_VALUE = 2**20
-"""Bytes of a key or value; NCCL's unique id has 128."""
-
+MAX_NAME, MAX_VALUE = 2**10, 2**20
+"""Bytes of what a member says at once; NCCL's unique id has 128."""
 _NONCE, _PROOF = 32, 32
-_REQUEST, _ANSWER = struct.Struct("!cII"), struct.Struct("!?I")
+_TENSOR, _END, _GO, _HERE, _NCCL = "tensor", "end", "go", "here/", "nccl/"
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 """A machine that vanished is noticed after 35 s."""
+_LONG = timedelta(days=1)
+"""For torch's own deadlines, which end the process or leave it hanging; ours are kept by timers that cut the group."""
+_NCCL_ENV = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+"""Read by ProcessGroupNCCL's constructor (torch 2.11 to 2.13): by default its watchdog ends the process when a peer
+dies, and a thread of it asks the store every second, also while Python ends. Set only while ours is made: other groups
+of the process keep what they have."""
+_nccl_env_lock = threading.Lock()
+_inside: WeakSet[threading.Thread] = WeakSet()  # started to call into torch
 
 
-@dataclass(frozen=True, slots=True)
-class GroupSpec:
-    """One group, and where in it an engine is.
-
-    Attributes:
-        address: where the trainer's `Rendezvous` listens; the trainer is rank 0.
-        port: of that.
-        world_size: the trainer and every worker of every engine.
-        rank_offset: rank of the first worker of the engine that gets this.
-        epoch: names the group; there is another one after every change of membership.
-        backend: `nccl` among GPUs, `tcp` among CPUs.
-        timeout_s: seconds for forming it, and for sending one version over it.
-        key: what members prove to have; never shown.
-    """
-
-    address: str
-    port: int
-    world_size: int
-    rank_offset: int
-    epoch: str
-    backend: Backend
-    timeout_s: float
-    key: str = field(repr=False)
-
-    def at(self, rank_offset: int) -> Self:
-        """Return the same group, as the engine with that first rank gets it."""
-        return replace(self, rank_offset=rank_offset)
-
-    def to_json(self) -> dict[str, Any]:
-        """As it goes over the wire."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: object) -> Self:
-        """Read what `to_json` wrote. Raises WeightsError where a field is missing or makes no sense."""
-        fields: Any = data
-        with reading("group", WeightsError):
-            spec = cls(
-                address=str(fields["address"]),
-                port=int(fields["port"]),
-                world_size=int(fields["world_size"]),
-                rank_offset=int(fields["rank_offset"]),
-                epoch=str(fields["epoch"]),
-                backend=fields["backend"],
-                timeout_s=float(fields["timeout_s"]),
-                key=str(fields["key"]),
-            )
-        if spec.backend not in get_args(Backend):
-            raise WeightsError(f"a group's backend is one of {', '.join(get_args(Backend))}, got {spec.backend!r}")
-        if not (0 < spec.rank_offset < spec.world_size and 0 < spec.port < 2**16 and 0 < spec.timeout_s < float("inf")):
-            raise WeightsError(f"malformed group {spec}: 0 < rank_offset < world_size, a port and a timeout are needed")
-        if not spec.key:
-            raise WeightsError(f"malformed group {spec}: it has no key")
-        return spec
-
-
-class Rendezvous:
-    """The trainer's side: values that members set and get, and their connections for weights; thread-safe.
+class Group:
+    """One rank's part in one group; thread-safe. Every method that waits is blocking.
 
     Args:
-        address: it listens there and nowhere else.
-        key: of the group.
-
-    Raises:
-        TransferError: it cannot listen there.
+        spec: the group.
+        rank: of this process; 0 is the trainer's, which needs `listener`.
+        device: of the tensors.
+        listener: the trainer's port (`listen`).
     """
 
-    def __init__(self, address: str, key: str) -> None:
-        self._key = key
+    def __init__(self, spec: GroupSpec, rank: int, device: torch.device, listener: socket.socket | None = None) -> None:
+        self.spec = spec
+        self.device = device
+        self.ready = False
+        self.cut: str | None = None
+        """Why nothing more goes over it."""
+        self.absent: tuple[int, ...] = ()
+        """Ranks that did not come, or left, where `lead` could not form the group."""
+        self._rank = rank
+        self._listener = listener
+        self._peers: list[socket.socket] = []
+        """The trainer's: of every member. A member's: of the trainer."""
         self._values: dict[str, bytes] = {}
-        self._streams: dict[int, socket.socket] = {}
-        self._strangers = Strangers(STRANGERS)
+        """What was said; the trainer passes on to every member what it says, and what NCCL's ranks say."""
+        self._targets: deque[memoryview] = deque()
+        """Memory that the next tensors go to."""
         self._changed = threading.Condition()
-        self._ended: str | None = None
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.socket(family, socket.SOCK_STREAM)
+        self._sends = threading.Lock()
+        self._in_tensor = False
+        self._store: Store | None = None
+        """Kept for as long as the backend is: torch finds our methods by the Python object alone."""
+        self._backend: Any = None
+        """NCCL's."""
+        if listener is not None:
+            threading.Thread(target=self._accept, args=(listener,), name="penstock-rendezvous", daemon=True).start()
+
+    def form(self) -> None:
+        """Form the group with all others, which rank 0 leads.
+
+        Raises:
+            TransferError: it was not formed within the deadline (then see `absent`), or was cut.
+        """
+        with self._or_cut(f"group {self.spec.epoch} was not formed"):
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # of this thread
+            if self._listener is None:
+                self.connect()
+                self.set(f"{_HERE}{self._rank}")
+                self.get(_GO, 2 * self.spec.timeout_s)  # the trainer gives up first, and knows who is missing
+                self._connect_ranks()
+                self.set(f"ready/{self._rank}")
+            else:
+                self._await_all("here")
+                self.set(_GO)
+                self._connect_ranks()
+                self._await_all("ready")
+
+    @contextmanager
+    def _or_cut(self, what: str) -> Generator[None]:
+        """Cut the group where a connection or torch breaks."""
+        self._check()
         try:
-            self._listener.bind((address, 0))
-            self._listener.listen(BACKLOG)
-        except OSError as error:
-            self._listener.close()
-            message = f"cannot listen on {address!r} for engines: {error}; set fleet.weight_address"
-            raise TransferError(message) from error
-        self.port = int(self._listener.getsockname()[1])
-        threading.Thread(target=self._accept, name="penstock-rendezvous", daemon=True).start()
+            yield
+        except (RuntimeError, OSError) as error:
+            self.end(f"{what}: {error}")
+            raise TransferError(str(self.cut)) from error
+
+    def _await_all(self, step: str) -> None:
+        ranks = {f"{step}/{rank}": rank for rank in range(1, self.spec.world_size)}
+        if missing := self.missing(list(ranks), self.spec.timeout_s):
+            self.absent = tuple(ranks[name] for name in missing)
+            raise TimeoutError(f"ranks {list(self.absent)} did not come within {self.spec.timeout_s:g} s ({step})")
+
+    def _connect_ranks(self) -> None:
+        """Send one element to all within the deadline, or until the group is cut: what connects the ranks of NCCL.
+
+        NCCL has no deadline for that, and nothing interrupts it where a rank hangs or cannot be reached. So a thread
+        does it, which is then left alone.
+        """
+
+        def connect() -> None:
+            try:
+                self._connect_backend()
+                self.wait(self.start([torch.zeros(1, device=self.device)]))
+                self.synchronize()
+            except (RuntimeError, OSError, TransferError) as error:
+                self.end(f"group {self.spec.epoch} was not formed: {error}")
+            else:
+                with self._changed:
+                    self.ready = True
+                    self._changed.notify_all()
+
+        with self.within(self.spec.timeout_s):
+            _start("penstock-connect", connect)
+            with self._changed:
+                self._changed.wait_for(lambda: self.ready or self.cut is not None)
+        self._check()
+
+    def _connect_backend(self) -> None:
+        if self.spec.backend == "nccl":
+            torch.cuda.set_device(self.device)  # of this thread
+            self._store = NcclStore(self)
+            backend = _nccl(self._store, self._rank, self.spec.world_size)
+            with self._changed:
+                self._check()
+                self._backend = backend
 
     def set(self, name: str, value: bytes = b"") -> None:
-        """Let every member that waits for it have a value."""
-        with self._changed:
-            self._values[name] = value
-            self._changed.notify_all()
+        """Tell the trainer, or every member, a value. OSError: the connection is broken."""
+        if self._listener is not None:
+            self._note(name, value)
+        frame = _head(name, len(value)) + value
+        with self._sends:
+            for peer in self._peers:
+                peer.sendall(frame)
 
     def get(self, name: str, timeout_s: float) -> bytes:
-        """Return a value, when it is there. Raises TimeoutError after `timeout_s` seconds, TransferError at the end."""
+        """Return a value, when it was said. Raises TimeoutError after `timeout_s` seconds, TransferError at the end."""
         if self.missing([name], timeout_s):
             raise TimeoutError(f"{name} was not there within {timeout_s:g} s")
         return self._values[name]
 
     def missing(self, names: Sequence[str], timeout_s: float) -> list[str]:
-        """Wait until all of these are there; returns those that are not after `timeout_s` seconds.
-
-        Raises:
-            TransferError: it has ended.
-        """
+        """Return which were not said after `timeout_s` seconds, as soon as all are. TransferError: it was cut."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ended is not None or self._values.keys() >= set(names), timeout_s)
-            if self._ended is not None:
-                raise TransferError(self._ended)
+            self._changed.wait_for(lambda: self.cut is not None or self._values.keys() >= set(names), timeout_s)
+            self._check()
             return [name for name in names if name not in self._values]
 
-    def streams(self) -> list[socket.socket]:
-        """Return the connections for weights, by rank."""
-        with self._changed:
-            return [self._streams[rank] for rank in sorted(self._streams)]
+    def connect(self) -> None:
+        """Connect a member with the trainer. ConnectionRefusedError: who listens there does not have the key."""
+        address = (self.spec.address, self.spec.port)
+        connection = socket.create_connection(address, timeout=self.spec.timeout_s)
+        with ExitStack() as undo:
+            undo.callback(connection.close)
+            said = connection.makefile("rb")
+            _prove(connection, said, self.spec.key)
+            self._add(connection)
+            undo.pop_all()
+        threading.Thread(target=self._listen_to, args=(connection, said), name="penstock-group", daemon=True).start()
 
-    def end(self, why: str) -> None:
-        """Tell every member why, and let none in any more; whatever waits returns."""
-        with self._changed:
-            if self._ended is not None:
-                return
-            self._ended = why
-            self._changed.notify_all()
-            streams = list(self._streams.values())
-        shut(self._listener)
-        self._listener.close()
-        for stream in streams:
-            shut(stream)
-
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
+        strangers = Strangers(STRANGERS)
         while True:
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
             except OSError:
-                if self._ended is not None:
+                if self.cut is not None:
                     return
                 time.sleep(0.05)  # no descriptor is left; there is no event of one that is
                 continue
-            self._strangers.add(connection)
-            threading.Thread(target=self._serve, args=(connection,), name="penstock-member", daemon=True).start()
+            strangers.add(connection)
+            serve = partial(self._serve, connection, strangers)
+            threading.Thread(target=serve, name="penstock-member", daemon=True).start()
 
-    def _serve(self, connection: socket.socket) -> None:
-        with ExitStack() as stack, suppress(OSError, ValueError, TransferError):  # it is gone, or no member
-            stack.callback(connection.close)
-            stack.callback(self._strangers.remove, connection)
-            if self._proves(connection):
-                self._strangers.remove(connection)
-                while not self._answer(connection):
-                    pass
-                stack.pop_all()
+    def _serve(self, connection: socket.socket, strangers: Strangers) -> None:
+        with ExitStack() as undo, suppress(OSError, TransferError):  # it is gone, or no member
+            undo.callback(connection.close)
+            undo.callback(strangers.remove, connection)
+            connection.settimeout(HANDSHAKE_S)
+            said = connection.makefile("rb")
+            if _proves(connection, said, self.spec.key):
+                strangers.remove(connection)
+                self._add(connection)
+                undo.pop_all()
+                self._listen_to(connection, said)
 
-    def _proves(self, connection: socket.socket) -> bool:
-        connection.settimeout(HANDSHAKE_S)
-        ours = secrets.token_bytes(_NONCE)
-        connection.sendall(ours)
-        said = receive_exactly(connection, _NONCE + _PROOF)
-        theirs, proof = said[:_NONCE], said[_NONCE:]
-        if not hmac.compare_digest(proof, _proof(self._key, b"member", ours, theirs)):
-            return False
-        connection.sendall(_proof(self._key, b"trainer", ours, theirs))
-        _tune(connection)
-        return True
+    def _add(self, connection: socket.socket) -> None:
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, seconds in (*_KEEPALIVE, (socket.TCP_NODELAY, 1)):
+            connection.setsockopt(socket.IPPROTO_TCP, option, seconds)
+        with self._changed:
+            self._check()
+            self._peers.append(connection)
 
-    def _answer(self, connection: socket.socket) -> bool:
-        """Answer one request of a member; returns whether the connection is one for weights from now on."""
-        kind, name_size, value_size = _REQUEST.unpack(receive_exactly(connection, _REQUEST.size))
-        if max(name_size, value_size) > MAX_VALUE:
-            raise ValueError(f"a name or value of {max(name_size, value_size)} bytes")
-        name = receive_exactly(connection, name_size).decode()
-        value = receive_exactly(connection, value_size)
-        if kind == b"L":
-            with self._changed:
-                self._streams[int(name)] = connection
-            _send(connection, found=True)
-            self.set(f"stream/{name}")
-            return True
-        if kind == b"S":
+    def _listen_to(self, connection: socket.socket, said: BinaryIO) -> None:
+        """Take what a peer says until its connection ends."""
+        rank = 0
+        with suppress(OSError, ValueError, TransferError):
+            while True:
+                name = self._take(said)
+                rank = int(name.removeprefix(_HERE)) if name.startswith(_HERE) else rank
+        if self._listener is None:
+            self.end("the trainer is gone, or has cut the group")
+        elif rank:
+            self.absent = self.absent or (rank,)
+            self.end(f"rank {rank} has left the group")
+        with self._sends:
+            if connection in self._peers:
+                self._peers.remove(connection)
+            said.close()
+            connection.close()
+
+    def _take(self, said: BinaryIO) -> str:
+        """Take one value, and return its name. ValueError: nothing came, or not this."""
+        name, _, digits = said.readline(MAX_NAME).decode().rpartition(" ")
+        size = int(digits)
+        if name == _TENSOR and self._listener is None:
+            self._fill(said, size)
+            return name
+        value = said.read(size) if 0 <= size <= MAX_VALUE else b""
+        if len(value) != size:
+            raise ValueError(f"{len(value)} of the {size} bytes of {name!r}")
+        if name == _END and self._listener is None:
+            self.end(f"the trainer cut the group: {value.decode(errors='replace')}")
+        elif name.startswith(_NCCL) and self._listener is not None:
             self.set(name, value)
-            _send(connection, found=True)
-        elif kind == b"G":
-            try:
-                _send(connection, found=True, value=self.get(name, float(value)))
-            except TimeoutError:
-                _send(connection, found=False)
         else:
-            with self._changed:
-                self._changed.wait_for(lambda: self._ended is not None)
-            _send(connection, found=True, value=str(self._ended).encode())
+            self._note(name, value)
+        return name
+
+    def _note(self, name: str, value: bytes) -> None:
+        with self._changed:
+            self._values[name] = value
+            self._changed.notify_all()
+
+    def start(self, tensors: Sequence[torch.Tensor]) -> list[Callable[[], object]]:
+        """Begin to broadcast tensors from rank 0, on every rank in the same order; contiguous, on `device`.
+
+        Returns:
+            What to give `wait`. The tensors must live until then.
+
+        Raises:
+            TransferError: the group was cut.
+        """
+        if self.spec.backend == "tcp":
+            self._check()
+            views = [tensor.view(torch.uint8).numpy().data for tensor in tensors if tensor.numel()]
+            return [partial(self._receive if self._listener is None else self._send, views)]
+        with self._or_cut("the broadcast broke"):
+            if (backend := self._backend) is None:
+                raise TransferError(f"group {self.spec.epoch} is not formed yet")
+            options = c10d.BroadcastOptions()
+            options.rootRank = 0
+            backend._start_coalescing()
+            for tensor in tensors:
+                backend.broadcast([tensor], options)
+            return [backend._end_coalescing().wait]
+
+    def wait(self, works: Sequence[Callable[[], object]]) -> None:
+        """Let what is queued next on this thread's stream see the tensors (NCCL), or carry them. Raises as `start`."""
+        with self._or_cut("the broadcast broke"):
+            for work in works:
+                work()
+
+    def synchronize(self) -> None:
+        """Wait until all of it has happened on the device. Raises TransferError where the group was cut meanwhile."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        self._check()
+
+    def _send(self, views: Sequence[memoryview]) -> None:
+        """Send to all at once: a worker that is slow holds the others no longer than itself."""
+
+        def send(peer: socket.socket) -> None:
+            for view in views:
+                peer.sendall(_head(_TENSOR, len(view)))
+                peer.sendall(view)
+
+        with self._sends, ThreadPoolExecutor(max(1, len(self._peers))) as pool:
+            self._check()
+            self._in_tensor = True
+            for _ in pool.map(send, self._peers):
+                pass
+            self._in_tensor = False
+
+    def _receive(self, views: Sequence[memoryview]) -> None:
+        with self._changed:
+            self._targets.extend(views)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.cut is not None or not self._targets)
+        self._check()
+
+    def _fill(self, said: BinaryIO, size: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.cut is not None or self._targets)
+            self._check()
+            target = self._targets[0]
+        if size != len(target) or said.readinto(target) != size:
+            raise ValueError(f"the {len(target)} bytes of a tensor did not come")
+        with self._changed:
+            self._targets.popleft()
+            self._changed.notify_all()
+
+    @contextmanager
+    def within(self, seconds: float) -> Generator[None]:
+        """Cut the group if what is done under this takes longer; a collective that hangs returns then."""
+        timer = threading.Timer(seconds, self.end, (f"the broadcast took longer than {seconds:g} s",))
+        timer.daemon = True
+        timer.start()
+        try:
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+                yield
+        finally:
+            timer.cancel()
+
+    def end(self, why: str) -> None:
+        """Cut the group: whatever waits in it returns, here and, where this is the trainer, at every other rank."""
+        with self._changed:
+            if self.cut is not None:
+                return
+            self.cut = why
+            backend, self._backend = self._backend, None
+            peers = list(self._peers)
+            self._changed.notify_all()
+        if self._listener is not None:
+            shut(self._listener)
+            self._listener.close()
+            reason = why.encode()[:MAX_VALUE]
+            # Between two tensors a member learns the reason, within one no more than the connection's end.
+            if not self._in_tensor and self._sends.acquire(blocking=False):
+                for peer in peers:
+                    with suppress(OSError):
+                        peer.send(_head(_END, len(reason)) + reason, socket.MSG_DONTWAIT)
+                self._sends.release()
+        for peer in peers:
+            shut(peer)
+        if backend is not None:
+            _start("penstock-abort", partial(_abort, backend))  # NCCL's kernels return at once
+
+    def _check(self) -> None:
+        if self.cut is not None:
+            raise TransferError(self.cut)
+
+
+# --- connections -----------------------------------------------------------------------------------------------------
+
+
+def listen(address: str) -> socket.socket:
+    """Listen for members there and nowhere else. TransferError: this host cannot."""
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind((address, 0))
+        listener.listen(4096)  # with a shorter queue hundreds of workers lost each other's connections
+    except OSError as error:
+        listener.close()
+        raise TransferError(f"cannot listen on {address!r} for engines: {error}; set fleet.weight_address") from error
+    return listener
+
+
+def _proves(connection: socket.socket, said: BinaryIO, key: str) -> bool:
+    """Whether a member has the key; if so, prove that the trainer has it too."""
+    ours = secrets.token_bytes(_NONCE)
+    connection.sendall(ours)
+    theirs = said.read(_NONCE)
+    if not hmac.compare_digest(said.read(_PROOF), _proof(key, b"member", ours, theirs)):
         return False
+    connection.sendall(_proof(key, b"trainer", ours, theirs))
+    return True
 
 
-class RendezvousClient:
-    """A member's connection, for one call at a time.
-
-    Every method raises `OSError` where the trainer is gone or has ended the group; `ConnectionRefusedError`: it does
-    not have the key, so it is another.
-    """
-
-    def __init__(self, address: str, port: int, key: str, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        with ExitStack() as undo:
-            self._socket = undo.enter_context(socket.create_connection((address, port), timeout=timeout_s))
-            theirs = receive_exactly(self._socket, _NONCE)
-            ours = secrets.token_bytes(_NONCE)
-            self._socket.sendall(ours + _proof(key, b"member", theirs, ours))
-            proof = receive_exactly(self._socket, _PROOF)
-            if not hmac.compare_digest(proof, _proof(key, b"trainer", theirs, ours)):
-                raise ConnectionRefusedError(f"the listener at {address}:{port} does not have the group's key")
-            _tune(self._socket)
-            undo.pop_all()
-
-    def set(self, name: str, value: bytes = b"") -> None:
-        """Let every member that waits for it have a value."""
-        self._call(b"S", name, value, self._timeout_s)
-
-    def get(self, name: str, timeout_s: float) -> bytes:
-        """Return a value, when it is there. Raises TimeoutError after `timeout_s` seconds."""
-        found, value = self._call(b"G", name, str(timeout_s).encode(), timeout_s + MARGIN_S)
-        if not found:
-            raise TimeoutError(f"{name} was not there within {timeout_s:g} s")
-        return value
-
-    def until_ended(self) -> str:
-        """Wait until the trainer ends the group; returns why."""
-        return self._call(b"E", "", b"", None)[1].decode(errors="replace")
-
-    def stream(self, rank: int) -> socket.socket:
-        """Return this connection, for the weights of this rank from now on."""
-        self._call(b"L", str(rank), b"", self._timeout_s)
-        self._socket.settimeout(None)
-        return self._socket
-
-    def close(self) -> None:
-        """End it, also where another thread waits in it."""
-        shut(self._socket)
-        self._socket.close()
-
-    def _call(self, kind: bytes, name: str, value: bytes, timeout_s: float | None) -> tuple[bool, bytes]:
-        self._socket.settimeout(timeout_s)
-        self._socket.sendall(_REQUEST.pack(kind, len(name.encode()), len(value)) + name.encode() + value)
-        found, size = _ANSWER.unpack(receive_exactly(self._socket, _ANSWER.size))
-        return found, receive_exactly(self._socket, size)
+def _prove(connection: socket.socket, said: BinaryIO, key: str) -> None:
+    """Prove to the trainer to have the key. ConnectionRefusedError: it does not have it, so it is another."""
+    theirs, ours = said.read(_NONCE), secrets.token_bytes(_NONCE)
+    connection.sendall(ours + _proof(key, b"member", theirs, ours))
+    if not hmac.compare_digest(said.read(_PROOF), _proof(key, b"trainer", theirs, ours)):
+        address, port = connection.getpeername()[:2]
+        raise ConnectionRefusedError(f"the listener at {address}:{port} does not have the group's key")
 
 
-def receive_exactly(connection: socket.socket, size: int) -> bytes:
-    """Read so many bytes. Raises ConnectionResetError where the connection ends before."""
-    found = bytearray(size)
-    receive_into(connection, memoryview(found))
-    return bytes(found)
-
-
-def receive_into(connection: socket.socket, target: memoryview) -> None:
-    """Fill `target`. Raises ConnectionResetError where the connection ends before."""
-    while target:
-        received = connection.recv_into(target)
-        if not received:
-            raise ConnectionResetError("the other end has closed the connection")
-        target = target[received:]
-
-
-def _send(connection: socket.socket, *, found: bool, value: bytes = b"") -> None:
-    connection.sendall(_ANSWER.pack(found, len(value)) + value)
+def _head(name: str, size: int) -> bytes:
+    """What comes before a value of so many bytes."""
+    return f"{name} {size}\n".encode()
 
 
 def _proof(key: str, side: bytes, trainers: bytes, members: bytes) -> bytes:
     return hmac.digest(key.encode(), side + trainers + members, "sha256")
 
 
-def _tune(connection: socket.socket) -> None:
-    """For as long as the group is there."""
-    connection.settimeout(None)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, seconds in _KEEPALIVE:
-        connection.setsockopt(socket.IPPROTO_TCP, option, seconds)
-    with suppress(OSError):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+# --- NCCL ------------------------------------------------------------------------------------------------------------
+
+
+class NcclStore(Store):
+    """What NCCL asks of a store, its unique id above all, over the members' keyed connections."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self._group = group
+
+    def set(self, key: str, value: bytes | str) -> None:  # noqa: D102 - torch's
+        self._group.set(_NCCL + key, value.encode() if isinstance(value, str) else value)
+
+    def get(self, key: str) -> bytes:  # noqa: D102 - torch's
+        return self._group.get(_NCCL + key, self._group.spec.timeout_s)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # noqa: D102 - torch's
+        del timeout
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: Sequence[str]) -> bool:  # noqa: D102 - torch's
+        try:
+            return not self._group.missing([_NCCL + key for key in keys], 0.0)
+        except TransferError:  # over
+            return False
+
+
+def _nccl(store: Store, rank: int, world_size: int) -> Any:
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = _LONG
+    with _nccl_env_lock:
+        before = {name: os.environ.get(name) for name in _NCCL_ENV}
+        os.environ.update(_NCCL_ENV)
+        try:
+            return c10d.ProcessGroupNCCL(store, rank, world_size, options)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def _abort(backend: Any) -> None:
+    with suppress(RuntimeError):  # what it was doing; it is over
+        backend.abort()
+
+
+def _start(name: str, work: Callable[[], None]) -> None:
+    """Let a thread do what may take long inside torch, and let the process that ends wait for it, but not for long.
+
+    A thread that comes back from there while Python ends takes the whole process along (`std::terminate`, SIGABRT;
+    Python before 3.14): a trainer that has done its work would end as one that crashed.
+    """
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    _inside.add(thread)
+    thread.start()
+
+
+@atexit.register
+def _wait_for_threads() -> None:
+    until = time.monotonic() + 5.0
+    for thread in list(_inside):
+        thread.join(max(0.0, until - time.monotonic()))

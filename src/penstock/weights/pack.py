@@ -1,4 +1,4 @@
-"""Tensors into a byte buffer, and views of them out of it. Needs torch."""
+"""Tensors into a byte buffer, views of them out of it, and what every transport's engine side has. Needs torch."""
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
@@ -7,18 +7,41 @@ import math
 import os
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from penstock.errors import WeightsError
 from penstock.types import TensorSpec
-from penstock.weights.manifest import ALIGNMENT, DTYPE_BYTES, TensorEntry
+from penstock.weights.manifest import ALIGNMENT, DTYPE_BYTES, TensorEntry, WeightManifest
 
 SUM_THREADS = 8
+Place = Callable[[TensorEntry], torch.Tensor | None]
+"""The tensor's contiguous memory in the model, of the entry's dtype and shape, or None."""
+
+
+class Source(Protocol):
+    """A transport on one worker, made with its device; it lives as long as the worker."""
+
+    compares: bool
+    """Every tensor is compared with its sender's checksum, on this device."""
+
+    def prepare(self, manifest: WeightManifest) -> None:
+        """Map, open and check between two steps. WeightsError: it cannot be loaded, and nothing has changed."""
+        ...
+
+    def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        """Yield every tensor once, whole, in the manifest's order, on any device; valid until the next one.
+
+        A source that can write to memory it is given asks `place` first, and yields what it wrote there.
+
+        Raises:
+            WeightsError: the bytes did not come, or are not those that were sent. The model may be torn.
+        """
+        ...
 
 
 def checked(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -145,6 +168,25 @@ def read(buffer: memoryview, entries: Sequence[TensorEntry]) -> Iterator[tuple[s
     """Yield views of all tensors, in the manifest's order."""
     for entry in entries:
         yield entry.name, view(buffer, entry)
+
+
+def check_tensors(entries: Iterable[TensorEntry], read: Callable[[TensorEntry], memoryview]) -> None:
+    """Raise WeightsError where a tensor's CRC-32 differs, or a value is not finite. `read` gets a tensor's bytes."""
+
+    def check(entry: TensorEntry) -> None:
+        data = read(entry)
+        if (found := zlib.crc32(data)) != entry.checksum:
+            message = f"tensor {entry.name!r} has the checksum {found:08x}, its manifest says {entry.checksum:08x}"
+            raise WeightsError(message)
+        if not all_finite(view(data, replace(entry, offset=0))):
+            raise WeightsError(f"tensor {entry.name!r} holds NaN or infinity")
+
+    # A thread for each tensor and not torch's pool for each: for tensors of a few kilobytes that one costs more than it
+    # brings. Half of the cores, since the engine generates meanwhile.
+    threads = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for _ in pool.map(check, entries):
+            pass
 
 
 def all_finite(tensor: torch.Tensor) -> bool:

@@ -11,16 +11,18 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.errors import StateError, WeightsError
-from penstock.weights.manifest import WeightManifest
+from penstock.weights.manifest import TensorEntry, WeightManifest
 
 if TYPE_CHECKING:
     import torch
+
+    from penstock.weights.pack import Place
 
 TRANSPORT = "shared_memory"
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -122,6 +124,35 @@ class SharedMemoryStore:
     def _check_open(self) -> None:
         if self._closed:
             raise StateError("the store of weights is closed: its fleet or engine was torn down")
+
+
+def check_mapped(manifest: WeightManifest) -> WeightManifest:
+    """Read every byte in the engine's core. WeightsError: they are gone, not those that were sent, or not finite."""
+    from penstock.weights.pack import check_tensors  # noqa: PLC0415 - the core must import without torch
+
+    buffer = memoryview(open_mapping(manifest.location.get("path", ""), manifest.extent))
+    check_tensors(manifest.tensors, lambda entry: buffer[entry.offset : entry.offset + entry.nbytes])
+    return manifest
+
+
+class SharedMemorySource:
+    """A worker's side: views of the file, whose bytes the core has checked."""
+
+    compares = False
+
+    def __init__(self, device: torch.device) -> None:
+        del device
+
+    def prepare(self, manifest: WeightManifest) -> None:
+        """Do nothing: nothing is left to do."""
+
+    def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        """Yield views of the mapping."""
+        from penstock.weights.pack import view  # noqa: PLC0415 - the core must import without torch
+
+        del place
+        buffer = memoryview(open_mapping(manifest.location["path"], manifest.extent))
+        yield from ((entry, view(buffer, entry)) for entry in manifest.tensors)
 
 
 def sealed_memory(name: str, size: int) -> tuple[int, mmap.mmap]:
