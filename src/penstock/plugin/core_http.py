@@ -6,21 +6,22 @@ where the API server does (`PENSTOCK_CONTROL_HOST`, else 127.0.0.1), and takes t
 
 from __future__ import annotations
 
-import io
 import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import orjson
 
 from penstock.errors import EngineError, PenstockError, StateError, TransferError, WeightsError
-from penstock.guard import Strangers, cross_site, has_key
+from penstock.guard import Strangers, cross_site, has_key, shut
+
+if TYPE_CHECKING:
+    from io import BufferedReader
 
 MAX_BODY = 64 * 2**20
 """A manifest of a 100k-tensor model is about 10 MB."""
@@ -33,11 +34,15 @@ STRANGER_S, STRANGERS = 10.0, 32
 WORK_S = 3600.0
 """Ends the thread of a call whose caller went away; callers have deadlines of their own."""
 
-_PIECE = 2**16
-_MOST_DIGITS = 15
-_BAD_LENGTH = "a body says how many bytes it has, in one Content-Length of digits and without Transfer-Encoding"
-
 Route = Callable[[Any], Future[Any]]
+
+
+class RefusedError(EngineError):
+    """A core's answer that is no success: its status and body."""
+
+    def __init__(self, reply: tuple[int, Any]) -> None:
+        super().__init__(str(reply))
+        self.reply = reply
 
 
 def respond(route: Route, data: bytes) -> tuple[int, Any]:
@@ -52,30 +57,18 @@ def respond(route: Route, data: bytes) -> tuple[int, Any]:
     return (200, asked.result()) if error is None else refusal(error)
 
 
-class RefusedError(EngineError):
-    """A core's answer that is no success."""
-
-    def __init__(self, reply: tuple[int, Any]) -> None:
-        super().__init__(str(reply))
-        self.reply = reply
-
-
 def refusal(error: BaseException) -> tuple[int, dict[str, Any]]:
     """Status and answer for an error. 400: nothing was changed; 409: not in this state; 500: anything."""
-    if isinstance(error, WeightsError):
-        return 400, {"error": str(error)}
     if isinstance(error, TransferError):
         return 409, {"error": str(error), "torn": True}
-    if isinstance(error, StateError):
-        return 409, {"error": str(error)}
-    return 500, {"error": str(error) if isinstance(error, PenstockError) else repr(error)}
+    status = 400 if isinstance(error, WeightsError) else 409 if isinstance(error, StateError) else 500
+    return status, {"error": str(error) if isinstance(error, PenstockError) else repr(error)}
 
 
 class CoreServer:
     """Answers `POST PATH` with what the route of that path returns, to callers with one of `keys`.
 
-    Each connection has a thread of its own. One without the key has `STRANGER_S` seconds for its first request, and
-    gives way to the next when there are `STRANGERS` of them.
+    Each connection has a thread of its own. One without the key gives way to the next if there are many of them.
 
     Raises:
         StateError: there is no key, so that the port would obey every user of the machine.
@@ -113,28 +106,6 @@ class _Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-class _Timed(io.RawIOBase):
-    """Reads from a connection until a deadline of the whole request; `OSError` after it."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._until = 0.0
-
-    def allow(self, seconds: float) -> None:
-        """Move the deadline so many seconds from now."""
-        self._until = time.monotonic() + seconds
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        left = self._until - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the request did not come in time")
-        self._connection.settimeout(left)
-        return self._connection.recv_into(buffer)
-
-
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     # Head and body in one packet: in two, the second waits 40 ms for the other end's delayed ACK.
@@ -146,32 +117,53 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self._timed = _Timed(self.connection)
-        self.rfile = self._buffered = io.BufferedReader(self._timed, _PIECE)
         self._known = False
+        self._deadline: threading.Timer | None = None
 
     def handle_one_request(self) -> None:
-        """Read one request by a deadline that begins with its first byte."""
+        """Serve one request, whose head has a deadline from its first byte on."""
+        self.connection.settimeout(IDLE_S if self._known else STRANGER_S)
         try:
-            self._timed.allow(IDLE_S if self._known else STRANGER_S)
-            if not self._buffered.peek(1):
-                self.close_connection = True
-                return
-            self._timed.allow(REQUEST_S if self._known else STRANGER_S)
-            super().handle_one_request()
+            self.close_connection = not cast("BufferedReader", self.rfile).peek(1)
+            if not self.close_connection:
+                self._allow(REQUEST_S if self._known else STRANGER_S)
+                super().handle_one_request()
         except TimeoutError:
             self.close_connection = True
+        finally:
+            self._allow(None)
+
+    def _allow(self, seconds: float | None) -> None:
+        """Shut the connection after so many seconds, in the place of the deadline before; None: not any more."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None if seconds is None else threading.Timer(seconds, shut, (self.connection,))
+        if self._deadline is not None:
+            self._deadline.daemon = True
+            self._deadline.start()
 
     def do_POST(self) -> None:
-        given = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in self.headers.raw_items()]
-        length = self._length(given)
-        status, error = self._refusal(given, length)
-        if status:
-            self.close_connection = True
-            self._skip(min(length or 0, 2 * MAX_BODY))
-            self._answer(status, {"error": error})
-            return
+        fields = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in self.headers.raw_items()]
+        lengths = self.headers.get_all("Content-Length", ["0"])
+        stated = len(lengths) == 1 and lengths[0].isdecimal() and "Transfer-Encoding" not in self.headers
+        length = int(lengths[0]) if stated and len(lengths[0]) <= 15 else None  # noqa: PLR2004 - digits
+        if (why := cross_site(fields)) is not None:
+            self._refuse(403, why, length)
+        elif not has_key(self.headers.get("Authorization", "").encode("latin-1"), self.keys):
+            self._refuse(401, "Unauthorized", length)
+        elif length is None or length > MAX_BODY:
+            larger = f"the body is larger than {MAX_BODY} bytes"
+            how = "a body says how many bytes it has, in one Content-Length of digits and without Transfer-Encoding"
+            self._refuse(400, how if length is None else larger, length)
+        else:
+            self._known = True
+            self.strangers.remove(self.request)
+            self._serve(length)
+
+    def _serve(self, length: int) -> None:
+        self._allow(REQUEST_S)
         data = self.rfile.read(length)
+        self._allow(None)
         if len(data) != length:
             self.close_connection = True
             self._answer(400, {"error": f"the body ended after {len(data)} bytes, and Content-Length said {length}"})
@@ -180,32 +172,13 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._answer(*respond(route, data))
 
-    def _refusal(self, fields: Sequence[tuple[bytes, bytes]], length: int | None) -> tuple[int, str]:
-        """Status and reason if this caller may not call, or not with such a body; 0: it may."""
-        if (why := cross_site(fields)) is not None:
-            return 403, why
-        if not has_key(next((value for name, value in fields if name == b"authorization"), b""), self.keys):
-            return 401, "Unauthorized"
-        self._known = True
-        self.strangers.remove(self.request)
-        self._timed.allow(REQUEST_S)
-        if length is None:
-            return 400, _BAD_LENGTH
-        return (400, f"the body is larger than {MAX_BODY} bytes") if length > MAX_BODY else (0, "")
-
-    def _length(self, fields: Sequence[tuple[bytes, bytes]]) -> int | None:
-        """Bytes of the body; None if the head does not say, or says it in two ways."""
-        said = [value.strip() for name, value in fields if name == b"content-length"]
-        if any(name == b"transfer-encoding" for name, _ in fields) or len(said) > 1:
-            return None
-        if not said:
-            return 0
-        return int(said[0]) if said[0].isdigit() and len(said[0]) <= _MOST_DIGITS else None
-
-    def _skip(self, length: int) -> None:
-        """Read a body and keep nothing of it: a client that is still sending may lose the answer."""
-        while length > 0 and (piece := self.rfile.read(min(length, _PIECE))):
-            length -= len(piece)
+    def _refuse(self, status: int, why: str, length: int | None) -> None:
+        """Answer once the body was read, of which nothing is kept: a client that still sends may lose the answer."""
+        self.close_connection = True
+        left = min(length or 0, 2 * MAX_BODY)
+        while left > 0 and (piece := self.rfile.read(min(left, 2**16))):
+            left -= len(piece)
+        self._answer(status, {"error": why})
 
     def _answer(self, status: int, answer: Any) -> None:
         body = orjson.dumps(answer)
