@@ -47,7 +47,7 @@ def store(tmp_path):
 
 
 def files(store: DiskStore) -> list[str]:
-    return sorted(file.name for file in store._folder.path.glob("v*"))
+    return sorted(file.name for file in store.folder.glob("v*"))
 
 
 def loaded(manifest: WeightManifest) -> dict[str, torch.Tensor]:
@@ -124,7 +124,7 @@ def test_a_writer_that_is_killed_leaves_the_version_before_and_no_half_one(tmp_p
 
 def test_one_writer_for_a_folder(store):
     store.publish(1, TENSORS.items())
-    other = DiskStore(store._folder.path)
+    other = DiskStore(store.folder)
     with pytest.raises(StateError, match="another store"):
         other.publish(1, TENSORS.items())
     store.close()
@@ -178,7 +178,7 @@ def test_a_folder_that_is_gone_is_said_and_one_that_is_back_is_used(store, tmp_p
 def test_an_open_version_outlives_its_name(store):
     manifest = store.publish(1, [("w", torch.ones(4))])
     with open_version(manifest) as file:
-        store._folder.keep(())
+        store.keep(())
         assert file.size >= manifest.extent
         file.read(0, file.size)
 

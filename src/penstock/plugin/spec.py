@@ -15,7 +15,7 @@ from penstock.errors import WeightsError
 from penstock.rooms import plugged_in
 from penstock.weights.checkpoint_names import checkpoint_tensors
 from penstock.weights.checksum import device_sums
-from penstock.weights.manifest import SUMS, WeightManifest
+from penstock.weights.manifest import SAFETENSORS, SUMS, WeightManifest
 from penstock.weights.pack import dtype_name
 
 TIED_HEAD = "lm_head.weight"
@@ -85,13 +85,14 @@ def _checkpoint_tensors(folder: Path) -> list[Entry]:
     from safetensors import safe_open  # noqa: PLC0415 - part of vLLM's environment
 
     found: list[Entry] = []
+    known = {theirs: ours for ours, theirs in SAFETENSORS.items()}
     for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 part = tensors.get_slice(name)
-                if (dtype := part.get_dtype()) not in _SAFETENSORS_DTYPES:
+                if (dtype := part.get_dtype()) not in known:
                     raise WeightsError(f"tensor {name!r} of {file} has the dtype {dtype}, which no update can bring")
-                found.append((name, _SAFETENSORS_DTYPES[dtype], tuple(part.get_shape())))
+                found.append((name, known[dtype], tuple(part.get_shape())))
     return found
 
 
@@ -102,13 +103,6 @@ def _config_tensors(model_config: Any) -> list[Entry]:
         model = AutoModelForCausalLM.from_config(model_config.hf_config)
     dtype = dtype_name(model_config.dtype)
     return [(name, dtype, tuple(tensor.shape)) for name, tensor in checkpoint_tensors(model).items()]
-
-
-_SAFETENSORS_DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
-    "BOOL": "bool",
-}  # fmt: skip
 
 
 def _some(names: list[str], most: int = 3) -> str:

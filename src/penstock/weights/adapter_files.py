@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from penstock.errors import WeightsError
 from penstock.parsing import parse_json
-from penstock.weights.shared_memory import adopted_file, sealed_memory
+from penstock.weights.shared_memory import adopted_file, path_of, sealed_memory
 
 if TYPE_CHECKING:
     import torch
@@ -93,14 +93,14 @@ class AdapterFiles:
         if file is None:
             return cls(dict(source))
         fd = adopted_file(file)
-        return cls({**source, "file": _path_of(fd)}, os.fstat(fd).st_size, fd=fd)
+        return cls({**source, "file": path_of(fd)}, os.fstat(fd).st_size, fd=fd)
 
     @classmethod
     def _in_memory(cls, data: bytes, config: Mapping[str, Any]) -> AdapterFiles:
         fd, mapping = sealed_memory("penstock-adapter", max(1, len(data)))
         mapping[: len(data)] = data
         mapping.close()
-        return cls({"file": _path_of(fd), "config": dict(config)}, len(data), fd=fd)
+        return cls({"file": path_of(fd), "config": dict(config)}, len(data), fd=fd)
 
     def close(self) -> None:
         """Free it; engines must not need it any more. Call it once."""
@@ -138,7 +138,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(cast("set[str]", value))
     return value.item() if hasattr(value, "item") else str(value)
-
-
-def _path_of(fd: int) -> str:
-    return f"/proc/{os.getpid()}/fd/{fd}"

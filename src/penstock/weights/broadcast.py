@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 from penstock.errors import StateError, TransferError, WeightsError
 from penstock.guard import new_key
 from penstock.parsing import reading
-from penstock.weights.manifest import TensorEntry, WeightManifest
+from penstock.weights.manifest import Store, TensorEntry, WeightManifest
 
 if TYPE_CHECKING:
     import torch
@@ -95,8 +95,10 @@ def rank_offsets(layouts: Sequence[Layout]) -> list[int]:
     return list(accumulate((math.prod(layout) for layout in layouts), initial=TRAINER_RANK + 1))
 
 
-class BroadcastStore:
-    """Sends a version while the engines take it. Blocking; `interrupt` alone may be called beside another call.
+class BroadcastStore(Store):
+    """Sends a version while the engines take it. `interrupt` alone may be called beside another call.
+
+    `current` is always None: what was sent is the trainer's alone.
 
     Args:
         address: where engines find the trainer; it listens there and nowhere else.
@@ -107,32 +109,21 @@ class BroadcastStore:
     def __init__(
         self, *, address: str = "127.0.0.1", timeout_s: float = 60.0, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        self.current: WeightManifest | None = None
-        """Always None: what was sent is the trainer's alone."""
         self._address = address
         self._timeout_s = timeout_s
         self._bucket_bytes = bucket_bytes
         self._offer: tuple[tuple[TensorEntry, ...], Iterable[tuple[str, torch.Tensor]], torch.device] | None = None
         self._group: Group | None = None
-        self._closed = False
 
     def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
         """Check the tensors and sum them; no byte is copied, so they must not change before the update has ended.
 
-        Args:
-            version: what they will be served under.
-            named_tensors: `(checkpoint name, tensor)`, dense. What can be iterated again, each time alike, need not
-                hold all tensors at once, such as a sharded model that gathers one after another: once here, once for
-                each `send`, once for a copy. An iterator is listed.
-
-        Raises:
-            WeightsError: a name twice, no tensor at all, a dtype no engine loads, NaN or infinity.
-            StateError: the store is closed.
+        What can be iterated again, each time alike, need not hold all tensors at once, such as a sharded model that
+        gathers one after another: once here, once for each `send`, once for a copy. An iterator is listed.
         """
         from penstock.weights.transfer import describe  # noqa: PLC0415 - the core must import without torch
 
-        if self._closed:
-            raise StateError("the store of weights is closed: its fleet was torn down")
+        self.check_open()
         self._offer = None
         again = list(named_tensors) if iter(named_tensors) is named_tensors else named_tensors
         entries, device = describe(again)
@@ -142,9 +133,6 @@ class BroadcastStore:
     def adopt(self, manifest: WeightManifest) -> WeightManifest:
         """Refuse: another process cannot send over this one's group. Raises WeightsError."""
         raise WeightsError(f"weights of the transport {manifest.transport!r} cannot be adopted by a store that sends")
-
-    def commit(self, manifest: WeightManifest) -> None:
-        """Do nothing: the tensors are the trainer's, and no copy is kept."""
 
     def offered(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Return the tensors that were published last; none after `forget`."""
@@ -156,7 +144,7 @@ class BroadcastStore:
 
     def close(self) -> None:
         """End the group."""
-        self._closed = True
+        super().close()
         self._offer = None
         self.interrupt("the trainer has closed the fleet")
         self._group = None

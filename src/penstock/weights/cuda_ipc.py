@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
-from penstock.errors import StateError, TransferError, WeightsError
+from penstock.errors import TransferError, WeightsError
 from penstock.parsing import parse_json, reading
 from penstock.weights.checksum import device_sums
-from penstock.weights.manifest import TensorEntry, WeightManifest, malformed
+from penstock.weights.manifest import Store, TensorEntry, WeightManifest, malformed
 from penstock.weights.pack import Place, checked
 from penstock.weights.transfer import describe
 
@@ -172,8 +172,13 @@ def borrow(path: str, ended: Callable[[], None]) -> None:
     threading.Thread(target=wait, name="penstock-lease", daemon=True).start()
 
 
-class CudaIpcStore:
-    """Shows tensors to the engines of their GPU. The tensors must not change from `publish` to the update's end."""
+class CudaIpcStore(Store):
+    """Shows tensors to the engines of their GPU. The tensors must not change from `publish` to the update's end.
+
+    `current` is always None: after an update the tensors are the trainer's, and change.
+    """
+
+    transport = TRANSPORT
 
     def __init__(self, devices: Sequence[torch.device | str] = ()) -> None:
         """Open a store.
@@ -182,8 +187,6 @@ class CudaIpcStore:
             devices: GPUs that engines run on, all of them; default: that of the first tensor. A tensor that is not on
                 a device, or not contiguous, gets a copy there, in memory that is kept for the next version.
         """
-        self.current: WeightManifest | None = None
-        """Always None: after an update the tensors are the trainer's, and change."""
         self._given = tuple(_indexed(torch.device(device)) for device in devices)
         self._copies: dict[tuple[torch.device, str], torch.Tensor] = {}
         self._names: list[str] = []
@@ -191,22 +194,14 @@ class CudaIpcStore:
         """What engines may be reading; kept alive."""
         self._blocks: list[Any] = []
         self._lease: Lease | None = None
-        self._closed = False
 
     def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
-        """Describe where the tensors lie; blocking, until the devices have computed them.
-
-        Args:
-            version: what they will be served under.
-            named_tensors: `(checkpoint name, tensor)`; contiguous on one of the devices, else they are copied.
+        """Describe where the tensors lie, once the devices have computed them; see `Store.publish`.
 
         Raises:
-            WeightsError: a name twice, no tensor at all, a dtype no engine loads, NaN or infinity, no GPU, no room on
-                it for copies, or memory that cannot be shared (expandable segments).
-            StateError: the store is closed.
+            WeightsError: no GPU, or memory that cannot be shared (expandable segments), too.
         """
-        if self._closed:
-            raise StateError("the store of weights is closed: its fleet or engine was torn down")
+        self.check_open()
         if not torch.cuda.is_available():
             raise WeightsError("the transport cuda_ipc needs a GPU, and torch sees none here; use shared_memory")
         with torch.no_grad():
@@ -222,22 +217,13 @@ class CudaIpcStore:
         location = {_uuid(d): json.dumps({"lease": self._lease.path, **part}) for d, part in parts.items()}
         return WeightManifest(version, TRANSPORT, location, entries)
 
-    def adopt(self, manifest: WeightManifest) -> WeightManifest:
-        """Take a version that another process shows. Raises WeightsError where it is of another transport."""
-        if manifest.transport != TRANSPORT:
-            raise WeightsError(f"weights of the transport {manifest.transport!r} cannot be adopted here")
-        return manifest
-
-    def commit(self, manifest: WeightManifest) -> None:
-        """Do nothing: the tensors are the trainer's, and no copy is kept."""
-
     def offered(self) -> Iterable[tuple[str, torch.Tensor]]:
         """The tensors that were published last, as engines read them."""
         return list(zip(self._names, next(iter(self._shown.values()), ()), strict=True))
 
     def close(self) -> None:
-        """Let go of every tensor; engines that mapped them are told, and unmap them. Closing twice is harmless."""
-        self._closed = True
+        """Let go of every tensor; engines that mapped them are told, and unmap them."""
+        super().close()
         if self._lease is not None:
             self._lease.close()
         self._names, self._shown = [], {}

@@ -63,11 +63,11 @@ class DeltaStore(DiskStore):
             whole = super().publish(version, tensors if isinstance(tensors, list) else named_tensors)
             none = {"delta": "", "delta_bytes": "0", "delta_checksum": "0"}
             return replace(whole, transport=TRANSPORT, location={**whole.location, **none})
-        self._folder.own()
-        self._folder.keep(self._names(base))
+        self._own()
+        self.keep(self._names(base))
         image = memoryview(mmap.mmap(-1, base.extent))
         entries = write(image, tensors, specs, [entry.offset for entry in base.tensors])
-        with open_version(base) as full, self._folder.new_file(version, "delta", 0) as (name, file):
+        with open_version(base) as full, self._new_file(version, "delta", 0) as (name, file):
             nbytes, checksum = write_delta(file, full.read, image, entries)
         delta = {"delta": name, "delta_bytes": str(nbytes), "delta_checksum": str(checksum)}
         return WeightManifest(version, TRANSPORT, {**base.location, **delta}, entries)
@@ -75,7 +75,7 @@ class DeltaStore(DiskStore):
     def _base(self, specs: Sequence[TensorSpec]) -> WeightManifest | None:
         """The current version; None where a whole file is due: the first one, other tensors, or a large last delta."""
         current = self.current
-        if current is None or current.location.get("folder") != str(self._folder.path):
+        if current is None or current.location.get("folder") != str(self.folder):
             return None
         try:
             open_version(current).close()

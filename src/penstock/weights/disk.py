@@ -1,4 +1,4 @@
-"""Versions in a folder that engines see too: the store of the transport `disk`, and its files.
+"""The transport `disk`: versions in a folder that engines see too.
 
 Each version is one safetensors file: eight bytes with the length of a JSON object, the object, then the tensors without
 gaps (https://github.com/huggingface/safetensors, "Format"). A file gets its name when it is whole and on the disk, and
@@ -17,7 +17,7 @@ import re
 import secrets
 import stat
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 from penstock.errors import StateError, WeightsError
 from penstock.parsing import parse_json
 from penstock.types import TensorSpec
-from penstock.weights.manifest import ALIGNMENT, DTYPE_BYTES, TensorEntry, WeightManifest
+from penstock.weights.manifest import ALIGNMENT, DTYPE_BYTES, SAFETENSORS, Store, TensorEntry, WeightManifest
 
 if TYPE_CHECKING:
     import torch
@@ -33,13 +33,6 @@ if TYPE_CHECKING:
     from penstock.weights.pack import Place
 
 TRANSPORT = "disk"
-DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
-    "bool": "BOOL",
-}  # fmt: skip
-"""Dtypes by torch's name, as the format has them."""
-
 _FILE = re.compile(r"v\d+-[0-9a-f]{8}\.(safetensors|delta)")
 _PART = re.compile(rf"({_FILE.pattern}|current\.json)(\.[0-9a-f]{{8}})?\.part")
 _INDEX = "current.json"
@@ -47,73 +40,69 @@ _LOCK = "lock"
 logger = logging.getLogger(__name__)
 
 
-class VersionFolder:
-    """The writer's side of a folder of versions."""
+class DiskStore(Store):
+    """Keeps versions in a folder. Nothing is made, locked or changed in it before the first `publish`."""
 
-    def __init__(self, path: str | Path) -> None:
-        """Note the path. Nothing is made, locked or changed before `own`."""
-        self.path = Path(path).absolute()
+    transport = TRANSPORT
+
+    def __init__(self, folder: str | Path) -> None:
+        """Open a folder; the version that an earlier store committed there is `current` again."""
+        self.folder = Path(folder).absolute()
         self._lock: int | None = None
-        self._closed = False
+        self._before: WeightManifest | None = None
+        found = self._remembered()
+        if found is not None and found.transport == self.transport:
+            try:
+                self._check(found)
+            except WeightsError as error:
+                logger.warning("weight version %d is not taken up again: %s", found.version, error)
+            else:
+                self.current = found
 
-    @property
-    def owned(self) -> bool:
-        """Whether this object holds the lock."""
-        return self._lock is not None
-
-    def own(self) -> None:
-        """Make the folder and take its lock, until `close`.
+    def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
+        """Write the tensors to a new file and describe them; see `Store.publish`.
 
         Raises:
-            StateError: another store has it, or this one is closed.
-            WeightsError: the folder cannot be written to.
+            StateError: another store keeps its versions in this folder, too.
         """
-        if self._closed:
-            raise StateError("the store of weights is closed: its fleet or engine was torn down")
+        from penstock.weights.pack import write  # noqa: PLC0415 - the core must import without torch
+
+        self._own()
+        tensors, specs = in_order(named_tensors)
+        head, offsets = header(specs)
+        size = len(head) + sum(TensorEntry(spec.name, spec.dtype, spec.shape, 0, 0).nbytes for spec in specs)
+        self.keep(self._names(self.current))
+        with self._new_file(version, "safetensors", size) as (name, file):
+            mapping = mmap.mmap(file.fileno(), size)
+            mapping[: len(head)] = head
+            entries = write(memoryview(mapping), tensors, specs, offsets)
+            mapping.flush()
+        return WeightManifest(version, TRANSPORT, {"folder": str(self.folder), "file": name}, entries)
+
+    def adopt(self, manifest: WeightManifest) -> WeightManifest:
+        """Take a version that another process wrote, to this folder or another; no byte is copied.
+
+        Raises:
+            WeightsError: it is of another transport, or a file of it is gone, too short or damaged.
+        """
+        self._check(super().adopt(manifest))
+        return manifest
+
+    def commit(self, manifest: WeightManifest) -> None:
+        """Make a published version the current one: its file stays until the one after the next is committed."""
+        self._before, self.current = self.current, manifest
         if self._lock is not None:
-            return
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        except OSError as error:
-            raise WeightsError(f"cannot keep weights in {self.path}: {error.strerror}; give another folder") from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(fd)
-            raise StateError(
-                f"another store keeps its weights in {self.path}; end it, or give another folder"
-            ) from error
-        self._lock = fd
+            with self._atomically(_INDEX) as file:
+                file.write(json.dumps(manifest.to_json()).encode())
+            self.keep(self._names(self.current) | self._names(self._before))
 
-    @contextmanager
-    def new_file(self, version: int, suffix: str, nbytes: int) -> Generator[tuple[str, BinaryIO]]:
-        """Give a new file's name, and the file, open for reading and writing.
-
-        The file has the name at the end of the block, durably; after an error nothing is left of it.
-
-        Args:
-            version: for the name.
-            suffix: `safetensors` or `delta`.
-            nbytes: are reserved.
-
-        Raises:
-            WeightsError: there is not so much space, or the disk fails.
-        """
-        name = f"v{version}-{secrets.token_hex(4)}.{suffix}"
-        free = os.statvfs(self.path)
-        if (space := free.f_bavail * free.f_frsize) < nbytes:
-            raise WeightsError(
-                f"weight version {version} needs {nbytes} bytes in {self.path}, {space} are free: free space, or give "
-                "another folder"
-            )
-        try:
-            with self._atomically(name) as file:
-                if nbytes:
-                    os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk would end a process that maps the file
-                yield name, file
-        except OSError as error:
-            raise WeightsError(f"cannot write weight version {version} to {self.path}: {error.strerror}") from error
+    def close(self) -> None:
+        """Leave the folder to another store; the versions stay in it."""
+        super().close()
+        self.current = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def keep(self, names: Collection[str]) -> None:
         """Remove every version's file but these, and what a process left that died while it wrote.
@@ -122,52 +111,88 @@ class VersionFolder:
             WeightsError: the folder is gone, or nothing can be removed from it.
         """
         try:
-            for file in self.path.iterdir():
+            for file in self.folder.iterdir():
                 if _PART.fullmatch(file.name) or (_FILE.fullmatch(file.name) and file.name not in names):
                     file.unlink(missing_ok=True)
         except OSError as error:
             raise WeightsError(
-                f"cannot keep weights in {self.path} any more: {error.strerror}; bring the folder back, or give another"
+                f"cannot keep weights in {self.folder} any more: {error.strerror}; bring the folder back, or give "
+                "another"
             ) from error
 
-    def remember(self, manifest: WeightManifest) -> None:
-        """Note which version is the current one."""
-        with self._atomically(_INDEX) as file:
-            file.write(json.dumps(manifest.to_json()).encode())
-
-    def remembered(self) -> WeightManifest | None:
-        """Return the version noted last, by whatever process; None where there is no note, or a malformed one."""
-        try:
-            data = (self.path / _INDEX).read_bytes()
-            manifest = WeightManifest.from_json(parse_json(data, _INDEX, WeightsError))
-        except (OSError, WeightsError):
-            return None
-        return replace(manifest, location={**manifest.location, "folder": str(self.path)})  # it may have been moved
-
-    def close(self) -> None:
-        """Give the lock back; the files stay. Closing twice is harmless."""
-        self._closed = True
+    def _own(self) -> None:
+        """Make the folder and take its lock, until `close`."""
+        self.check_open()
         if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            raise WeightsError(
+                f"cannot keep weights in {self.folder}: {error.strerror}; give another folder"
+            ) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            raise StateError(
+                f"another store keeps its weights in {self.folder}; end it, or give another folder"
+            ) from error
+        self._lock = fd
+
+    @contextmanager
+    def _new_file(self, version: int, suffix: str, nbytes: int) -> Generator[tuple[str, BinaryIO]]:
+        """Give the name of a new file of `nbytes`, and the file; after an error nothing is left of it."""
+        name = f"v{version}-{secrets.token_hex(4)}.{suffix}"
+        free = os.statvfs(self.folder)
+        if (space := free.f_bavail * free.f_frsize) < nbytes:
+            raise WeightsError(
+                f"weight version {version} needs {nbytes} bytes in {self.folder}, {space} are free: free space, or "
+                "give another folder"
+            )
+        try:
+            with self._atomically(name) as file:
+                if nbytes:
+                    os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk would end a process that maps the file
+                yield name, file
+        except OSError as error:
+            raise WeightsError(f"cannot write weight version {version} to {self.folder}: {error.strerror}") from error
 
     @contextmanager
     def _atomically(self, name: str) -> Generator[BinaryIO]:
+        """Give a file that has the name at the end of the block, durably."""
         # A random name, opened exclusively: another user of the folder may have put a link under one that can be known.
-        part = self.path / f"{name}.{secrets.token_hex(4)}.part"
+        part = self.folder / f"{name}.{secrets.token_hex(4)}.part"
         try:
             with part.open("x+b") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            part.rename(self.path / name)
+            part.rename(self.folder / name)
         finally:
             part.unlink(missing_ok=True)
-        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with ExitStack() as stack:
+            fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, fd)
             os.fsync(fd)
-        finally:
-            os.close(fd)
+
+    def _remembered(self) -> WeightManifest | None:
+        """The version committed last, by whatever process; None where there is no note, or a malformed one."""
+        try:
+            data = (self.folder / _INDEX).read_bytes()
+            manifest = WeightManifest.from_json(parse_json(data, _INDEX, WeightsError))
+        except (OSError, WeightsError):
+            return None
+        return replace(manifest, location={**manifest.location, "folder": str(self.folder)})  # it may have been moved
+
+    def _check(self, manifest: WeightManifest) -> None:
+        """Raise WeightsError where a file of a version is not there."""
+        open_version(manifest).close()
+
+    def _names(self, manifest: WeightManifest | None) -> set[str]:
+        """Names of the files of a version."""
+        return set() if manifest is None else {manifest.location.get("file", "")}
 
 
 class VersionFile:
@@ -222,85 +247,6 @@ class VersionFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class DiskStore:
-    """Keeps versions in a folder. `publish` is blocking; one caller at a time."""
-
-    transport = TRANSPORT
-
-    def __init__(self, folder: str | Path) -> None:
-        """Open a folder; the version that an earlier store committed there is `current` again."""
-        self._folder = VersionFolder(folder)
-        self._before: WeightManifest | None = None
-        self.current: WeightManifest | None = None
-        found = self._folder.remembered()
-        if found is not None and found.transport == self.transport:
-            try:
-                self._check(found)
-            except WeightsError as error:
-                logger.warning("weight version %d is not taken up again: %s", found.version, error)
-            else:
-                self.current = found
-
-    def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
-        """Write the tensors to a new file and describe them.
-
-        Args:
-            version: what they will be served under; `current` changes only when `commit` is called.
-            named_tensors: `(checkpoint name, tensor)`; any device, dense.
-
-        Raises:
-            WeightsError: a name twice, no tensor at all, a dtype no engine loads, NaN or infinity, too little space.
-            StateError: the store is closed, or another one keeps its versions in this folder.
-        """
-        from penstock.weights.pack import write  # noqa: PLC0415 - the core must import without torch
-
-        self._folder.own()
-        tensors, specs = in_order(named_tensors)
-        head, offsets = header(specs)
-        size = len(head) + sum(TensorEntry(spec.name, spec.dtype, spec.shape, 0, 0).nbytes for spec in specs)
-        self._folder.keep(self._names(self.current))
-        with self._folder.new_file(version, "safetensors", size) as (name, file):
-            mapping = mmap.mmap(file.fileno(), size)
-            mapping[: len(head)] = head
-            entries = write(memoryview(mapping), tensors, specs, offsets)
-            mapping.flush()
-        location = {"folder": str(self._folder.path), "file": name}
-        return WeightManifest(version=version, transport=TRANSPORT, location=location, tensors=entries)
-
-    def adopt(self, manifest: WeightManifest) -> WeightManifest:
-        """Take a version that another process wrote, to this folder or another; no byte is copied.
-
-        Raises:
-            WeightsError: it is of another transport, or a file of it is gone, too short or damaged.
-        """
-        if manifest.transport != self.transport:
-            raise WeightsError(
-                f"weights of the transport {manifest.transport!r} cannot be adopted by a store of {self.transport!r}"
-            )
-        self._check(manifest)
-        return manifest
-
-    def commit(self, manifest: WeightManifest) -> None:
-        """Make a published version the current one: its file stays until the one after the next is committed."""
-        self._before, self.current = self.current, manifest
-        if self._folder.owned:
-            self._folder.remember(manifest)
-            self._folder.keep(self._names(self.current) | self._names(self._before))
-
-    def close(self) -> None:
-        """Leave the folder to another store; the versions stay in it."""
-        self.current = None
-        self._folder.close()
-
-    def _check(self, manifest: WeightManifest) -> None:
-        """Raise WeightsError where a file of a version is not there."""
-        open_version(manifest).close()
-
-    def _names(self, manifest: WeightManifest | None) -> set[str]:
-        """Names of the files of a version."""
-        return set() if manifest is None else {manifest.location.get("file", "")}
 
 
 def open_version(manifest: WeightManifest) -> VersionFile:
@@ -367,7 +313,7 @@ def header(specs: Sequence[TensorSpec]) -> tuple[bytes, list[int]]:
     end = 0
     for spec in specs:
         begin, end = end, end + TensorEntry(spec.name, spec.dtype, spec.shape, 0, 0).nbytes
-        fields[spec.name] = {"dtype": DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
+        fields[spec.name] = {"dtype": SAFETENSORS[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
         offsets.append(begin)
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)  # the format lets spaces follow the object

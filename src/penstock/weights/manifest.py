@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from penstock.errors import UserError, WeightsError
+from penstock.errors import StateError, UserError, WeightsError
 from penstock.parsing import reading, whole_number
 
 if TYPE_CHECKING:
@@ -22,6 +22,12 @@ DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
+SAFETENSORS: Mapping[str, str] = {
+    "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
+    "bool": "BOOL",
+}  # fmt: skip
+"""Dtypes by torch's name, as that format has them."""
 
 SUMS = "sums:"
 """Begins the checksum of a rank that compared what it loaded with its sender's sums. Any other checksum begins with a
@@ -122,6 +128,46 @@ def _entry(name: Any, dtype: Any, shape: Any, offset: Any, checksum: Any) -> Ten
     if entry.dtype not in DTYPE_BYTES:
         raise malformed(f"tensor {entry.name!r} has the unknown dtype {entry.dtype!r}")
     return entry
+
+
+class Store:
+    """Where versions lie; blocking, one caller at a time."""
+
+    transport = ""
+    current: WeightManifest | None = None
+    """The last committed version, where its bytes can still be had; None before the first."""
+    _closed = False
+
+    def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
+        """Make tensors available to engines, and describe them; `current` changes only when `commit` is called.
+
+        Args:
+            version: what they will be served under.
+            named_tensors: `(checkpoint name, tensor)`; any device, dense.
+
+        Raises:
+            WeightsError: a name twice, no tensor at all, a dtype no engine loads, NaN or infinity, or no room.
+            StateError: the store is closed.
+        """
+        raise NotImplementedError
+
+    def adopt(self, manifest: WeightManifest) -> WeightManifest:
+        """Take a version that another process published, and return it for `commit`. WeightsError: it cannot be had."""
+        if manifest.transport != self.transport:
+            raise WeightsError(f"weights of {manifest.transport!r} cannot be adopted by a store of {self.transport!r}")
+        return manifest
+
+    def commit(self, manifest: WeightManifest) -> None:
+        """Make a published version the current one, if its bytes are the store's and not the trainer's."""
+
+    def close(self) -> None:
+        """Free what is held here. Closing twice is harmless."""
+        self._closed = True
+
+    def check_open(self) -> None:
+        """Raise StateError once the store is closed."""
+        if self._closed:
+            raise StateError("the store of weights is closed: its fleet or engine was torn down")
 
 
 class TensorProvider:

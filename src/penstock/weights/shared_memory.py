@@ -1,4 +1,4 @@
-"""The weights of the current version in memory that engines on this host map: the store and its transport.
+"""The transport `shared_memory`: the current version lies in memory that engines on this host map.
 
 The bytes lie in a memfd, a file without a name: engines open it through `/proc/PID/fd/N` of this process. When this
 process ends, by any signal, and the engines have unmapped it, the kernel frees it; there is no name to clean up.
@@ -16,8 +16,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from penstock.errors import StateError, WeightsError
-from penstock.weights.manifest import TensorEntry, WeightManifest
+from penstock.errors import WeightsError
+from penstock.weights.manifest import Store, TensorEntry, WeightManifest
 
 if TYPE_CHECKING:
     import torch
@@ -29,58 +29,44 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _STORE_FILE = re.compile(r"/proc/\d+/fd/\d+")
 
 
-class SharedMemoryStore:
-    """Holds the current version's bytes. `publish` is blocking; one caller at a time.
+class SharedMemoryStore(Store):
+    """Holds the current version's bytes.
 
     Two buffers take turns, so that a version can be written while the one before it is still being read, and a joining
     engine can always be given the current one.
     """
 
+    transport = TRANSPORT
+
     def __init__(self) -> None:
-        self.current: WeightManifest | None = None
         self._files: dict[str, int] = {}
         """Path to descriptor: of our buffers, and of files that another process published."""
         self._buffers: dict[str, mmap.mmap] = {}
         """Path to our writable mapping. It is dropped and not closed, which fails while a view of it lives, such as
         one in the traceback of an exception that was kept; it ends with its last view."""
-        self._closed = False
 
     def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
-        """Copy the tensors into the buffer that is not current and describe them.
-
-        Args:
-            version: what they will be served under; `current` changes only when `commit` is called.
-            named_tensors: `(checkpoint name, tensor)`; any device, dense.
-
-        Raises:
-            WeightsError: a name twice, no tensor at all, a dtype no engine loads, NaN or infinity.
-            StateError: the store is closed.
-        """
+        """Copy the tensors into the buffer that is not current and describe them; see `Store.publish`."""
         from penstock.weights.pack import described, layout, write  # noqa: PLC0415 - the core must import without torch
 
         tensors, specs = described(named_tensors)
         size, offsets = layout(specs)
         path = self._writable(size)
         entries = write(memoryview(self._buffers[path]), tensors, specs, offsets)
-        return WeightManifest(version=version, transport=TRANSPORT, location={"path": path}, tensors=entries)
+        return WeightManifest(version, TRANSPORT, {"path": path}, entries)
 
     def adopt(self, manifest: WeightManifest) -> WeightManifest:
         """Keep a version that another process of this user published, also when that process ends; no byte is copied.
-
-        Returns:
-            The manifest with the place where engines find it from now on, for `commit`.
 
         Raises:
             WeightsError: it is no store's file, is gone, is shorter than the manifest says, or is not sealed.
             StateError: the store is closed.
         """
-        path = manifest.location.get("path", "")
-        if manifest.transport != TRANSPORT or not _STORE_FILE.fullmatch(path):
-            raise WeightsError(f"weights of the transport {manifest.transport!r} at {path!r} cannot be adopted")
-        self._check_open()
+        super().adopt(manifest)
+        self.check_open()
         self._free_adopted()
-        fd = _open_store(path, manifest.extent)
-        ours = _path_of(fd)
+        fd = adopted_file(manifest.location.get("path", ""), manifest.extent)
+        ours = path_of(fd)
         self._files[ours] = fd
         return replace(manifest, location={"path": ours})
 
@@ -90,22 +76,22 @@ class SharedMemoryStore:
         self._free_adopted()
 
     def close(self) -> None:
-        """Free the memory. An engine or a view in this process keeps what it has mapped. Closing twice is harmless."""
-        self._closed = True
+        """Free the memory. An engine or a view in this process keeps what it has mapped."""
+        super().close()
         self.current = None
         for path in tuple(self._files):
             self._free(path)
 
     def _writable(self, size: int) -> str:
         """Path of a buffer of at least `size` bytes without the current version; none changes its size."""
-        self._check_open()
+        self.check_open()
         for path, buffer in tuple(self._buffers.items()):
             if path != self._current_path:
                 if len(buffer) >= size:
                     return path
                 self._free(path)
         fd, buffer = sealed_memory("penstock-weights", size)
-        path = _path_of(fd)
+        path = path_of(fd)
         self._files[path], self._buffers[path] = fd, buffer
         return path
 
@@ -120,10 +106,6 @@ class SharedMemoryStore:
     @property
     def _current_path(self) -> str:
         return "" if self.current is None else self.current.location.get("path", "")
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StateError("the store of weights is closed: its fleet or engine was torn down")
 
 
 def check_mapped(manifest: WeightManifest) -> WeightManifest:
@@ -170,35 +152,26 @@ def sealed_memory(name: str, size: int) -> tuple[int, mmap.mmap]:
     return fd, mapping
 
 
-def open_mapping(path: str, nbytes: int) -> mmap.mmap:
-    """Map the store's file read-only, in another process.
+def path_of(fd: int) -> str:
+    """Where another process of the same user finds a file."""
+    return f"/proc/{os.getpid()}/fd/{fd}"
 
-    Raises:
-        WeightsError: the file is gone (the store's process ended), shorter than the manifest says, or not sealed.
-    """
-    fd = _open_store(path, nbytes)
+
+def open_mapping(path: str, nbytes: int) -> mmap.mmap:
+    """Map a store's file read-only; raises as `adopted_file`."""
+    fd = adopted_file(path, nbytes)
     try:
         return mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
     finally:
         os.close(fd)
 
 
-def adopted_file(path: str) -> int:
-    """Open a sealed file that another process has published; it lives as long as the descriptor.
+def adopted_file(path: str, nbytes: int = 0) -> int:
+    """Open a store's file, which lives as long as the descriptor.
 
     Raises:
-        WeightsError: it is no such file, or gone.
+        WeightsError: it is none, is gone (its process has ended), is shorter than `nbytes`, or its size could change.
     """
-    return _open_store(path, 0)
-
-
-def _path_of(fd: int) -> str:
-    """Where another process of the same user finds a file."""
-    return f"/proc/{os.getpid()}/fd/{fd}"
-
-
-def _open_store(path: str, nbytes: int) -> int:
-    """Open a file whose size cannot change. WeightsError: it is not one of `nbytes` bytes or more."""
     if not _STORE_FILE.fullmatch(path):  # any other file of this host holds no weights
         raise WeightsError(f"cannot open the weights at {path!r}: it is no store's file (/proc/PID/fd/N)")
     try:
