@@ -363,7 +363,7 @@ async def test_bad_calls_are_answered(fleet: Fleet) -> None:
         with pytest.raises(WeightsError, match="malformed weight manifest"):
             await link.order("update", manifest={})
         manifest = {"version": 99, "transport": "shared_memory", "location": {"path": "/etc/passwd"}, "tensors": []}
-        with pytest.raises(WeightsError, match="no store.s file"):
+        with pytest.raises(WeightsError, match="it is no store's file"):
             await link.order("update", manifest=manifest)
         before = fleet._roster.members
         for count in (1e30, 1e6, 2**62, -1, True, 1.5, "2", None, []):
