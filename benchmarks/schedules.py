@@ -26,6 +26,7 @@ import math
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -53,8 +54,24 @@ from penstock.types import Sample, SamplingParams, SessionId
 TAIL = 1.2
 """Exponent of the Pareto distribution: the mean exists, the variance does not."""
 ASYNC_BAR, ONE_STEP_BAR = 1.6, 1.0
+BEGAN = time.monotonic()
 WARM_UP = -1
 """Seed of the run that is not measured, and its name; it has 2 steps."""
+
+
+class Progress(Reporter):
+    """Says on stderr when each part of a run ended, in seconds since the benchmark began."""
+
+    def __init__(self, name: str, began: float) -> None:
+        self._name, self._began = name, began
+
+    def on_phase(self, name: str) -> None:
+        """See `Reporter`."""
+        _common.note(f"{time.monotonic() - self._began:7.1f} s {self._name}: {name}")
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        """See `Reporter`."""
+        self.on_phase(f"step {metrics['step']:.0f} took {metrics['seconds/step']:.1f} s")
 
 
 class HeavyTailed(SingleTurnGenerator):
@@ -142,7 +159,7 @@ async def one_run(config: RunConfig, fleet: Fleet, learner: Learner, given: argp
         generator=generator(fleet, load_tokenizer(str(config.engine.model)), environment, params, 4096),
         environment=environment,
         folder=folder,
-        reporter=Reporter(),
+        reporter=Progress(config.name, BEGAN),
         loads=loads,
     )
     rows = folder.metrics()
