@@ -55,6 +55,16 @@ def test_options_reach_vllm_and_the_key_stays_off_the_command_line(nano_path):
     assert server_command(config, port=1234, api_key=None).env["VLLM_API_KEY"] == "", "none is inherited"
 
 
+def test_fp32_on_gpus_is_fp32_in_attention_too(nano_path, monkeypatch):
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    config = EngineConfig(model=str(nano_path), profile="gpu", dtype="float32")
+    assert server_command(config, port=1, api_key=None).env["TRITON_F32_DEFAULT"] == "ieee"
+    lower = config.model_copy(update={"dtype": "bfloat16"})
+    assert "TRITON_F32_DEFAULT" not in server_command(lower, port=1, api_key=None).env
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32x3")
+    assert server_command(config, port=1, api_key=None).env["TRITON_F32_DEFAULT"] == "tf32x3", "the user's own"
+
+
 def test_adapters_in_fp32_are_refused_on_gpus(nano_path):
     config = EngineConfig(model=str(nano_path), profile="gpu", enable_lora=True, dtype="float32")
     with pytest.raises(ConfigError, match=r"LoRA kernels for GPUs need engine\.dtype bfloat16 or float16, got float32"):

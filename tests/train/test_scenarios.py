@@ -43,6 +43,7 @@ def test_there_are_the_sixteen_of_the_plan_and_every_schedule_is_among_them(tmp_
         ("one-step-off", "gpu", 1, "needs a CPU, or 2 NVIDIA GPUs, and this machine has 1; give --cpu"),
         ("async", "gpu", 0, "needs a CPU, or an NVIDIA GPU, and this machine has 0; give --cpu"),
         ("megatron", "gpu", 8, r"needs a Megatron learner, which is not there yet \(and 5 NVIDIA GPUs\)"),
+        ("native-sync", "cpu", 0, "needs 2 NVIDIA GPUs: vLLM's CPU build cannot run it"),
         ("cuda-ipc", "gpu", 1, ""),
         ("lora", "cpu", 0, ""),
     ],
@@ -68,7 +69,7 @@ def test_what_a_machine_cannot_run_is_said_in_one_line(
         ("colocated-tp1", 4, ""),
         ("colocated-tp2", 2, "1 of 2 engines"),
         ("moe", 1, "TP1 of TP2, colocated"),
-        ("moe", 2, "TP1 of TP2"),
+        ("moe", 2, "colocated"),
         ("moe", 3, ""),
         ("non-colocated", 2, "1 of 2 engines"),
         ("one-step-off", 2, "1 of 2 engines"),
@@ -91,6 +92,15 @@ def test_fewer_gpus_keep_the_shape_and_the_row_says_so(
     assert max(engines, config.train.ranks) <= gpus
     assert chosen.smaller_shape(config) == shape
     assert Result(name, "gpu", [], 1.0, shape).row().startswith(f"{name} (gpu{', ' + shape if shape else ''}): ok")
+
+
+@pytest.mark.parametrize("name", ["lora", "quantised"])
+def test_what_gpus_compute_in_bfloat16_only_asks_for_it(name: str, tmp_path: Path) -> None:
+    dtypes = {
+        profile: SCENARIOS[name].config(profile=profile, run_dir=tmp_path, model=MODEL).engine.dtype
+        for profile in ("cpu", "gpu")
+    }
+    assert dtypes == {"cpu": "float32", "gpu": "bfloat16"}
 
 
 async def test_fp8_engines_on_cpus_are_refused_before_anything_starts(tmp_path: Path) -> None:

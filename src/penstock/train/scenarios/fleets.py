@@ -6,6 +6,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from penstock.config import RunConfig
 from penstock.fleet.fleet import Fleet
 from penstock.rollout.environment import load_environment
@@ -22,12 +24,12 @@ TOKENS = 96
 ATTEMPTS = 10
 """To pause while answers are under way: on a busy machine an engine can end them before it is asked."""
 PAUSED_S = 1.0
+LONG = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
 
 
 async def pause_keep(config: RunConfig) -> list[Check]:
     """Pause requests in flight, keep them for a second, and let them go on."""
-    prompts = _prompts(config)
-    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    prompts, params = task_prompts(config), LONG
     async with Fleet.launch(config.engine, fleet=config.fleet, router=config.router) as fleet:
         asked = await _pause_under_way(fleet, prompts, params)
         before = sum(task.done() for task in asked)
@@ -43,8 +45,8 @@ async def pause_keep(config: RunConfig) -> list[Check]:
         Check("versions", all(set(s.versions()) == {0} for s in samples), "0"),
     ]
     if (bar := LOGPROB_BARS.get(config.engine.profile)) is not None:
-        rows = [(prompt, s.token_ids, s.logprobs or ()) for prompt, s in zip(prompts, samples, strict=True)]
-        gap = await asyncio.to_thread(largest_gap, config, rows)
+        learner = await asyncio.to_thread(LocalLearner, config.learner_model, config.train, seed=config.seed)
+        gap = await asyncio.to_thread(largest_gap, learner, data_of(prompts, samples))
         checks.append(Check("logprobs", gap <= bar, f"{gap:.1e}"))
     return checks
 
@@ -68,7 +70,7 @@ async def _pause_under_way(
 
 async def http_generator(config: RunConfig) -> list[Check]:
     """Ask the same greedily by `/v1/completions` and by the token interface."""
-    prompts = _prompts(config)
+    prompts = task_prompts(config)
     params = SamplingParams(max_tokens=24, temperature=0.0)
     async with Fleet.launch(config.engine, fleet=config.fleet, router=config.router) as fleet:
         tokens = await asyncio.gather(*(fleet.sample(prompt, 1, params) for prompt in prompts))
@@ -86,23 +88,27 @@ async def http_generator(config: RunConfig) -> list[Check]:
     ]
 
 
-def largest_gap(config: RunConfig, rows: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]]) -> float:
-    """Return the largest |learner - engine logprob|, nats, over `(prompt ids, response ids, logprobs)`."""
-    learner = LocalLearner(config.learner_model, config.train, seed=config.seed)
-    data: list[Datum] = []
-    for prompt, response, logprobs in rows:
-        ids, context = (*prompt, *response), (0.0,) * (len(prompt) - 1)
-        made = (1.0,) * len(response)
-        data.append(Datum(ids[:-1], ids[1:], (*context, *made), (*context, *logprobs), (*context, *made)))
-    found = learner.forward(None, LossSpec({}), data).logprobs
-    gaps = [
-        (ours[len(prompt) - 1 :] - ours.new_tensor(logprobs)).abs().max()
-        for ours, (prompt, _, logprobs) in zip(found, rows, strict=True)
-    ]
+def largest_gap(learner: LocalLearner, data: Sequence[Datum]) -> float:
+    """Return the largest |learner - engine logprob|, nats, over the tokens that the engine made."""
+    gaps: list[Tensor] = []
+    for ours, datum in zip(learner.forward(None, LossSpec({}), data).logprobs, data, strict=True):
+        made = ours.new_tensor(datum.weights) != 0
+        gaps.append((ours - ours.new_tensor(datum.logprobs))[made].abs().max())
     return float(max(gaps))
 
 
-def _prompts(config: RunConfig) -> list[tuple[int, ...]]:
+def data_of(prompts: Sequence[Sequence[int]], samples: Sequence[Sample]) -> list[Datum]:
+    """Lay samples out as what is read and what is predicted, each with an advantage of 1."""
+    data: list[Datum] = []
+    for prompt, sample in zip(prompts, samples, strict=True):
+        ids, context, made = (*prompt, *sample.token_ids), (0.0,) * (len(prompt) - 1), (1.0,) * len(sample.token_ids)
+        logprobs = (*context, *(sample.logprobs or ()))
+        data.append(Datum(ids[:-1], ids[1:], (*context, *made), logprobs, (*context, *made)))
+    return data
+
+
+def task_prompts(config: RunConfig) -> list[tuple[int, ...]]:
+    """Token ids of the first tasks of the training stream."""
     environment = load_environment(config.environment, config.seed)
     tokenizer = load_tokenizer(config.engine.tokenizer or config.engine.model)
     return [tuple(tokenizer.encode(environment.train_task(i).prompt)) for i in range(PROMPTS)]

@@ -14,6 +14,7 @@ from penstock.engine.launch import EngineProcess
 from penstock.train.run import run
 from penstock.train.scenarios.checks import Check, Result, UpdateRecorder, training_checks
 from penstock.train.scenarios.fleets import http_generator, pause_keep
+from penstock.train.scenarios.native import native_sync
 from penstock.train.scenarios.table import Scenario
 
 RESULTS = "scenarios.jsonl"
@@ -72,6 +73,7 @@ KINDS: Mapping[str, Callable[[Scenario, RunConfig], Awaitable[list[Check]]]] = {
     "train": _train,
     "remote_server": _remote_server,
     "pause_keep": lambda _, config: pause_keep(config),
+    "native": lambda _, config: native_sync(config),
     "http": lambda _, config: http_generator(config),
 }
 

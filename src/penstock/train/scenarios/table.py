@@ -46,7 +46,8 @@ class Scenario:
         what: one line.
         keys: over `BASE`, by section.
         gpus: of the plan's shape; 0: vLLM's CPU build can run it.
-        fewer: keys over `keys` on a machine with this many GPUs, or with more but fewer than the next entry.
+        on_gpu: keys over `keys` of engines on GPUs.
+        fewer: keys over those on a machine with this many GPUs, or with more but fewer than the next entry.
         kind: `train`, or the name of a check in `fleets.py`.
         note: where its shape has fewer GPUs than the plan, and what stands in for what.
         missing: part of Penstock that it needs and that is not there yet.
@@ -56,6 +57,7 @@ class Scenario:
     name: str
     what: str
     keys: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, "Mapping[str, Any]"])
+    on_gpu: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, "Mapping[str, Any]"])
     gpus: int = 0
     fewer: Mapping[int, Mapping[str, Mapping[str, Any]]] = field(default_factory=lambda: SHARED)
     kind: str = "train"
@@ -79,8 +81,8 @@ class Scenario:
         if not model.is_dir():
             raise UserError(f"no model in {model}: run from a checkout of Penstock, or give --model FOLDER")
         tree: dict[str, Any] = {"name": self.name, "run_dir": run_dir}
+        layers = [BASE, self.keys, *([self.on_gpu] if profile == "gpu" else []), self._fewer(gpus)]
         for section in BASE:
-            layers = (BASE, self.keys, self._fewer(gpus))
             tree[section] = deepcopy({k: v for layer in layers for k, v in layer.get(section, {}).items()})
         tree["engine"] |= {"model": str(model), "profile": profile}
         if profile != "gpu":
@@ -179,23 +181,25 @@ SCENARIOS: Mapping[str, Scenario] = {
             gpus=3, gains=False,
             fewer={
                 1: {"engine": {**SLEEPING, "tensor_parallel_size": 1}, "train": {"schedule": "colocated"}},
-                2: {"engine": {"tensor_parallel_size": 1}},
+                2: {"engine": SLEEPING, "train": {"schedule": "colocated"}},
             },
             note="--model FOLDER: a Qwen3-MoE; the sorter has no experts",
         ),
         Scenario(
             "lora", "an adapter is trained and served beside the base", {"train": {"lora": {"rank": 16},
             "learning_rate": 2e-3}, "engine": LORA},
+            on_gpu={"engine": {"dtype": "bfloat16"}}, note="vLLM's LoRA kernels for GPUs need bfloat16",
         ),
         Scenario(
             "quantised", "int8 engines under a learner in floats, corrected",
             {"engine": {"quantization": "int8"}, "train": {"correction": "tis"}},
-            note="engine.quantization=fp8 is the other kind",
+            on_gpu={"engine": {"dtype": "bfloat16"}},
+            note="engine.quantization=fp8 is the other kind; GPUs compute it in bfloat16",
         ),
         Scenario("pause-keep", "a pause keeps requests in flight, and they go on", kind="pause_keep"),
         Scenario(
-            "native-sync", "vLLM's own weight transfer over NCCL", gpus=2, fewer={}, kind="native",
-            missing="a scenario over `update_named_weights`; tests/gpu/test_gpu_native.py has the calls",
+            "native-sync", "vLLM's own weight transfer over NCCL to a server without Penstock's plugin",
+            {"fleet": {"engines": 1}}, gpus=2, fewer={}, kind="native",
         ),
         Scenario(
             "cuda-ipc", "weights by CUDA IPC to an engine on the learner's GPU",
